@@ -1,0 +1,34 @@
+# Every target sets up .venv by itself when it is missing or out of date. PYTHON=python3.12 picks another Python.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: setup run lab check test notebooks bench clean
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,dev]'
+	touch $@
+
+run: $(READY)  ## train on two ranks and on one, on real text; two to three minutes
+	$(BIN)/python -m ddp_tutorial run
+
+lab: $(READY)  ## the notebooks in JupyterLab
+	$(BIN)/jupyter lab notebooks
+
+check: $(READY)  ## lint, format, types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+test: check  ## all of it: check, unit and process tests, every notebook through nbval and papermill
+	$(BIN)/python -m pytest
+
+notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
+	$(BIN)/python -m ddp_tutorial notebooks
+
+bench: $(READY)  ## what the project claims about its own speed, measured
+	for name in launch overhead; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
+
+clean:
+	rm -rf .venv runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

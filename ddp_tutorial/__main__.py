@@ -1,0 +1,117 @@
+"""The command line: `python -m ddp_tutorial COMMAND`, also installed as `ddp-tutorial`.
+
+Exit codes: 0 done, 1 something failed while running, 2 something in the command or a config is wrong (and nothing
+was started), 130 interrupted.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from ddp_tutorial.config import ConfigError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ddp-tutorial")
+def cli() -> None:
+    """Learn and practise PyTorch distributed data-parallel training: real ranks, on any machine."""
+
+
+@cli.command()
+@click.argument("config")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+def train(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Train as CONFIG says: a YAML file, or the name of one of the package's configs.
+
+    Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds.
+    """
+    from ddp_tutorial import config as configs
+    from ddp_tutorial.trainer import TrainConfig, launch_training
+    from ddp_tutorial.trainer import train as train_here
+    from ddp_tutorial.world import World, process_group
+
+    settings = configs.load(config, TrainConfig, overrides)
+    world = World.detect(device=settings.device)
+    if world.size > 1:
+        with process_group(world):
+            result = train_here(world, settings)
+    else:
+        result = launch_training(settings, echo=not as_json)
+    if world.is_main:
+        summary = json.loads((result.run / "result.json").read_text())
+        numbers = summary["metrics"]
+        text = (
+            f"loss {numbers['loss']:.4f}, held out {numbers['eval_loss']:.4f}, "
+            f"{numbers['tokens_per_second']:,.0f} tokens/s on {summary['world_size']} ranks: {result.run}"
+        )
+        click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else text)
+
+
+@cli.command()
+@click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps, to make it shorter or longer.")
+def run(steps: int | None) -> None:
+    """The main job: train on two ranks and on one process, on real text, and compare. Two to three minutes."""
+    from ddp_tutorial.experiments import run_main_job
+
+    run_main_job(steps)
+
+
+@cli.command()
+@click.argument("paths", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--all", "everything", is_flag=True, help="Also those whose source has not changed.")
+def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
+    """Execute the notebooks whose source has changed (or just PATHS), and save them with their outputs."""
+    from ddp_tutorial.notebooks import refresh
+
+    refresh(paths, everything=everything or bool(paths))
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
+def bench(name: str, as_json: bool, repeats: int) -> None:
+    """Measure a claim of the project: NAME is launch or overhead."""
+    from ddp_tutorial.benches import as_text, run_bench
+
+    result = run_bench(name, repeats)
+    click.echo(json.dumps(result, indent=2) if as_json else as_text(result))
+
+
+def main() -> None:
+    """Run a command. Whatever goes wrong is told in one message, without the frames of this program."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except ConfigError as error:
+        sys.exit(_told(str(error), 2))
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(_told("interrupted; all ranks have been ended", 130))
+    except RuntimeError as error:
+        _leave_if_expected(error)
+        raise
+
+
+def _leave_if_expected(error: RuntimeError) -> None:
+    """Exit for what ranks and notebooks report; anything else is a bug of ours, whose traceback is wanted."""
+    rank_errors = sys.modules.get("ddp_tutorial.launch")
+    if rank_errors is not None and isinstance(error, rank_errors.RankError):
+        if error.reason.startswith("raised ConfigError: "):
+            sys.exit(_told(error.reason.removeprefix("raised ConfigError: "), 2))
+        sys.exit(_told(str(error), 1))
+
+
+def _told(message: str, code: int) -> int:
+    click.echo(f"error: {message}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The Trainer, with its logging, clipping and schedule, against a loop over torch's DDP written by hand."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import chdir
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.corpus import load_corpus
+from ddp_tutorial.launch import launch
+from ddp_tutorial.model import GPT
+from ddp_tutorial.phases import observe
+from ddp_tutorial.sources import count_samples
+from ddp_tutorial.trainer import ModelConfig, TrainConfig, Trainer, learning_rate_factor, make_optimizer
+from ddp_tutorial.world import World
+
+# Name -> (model, samples a rank and step, steps a repeat). The steps make a repeat last about a second or two.
+_SIZES = {
+    "tiny": (ModelConfig(layers=1, heads=1, width=16, context=64), 8, 200),
+    "small": (ModelConfig(layers=2, heads=4, width=64, context=64), 8, 100),
+    "large": (ModelConfig(layers=4, heads=4, width=128, context=64), 8, 40),
+}
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Tokens per second of both, two ranks with one thread each, for three sizes of model."""
+    samples: Samples = {}
+    for size, (model, per_rank, steps) in _SIZES.items():
+        total_steps = steps * (repeats + 1)
+        config = TrainConfig(model=model, batch_size=2 * per_rank, steps=total_steps, eval_every=total_steps)
+        rates = launch(_alternate, 2, config, repeats, steps, device="cpu", threads=1, echo=False)[0]
+        samples |= {f"{arm}_{size}": values for arm, values in rates.items()}
+    ratios = {f"trainer_vs_bare_{size}": (f"trainer_{size}", f"bare_{size}") for size in _SIZES}
+    return report("overhead", samples, "tokens/s", ratios)
+
+
+def _alternate(world: World, config: TrainConfig, repeats: int, steps: int) -> Samples:
+    """Tokens per second of both in each repeat, after one that is not counted.
+
+    The two take turns every `log_every` steps, which is how long the Trainer needs to do each of its chores once:
+    whatever slows the machine down for a second falls on both. A repeat counts with the median of its turns.
+    """
+    samples: Samples = {"trainer": [], "bare": []}
+    tokens = config.log_every * config.batch_size * config.model.context
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the Trainer's log goes there
+        trainer = Trainer(config, world)
+        arms = {"trainer": trainer.advance, "bare": _bare_loop(world, config)}
+        with observe(trainer.watch):
+            for repeat in range(repeats + 1):
+                rates: Samples = {name: [] for name in arms}
+                for turn in range(steps // config.log_every):
+                    for name in sorted(arms, reverse=bool(turn % 2)):
+                        rates[name].append(tokens / _time(arms[name], config.log_every))
+                if repeat:
+                    for name in arms:
+                        samples[name].append(statistics.median(rates[name]))
+    return samples
+
+
+def _time(step: Callable[[], object], count: int) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    return time.perf_counter() - start
+
+
+def _bare_loop(world: World, config: TrainConfig) -> Callable[[], object]:
+    """One step of what one writes with torch alone: no log, no phases, the loss not reduced over ranks."""
+    torch.manual_seed(config.seed)
+    context, per_rank = config.model.context, config.batch_size // world.size
+    tokens = load_corpus(config.corpus).train
+    model = GPT(**config.model.model_dump())
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = make_optimizer(model, config)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config))
+    order = torch.randperm(count_samples(tokens, context))[world.rank :: world.size]
+    window = torch.arange(context + 1)
+    cursor = 0
+
+    def step() -> None:
+        nonlocal cursor
+        batch = tokens[order[cursor : cursor + per_rank, None] * context + window].long()
+        cursor += per_rank
+        loss = F.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    return step

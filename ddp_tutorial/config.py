@@ -1,0 +1,184 @@
+"""YAML files into frozen, typed objects, and errors that say what to type instead.
+
+    # my.yaml
+    extends: base            # a file beside this one, or the name of a config of the package
+    steps: 300
+
+    config = load("my.yaml", TrainConfig, overrides=["model.layers=4"])
+
+Later wins: the file named by `extends`, then the file, then the overrides. Loading never executes anything:
+YAML is read with the safe loader, and only the fields that the class declares are accepted.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used; the message is one line for the person who wrote it."""
+
+
+class Config(BaseModel):
+    """Base of all configs: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+SomeConfig = TypeVar("SomeConfig", bound=Config)
+
+
+def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = ()) -> SomeConfig:
+    """Read a config file (a path, or the name of one in `configs/`) and check it against `cls`.
+
+    Raises `ConfigError` for a missing file, malformed YAML, a circle of `extends`, an unknown key, a value of
+    the wrong type or out of range, and for an override that is not of the form `key=value`.
+    """
+    path = find(source)
+    values = _read(path, seen=())
+    for override in overrides:
+        values = merge(values, _override(override))
+    return check(cls, values, origin=path.name)
+
+
+def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
+    """`cls(**values)`, with the first problem told as one line. `origin` names where the values came from."""
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}: {_explain(cls, error.errors()[0])}") from None
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`; mappings are merged key by key, anything else is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def names() -> list[str]:
+    """The configs that come with the package."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def find(source: str | Path) -> Path:
+    """The file that `source` means: a path to a YAML file, or the name of one of the package's configs."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    named = CONFIGS / f"{source}.yaml"
+    if named.is_file():
+        return named
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        raise ConfigError(f"config file {str(source)!r} does not exist (looked in {Path.cwd().name}/)")
+    raise ConfigError(f"no config is called {str(source)!r}.{did_you_mean(str(source), names())}")
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The end of an error message about a word that is not one of `known`."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which also takes 1e-3 for a number: YAML 1.1 wants 1.0e-3 and makes a string of it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{origin}{place}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The values of one file over those of the files that it extends."""
+    if path.resolve() in seen:
+        circle = " -> ".join(each.name for each in (*seen, path.resolve()))
+        raise ConfigError(f"'extends' goes in a circle: {circle}. Take it out of one of them.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
+    values = _parse(text, path.name)
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path.name}: should hold lines like 'steps: 100', found {_found(values)}")
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"{path.name}: 'extends' takes one file or config name, found {_found(base)}")
+    beside = path.parent / base
+    return merge(_read(beside if beside.is_file() else find(base), (*seen, path.resolve())), values)
+
+
+def _override(text: str) -> dict[str, Any]:
+    """`"model.layers=4"` -> `{"model": {"layers": 4}}`."""
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {text!r} is not of the form key=value, such as steps=100 or model.layers=4")
+    nested: Any = _parse(value, f"override {text!r}")
+    for part in reversed(parts):
+        nested = {part: nested}
+    return dict(nested)
+
+
+def _explain(cls: type[Config], error: ErrorDetails) -> str:
+    """One line from one of pydantic's errors: what was set, what was found, what to type instead."""
+    key = ".".join(str(part) for part in error["loc"])
+    owner = _owner(cls, error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}.{did_you_mean(str(error['loc'][-1]), sorted(owner.model_fields))}"
+    if error["type"] == "missing":
+        return f"{key!r} is missing; add a line '{key}: ...'"
+    if error["type"] == "value_error":  # a check of our own, over several fields, which names them itself
+        return error["msg"].removeprefix("Value error, ")
+    wanted = (error["msg"][0].lower() + error["msg"][1:]).replace("input should be", "should be")
+    field = owner.model_fields.get(str(error["loc"][-1]))
+    default = field.get_default(call_default_factory=True) if field and not field.is_required() else None
+    shown = isinstance(default, (bool, int, float, str))
+    example = f", for example {error['loc'][-1]}: {default}" if shown else ""
+    return f"{key!r} {wanted}, found {_found(error['input'])}{example}"
+
+
+def _owner(cls: type[Config], location: tuple[int | str, ...]) -> type[Config]:
+    """The class that declares the last part of `location`."""
+    for part in location[:-1]:
+        field = cls.model_fields.get(str(part))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Config)):
+            break
+        cls = field.annotation
+    return cls
+
+
+def _found(value: Any) -> str:
+    kinds = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+    if value is None:
+        return "nothing"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return f"{value!r} ({kinds.get(type(value), type(value).__name__)})"

@@ -1,0 +1,440 @@
+"""Run a function on several ranks, from a notebook cell, a script or `python -c`.
+
+    def hello(world):
+        return world.rank, dist.get_world_size()
+
+    launch(hello, 2)   # [(0, 2), (1, 2)]
+
+The processes are started by `torch.multiprocessing.spawn`. What this module adds is what one misses there:
+
+- `fn` and its arguments travel by value, so lambdas, closures and functions of a cell work.
+- The parent hosts the store where ranks meet, on a port that the system chose and on the loopback interface only,
+  and sets the variables that torchrun sets. A rank runs the same code here and on a cluster.
+- Each rank has two pipes to the parent. One takes file descriptors 1 and 2, so that whatever the rank, its
+  children or C++ code print stays in order and has a name on it; the other carries progress, result and error.
+- The parent's thread waits on all of them at once. The first rank that raises, dies or leaves ends all of them;
+  so does a time limit, after each rank has said where it stands; so does an interrupt.
+- A rank never outlives its parent.
+"""
+
+import linecache
+import os
+import pickle
+import re
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from ddp_tutorial.console import Console, RankLog, make_console
+from ddp_tutorial.environment import cores
+from ddp_tutorial.rank import Job, run_rank
+from ddp_tutorial.transport import Descriptor, dump_call, take_messages
+from ddp_tutorial.world import World, choose_device
+
+Result = TypeVar("Result")
+
+# When one rank has failed, the others are given this long to fail too, so that cause and effect can be told apart.
+GRACE_SECONDS = 0.3
+# How long ranks have to say where they stand when the time is up, and to end when they are asked to.
+REPORT_SECONDS = 2.0
+END_SECONDS = 1.0
+
+
+class RankError(RuntimeError):
+    """A rank failed, and all ranks have been ended.
+
+    `rank` is the one that failed first, `reason` says how ("raised ValueError: ...", "was killed by SIGKILL"),
+    `traceback` is its own, with the lines of the notebook's cells, and `log` the tail of what it printed.
+    """
+
+    def __init__(self, rank: int, reason: str, traceback: str = "", log: str = "", others: str = "") -> None:
+        self.rank, self.reason, self.traceback, self.log = rank, reason, traceback, log
+        printed = f"Last lines that rank {rank} printed:\n{_indent(log)}" if log else ""
+        story = [f"rank {rank} {reason}", traceback.rstrip(), printed, others]
+        super().__init__("\n\n".join(part for part in story if part))
+
+    def _render_traceback_(self) -> list[str]:
+        """For IPython: the rank's story. The parent's frames inside `launch` say nothing about the fault."""
+        return f"{type(self).__name__}: {self}".split("\n")
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """The time was up. The message shows where each rank stood: its stack, and its last collective."""
+
+
+def launch(
+    fn: Callable[..., Result],
+    nprocs: int,
+    *args: Any,
+    device: str = "auto",
+    timeout: float | None = 600.0,
+    threads: int | None = None,
+    echo: bool = True,
+    in_process: bool = False,
+) -> list[Result]:
+    """Run `fn(world, *args)` on `nprocs` ranks and return their results, rank 0's first.
+
+    Call it from the main thread. Inside `fn` the process group is up (a single rank has none), and
+    `progress` reports to whoever is watching.
+
+    - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
+    - `timeout`: seconds until every rank must have returned; None for no limit.
+    - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
+    - `echo`: show what the ranks print.
+    - `in_process`: with `nprocs=1`, call `fn` right here; its exceptions then arrive as they are.
+
+    Raises `RankError` (`RankTimeoutError` at the limit) when a rank fails, after all have been ended, and
+    `ValueError` or `TypeError` for arguments that cannot be used, before anything is started.
+    """
+    _check(fn, nprocs, timeout, threads, in_process)
+    kind = choose_device(device, local_size=nprocs).type
+    console = make_console(echo)
+    if device == "auto":
+        console.say(_announce(nprocs, kind))
+    if in_process:
+        console.close([])
+        return [fn(World.detect({}, device=kind), *args)]
+    call = dump_call(fn, args)
+    with _Ranks(nprocs, console) as ranks:
+        ranks.start(call, kind, threads or max(1, cores() // nprocs))
+        ranks.wait(timeout)
+        return ranks.results()
+
+
+def _check(fn: object, nprocs: object, timeout: float | None, threads: int | None, in_process: bool) -> None:
+    if not callable(fn):
+        raise TypeError(f"launch(fn, nprocs): fn should be a function, found {fn!r}")
+    if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
+        raise ValueError(f"nprocs={nprocs!r}: should be a whole number of ranks, 1 or more, such as nprocs=2")
+    if timeout is not None and timeout <= 0:
+        raise ValueError(f"timeout={timeout!r}: should be a positive number of seconds, or None for no limit")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads!r}: should be 1 or more, or None to share out the cores")
+    if in_process and nprocs != 1:
+        raise ValueError(f"in_process=True runs one rank, found nprocs={nprocs}. Use nprocs=1, or leave it out.")
+
+
+def _announce(nprocs: int, device: str) -> str:
+    ranks = "1 rank" if nprocs == 1 else f"{nprocs} ranks"
+    if device == "cuda":
+        return f"{ranks} on cuda, nccl"
+    gpus = torch.cuda.device_count()
+    return f"{ranks} on cpu, gloo" + (f" (GPUs found: {gpus}, fewer than ranks)" if gpus else "")
+
+
+@dataclass
+class _Rank:
+    """One rank as its parent sees it: its process, its two pipes, and what has come of it."""
+
+    rank: int
+    process: Any
+    output: int
+    messages: int
+    log: RankLog
+    inbox: bytearray = field(default_factory=bytearray)
+    started: bool = False
+    result: bytes | None = None
+    raised: tuple[str, str, float] | None = None  # type and message, traceback, time
+    report: str | None = None
+    exit_code: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.raised is not None or (self.exit_code is not None and self.result is None)
+
+    @property
+    def failed_at(self) -> float:
+        """For finding the cause. A rank that died without a word comes first: it broke the others' connections."""
+        return self.raised[2] if self.raised else float("-inf")
+
+    @property
+    def reason(self) -> str:
+        if self.raised is not None:
+            return f"raised {_without_noise(self.raised[0])}"
+        if self.result is not None:
+            return "had returned"
+        if self.exit_code is None:
+            return "was still running"
+        if self.exit_code < 0:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        when = "before it returned a result" if self.started else "before it reached your function"
+        return f"exited with code {self.exit_code} {when}"
+
+
+class _Ranks:
+    """All ranks of one launch: started, listened to, and ended when the block ends, however it does."""
+
+    def __init__(self, nprocs: int, console: Console) -> None:
+        self.nprocs = nprocs
+        self.console = console
+        self.ranks: list[_Rank] = []
+        self.selector = selectors.DefaultSelector()
+        self.lifeline: int | None = None  # ranks hold the other end: when we let go of ours, they report
+
+    def __enter__(self) -> "_Ranks":
+        return self
+
+    def start(self, call: bytes, device: str, threads: int) -> None:
+        self.store = store = _loopback_store(self.nprocs)  # it has to live as long as the ranks
+        with ExitStack() as parents_copies, _sigint_blocked(), _main_module_hidden():
+            outputs, messages = ([os.pipe() for _ in range(self.nprocs)] for _ in range(2))
+            lifeline, self.lifeline = os.pipe()
+            for fd in (lifeline, *(write for _, write in outputs + messages)):
+                parents_copies.callback(os.close, fd)
+            call_file = parents_copies.enter_context(TemporaryFile())  # nameless: it vanishes with its last user
+            call_file.write(call)
+            call_file.flush()
+            job = Job(
+                outputs=[Descriptor(write) for _, write in outputs],
+                messages=[Descriptor(write) for _, write in messages],
+                lifeline=Descriptor(lifeline),
+                call=Descriptor(call_file.fileno()),
+                environ=_rank_environment(self.nprocs, threads, store.port if store else 0),
+                threads=threads,
+                device=device,
+                sources=_cell_sources(),
+                parent=os.getpid(),
+                # the signal of a parent's death is bound to the thread that started the child
+                dies_with_thread=threading.current_thread() is threading.main_thread(),
+            )
+            processes = torch.multiprocessing.spawn(run_rank, (job,), self.nprocs, join=False).processes
+            for rank, process in enumerate(processes):
+                log = RankLog(rank, self.console.line)
+                self._listen(_Rank(rank, process, outputs[rank][0], messages[rank][0], log))
+
+    def _listen(self, rank: _Rank) -> None:
+        self.ranks.append(rank)
+        for fd, handle in (
+            (rank.output, self._read_output),
+            (rank.messages, self._read_messages),
+            (rank.process.sentinel, self._reap),
+        ):
+            os.set_blocking(fd, False)
+            self.selector.register(fd, selectors.EVENT_READ, partial(handle, rank))
+
+    def wait(self, timeout: float | None) -> None:
+        """Listen until all ranks have returned and ended; raise for the first that fails."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._running() and not any(rank.failed for rank in self.ranks):
+            if not self._listen_until(deadline):
+                raise self._timed_out(timeout)
+        grace = time.monotonic() + GRACE_SECONDS
+        while self._running() and self._listen_until(grace):
+            pass
+        failed = [rank for rank in self.ranks if rank.failed]
+        if failed:
+            raise self._failure(min(failed, key=lambda rank: rank.failed_at))
+
+    def results(self) -> list[Any]:
+        """What the ranks returned, rebuilt in this process."""
+        values = []
+        for rank in self.ranks:
+            try:
+                values.append(pickle.loads(rank.result or b""))
+            except Exception as error:
+                why = f"returned a value that cannot be rebuilt here: {type(error).__name__}: {error}"
+                raise RankError(rank.rank, why) from error
+        return values
+
+    def __exit__(self, *_: object) -> None:
+        """End what still runs, then show what was said. An interrupt waits: half an end would leave orphans."""
+        with _sigint_blocked():
+            _end([rank.process for rank in self.ranks])
+            for rank in self.ranks:
+                self._reap(rank)
+                os.close(rank.output)
+                os.close(rank.messages)
+            self.selector.close()
+            self._let_go_of_lifeline()
+            self.console.close([rank.log for rank in self.ranks])
+
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self.ranks if rank.exit_code is None]
+
+    def _listen_until(self, deadline: float | None) -> bool:
+        """Handle what has arrived, or wait for it. False when the deadline has passed."""
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            return False
+        for key, _ in self.selector.select(remaining):
+            key.data()
+        return True
+
+    def _read_output(self, rank: _Rank) -> None:
+        self._drain(rank.output, rank.log.feed)
+
+    def _read_messages(self, rank: _Rank) -> None:
+        self._drain(rank.messages, rank.inbox.extend)
+        for kind, *content in take_messages(rank.inbox):
+            match kind:
+                case "started":
+                    rank.started = True
+                case "progress" if rank.rank == 0:
+                    self.console.progress(*content)
+                case "result":
+                    rank.result = content[0]
+                case "raised":
+                    rank.raised = content[0], content[1], content[2]
+                case "report":
+                    rank.report = content[0]
+
+    def _drain(self, fd: int, take: Callable[[bytes], object]) -> None:
+        with suppress(BlockingIOError):
+            while data := os.read(fd, 1 << 20):
+                take(data)
+            with suppress(KeyError):  # the other side has closed it: stop watching
+                self.selector.unregister(fd)
+
+    def _reap(self, rank: _Rank) -> None:
+        """A rank's process is gone: read what it left behind. Its children may hold the pipes open; we don't wait."""
+        if rank.exit_code is not None:
+            return
+        self._read_output(rank)
+        self._read_messages(rank)
+        rank.log.feed(b"", final=True)
+        rank.process.join()
+        rank.exit_code = rank.process.exitcode
+        self.selector.unregister(rank.process.sentinel)
+
+    def _failure(self, first: _Rank) -> RankError:
+        others = [f"rank {rank.rank} {rank.reason}" for rank in self.ranks if rank is not first]
+        note = f"Meanwhile {', '.join(others)}." if others else ""
+        if "by peer" in first.reason and any(rank.result is not None for rank in self.ranks):
+            note += " A rank that returns closes its connections: every rank must enter every collective."
+        trace = _without_noise(_name_cells(first.raised[1])) if first.raised else ""
+        return RankError(first.rank, first.reason, trace, first.log.tail(), note)
+
+    def _timed_out(self, timeout: float | None) -> RankTimeoutError:
+        late = self._running()
+        self._let_go_of_lifeline()
+        deadline = time.monotonic() + REPORT_SECONDS
+        while any(rank.report is None for rank in self._running()) and self._listen_until(deadline):
+            pass
+        stories = []
+        for rank in self.ranks:
+            silent = "  no answer: not up yet, stopped, or busy in native code"
+            stood = _name_cells(rank.report or silent).rstrip() if rank in late else ""
+            stories.append(f"rank {rank.rank} {rank.reason}\n{stood}".rstrip())
+        first = next((rank for rank in late if rank.result is None), late[0])
+        running = ", ".join(str(rank.rank) for rank in late)
+        reason = f"did not end within {timeout:g} s (still running: rank {running})"
+        return RankTimeoutError(first.rank, reason, "\n\n".join(stories), first.log.tail())
+
+    def _let_go_of_lifeline(self) -> None:
+        if self.lifeline is not None:
+            os.close(self.lifeline)
+            self.lifeline = None
+
+
+def _end(processes: list[Any]) -> None:
+    """Ask, then kill, each process and all that it has started; return when they are gone."""
+    descendants: list[psutil.Process] = []
+    for process in processes:
+        with suppress(psutil.Error):
+            descendants += psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+    deadline = time.monotonic() + END_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for each in [*processes, *descendants]:
+        with suppress(psutil.Error):
+            each.kill()
+    for process in processes:
+        process.join()
+
+
+def _loopback_store(nprocs: int) -> dist.TCPStore | None:
+    """Where the ranks meet, hosted here. The socket is ours: nobody can take the port in between, and it listens on
+    the loopback interface only, where TCPStore by itself would listen on all."""
+    if nprocs == 1:
+        return None
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(nprocs, 16))
+    return dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        nprocs,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
+    """The variables that torchrun would set, all but RANK and LOCAL_RANK."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), "lo")
+    return {
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client; the parent is the server
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Hold interrupts back. Children inherit the mask, so none reaches a rank before it has learnt to ignore them."""
+    resource_tracker.ensure_running()  # else spawn starts it inside, which unblocks SIGINT (Python 3.11)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep spawn from running the caller's script again in each rank: what a rank needs is sent to it by value."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _cell_sources() -> dict[str, list[str]]:
+    """Source lines that are in no file, by the name in their code: cells. linecache knows no time for them."""
+    return {
+        name: entry[2]
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and entry[2] and not Path(name).exists()
+    }
+
+
+def _name_cells(trace: str) -> str:
+    """Call a cell what the notebook calls it: `File "ipykernel_7/3.py", line 2` -> `Cell In[4], line 2`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    known_as = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)
+    return re.sub(r'File "([^"]+)"', lambda match: " ".join(known_as(match[1]) or [match[0]]), trace)
+
+
+def _without_noise(text: str) -> str:
+    """gloo's messages without the place in its C++ code and the good wishes."""
+    text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text)
+    return re.sub(r"\. This is typically caused by .*", "", text)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.split("\n"))

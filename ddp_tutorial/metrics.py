@@ -1,0 +1,142 @@
+"""Numbers that mean the same whatever the number of ranks, and the file they are kept in."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.world import World, require_group
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean that has not been taken yet: sums and counts of ranks and micro-batches add up, means do not."""
+
+    sum: torch.Tensor
+    count: int
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.sum + other.sum, self.count + other.count)
+
+
+def mean_over_ranks(world: World, means: list[Mean]) -> list[float]:
+    """The true mean of each, over the samples of all ranks, in one collective. Every rank must bring equally many."""
+    return start_mean_over_ranks(world, means)()
+
+
+def start_mean_over_ranks(world: World, means: list[Mean]) -> Callable[[], list[float]]:
+    """Begin `mean_over_ranks` without waiting for the other ranks; call what it returns to wait and have the result."""
+    require_group(world)
+    reduced = torch.stack(
+        [torch.stack([mean.sum.double(), mean.sum.new_tensor(mean.count).double()]) for mean in means]
+    )
+    work = dist.all_reduce(reduced, async_op=True) if world.size > 1 else None
+
+    def finish() -> list[float]:
+        if work is not None:
+            work.wait()
+        sums, counts = reduced.unbind(1)
+        values: list[float] = (sums / counts).tolist()
+        return values
+
+    return finish
+
+
+class StepLog:
+    """What a run keeps of its steps: a file of JSON lines, on rank 0, and the losses and rates, on every rank.
+
+    Losses cross the ranks many steps at a time, and while the next steps already run: waiting for one another at
+    each step, even at each tenth, costs a fast step several percent. Hence the file is one `flush` behind, until
+    `settle`. Each flush is one write of whole lines, so a killed run's file is valid.
+    """
+
+    def __init__(self, world: World, path: Path, tokens_per_step: int) -> None:
+        self.losses: list[float] = []
+        self.rates: list[float] = []  # tokens per second between flushes
+        self._world = world
+        self._tokens_per_step = tokens_per_step
+        self._file = path.open("ab", buffering=0) if world.is_main else None
+        self._pending: list[tuple[Mean, torch.Tensor, dict[str, Any]]] = []
+        self._underway: Callable[[], None] | None = None
+        self._window_began = time.monotonic()
+
+    def add(
+        self, step: int, loss: Mean, grad_norm: torch.Tensor, learning_rate: float, seconds: dict[str, float]
+    ) -> None:
+        """One step: this rank's loss, the norm of the gradient before clipping, seconds by phase."""
+        record = {
+            "step": step,
+            "learning_rate": learning_rate,
+            "tokens": step * self._tokens_per_step,
+            "seconds": {name: round(value, 6) for name, value in seconds.items()},
+        }
+        self._pending.append((loss, grad_norm, record))
+
+    def flush(self) -> None:
+        """Write the steps up to the flush before, and send off those since. Every rank, at the same step."""
+        self._land()
+        if not self._pending:
+            return
+        steps, self._pending = self._pending, []
+        now = time.monotonic()
+        rate = len(steps) * self._tokens_per_step / (now - self._window_began)
+        self._window_began = now
+        losses_of_world = start_mean_over_ranks(self._world, [loss for loss, _, _ in steps])
+
+        def finish() -> None:
+            losses = losses_of_world()
+            for loss, (_, grad_norm, record) in zip(losses, steps, strict=True):
+                record |= {"loss": loss, "grad_norm": float(grad_norm), "tokens_per_second": round(rate, 1)}
+            self.write(*(record for _, _, record in steps))
+            self.losses += losses
+            self.rates.append(rate)
+
+        self._underway = finish
+
+    def settle(self) -> None:
+        """Write every step so far, waiting for the other ranks. Every rank, at the same step."""
+        self.flush()
+        self._land()
+
+    def _land(self) -> None:
+        finish, self._underway = self._underway, None
+        if finish is not None:
+            finish()
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The last loss and rate that are known, for whoever watches; nothing before the second flush."""
+        return {"loss": self.losses[-1], "tokens_per_second": self.rates[-1]} if self.losses else {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not part of the time that steps take."""
+        began = time.monotonic()
+        yield
+        self._window_began += time.monotonic() - began
+
+    def write(self, *records: dict[str, Any]) -> None:
+        """Append records to the file, on rank 0."""
+        if self._file is not None:
+            lines = "".join(json.dumps(_strict(record), allow_nan=False) + "\n" for record in records)
+            self._file.write(lines.encode())
+
+    def close(self) -> None:
+        """Settle, and close the file."""
+        self.settle()
+        if self._file is not None:
+            self._file.close()
+
+
+def _strict(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: a diverged loss becomes null, and readers show a gap."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }

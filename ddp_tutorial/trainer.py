@@ -1,0 +1,248 @@
+"""Train a small GPT on any number of ranks. The loop, `Trainer.train` and `advance`, is meant to be read on one screen.
+
+    config = TrainConfig(steps=100)
+    results = launch(train, 2, config)      # two processes; or launch(train, 1, config), the same run on one
+
+One process and N ranks do the same work: `batch_size` counts the samples of a step over all ranks.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch.nn.utils import clip_grad_norm_
+
+from ddp_tutorial.collectives import assert_same, digest, from_rank_zero
+from ddp_tutorial.config import Config, ConfigError
+from ddp_tutorial.corpus import load_corpus
+from ddp_tutorial.environment import describe_environment
+from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
+from ddp_tutorial.launch import launch
+from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks
+from ddp_tutorial.model import GPT, loss_sum
+from ddp_tutorial.phases import Stopwatch, observe, phase
+from ddp_tutorial.rank import progress
+from ddp_tutorial.sharding import deal
+from ddp_tutorial.sources import ShardedSource, count_samples, read_batch
+from ddp_tutorial.strategy import DataParallel
+from ddp_tutorial.world import World, require_group
+
+
+class ModelConfig(Config):
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    width: int = Field(128, ge=1)
+    context: int = Field(128, ge=1, description="tokens that the model sees at once")
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "ModelConfig":
+        if self.width % self.heads:
+            raise ValueError(f"'model.width' {self.width} should be a multiple of 'model.heads' {self.heads}")
+        return self
+
+
+class TrainConfig(Config):
+    """Everything that decides what a run does. Same config, same world size, same machine: same bits."""
+
+    name: str = Field("", pattern=r"^[\w.-]*$", description="folder below runs/; by default made from corpus and time")
+    corpus: str = "python"
+    model: ModelConfig = ModelConfig()
+    seed: int = Field(0, ge=0, lt=2**31)
+
+    nprocs: int = Field(2, ge=1, description="ranks to start on this machine; torchrun and Slurm have their own say")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    steps: int = Field(200, ge=1)
+    batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
+    learning_rate: float = Field(3e-3, gt=0)
+    warmup: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
+    final_learning_rate: float = Field(0.1, ge=0, le=1, description="at the last step, as a part of the highest")
+    weight_decay: float = Field(0.1, ge=0)
+    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+
+    log_every: int = Field(10, ge=1, description="steps between writes to the log, which holds every step")
+    eval_every: int = Field(50, ge=1)
+    eval_samples: int = Field(256, ge=1, description="held-out samples in one evaluation, over all ranks")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to; the same on every rank. Losses are in nats per token (here: per byte)."""
+
+    run: Path
+    losses: list[float]
+    eval_losses: dict[int, float]
+    tokens_per_second: float
+    weights: str  # a digest of all weights, to compare runs bit for bit
+
+
+class Trainer:
+    """One training run, seen by one rank. Raises `ConfigError` where the config does not fit the data or the world."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        require_group(world)
+        if config.batch_size < world.size:
+            raise ConfigError(f"'batch_size' {config.batch_size} gives some of the {world.size} ranks nothing to do")
+        self.config, self.world = config, world
+        corpus = load_corpus(config.corpus)
+        self.source = ShardedSource(corpus.train, config.model.context, config.batch_size, config.seed, world)
+        self.held_out = corpus.valid
+        if count_samples(self.held_out, config.model.context) == 0:
+            raise ConfigError(
+                f"corpus {config.corpus!r} leaves less than one sample of {config.model.context} tokens held out"
+            )
+
+        torch.manual_seed(config.seed)  # the same on every rank: so are the weights
+        self.model = GPT(**config.model.model_dump()).to(world.device)
+        assert_same(world, self.model.state_dict(), "weight")
+        torch.manual_seed((config.seed << 16) + world.rank + 1)  # different on every rank: so is dropout
+
+        self.strategy = DataParallel(self.model, world)
+        self.optimizer = make_optimizer(self.model, config)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
+        self.watch = Stopwatch()
+        self.step = 0
+        self.eval_losses: dict[int, float] = {}
+        self.run = _new_run(world, config)
+        tokens = config.batch_size * config.model.context
+        self.log = StepLog(world, self.run / "metrics.jsonl", tokens)
+
+    def train(self) -> TrainResult:
+        """All steps, then the result. Collective, as everything below: each rank does the same at the same step."""
+        with observe(self.watch):
+            while self.step < self.config.steps:
+                self.advance()
+        return self.finish()
+
+    def advance(self) -> None:
+        """One optimiser step, and what is due after it."""
+        with phase("data"):
+            batches = next(self.source)
+        with phase("grads"):
+            loss = self.strategy.backward(batches)
+        with phase("update"):
+            norm = self.update()
+        self.step += 1
+        rate = float(self.scheduler.get_last_lr()[0])
+        self.log.add(self.step, loss, norm, rate, self.watch.take())
+        self.scheduler.step()
+        if self.due(self.config.log_every):
+            self.log.flush()
+            progress(self.step, self.config.steps, **self.log.latest)
+        if self.due(self.config.eval_every):
+            self.evaluate()
+
+    def due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.steps
+
+    def update(self) -> torch.Tensor:
+        """Clip by the norm over all parameters, step, zero. Returns the norm before clipping, equal on all ranks."""
+        norm = clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the first `eval_samples` held-out samples, each seen by exactly one rank."""
+        self.log.settle()
+        with phase("evaluate"), self.log.paused():
+            self.model.eval()
+            count = min(self.config.eval_samples, count_samples(self.held_out, self.config.model.context))
+            mine = deal(torch.arange(count), self.world.rank, self.world.size)
+            loss = Mean(torch.zeros((), device=self.world.device), 0)
+            for indices in mine.split(max(1, self.config.batch_size // self.world.size)):
+                batch = read_batch(self.held_out, self.config.model.context, indices, count, self.world.device)
+                loss += Mean(loss_sum(self.model(batch.inputs), batch.targets), batch.targets.numel())
+            self.model.train()
+            [value] = mean_over_ranks(self.world, [loss])
+        self.eval_losses[self.step] = value
+        self.log.write({"step": self.step, "eval_loss": value})
+        return value
+
+    def finish(self) -> TrainResult:
+        """Check that the ranks ended up with the same weights; rank 0 writes the model, and the result last."""
+        weights = self.model.state_dict()
+        assert_same(self.world, weights, "weight")
+        self.log.close()
+        result = TrainResult(
+            run=self.run,
+            losses=self.log.losses,
+            eval_losses=self.eval_losses,
+            tokens_per_second=statistics.median(self.log.rates[1:] or self.log.rates),  # the first warms up
+            weights=digest(weights),
+        )
+        if self.world.is_main:
+            with directory_written_atomically(self.run / "model") as folder:
+                self.model.save_pretrained(folder)
+            write_json(self.run / "result.json", self.summary(result))
+        return result
+
+    def summary(self, result: TrainResult) -> dict[str, Any]:
+        """What `result.json` says."""
+        return {
+            "schema": 1,
+            "status": "finished",
+            "parameters": self.config.model_dump(),
+            "world_size": self.world.size,
+            "environment": describe_environment(),
+            "metrics": {
+                "loss": result.losses[-1],
+                "eval_loss": self.eval_losses[self.step],
+                "tokens_per_second": round(result.tokens_per_second, 1),
+                "weights": result.weights,
+            },
+        }
+
+
+def train(world: World, config: TrainConfig) -> TrainResult:
+    """The function to launch: `launch(train, config.nprocs, config)`."""
+    return Trainer(config, world).train()
+
+
+def launch_training(config: TrainConfig, **options: Any) -> TrainResult:
+    """Train on `config.nprocs` ranks of this machine and return rank 0's result, which is that of all.
+
+    `options` go to `launch`. There is no time limit unless one is given: training may take as long as it takes.
+    """
+    results = launch(train, config.nprocs, config, device=config.device, **({"timeout": None} | options))
+    return results[0]
+
+
+def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter, 2019). Decay is for matrices; norms and biases are left to themselves."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
+    """A line up over the warm-up, then a cosine down to `final_learning_rate` at the last step."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup:
+            return (step + 1) / config.warmup
+        done = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+        low = config.final_learning_rate
+        return low + (1 - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+    return factor
+
+
+def _new_run(world: World, config: TrainConfig) -> Path:
+    """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide."""
+    run: Path | None = None
+    if world.is_main:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        kind = config.corpus.partition(":")[0]
+        run = new_directory(RUNS, config.name or f"{stamp}-{kind}-{world.size}x")
+        write_json(run / "config.json", config.model_dump())
+    return from_rank_zero(world, run)  # type: ignore[return-value]

@@ -1,0 +1,132 @@
+"""What travels between a parent and its ranks: calls and results by value, framed messages, file descriptors.
+
+Something that cannot travel is reported by the name that its author gave it, not by pickle's.
+"""
+
+import inspect
+import io
+import os
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import reduction
+from typing import Any
+
+import cloudpickle
+import torch
+
+Message = tuple[Any, ...]
+_LENGTH = struct.Struct("!Q")
+
+
+def dump_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    """`fn` and `args` by value: also lambdas, closures, and functions and classes of a cell.
+
+    Raises `TypeError` that names the argument or variable that cannot be sent.
+    """
+    try:
+        return cloudpickle.dumps((fn, args))
+    except Exception as error:
+        culprit = _culprit_in_call(fn, args) or f"the call of {name_of(fn)}"
+        raise TypeError(
+            f"{culprit} cannot be sent to another process: {error}. Create it inside the function instead."
+        ) from None
+
+
+def dump_result(result: object) -> bytes:
+    """A result by value, its tensors moved to the CPU. Raises `TypeError` that names what cannot be sent."""
+    buffer = io.BytesIO()
+    try:
+        _ResultPickler(buffer).dump(result)
+    except Exception as error:
+        culprit = _culprit(result, "result") or "the result"
+        raise TypeError(f"{culprit} cannot be sent back to the parent: {error}. Return plain data instead.") from None
+    return buffer.getvalue()
+
+
+class _ResultPickler(cloudpickle.Pickler):
+    """Tensors leave the GPU before they travel: the parent may have none, and should not wake it up."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return torch.Tensor.detach, (value.detach().cpu(),)
+        return super().reducer_override(value)
+
+
+def name_of(fn: object) -> str:
+    return f"{getattr(fn, '__qualname__', None) or repr(fn)}()".replace("<locals>.", "")
+
+
+def _culprit_in_call(fn: Callable[..., object], args: tuple[object, ...]) -> str | None:
+    try:
+        names = list(inspect.signature(fn).parameters)[1:]  # the first is the world
+    except (TypeError, ValueError):
+        names = []
+    for index, value in enumerate(args):
+        label = f"argument {names[index]!r}" if index < len(names) else f"argument {index + 1}"
+        if found := _culprit(value, f"{label} of {name_of(fn)}"):
+            return found
+    with suppress(TypeError):  # not a plain function
+        used = inspect.getclosurevars(fn)
+        for kind, values in (("variable", used.nonlocals), ("global variable", used.globals)):
+            for name, value in values.items():
+                if found := _culprit(value, f"the {kind} {name!r} that {name_of(fn)} uses"):
+                    return found
+    return None
+
+
+def _culprit(value: object, label: str) -> str | None:
+    """`label`, narrowed down to the item of a dict, list or tuple that cannot be pickled; None if all can."""
+    try:
+        cloudpickle.dumps(value)
+        return None
+    except Exception:
+        items: list[tuple[Any, Any]] = []
+        if isinstance(value, dict):
+            items = list(value.items())
+        elif isinstance(value, (list, tuple)):
+            items = list(enumerate(value))
+        inner = (_culprit(item, f"{label}[{key!r}]") for key, item in items)
+        return next(filter(None, inner), f"{label} ({type(value).__name__})")
+
+
+class Sender:
+    """The rank's end of the message pipe. Any thread may send; a message arrives whole."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def __call__(self, *message: Any) -> None:
+        body = pickle.dumps(message)
+        data = memoryview(_LENGTH.pack(len(body)) + body)
+        with self._lock:
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+
+def take_messages(inbox: bytearray) -> Iterator[Message]:
+    """The whole messages at the front of `inbox`, which are taken out of it."""
+    while len(inbox) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(inbox)[0]
+        if len(inbox) < end:
+            return
+        message = pickle.loads(inbox[_LENGTH.size : end])
+        del inbox[:end]
+        yield message
+
+
+class Descriptor:
+    """A file descriptor that arrives, as a duplicate, in a child that is being spawned."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Callable[[Any], "Descriptor"], tuple[Any]]:
+        return Descriptor._arrived, (reduction.DupFd(self.fd),)
+
+    @staticmethod
+    def _arrived(duplicate: Any) -> "Descriptor":
+        return Descriptor(duplicate.detach())

@@ -1,0 +1,194 @@
+"""Who am I, with whom, on which device? One frozen `World`, and the process group that goes with it.
+
+Three launchers are understood, each by the environment variables that it sets: torchrun (and our own `launch`,
+which sets the same), Slurm's `srun`, and none, which means one process. Reading them is a pure function, so it
+is tested with a table rather than with a cluster.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# How long a rank waits in a collective for the others before it gives up.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that train together, seen by one of them.
+
+    `rank` counts from 0 over all machines, `local_rank` over this machine. `backend` is the library that
+    carries the collectives: NCCL between GPUs, gloo between CPUs. `init_method` tells torch where the ranks
+    meet.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = torch.device("cpu")
+    init_method: str = "env://"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not one of 0 to {self.size - 1} (world size {self.size})")
+        if not 0 <= self.local_rank < self.local_size:
+            raise ValueError(f"local rank {self.local_rank} is not one of 0 to {self.local_size - 1}")
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, the one that writes files and speaks for all."""
+        return self.rank == 0
+
+    @staticmethod
+    def detect(environ: Mapping[str, str] = os.environ, device: str = "auto", gpus: int | None = None) -> "World":
+        """The world that the environment variables describe.
+
+        `device` is "auto", "cpu" or "cuda"; `gpus` is the number of GPUs on this machine, counted if not given.
+        Raises `ValueError` where the variables contradict one another or a GPU is asked for that is not there.
+        """
+        numbers = _torchrun(environ) or _slurm(environ) or {}
+        world = World(**numbers)
+        return World(**numbers, device=choose_device(device, world.local_rank, world.local_size, gpus))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} on {self.device}, {self.backend}"
+
+
+def choose_device(device: str, local_rank: int = 0, local_size: int = 1, gpus: int | None = None) -> torch.device:
+    """The device of one rank: a GPU of its own where there is one for each rank of the machine, else the CPU."""
+    if device not in {"auto", "cpu", "cuda"}:
+        raise ValueError(f"device={device!r} is not known. Use 'auto', 'cpu' or 'cuda'.")
+    if device == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    if gpus >= local_size:
+        return torch.device("cuda", local_rank)
+    if device == "cuda":
+        raise ValueError(
+            f"device='cuda' needs one GPU for each of the {local_size} ranks on this machine, found {gpus}. "
+            "Use device='cpu', or as many ranks as there are GPUs."
+        )
+    return torch.device("cpu")
+
+
+@contextmanager
+def process_group(world: World, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[World]:
+    """The process group of `world`, for the length of the block. One process needs none and gets none."""
+    if world.size == 1:
+        yield world
+        return
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    dist.init_process_group(
+        backend=world.backend,
+        init_method=world.init_method,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=world.device if world.device.type == "cuda" else None,
+    )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def require_group(world: World) -> None:
+    """Raise where `world` has several ranks that are not connected, and would train apart in silence."""
+    if world.size == 1:
+        return
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"the world has {world.size} ranks but no process group, so they could not talk to one another. "
+            "Write 'with process_group(world):' around this, or start it with launch(...)."
+        )
+    if dist.get_world_size() != world.size:
+        raise RuntimeError(
+            f"the world has {world.size} ranks, but the process group has {dist.get_world_size()}. "
+            "Use the World that launch(...) or World.detect() gave you."
+        )
+
+
+def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
+    """torchrun's variables, which `launch` sets too. RANK and WORLD_SIZE go together, or not at all."""
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if not given:
+        return None
+    if len(given) == 1:
+        missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
+        raise ValueError(f"{given[0]} is set but {missing} is not. Set both (torchrun does), or neither.")
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if size > 1 and missing_address:
+        raise ValueError(
+            f"WORLD_SIZE={size} but {' and '.join(missing_address)} is not set, so the ranks cannot meet. "
+            "Start them with torchrun, or set it on all ranks alike."
+        )
+    return {
+        "rank": rank,
+        "size": size,
+        "local_rank": _number(environ, "LOCAL_RANK", default=rank),
+        "local_size": _number(environ, "LOCAL_WORLD_SIZE", default=size),
+    }
+
+
+def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
+    """Slurm's variables, inside a step that `srun` started.
+
+    A batch script or an interactive shell has SLURM_PROCID=0 too, but it is alone: only a step has an id.
+    """
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    size = _number(environ, "SLURM_STEP_NUM_TASKS", default=_number(environ, "SLURM_NTASKS", default=1))
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
+    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
+    address = environ.get("MASTER_ADDR", first_host(nodes))
+    # All ranks must find the same port without talking: derive it from the job, above the reserved ones.
+    port = environ.get("MASTER_PORT", str(20_000 + _number(environ, "SLURM_JOB_ID", default=0) % 20_000))
+    return {
+        "rank": _number(environ, "SLURM_PROCID"),
+        "size": size,
+        "local_rank": _number(environ, "SLURM_LOCALID", default=0),
+        "local_size": tasks_per_node(tasks)[_number(environ, "SLURM_NODEID", default=0)],
+        "init_method": f"tcp://{address}:{port}",
+    }
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a Slurm node list: `"gpu[03-05,9],login"` -> `"gpu03"`."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodelist)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as 'node[01-03]'")
+    return match[1] + (match[2] or "")
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's short form of tasks on each node: `"2(x3),1"` -> `[2, 2, 2, 1]`."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '2(x3),1'")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ValueError(f"{name}={text!r} should be a whole number") from None
