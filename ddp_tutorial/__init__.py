@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp_tutorial.collectives import assert_same, from_rank_zero, gather, mean, rank_zero_first, total
+    from ddp_tutorial.collectives import all_gather, assert_same, from_rank_zero, mean, rank_zero_first, total
     from ddp_tutorial.config import ConfigError
-    from ddp_tutorial.launch import RankError, RankTimeoutError, launch
+    from ddp_tutorial.launcher import RankError, RankTimeoutError, launch
     from ddp_tutorial.model import GPT
     from ddp_tutorial.phases import observe, phase
     from ddp_tutorial.rank import progress
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 # Where each name lives. They are imported when first asked for, so that a rank that only needs `launch` does not
 # load plotting, and the commands that only read logs do not load torch.
 _HOMES = {
-    "collectives": ["assert_same", "from_rank_zero", "gather", "mean", "rank_zero_first", "total"],
+    "collectives": ["assert_same", "from_rank_zero", "all_gather", "mean", "rank_zero_first", "total"],
     "config": ["ConfigError"],
-    "launch": ["RankError", "RankTimeoutError", "launch"],
+    "launcher": ["RankError", "RankTimeoutError", "launch"],
     "model": ["GPT"],
     "phases": ["observe", "phase"],
     "rank": ["progress"],

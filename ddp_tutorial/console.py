@@ -28,17 +28,24 @@ class RankLog:
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
         text = self._partial + self._decoder.decode(data, final)
-        *lines, self._partial = text.split("\n")
-        if final and self._partial:
-            lines, self._partial = [*lines, self._partial], ""
+        *lines, rest = text.split("\n")
+        if final and rest:
+            lines, rest = [*lines, rest], ""
         for line in lines:
             self.dropped += len(self.lines) == KEPT_LINES
-            shown = line.removesuffix("\r").rpartition("\r")[2]  # a bar redrawn in place: its last state
+            shown = _last_state(line)
             self.lines.append(shown)
             self._show(self.rank, shown)
+        # what a carriage return has overwritten is not needed, except that this might be half of "\r\n"
+        self._partial = _last_state(rest) + ("\r" if rest.endswith("\r") else "")
 
     def tail(self, count: int = 20) -> str:
         return "\n".join(list(self.lines)[-count:])
+
+
+def _last_state(line: str) -> str:
+    """What is to be seen of a line that was redrawn in place."""
+    return line.removesuffix("\r").rpartition("\r")[2]
 
 
 class Console:

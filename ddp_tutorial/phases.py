@@ -85,7 +85,10 @@ def _tell(name: str, *, entered: bool) -> None:
 
 
 class Stopwatch:
-    """An observer that adds up the seconds spent in each phase. A phase inside another counts in both."""
+    """An observer that adds up the seconds spent in each phase. A phase inside another counts in both.
+
+    On a GPU these are the seconds that it takes to launch kernels, not to run them: the work goes on meanwhile.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, float] = {}

@@ -5,6 +5,7 @@ import faulthandler
 import io
 import json
 import linecache
+import mmap
 import os
 import pickle
 import signal
@@ -15,11 +16,11 @@ import traceback
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
 from ddp_tutorial.transport import Descriptor, Sender, dump_result
 from ddp_tutorial.world import World, process_group
@@ -47,7 +48,6 @@ class Job:
     messages: list[Descriptor]
     lifeline: Descriptor
     call: Descriptor
-    environ: dict[str, str]
     threads: int
     device: str
     sources: dict[str, list[str]]
@@ -64,7 +64,7 @@ def run_rank(rank: int, job: Job) -> None:
             os.close(output.fd)
             os.close(messages.fd)
     _redirect_output(job.outputs[rank].fd)
-    os.environ.update(job.environ, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # the rest it was born with
     torch.set_num_threads(job.threads)
     for name, lines in job.sources.items():  # so that tracebacks show the lines of a cell
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -73,7 +73,7 @@ def run_rank(rank: int, job: Job) -> None:
     send("started")
     with ExitStack() as stack:
         try:
-            fn, args = pickle.loads(os.pread(job.call.fd, os.fstat(job.call.fd).st_size, 0))
+            fn, args = pickle.loads(mmap.mmap(job.call.fd, 0, access=mmap.ACCESS_READ))
             world = stack.enter_context(process_group(World.detect(os.environ, device=job.device)))
             outcome: tuple[Any, ...] = ("result", dump_result(fn(world, *args)))
         except (Exception, SystemExit) as error:  # a rank that leaves has failed: the others count on it
@@ -103,7 +103,7 @@ def _redirect_output(fd: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    faulthandler.enable()  # a crash in native code leaves its stack in the log
+    faulthandler.enable(all_threads=False)  # a crash in native code leaves its stack in the log
 
 
 def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
@@ -126,17 +126,21 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _where(thread: int) -> str:
-    """The stack of a thread inside the user's function, and the last collective that this rank entered."""
+    """The stack of a thread inside the user's function, down to where it calls torch, and the last collective that
+    this rank entered."""
     stack = traceback.extract_stack(sys._current_frames().get(thread))
     ours = max((i for i, frame in enumerate(stack) if frame.filename == __file__), default=-1)
-    return "".join(traceback.format_list(stack[ours + 1 :])) + _last_collective()
+    torchs = str(Path(torch.__file__).parent)
+    theirs = [frame for frame in stack[ours + 1 :] if not frame.filename.startswith(torchs)]
+    return "".join(traceback.format_list(theirs)) + _last_collective()
 
 
 def _last_collective() -> str:
     """From torch's flight recorder. Ranks in step number their collectives alike."""
     if not dist.is_initialized():
         return ""
-    entries = json.loads(_dump_fr_trace_json()).get("entries", [])
+    recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+    entries = json.loads(getattr(torch._C._distributed_c10d, recorder)()).get("entries", [])
     if not entries:
         return "  no collective yet\n"
     last = entries[-1]

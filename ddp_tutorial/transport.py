@@ -46,12 +46,15 @@ def dump_result(result: object) -> bytes:
     return buffer.getvalue()
 
 
-class _ResultPickler(cloudpickle.Pickler):
-    """Tensors leave the GPU before they travel: the parent may have none, and should not wake it up."""
+class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Tensors leave the GPU before they travel, as the parent may have none and should not wake it up; and of a view
+    of a large tensor only the view travels, not all of its storage."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            return torch.Tensor.detach, (value.detach().cpu(),)
+        if type(value) is torch.Tensor:
+            on_gpu = value.device.type != "cpu"
+            if on_gpu or value.untyped_storage().nbytes() > value.numel() * value.element_size():
+                return torch.Tensor.detach, (value.detach().cpu().clone(),)
         return super().reducer_override(value)
 
 
@@ -61,7 +64,9 @@ def name_of(fn: object) -> str:
 
 def _culprit_in_call(fn: Callable[..., object], args: tuple[object, ...]) -> str | None:
     try:
-        names = list(inspect.signature(fn).parameters)[1:]  # the first is the world
+        parameters = inspect.signature(fn).parameters.values()
+        names = [p.name for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+        names = names[1:]  # the first is the world
     except (TypeError, ValueError):
         names = []
     for index, value in enumerate(args):

@@ -59,6 +59,8 @@ class World:
         """
         numbers = _torchrun(environ) or _slurm(environ) or {}
         world = World(**numbers)
+        if environ.get("SLURM_GPUS_PER_TASK") == "1":  # each rank sees its own GPU only, as number 0
+            return World(**numbers, device=choose_device(device, 0, 1, gpus))
         return World(**numbers, device=choose_device(device, world.local_rank, world.local_size, gpus))
 
     def __str__(self) -> str:
@@ -90,6 +92,8 @@ def process_group(world: World, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iter
         return
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    # Leave the initialisation together: a rank that has nothing to do would else be gone while others connect to it.
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     dist.init_process_group(
         backend=world.backend,
         init_method=world.init_method,
@@ -152,15 +156,18 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
         return None
     size = _number(environ, "SLURM_STEP_NUM_TASKS", default=_number(environ, "SLURM_NTASKS", default=1))
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
+    per_node, node = tasks_per_node(tasks), _number(environ, "SLURM_NODEID", default=0)
+    if not 0 <= node < len(per_node):
+        raise ValueError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
     address = environ.get("MASTER_ADDR", first_host(nodes))
-    # All ranks must find the same port without talking: derive it from the job, above the reserved ones.
-    port = environ.get("MASTER_PORT", str(20_000 + _number(environ, "SLURM_JOB_ID", default=0) % 20_000))
+    # All ranks must find the same port without talking: derive it from the job, below the system's own range.
+    port = environ.get("MASTER_PORT", str(20_000 + _number(environ, "SLURM_JOB_ID", default=0) % 12_000))
     return {
         "rank": _number(environ, "SLURM_PROCID"),
         "size": size,
         "local_rank": _number(environ, "SLURM_LOCALID", default=0),
-        "local_size": tasks_per_node(tasks)[_number(environ, "SLURM_NODEID", default=0)],
+        "local_size": per_node[node],
         "init_method": f"tcp://{address}:{port}",
     }
 

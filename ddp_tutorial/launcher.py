@@ -21,6 +21,7 @@ import linecache
 import os
 import pickle
 import re
+import secrets
 import selectors
 import signal
 import socket
@@ -42,6 +43,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from ddp_tutorial.config import FailedError
 from ddp_tutorial.console import Console, RankLog, make_console
 from ddp_tutorial.environment import cores
 from ddp_tutorial.rank import Job, run_rank
@@ -55,9 +57,14 @@ GRACE_SECONDS = 0.3
 # How long ranks have to say where they stand when the time is up, and to end when they are asked to.
 REPORT_SECONDS = 2.0
 END_SECONDS = 1.0
+# A pipe holds 64 KiB on Linux; what is left in that of a rank that has ended is read in a few pieces of that size. More
+# can only come from a process that it has started, and which still writes.
+_PIPE_PIECES = 16
+# The environment variable by which the processes that ranks have started are found.
+_MARK = "DDP_TUTORIAL_LAUNCH"
 
 
-class RankError(RuntimeError):
+class RankError(FailedError):
     """A rank failed, and all ranks have been ended.
 
     `rank` is the one that failed first, `reason` says how ("raised ValueError: ...", "was killed by SIGKILL"),
@@ -65,10 +72,13 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, rank: int, reason: str, traceback: str = "", log: str = "", others: str = "") -> None:
-        self.rank, self.reason, self.traceback, self.log = rank, reason, traceback, log
+        self.rank, self.reason, self.traceback, self.log, self.others = rank, reason, traceback, log, others
         printed = f"Last lines that rank {rank} printed:\n{_indent(log)}" if log else ""
         story = [f"rank {rank} {reason}", traceback.rstrip(), printed, others]
         super().__init__("\n\n".join(part for part in story if part))
+
+    def __reduce__(self) -> tuple[type["RankError"], tuple[int, str, str, str, str]]:
+        return type(self), (self.rank, self.reason, self.traceback, self.log, self.others)
 
     def _render_traceback_(self) -> list[str]:
         """For IPython: the rank's story. The parent's frames inside `launch` say nothing about the fault."""
@@ -97,8 +107,11 @@ def launch(
     - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
     - `timeout`: seconds until every rank must have returned; None for no limit.
     - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
-    - `echo`: show what the ranks print.
-    - `in_process`: with `nprocs=1`, call `fn` right here; its exceptions then arrive as they are.
+    - `echo`: show what the ranks print, their progress, and which device was chosen.
+    - `in_process`: with `nprocs=1`, call `fn` right here; its exceptions then arrive as they are, and there is no
+      process to give `timeout` and `threads` to.
+
+    Whatever the ranks have started ends with them, also when all is well: a launch leaves no process behind.
 
     Raises `RankError` (`RankTimeoutError` at the limit) when a rank fails, after all have been ended, and
     `ValueError` or `TypeError` for arguments that cannot be used, before anything is started.
@@ -123,9 +136,9 @@ def _check(fn: object, nprocs: object, timeout: float | None, threads: int | Non
         raise TypeError(f"launch(fn, nprocs): fn should be a function, found {fn!r}")
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
         raise ValueError(f"nprocs={nprocs!r}: should be a whole number of ranks, 1 or more, such as nprocs=2")
-    if timeout is not None and timeout <= 0:
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ValueError(f"timeout={timeout!r}: should be a positive number of seconds, or None for no limit")
-    if threads is not None and threads < 1:
+    if threads is not None and not (isinstance(threads, int) and threads >= 1):
         raise ValueError(f"threads={threads!r}: should be 1 or more, or None to share out the cores")
     if in_process and nprocs != 1:
         raise ValueError(f"in_process=True runs one rank, found nprocs={nprocs}. Use nprocs=1, or leave it out.")
@@ -160,9 +173,12 @@ class _Rank:
         return self.raised is not None or (self.exit_code is not None and self.result is None)
 
     @property
-    def failed_at(self) -> float:
-        """For finding the cause. A rank that died without a word comes first: it broke the others' connections."""
-        return self.raised[2] if self.raised else float("-inf")
+    def cause_order(self) -> tuple[int, float]:
+        """For finding the cause among several failures: what a rank raised by itself, in order of time; then ranks that
+        died without a word; last those that raised because their connection to another broke."""
+        if self.raised is None:
+            return 1, 0.0
+        return (2 if "by peer" in self.raised[0] else 0), self.raised[2]
 
     @property
     def reason(self) -> str:
@@ -186,6 +202,7 @@ class _Ranks:
         self.console = console
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
+        self.mark = secrets.token_hex(8)
         self.lifeline: int | None = None  # ranks hold the other end: when we let go of ours, they report
 
     def __enter__(self) -> "_Ranks":
@@ -193,7 +210,8 @@ class _Ranks:
 
     def start(self, call: bytes, device: str, threads: int) -> None:
         self.store = store = _loopback_store(self.nprocs)  # it has to live as long as the ranks
-        with ExitStack() as parents_copies, _sigint_blocked(), _main_module_hidden():
+        environ = {**_rank_environment(self.nprocs, threads, store.port if store else 0), _MARK: self.mark}
+        with ExitStack() as parents_copies, _interrupts_held(), _main_module_hidden(), _environment(environ):
             outputs, messages = ([os.pipe() for _ in range(self.nprocs)] for _ in range(2))
             lifeline, self.lifeline = os.pipe()
             for fd in (lifeline, *(write for _, write in outputs + messages)):
@@ -206,7 +224,6 @@ class _Ranks:
                 messages=[Descriptor(write) for _, write in messages],
                 lifeline=Descriptor(lifeline),
                 call=Descriptor(call_file.fileno()),
-                environ=_rank_environment(self.nprocs, threads, store.port if store else 0),
                 threads=threads,
                 device=device,
                 sources=_cell_sources(),
@@ -240,12 +257,14 @@ class _Ranks:
             pass
         failed = [rank for rank in self.ranks if rank.failed]
         if failed:
-            raise self._failure(min(failed, key=lambda rank: rank.failed_at))
+            raise self._failure(min(failed, key=lambda rank: rank.cause_order))
 
     def results(self) -> list[Any]:
         """What the ranks returned, rebuilt in this process."""
         values = []
         for rank in self.ranks:
+            if rank.exit_code:
+                self.console.say(f"rank {rank.rank} returned its result, but then ended with code {rank.exit_code}")
             try:
                 values.append(pickle.loads(rank.result or b""))
             except Exception as error:
@@ -255,8 +274,8 @@ class _Ranks:
 
     def __exit__(self, *_: object) -> None:
         """End what still runs, then show what was said. An interrupt waits: half an end would leave orphans."""
-        with _sigint_blocked():
-            _end([rank.process for rank in self.ranks])
+        with _interrupts_held():
+            _end([rank.process for rank in self.ranks], self.mark)
             for rank in self.ranks:
                 self._reap(rank)
                 os.close(rank.output)
@@ -277,11 +296,11 @@ class _Ranks:
             key.data()
         return True
 
-    def _read_output(self, rank: _Rank) -> None:
-        self._drain(rank.output, rank.log.feed)
+    def _read_output(self, rank: _Rank) -> bool:
+        return self._drain(rank.output, rank.log.feed)
 
-    def _read_messages(self, rank: _Rank) -> None:
-        self._drain(rank.messages, rank.inbox.extend)
+    def _read_messages(self, rank: _Rank) -> bool:
+        more = self._drain(rank.messages, rank.inbox.extend)
         for kind, *content in take_messages(rank.inbox):
             match kind:
                 case "started":
@@ -294,20 +313,29 @@ class _Ranks:
                     rank.raised = content[0], content[1], content[2]
                 case "report":
                     rank.report = content[0]
+        return more
 
-    def _drain(self, fd: int, take: Callable[[bytes], object]) -> None:
-        with suppress(BlockingIOError):
-            while data := os.read(fd, 1 << 20):
-                take(data)
-            with suppress(KeyError):  # the other side has closed it: stop watching
+    def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
+        """Take one piece of what is there: a flood must not keep us from all else. False if there was nothing."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:  # the other side has closed it: stop watching
+            with suppress(KeyError):
                 self.selector.unregister(fd)
+        take(data)
+        return bool(data)
 
     def _reap(self, rank: _Rank) -> None:
         """A rank's process is gone: read what it left behind. Its children may hold the pipes open; we don't wait."""
         if rank.exit_code is not None:
             return
-        self._read_output(rank)
-        self._read_messages(rank)
+        while self._read_messages(rank):
+            pass
+        for _ in range(_PIPE_PIECES):
+            if not self._read_output(rank):
+                break
         rank.log.feed(b"", final=True)
         rank.process.join()
         rank.exit_code = rank.process.exitcode
@@ -332,7 +360,8 @@ class _Ranks:
             silent = "  no answer: not up yet, stopped, or busy in native code"
             stood = _name_cells(rank.report or silent).rstrip() if rank in late else ""
             stories.append(f"rank {rank.rank} {rank.reason}\n{stood}".rstrip())
-        first = next((rank for rank in late if rank.result is None), late[0])
+        # the one to look at is not waiting for the others
+        first = min(late, key=lambda rank: (rank.result is not None, ": waiting" in (rank.report or "")))
         running = ", ".join(str(rank.rank) for rank in late)
         reason = f"did not end within {timeout:g} s (still running: rank {running})"
         return RankTimeoutError(first.rank, reason, "\n\n".join(stories), first.log.tail())
@@ -343,21 +372,21 @@ class _Ranks:
             self.lifeline = None
 
 
-def _end(processes: list[Any]) -> None:
-    """Ask, then kill, each process and all that it has started; return when they are gone."""
-    descendants: list[psutil.Process] = []
+def _end(processes: list[Any], mark: str) -> None:
+    """Ask, then kill, each rank; kill whatever the ranks have started; return when they are gone."""
     for process in processes:
-        with suppress(psutil.Error):
-            descendants += psutil.Process(process.pid).children(recursive=True)
         process.terminate()
     deadline = time.monotonic() + END_SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-    for each in [*processes, *descendants]:
-        with suppress(psutil.Error):
-            each.kill()
     for process in processes:
+        process.kill()
         process.join()
+    # What a rank has started may have outlived it and be anybody's child by now; but it has inherited the mark.
+    for other in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if other.pid != os.getpid() and other.environ().get(_MARK) == mark:
+                other.kill()
 
 
 def _loopback_store(nprocs: int) -> dist.TCPStore | None:
@@ -392,14 +421,42 @@ def _rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Hold interrupts back. Children inherit the mask, so none reaches a rank before it has learnt to ignore them."""
+def _interrupts_held() -> Iterator[None]:
+    """Let interrupts wait until the end of the block, here and in the children that are started inside.
+
+    Two things are needed. Children inherit the signal mask, so none of them is hit before it has learnt to ignore
+    interrupts. But the mask is the thread's own, and a process with several threads, such as a Jupyter kernel, is hit
+    all the same; hence the handler, which takes a note.
+    """
     resource_tracker.ensure_running()  # else spawn starts it inside, which unblocks SIGINT (Python 3.11)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    noted: list[int] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()  # Python interrupts no other
+    if in_main_thread:
+        handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set for the children that start inside, from their first moment on, and put back for this process."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -1,0 +1,674 @@
+"""Law: a launch gives every rank's result, or says which rank failed and why; either way no process is left.
+
+The ranks here are real. Functions are defined inside the tests, so that they travel by value, as those of a cell do.
+"""
+
+import gc
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.console import Console
+from ddp_tutorial.environment import cores
+from ddp_tutorial.launcher import RankError, RankTimeoutError, launch
+from ddp_tutorial.rank import progress
+
+LOCK = threading.Lock()  # cannot be pickled
+
+
+def wait_until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return met
+
+
+def is_gone(pid):
+    """A zombie counts as gone: where nobody reaps orphans, as in some containers, it stays for ever."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def children():
+    # multiprocessing's resource tracker is one for the whole life of this process, and no rank
+    tracker = resource_tracker._resource_tracker._pid
+    return [child for child in psutil.Process().children(recursive=True) if child.pid != tracker]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    assert wait_until(lambda: not children()), f"still there: {children()}"
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(os.environ)
+
+
+@pytest.fixture
+def start_python(_nothing_is_left_behind):
+    """Start another Python, which ends with the test at the latest."""
+    started = []
+
+    def start(*arguments, **options):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, *map(str, arguments)], **pipes, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# --- results ----------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_has_its_results_place_and_environment():
+    def look(world, base, *, names=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")):
+        total = torch.tensor([float(base + world.rank)])
+        dist.all_reduce(total)
+        return {
+            "world": (world.rank, world.size, world.local_rank, world.local_size, world.device),
+            "group": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
+            "total": total,
+            "threads": torch.get_num_threads(),
+            "environment": [os.environ[name] for name in names],
+        }
+
+    first, second = launch(look, 2, 10, device="cpu")
+
+    cpu = torch.device("cpu")
+    assert first["world"] == (0, 2, 0, 2, cpu)
+    assert second["world"] == (1, 2, 1, 2, cpu)
+    assert first["group"] == (0, 2, "gloo")
+    assert second["group"] == (1, 2, "gloo")
+    assert first["environment"] == ["0", "2", "0", "2", "127.0.0.1"]
+    assert second["environment"] == ["1", "2", "1", "2", "127.0.0.1"]
+    for result in (first, second):
+        assert torch.equal(result["total"], torch.tensor([21.0]))  # 10 + 11
+        assert result["threads"] == max(1, cores() // 2)
+
+
+def test_a_lambda_with_a_closure_runs_on_three_ranks_in_order():
+    offset = 100
+    results = launch(lambda world, step: (dist.get_world_size(), world.rank, offset + step), 3, 7, device="cpu")
+    assert results == [(3, 0, 107), (3, 1, 107), (3, 2, 107)]
+
+
+def test_four_ranks_return_what_a_class_of_the_caller_makes_of_it():
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    def work(world):
+        total = torch.tensor(10**world.rank)
+        dist.all_reduce(total)
+        return Point(total.item() + world.rank)
+
+    results = launch(work, 4, device="cpu")
+
+    assert [type(result) for result in results] == [Point] * 4
+    assert [result.x for result in results] == [1111, 1112, 1113, 1114]
+
+
+def test_a_single_spawned_rank_has_a_process_of_its_own_and_no_group():
+    def alone(world):
+        loss = (torch.ones(2, requires_grad=True) * 2).sum()
+        return world.rank, world.size, os.getpid(), dist.is_initialized(), torch.get_num_threads(), loss
+
+    [(rank, size, pid, connected, threads, loss)] = launch(alone, 1, device="cpu", threads=3)
+
+    assert (rank, size, connected) == (0, 1, False)
+    assert pid != os.getpid()
+    assert threads == 3
+    assert loss.item() == 4.0  # a tensor that still has its graph in the rank arrives as a number
+
+
+def test_in_process_calls_the_function_right_here(capsys):
+    seen = []
+
+    def here(world, thing):
+        seen.append(thing)  # not sent by value: the same object
+        return os.getpid(), world.size, dist.is_initialized()
+
+    thing = LOCK
+    assert launch(here, 1, thing, device="cpu", in_process=True) == [(os.getpid(), 1, False)]
+    assert seen == [LOCK]
+    with pytest.raises(ZeroDivisionError) as caught:
+        launch(lambda world: 1 / 0, 1, device="cpu", in_process=True)
+    assert type(caught.value) is ZeroDivisionError
+    assert capsys.readouterr().out == ""
+
+
+def test_large_arguments_and_results_arrive_equal():
+    sent = torch.arange(12_500_000, dtype=torch.float32)  # 50 MB
+
+    results = launch(lambda world, given: given + world.rank, 2, sent, device="cpu")
+
+    assert torch.equal(results[0], sent)
+    assert torch.equal(results[1], sent + 1)
+
+
+def test_launches_leave_no_file_descriptor_open():
+    def work(world, fail):
+        if fail:
+            raise ValueError("on purpose")
+
+    launch(work, 1, False, device="cpu")  # starts what lives as long as this process, such as the resource tracker
+    gc.collect()
+    before = psutil.Process().num_fds()
+    launch(work, 2, False, device="cpu")
+    with suppress(RankError):
+        launch(work, 2, True, device="cpu")
+    gc.collect()
+    assert psutil.Process().num_fds() <= before
+
+
+def test_the_package_hands_on_the_function_launch(start_python):
+    """Also when the module of that name has been imported before, or between."""
+    code = """
+        from ddp_tutorial import launch
+        assert callable(launch), launch
+        import ddp_tutorial.trainer, ddp_tutorial
+        assert callable(ddp_tutorial.launch), ddp_tutorial.launch
+        from ddp_tutorial import World, launch
+        assert callable(launch), launch
+    """
+    process = start_python("-c", "\n".join(line.strip() for line in code.split("\n")))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+
+
+# --- callers ----------------------------------------------------------------------------------------------------
+
+SMALL_LAUNCH = """
+import torch
+import torch.distributed as dist
+from ddp_tutorial.launcher import launch
+
+SCALE = 10
+
+def scaled(number):
+    return SCALE * number
+
+def total(world, start):
+    number = torch.tensor(scaled(start + world.rank))
+    dist.all_reduce(number)
+    return number.item()
+
+print("top level of", __name__)
+print("total", launch(total, 2, 1, device="cpu"))
+"""
+
+
+def test_functions_of_a_command_and_of_a_script_without_a_guard_run_and_the_top_level_runs_once(tmp_path, start_python):
+    """Both at the same time: two launches on one machine do not race for a port either."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(SMALL_LAUNCH)
+    both = [start_python("-c", SMALL_LAUNCH, cwd=tmp_path), start_python(script, cwd=tmp_path)]
+    for process in both:
+        out, err = process.communicate(timeout=90)
+        assert (process.returncode, err) == (0, "")
+        assert out.splitlines() == ["top level of __main__", "total [30, 30]"]  # 10 * 1 + 10 * 2
+
+
+def test_while_the_group_is_up_everyone_listens_on_the_loopback_interface_only():
+    def listening(world):
+        dist.barrier()
+        mine, parents = psutil.Process(), psutil.Process(os.getppid())
+        found = [
+            connection.laddr.ip
+            for process in (mine, parents)
+            for connection in process.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        dist.barrier()
+        return found
+
+    for addresses in launch(listening, 2, device="cpu"):
+        assert addresses  # the parent's store at least
+        assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+# --- output -----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_and_its_children_print_stays_in_order_with_the_rank_in_front(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def talk(world):
+        print("first", world.rank)
+        print("second", world.rank, file=sys.stderr)
+        os.system(f"echo third {world.rank}; echo fourth {world.rank} >&2")
+        os.write(1, b"fifth, as C++ code would\n")
+        print("sixth, häßlich ☃", end="")  # no newline at the end
+
+    launch(talk, 2, device="auto")
+
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == "2 ranks on cpu, gloo"
+    assert err == ""
+    for rank in range(2):
+        assert [line for line in lines[1:] if line.startswith(f"[rank {rank}] ")] == [
+            f"[rank {rank}] first {rank}",
+            f"[rank {rank}] second {rank}",
+            f"[rank {rank}] third {rank}",
+            f"[rank {rank}] fourth {rank}",
+            f"[rank {rank}] fifth, as C++ code would",
+            f"[rank {rank}] sixth, häßlich ☃",
+        ]
+    assert len(lines) == 13
+
+
+def test_without_echo_nothing_is_shown_and_a_given_device_is_not_announced(capfd):
+    launch(lambda world: print("loud"), 1, device="cpu", echo=False)
+    assert capfd.readouterr() == ("", "")
+    launch(lambda world: print("loud"), 1, device="cpu")
+    assert capfd.readouterr() == ("[rank 0] loud\n", "")
+
+
+class RecordingConsole(Console):
+    def __init__(self):
+        self.events = []
+
+    def line(self, rank, text):
+        self.events.append(("line", rank, text))
+
+    def progress(self, done, total, numbers):
+        self.events.append(("progress", done, total, numbers))
+
+    def close(self, logs):
+        self.events.append(("close", [log.rank for log in logs]))
+
+
+def test_progress_of_rank_0_reaches_whoever_watches(monkeypatch):
+    console = RecordingConsole()
+    monkeypatch.setattr(sys.modules["ddp_tutorial.launcher"], "make_console", lambda echo: console)
+
+    def work(world):
+        for done in range(1, 3):
+            progress(done, 2, loss=world.rank + 0.5)
+
+    launch(work, 2, device="cpu")
+
+    assert console.events == [
+        ("progress", 1, 2, {"loss": 0.5}),
+        ("progress", 2, 2, {"loss": 0.5}),
+        ("close", [0, 1]),
+    ]
+
+
+def test_progress_outside_a_launch_does_nothing(capfd):
+    progress(1, 2, loss=3.0)
+    launch(lambda world: progress(1, 2), 1, device="cpu", in_process=True)
+    assert capfd.readouterr() == ("", "")
+
+
+# --- failures ---------------------------------------------------------------------------------------------------
+
+
+def fail_on_rank_1(how, **options):
+    """Rank 1 fails while rank 0 waits for it; whoever is at fault, both have said hello."""
+
+    def fail(world):
+        print("hello from", world.rank)
+        dist.barrier()
+        if world.rank == 1:
+            how()
+        dist.barrier()
+
+    with pytest.raises(RankError) as caught:
+        launch(fail, 2, device="cpu", echo=False, **options)
+    assert caught.value.rank == 1
+    assert caught.value.log == "hello from 1"
+    assert str(caught.value).startswith(f"rank 1 {caught.value.reason}")
+    assert "Meanwhile rank 0 " in str(caught.value)
+    return caught.value
+
+
+def test_a_rank_that_raises_is_named_with_its_source_line_and_what_it_printed():
+    def divide():
+        return 1 / 0  # the line at fault
+
+    error = fail_on_rank_1(divide)
+
+    assert error.reason == "raised ZeroDivisionError: division by zero"
+    assert "return 1 / 0  # the line at fault" in error.traceback
+    assert "Traceback (most recent call last)" in error.traceback
+    for part in (error.traceback.rstrip(), "Last lines that rank 1 printed:\n    hello from 1"):
+        assert part in str(error)
+
+
+def test_a_rank_that_raises_tells_the_line_of_a_cell():
+    """A cell's source is in no file; linecache has it under a made-up name."""
+    import linecache
+
+    source = "def cell(world):\n    x = 1\n    raise ValueError('from a cell')\n"
+    namespace = {"__name__": "__main__"}
+    linecache.cache["<cell 7>"] = (len(source), None, source.splitlines(keepends=True), "<cell 7>")
+    exec(compile(source, "<cell 7>", "exec"), namespace)
+    try:
+        with pytest.raises(RankError) as caught:
+            launch(namespace["cell"], 1, device="cpu")
+    finally:
+        del linecache.cache["<cell 7>"]
+    assert '"<cell 7>", line 3' in caught.value.traceback
+    assert "raise ValueError('from a cell')" in caught.value.traceback
+
+
+def test_a_rank_killed_by_sigkill_is_named():
+    error = fail_on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert error.reason == "was killed by SIGKILL"
+    assert error.traceback == ""
+
+
+def test_a_rank_that_leaves_by_os_exit_is_named():
+    assert fail_on_rank_1(lambda: os._exit(3)).reason == "exited with code 3 before it returned a result"
+
+
+def test_a_rank_that_calls_sys_exit_has_failed_even_with_code_0():
+    error = fail_on_rank_1(lambda: sys.exit(0))
+    assert error.reason == "raised SystemExit: 0"
+    assert "sys.exit(0)" in error.traceback
+
+
+def test_a_rank_that_crashes_in_native_code_leaves_its_stack_in_the_log():
+    with pytest.raises(RankError, match="rank 0 was killed by SIGSEGV") as caught:
+        launch(lambda world: os.kill(os.getpid(), signal.SIGSEGV), 1, device="cpu", echo=False)
+    assert "most recent call first" in caught.value.log
+    assert "test_launch.py" in caught.value.log
+
+
+def test_a_rank_that_returns_early_is_told_that_every_rank_must_enter_every_collective():
+    def leave_early(world):
+        if world.rank == 1:
+            return
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankError) as caught:
+        launch(leave_early, 2, device="cpu", echo=False)
+    assert caught.value.rank == 0  # rank 1 did as it was told: the error is rank 0's
+    assert "dist.all_reduce(torch.ones(1))" in caught.value.traceback
+    assert "Meanwhile rank 1 had returned." in str(caught.value)
+    assert "every rank must enter every collective" in str(caught.value)
+
+
+def test_at_the_time_limit_every_rank_tells_where_it_stands():
+    """Three ranks: one waits in a collective, one sleeps, one is stopped and cannot answer."""
+
+    def hang(world):
+        dist.barrier()
+        if world.rank == 1:
+            time.sleep(1000)  # where rank 1 stands
+        if world.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(5))
+
+    timeout = 12.0  # enough for three ranks to be up on a busy machine
+    start = time.monotonic()
+    with pytest.raises(RankTimeoutError) as caught:
+        launch(hang, 3, device="cpu", timeout=timeout, echo=False)
+    assert timeout <= time.monotonic() - start < timeout + 5
+    assert isinstance(caught.value, TimeoutError)
+    assert "did not end within 12 s (still running: rank 0, 1, 2)" in str(caught.value)
+    first, second, third = re.split(r"^rank \d was still running\n", str(caught.value), flags=re.MULTILINE)[1:]
+    assert re.search(r"collective \d+, gloo:all_reduce of \[\[5\]\]: waiting", first)
+    assert "dist.all_reduce(torch.ones(5))" in first
+    assert "time.sleep(1000)  # where rank 1 stands" in second
+    assert "barrier" in second
+    assert "finished" in second
+    assert "no answer" in third
+
+
+def test_a_rank_that_has_returned_but_does_not_end_is_named_at_the_time_limit():
+    def linger(world):
+        threading.Thread(target=time.sleep, args=(1000,)).start()  # not a daemon: Python waits for it
+
+    with pytest.raises(RankTimeoutError, match="rank 0 did not end within 7 s") as caught:
+        launch(linger, 1, device="cpu", timeout=7, echo=False)
+    assert "had returned" in str(caught.value)
+
+
+def test_a_flood_of_output_does_not_put_off_the_time_limit():
+    start = time.monotonic()
+    with pytest.raises(RankTimeoutError):
+        launch(lambda world: os.system("timeout 20 yes"), 1, device="cpu", timeout=4, echo=False)
+    assert time.monotonic() - start < 4 + 5
+
+
+@pytest.mark.parametrize("how", ["hangs", "raises", "is killed"])
+def test_processes_that_a_rank_has_started_are_gone_when_it(how):
+    """Rank 1 fails; rank 0 has started one, too. When a rank is dead, its children are no longer known as such."""
+
+    def work(world, how):
+        child = subprocess.Popen(["sleep", "1000"])
+        print("pid", child.pid)
+        dist.barrier()  # both have started theirs
+        if world.rank == 1 and how == "raises":
+            raise ValueError("on purpose")
+        if world.rank == 1 and how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    console = RecordingConsole()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["ddp_tutorial.launcher"], "make_console", lambda echo: console)
+        with pytest.raises(RankTimeoutError if how == "hangs" else RankError):
+            launch(work, 2, how, device="cpu", timeout=10 if how == "hangs" else 60)
+    pids = [int(event[2].split()[1]) for event in console.events if event[0] == "line" and event[2].startswith("pid")]
+    try:
+        assert len(pids) == 2
+        assert wait_until(lambda: all(map(is_gone, pids)))
+    finally:
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
+
+
+def test_a_rank_error_survives_pickling():
+    """A pool of processes, such as one that sweeps over settings, sends errors that way."""
+    for kind in (RankError, RankTimeoutError):
+        error = pickle.loads(pickle.dumps(kind(1, "raised ValueError: no", "trace", "log", "others")))
+        assert type(error) is kind
+        assert (error.rank, error.reason, error.traceback, error.log) == (1, "raised ValueError: no", "trace", "log")
+        assert str(error) == str(kind(1, "raised ValueError: no", "trace", "log", "others"))
+
+
+# --- interrupts and a parent that dies ----------------------------------------------------------------------------
+
+HANGING_LAUNCH = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
+import torch.multiprocessing
+from ddp_tutorial.launcher import launch
+
+def hang(world):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # such ranks take a while to end
+    print("pid", os.getpid())
+    time.sleep(1000)
+
+spawn = torch.multiprocessing.spawn
+
+def spawn_and_be_interrupted(*args, **options):
+    context = spawn(*args, **options)
+    for process in context.processes:
+        print("[rank ?] pid", process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)  # long enough for any thread to take it
+    return context
+
+if "interrupt" in sys.argv:
+    torch.multiprocessing.spawn = spawn_and_be_interrupted
+print("ready", flush=True)
+launch(hang, 2, device="cpu")
+"""
+
+
+def start_hanging_launch(start_python, *arguments):
+    """The process of a script that is about to launch two ranks, in a session of its own."""
+    process = start_python("-c", HANGING_LAUNCH, *arguments, start_new_session=True)
+    assert process.stdout.readline() == "ready\n", process.communicate()
+    return process
+
+
+@pytest.fixture
+def hanging(start_python):
+    return start_hanging_launch(start_python)
+
+
+def pids_of_ranks(process):
+    """The two ranks, once both have reached the function."""
+    lines = [process.stdout.readline() for _ in range(2)]
+    assert all(lines), process.communicate()
+    return [int(line.split()[-1]) for line in lines]
+
+
+def assert_interrupted_once(process, pids):
+    out, err = process.communicate(timeout=20)
+    assert out == ""
+    assert err.count("KeyboardInterrupt") == 1, err
+    assert err.count("Traceback") == 1, err  # the parent's; the ranks are silent
+    assert process.returncode == -signal.SIGINT
+    assert wait_until(lambda: all(map(is_gone, pids)))
+
+
+def test_an_interrupt_of_the_whole_group_raises_once_and_ends_the_ranks(hanging):
+    pids = pids_of_ranks(hanging)
+    os.killpg(hanging.pid, signal.SIGINT)
+    assert_interrupted_once(hanging, pids)
+
+
+# To block SIGINT in the main thread is not enough: where there is another thread (the store's, those of a notebook's
+# kernel), that one takes the signal, and Python raises KeyboardInterrupt in the main thread all the same.
+def test_an_interrupt_while_the_ranks_are_being_started_raises_once_and_ends_them(start_python):
+    hanging = start_hanging_launch(start_python, "interrupt")
+    pids = pids_of_ranks(hanging)
+    assert_interrupted_once(hanging, pids)
+
+
+# The same while the ranks are being ended: any that are left would keep the parent from ending, too.
+def test_an_impatient_second_interrupt_leaves_no_rank_either(hanging):
+    pids = pids_of_ranks(hanging)
+    os.killpg(hanging.pid, signal.SIGINT)
+    time.sleep(0.3)  # the ranks ignore what they are asked at first
+    os.killpg(hanging.pid, signal.SIGINT)
+    _, err = hanging.communicate(timeout=20)
+    assert "KeyboardInterrupt" in err
+    assert hanging.returncode == -signal.SIGINT
+    assert wait_until(lambda: all(map(is_gone, pids)))
+
+
+def test_ranks_do_not_outlive_a_parent_that_is_killed(hanging):
+    pids = pids_of_ranks(hanging)
+    hanging.kill()
+    assert wait_until(lambda: all(map(is_gone, pids)))
+    assert hanging.communicate(timeout=20) == ("", "")
+
+
+# --- what cannot be sent ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    """No process may be started in this test."""
+
+    def start(*_args, **_options):
+        pytest.fail("a process was started")
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", start)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_an_argument_that_cannot_be_sent_is_named_before_anything_is_started():
+    def train(world, steps, settings):
+        pass
+
+    with pytest.raises(TypeError, match=r"argument 'settings' of .*train\(\)\['locks'\]\[1\] \(lock\) cannot be sent"):
+        launch(train, 2, 3, {"locks": [1, LOCK]}, device="cpu")
+    with pytest.raises(TypeError, match=r"argument 'steps' of .*train\(\) \(lock\) .*Create it inside the function"):
+        launch(train, 2, LOCK, {}, device="cpu")
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_variable_that_cannot_be_sent_is_named_before_anything_is_started():
+    guard = threading.Lock()
+
+    def uses_closure(world):
+        return guard.locked()
+
+    def uses_global(world):
+        return LOCK.locked()
+
+    with pytest.raises(TypeError, match=r"the variable 'guard' that .*uses_closure\(\) uses \(lock\)"):
+        launch(uses_closure, 2, device="cpu")
+    with pytest.raises(TypeError, match=r"the global variable 'LOCK' that .*uses_global\(\) uses \(lock\)"):
+        launch(uses_global, 2, device="cpu")
+
+
+def test_a_result_that_cannot_be_sent_is_named():
+    def locked(world):
+        return {"f": 1, "g": [0, threading.Lock()]} if world.rank == 1 else None
+
+    with pytest.raises(RankError) as caught:
+        launch(locked, 2, device="cpu")
+    assert caught.value.rank == 1
+    assert "result['g'][1] (lock) cannot be sent back to the parent" in caught.value.reason
+    assert "Return plain data instead" in caught.value.reason
+
+
+def test_a_result_that_cannot_be_rebuilt_here_is_told():
+    class Unwilling:
+        def __init__(self):
+            self.home = os.getpid()
+
+        def __setstate__(self, state):
+            raise ValueError("I am at home elsewhere")
+
+    with pytest.raises(RankError, match="returned a value that cannot be rebuilt here: ValueError: I am at home"):
+        launch(lambda world: Unwilling(), 1, device="cpu")
+
+
+# --- bad arguments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("given", "error", "advice"),
+    [
+        ({"nprocs": 0}, ValueError, r"nprocs=0: .*1 or more, such as nprocs=2"),
+        ({"nprocs": -1}, ValueError, r"nprocs=-1: .*1 or more, such as nprocs=2"),
+        ({"nprocs": True}, ValueError, r"nprocs=True: .*such as nprocs=2"),
+        ({"nprocs": "2"}, ValueError, r"nprocs='2': .*such as nprocs=2"),
+        ({"nprocs": 2.0}, ValueError, r"nprocs=2.0: .*such as nprocs=2"),
+        ({"timeout": 0}, ValueError, r"timeout=0: .*positive number of seconds, or None"),
+        ({"timeout": -1.5}, ValueError, r"timeout=-1.5: .*positive number of seconds, or None"),
+        ({"threads": 0}, ValueError, r"threads=0: .*1 or more, or None"),
+        ({"fn": 2}, TypeError, r"launch\(fn, nprocs\): fn should be a function, found 2"),
+        ({"nprocs": 2, "in_process": True}, ValueError, r"nprocs=2\. Use nprocs=1, or leave it out"),
+        ({"device": "gpu"}, ValueError, r"device='gpu' is not known\. Use 'auto', 'cpu' or 'cuda'"),
+        ({"device": "cuda"}, ValueError, r"device='cuda' needs one GPU .*2 ranks.*found 0\. Use device='cpu'"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be_used_are_refused_with_what_to_type(monkeypatch, given, error, advice):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    call = SimpleNamespace(**({"fn": print, "nprocs": 2, "device": "cpu"} | given))
+    fn, nprocs = call.__dict__.pop("fn"), call.__dict__.pop("nprocs")
+    with pytest.raises(error, match=advice):
+        launch(fn, nprocs, **vars(call))

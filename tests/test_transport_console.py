@@ -1,0 +1,293 @@
+"""Laws: bytes in any pieces give the same messages and the same lines; what is shown is grouped and marked by rank."""
+
+import io
+import os
+import pickle
+import struct
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ddp_tutorial import console
+from ddp_tutorial.console import (
+    KEPT_LINES,
+    Console,
+    NotebookConsole,
+    RankLog,
+    TerminalConsole,
+    describe,
+    in_notebook,
+    make_console,
+)
+from ddp_tutorial.transport import Sender, dump_call, dump_result, name_of, take_messages
+
+
+def split(data, cuts):
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[start:end] for start, end in pairwise(edges)]
+
+
+cuts = st.lists(st.integers(min_value=0, max_value=10_000), max_size=20)
+contents = st.tuples(st.text(max_size=5)) | st.tuples(st.just("result"), st.binary(max_size=300), st.integers())
+
+
+# --- messages ---------------------------------------------------------------------------------------------------
+
+
+def framed(messages):
+    bodies = [pickle.dumps(message) for message in messages]
+    return b"".join(struct.pack("!Q", len(body)) + body for body in bodies)
+
+
+@given(st.lists(contents, max_size=6), cuts)
+@example([("a",), ("b",)], list(range(60)))  # byte by byte
+def test_any_pieces_of_a_stream_give_the_same_messages(messages, cuts):
+    inbox, taken = bytearray(), []
+    for piece in split(framed(messages), cuts):
+        inbox += piece
+        taken += take_messages(inbox)
+    assert taken == messages
+    assert inbox == b""
+
+
+@given(contents, st.integers(min_value=1, max_value=10_000))
+def test_a_message_that_is_not_whole_waits(message, missing):
+    data = framed([message])
+    inbox = bytearray(data[: -min(missing, len(data))])
+    before = bytes(inbox)
+    assert list(take_messages(inbox)) == []
+    assert inbox == before
+
+
+def test_messages_of_several_threads_arrive_whole():
+    """Also where they are larger than the pipe, so that each is written in many pieces."""
+    reading, writing = os.pipe()
+    send = Sender(writing)
+    bodies = {number: bytes([number]) * 300_000 for number in range(4)}
+    threads = [threading.Thread(target=send, args=(number, body)) for number, body in bodies.items()]
+    for thread in threads:
+        thread.start()
+    inbox, taken = bytearray(), []
+    while len(taken) < len(bodies):
+        inbox += os.read(reading, 1 << 16)
+        taken += take_messages(inbox)
+    for thread in threads:
+        thread.join()
+    os.close(reading)
+    os.close(writing)
+    assert dict(taken) == bodies
+
+
+def test_calls_and_results_travel_by_value():
+    offset = 3
+
+    def add(world, number):
+        return world + number + offset
+
+    fn, args = pickle.loads(dump_call(add, (4,)))
+    assert fn is not add
+    assert fn(10, *args) == 17
+    assert pickle.loads(dump_result({"a": [1, 2]})) == {"a": [1, 2]}
+
+
+def test_what_cannot_travel_is_named_as_its_author_named_it():
+    lock = threading.Lock()
+
+    def train(world, first, *rest):
+        pass
+
+    with pytest.raises(TypeError, match=r"^argument 'first' of .*train\(\)\['x'\]\[0\] \(lock\) cannot be sent"):
+        dump_call(train, ({"x": (lock, 1)},))
+    with pytest.raises(TypeError, match=r"^argument 3 of .*train\(\) \(lock\)"):
+        dump_call(train, (1, 2, lock))
+    with pytest.raises(TypeError, match=r"^result\[1\]\['k'\] \(lock\) cannot be sent back .*Return plain data"):
+        dump_result([0, {"k": lock}])
+    with pytest.raises(TypeError, match=r"^result \(generator\) cannot be sent back"):
+        dump_result(n for n in range(3))
+
+
+def test_an_argument_is_never_given_the_name_of_a_keyword():
+    def train(world, *things, scale=1):
+        pass
+
+    with pytest.raises(TypeError, match=r"^argument ('things'|2) of .*train\(\) \(lock\)"):
+        dump_call(train, (1, threading.Lock()))
+
+
+def test_names_of_functions_read_as_in_the_source():
+    def inner():
+        pass
+
+    assert name_of(inner) == "test_names_of_functions_read_as_in_the_source.inner()"
+    assert name_of(print) == "print()"
+
+
+# --- lines ------------------------------------------------------------------------------------------------------
+
+
+def fed(pieces):
+    shown = []
+    log = RankLog(3, lambda rank, line: shown.append((rank, line)))
+    for piece in pieces:
+        log.feed(piece)
+    log.feed(b"", final=True)
+    assert shown == [(3, line) for line in log.lines]  # what is kept is what was shown
+    return list(log.lines)
+
+
+@given(st.text(alphabet=st.sampled_from("ab\n\r é☃😀")), cuts)
+@example("é\r\n☃\r😀\n", list(range(20)))  # byte by byte
+def test_any_pieces_of_text_give_the_same_lines(text, cuts):
+    data = text.encode()
+    expected = text.split("\n")
+    if expected[-1] == "":
+        expected.pop()  # the end of the last line, not an empty one after it
+    # a line redrawn in place shows its last state
+    expected = [line.removesuffix("\r").split("\r")[-1] for line in expected]
+    assert fed(split(data, cuts)) == fed([data]) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"\n", [""]),
+        (b"one\n\nthree\n", ["one", "", "three"]),
+        (b"one\nno end", ["one", "no end"]),
+        (b"windows\r\n", ["windows"]),
+        (b"\r 10%\r 20%\r100%\nnext", ["100%", "next"]),
+        (b"\r 10%\r 20%", [" 20%"]),
+        (b"broken \xff\xc3", ["broken ��"]),
+    ],
+)
+def test_lines_of_special_bytes(data, lines):
+    assert fed([data]) == fed(split(data, range(len(data)))) == lines
+
+
+def test_an_unfinished_line_is_shown_when_it_ends_or_the_rank_does():
+    log = RankLog(0, lambda rank, line: None)
+    log.feed(b"half")
+    assert list(log.lines) == []
+    log.feed(b" and half\nrest")
+    assert list(log.lines) == ["half and half"]
+    log.feed(b"", final=True)
+    log.feed(b"", final=True)
+    assert list(log.lines) == ["half and half", "rest"]
+
+
+def test_a_runaway_print_keeps_the_last_lines_and_counts_the_rest():
+    log = RankLog(0, lambda rank, line: None)
+    log.feed(b"".join(b"%d\n" % number for number in range(KEPT_LINES)))
+    assert (len(log.lines), log.dropped) == (KEPT_LINES, 0)
+    log.feed(b"x\ny\nz\n")
+    assert (len(log.lines), log.dropped) == (KEPT_LINES, 3)
+    assert list(log.lines)[0] == "3"
+    assert log.tail(3) == "x\ny\nz"
+    assert len(log.tail().split("\n")) == 20
+
+
+# Were all its states since the last newline kept, and copied at each update, this would take ten seconds.
+def test_a_bar_that_is_redrawn_for_long_costs_little():
+    log = RankLog(0, lambda rank, line: None)
+    start = time.perf_counter()
+    for step in range(20_000):
+        log.feed(f"\r{step:6} {'=' * 80}".encode())
+    log.feed(b"", final=True)
+    assert time.perf_counter() - start < 2.0
+    assert list(log.lines) == [f" 19999 {'=' * 80}"]
+
+
+# --- consoles ---------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_marks_lines_with_their_rank_at_once():
+    out = io.StringIO()
+    terminal = TerminalConsole(out)
+    terminal.say("2 ranks on cpu, gloo")
+    terminal.line(1, "one")
+    assert out.getvalue() == "2 ranks on cpu, gloo\n[rank 1] one\n"
+    terminal.line(0, "zero")
+    terminal.close([])
+    assert out.getvalue() == "2 ranks on cpu, gloo\n[rank 1] one\n[rank 0] zero\n"
+
+
+def test_a_terminal_that_is_none_gets_no_bar_but_all_lines(capsys):
+    terminal = TerminalConsole()
+    terminal.progress(1, 10, {"loss": 2.0})
+    terminal.line(0, "beside the bar")
+    terminal.progress(10, 10, {"loss": 1.0})
+    terminal.close([])
+    assert capsys.readouterr() == ("[rank 0] beside the bar\n", "")
+
+
+def test_a_notebook_shows_lines_at_the_end_grouped_by_rank(capsys):
+    notebook = NotebookConsole()
+    notebook.say("2 ranks on cpu, gloo")
+    logs = [RankLog(rank, notebook.line) for rank in range(2)]
+    logs[1].feed(b"b1\n")
+    logs[0].feed(b"a1\n")
+    logs[1].feed(b"b2\n")
+    logs[0].feed(b"a2\n")
+    assert capsys.readouterr().out == ""
+    notebook.close(logs)
+    assert capsys.readouterr().out.splitlines() == [
+        "2 ranks on cpu, gloo",
+        "[rank 0] a1",
+        "[rank 0] a2",
+        "[rank 1] b1",
+        "[rank 1] b2",
+    ]
+
+
+def test_a_notebook_says_how_many_lines_it_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(console, "KEPT_LINES", 2)
+    log = RankLog(1, lambda rank, line: None)
+    log.feed(b"1\n2\n3\n4\n5\n")
+    NotebookConsole().close([log])
+    assert capsys.readouterr().out.splitlines() == [
+        "[rank 1] (3 earlier lines dropped)",
+        "[rank 1] 4",
+        "[rank 1] 5",
+    ]
+
+
+def test_a_notebook_of_silent_ranks_shows_nothing(capsys):
+    NotebookConsole().close([RankLog(0, lambda rank, line: None)])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_echo_the_console_is_silent(capsys):
+    silent = make_console(echo=False)
+    assert type(silent) is Console
+    silent.say("a")
+    silent.line(0, "b")
+    silent.progress(1, 2, {})
+    silent.close([])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_outside_a_kernel_the_console_is_the_terminals():
+    assert not in_notebook()
+    assert type(make_console(echo=True)) is TerminalConsole
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({}, ""),
+        ({"loss": 2.1234}, "loss 2.123"),
+        ({"loss": 2.1234, "tokens_per_second": 31234.5}, "loss 2.123, 31,234 tokens/s"),
+        ({"tokens_per_second": 999.6, "grad_norm": 0.000012345}, "grad norm 1.234e-05, 1,000 tokens/s"),
+        ({"step": 7, "loss": None, "lr": 0.5}, "step 7, lr 0.5"),
+        ({"loss": float("nan")}, "loss nan"),
+        ({"loss": 0.0}, "loss 0"),
+    ],
+)
+def test_numbers_beside_the_bar(numbers, text):
+    before = dict(numbers)
+    assert describe(numbers) == text
+    assert list(numbers) == list(before)  # the caller's own is left alone

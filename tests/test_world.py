@@ -1,0 +1,255 @@
+"""Law: the same environment variables give the same world everywhere; ranks that are not connected never train."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.world import World, choose_device, first_host, process_group, require_group, tasks_per_node
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+# what srun sets for task 4 of 7, the first one on the third node
+SLURM = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9]",
+}
+SLURM_TWO_NODES = {
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "n1,n2",
+    "SLURM_JOB_ID": "77",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        pytest.param({}, World(), id="no launcher"),
+        pytest.param(TORCHRUN, World(5, 8, 1, 4), id="torchrun on two nodes"),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            World(1, 2, 1, 2),
+            id="set by hand on one machine",
+        ),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 1, 0, 1), id="torchrun with one process"),
+        # 1234567 % 20000 = 14567
+        pytest.param(SLURM, World(4, 7, 0, 2, init_method="tcp://gpu03:34567"), id="srun"),
+        pytest.param(
+            SLURM | {"SLURM_PROCID": "6", "SLURM_NODEID": "3"},
+            World(6, 7, 0, 1, init_method="tcp://gpu03:34567"),
+            id="srun, the last node has one task",
+        ),
+        pytest.param(
+            SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"},
+            World(4, 7, 0, 2, init_method="tcp://10.0.0.1:4000"),
+            id="srun, address overridden",
+        ),
+        pytest.param(
+            SLURM_TWO_NODES,
+            World(3, 4, 1, 2, init_method="tcp://n1:20077"),
+            id="srun on two nodes, the job's variables",
+        ),
+        pytest.param(
+            {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "4"},
+            World(),
+            id="a shell of sbatch is alone",
+        ),
+        pytest.param(SLURM | TORCHRUN, World(5, 8, 1, 4), id="torchrun inside a Slurm job"),
+    ],
+)
+def test_the_variables_of_each_launcher_give_its_world(environ, expected):
+    assert World.detect(environ, device="cpu") == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "advice"),
+    [
+        ({"RANK": "0"}, r"RANK is set but WORLD_SIZE is not\. Set both .*, or neither"),
+        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE is set but RANK is not\. Set both .*, or neither"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
+            r"WORLD_SIZE=2 but MASTER_ADDR is not set, .*Start them with torchrun",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, r"MASTER_ADDR and MASTER_PORT is not set"),
+        (TORCHRUN | {"WORLD_SIZE": "2"}, r"rank 5 is not one of 0 to 1 \(world size 2\)"),
+        (TORCHRUN | {"RANK": "-1"}, r"rank -1 is not one of 0 to 7"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, r"local rank 4 is not one of 0 to 3"),
+        (TORCHRUN | {"RANK": "two"}, r"RANK='two' should be a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": ""}, r"WORLD_SIZE='' should be a whole number"),
+        (TORCHRUN | {"LOCAL_RANK": "1.5"}, r"LOCAL_RANK='1.5' should be a whole number"),
+        (SLURM | {"SLURM_PROCID": "x"}, r"SLURM_PROCID='x' should be a whole number"),
+        (SLURM | {"SLURM_PROCID": "7"}, r"rank 7 is not one of 0 to 6"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, r"TASKS_PER_NODE='2\(3\)' is not of the form '2\(x3\),1'"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, r"NODELIST='' is not a node list such as"),
+    ],
+)
+def test_variables_that_contradict_one_another_are_refused_by_name(environ, advice):
+    with pytest.raises(ValueError, match=advice):
+        World.detect(environ, device="cpu")
+
+
+def test_a_slurm_node_beyond_the_list_of_tasks_is_refused_by_name():
+    with pytest.raises(ValueError, match="SLURM_NODEID"):
+        World.detect(SLURM | {"SLURM_NODEID": "4"}, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2),3", [1, 2, 2, 3]), ("16(x1)", [16])]
+)
+def test_tasks_per_node_reads_slurms_short_form(text, tasks):
+    assert tasks_per_node(text) == tasks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[03-05,9]", "gpu03"),
+        ("gpu[9,03-05],login", "gpu9"),
+        ("login,gpu[1-2]", "login"),
+        ("node-a.example.org", "node-a.example.org"),
+        ("rack-1-[001-100]", "rack-1-001"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices"),
+    [(0, ["cpu", "cpu"]), (1, ["cpu", "cpu"]), (2, ["cuda:0", "cuda:1"]), (3, ["cuda:0", "cuda:1"])],
+)
+def test_auto_gives_each_local_rank_a_gpu_or_none_of_them(gpus, devices):
+    two = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    worlds = [World.detect(two | {"RANK": str(rank)}, "auto", gpus=gpus) for rank in range(2)]
+    assert [str(world.device) for world in worlds] == devices
+    assert [world.backend for world in worlds] == ["nccl" if "cuda" in device else "gloo" for device in devices]
+
+
+def test_gpus_are_shared_by_the_ranks_of_a_machine_not_of_the_world():
+    world = World.detect(TORCHRUN, "cuda", gpus=4)
+    assert world.device == torch.device("cuda", 1)  # the local rank
+    assert str(world) == "rank 5 of 8 on cuda:1, nccl"
+
+
+def test_too_few_gpus_and_unknown_devices_are_refused():
+    with pytest.raises(ValueError, match=r"needs one GPU for each of the 4 ranks on this machine, found 3\. Use"):
+        World.detect(TORCHRUN, "cuda", gpus=3)
+    with pytest.raises(ValueError, match=r"device='tpu' is not known\. Use 'auto', 'cpu' or 'cuda'"):
+        choose_device("tpu")
+    assert choose_device("cpu", gpus=8) == torch.device("cpu")
+
+
+def test_only_rank_0_is_main():
+    assert [World(rank, 3, rank, 3).is_main for rank in range(3)] == [True, False, False]
+
+
+def test_ranks_without_a_group_are_refused():
+    require_group(World())  # one process needs none
+    with pytest.raises(RuntimeError, match=r"2 ranks but no process group.*'with process_group\(world\):'"):
+        require_group(World(1, 2, 1, 2))
+
+
+def test_one_process_gets_no_group():
+    world = World()
+    with process_group(world) as same:
+        assert same is world
+        assert not dist.is_initialized()
+
+
+GROUPS = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from ddp_tutorial.world import World, process_group, require_group
+
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+def world(name):
+    return World(rank, size, rank, size, init_method=f"file://{folder}/{name}")
+
+assert not dist.is_initialized()
+with process_group(world("first")) as here:
+    require_group(here)
+    try:
+        require_group(World(rank, size + 1, rank, size + 1))
+    except RuntimeError as error:
+        assert f"{size + 1} ranks, but the process group has {size}" in str(error), error
+    else:
+        raise AssertionError("a world of another size was accepted")
+    number = torch.tensor([rank + 1.0])
+    dist.all_reduce(number)
+    print("total", number.item(), dist.get_world_size(), dist.get_backend(), flush=True)
+assert not dist.is_initialized()
+
+try:
+    with process_group(world("second")):
+        dist.barrier()
+        raise KeyError("passes through")
+except KeyError:
+    assert not dist.is_initialized()
+
+print("in haste", flush=True)
+for again in range(12):
+    with process_group(world(f"short{again}"), timedelta(seconds=20)):
+        pass  # whoever is up first leaves at once
+print("done", flush=True)
+"""
+
+
+# The group of one rank could be up, and gone again, while another is still connecting to it. That one would fail with
+# "Gloo connectFullMesh failed with Connection closed by peer".
+def test_a_group_is_there_inside_the_block_only_also_for_ranks_that_leave_at_once(tmp_path):
+    interface = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", GROUPS, str(rank), "3", str(tmp_path)],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    slow = ranks[-1]
+    try:
+        said = [slow.stdout.readline(), slow.stdout.readline()]
+        while slow.poll() is None:  # a rank on a very busy machine: the others are ahead wherever it is
+            slow.send_signal(signal.SIGSTOP)
+            time.sleep(0.03)
+            slow.send_signal(signal.SIGCONT)
+            time.sleep(0.002)
+        for rank in ranks:
+            out, err = rank.communicate(timeout=60)
+            assert rank.returncode == 0, err
+            if rank is slow:
+                out = "".join([*said, out])
+            assert out.splitlines() == ["total 6.0 3 gloo", "in haste", "done"]  # 1 + 2 + 3
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
