@@ -5,12 +5,13 @@ was started), 130 interrupted.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import click
 
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, FailedError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,13 +30,20 @@ def train(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
     Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds.
     """
     from ddp_tutorial import config as configs
+    from ddp_tutorial.runs import shown
     from ddp_tutorial.trainer import TrainConfig, launch_training
     from ddp_tutorial.trainer import train as train_here
-    from ddp_tutorial.world import World, process_group
+    from ddp_tutorial.world import World, choose_device, process_group
 
     settings = configs.load(config, TrainConfig, overrides)
-    world = World.detect(device=settings.device)
-    if world.size > 1:
+    try:
+        world = World.detect(device=settings.device)
+        choose_device(settings.device, local_size=settings.nprocs if world.size == 1 else 1)
+    except ValueError as error:  # variables that contradict one another, or a GPU that is not there
+        raise ConfigError(str(error)) from None
+    if world.size > 1 or "RANK" in os.environ:  # somebody else starts the ranks, be it only one
+        if world.is_main:
+            click.echo(str(world), err=True)
         with process_group(world):
             result = train_here(world, settings)
     else:
@@ -44,15 +52,15 @@ def train(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
         summary = json.loads((result.run / "result.json").read_text())
         numbers = summary["metrics"]
         text = (
-            f"loss {numbers['loss']:.4f}, held out {numbers['eval_loss']:.4f}, "
+            f"loss {shown(numbers['loss'])}, held out {shown(numbers['eval_loss'])}, "
             f"{numbers['tokens_per_second']:,.0f} tokens/s on {summary['world_size']} ranks: {result.run}"
         )
         click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else text)
 
 
 @cli.command()
-@click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps, to make it shorter or longer.")
-def run(steps: int | None) -> None:
+@click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Optimiser steps.")
+def run(steps: int) -> None:
     """The main job: train on two ranks and on one process, on real text, and compare. Two to three minutes."""
     from ddp_tutorial.experiments import run_main_job
 
@@ -94,17 +102,11 @@ def main() -> None:
         sys.exit(_told(str(error), 2))
     except (click.Abort, KeyboardInterrupt):
         sys.exit(_told("interrupted; all ranks have been ended", 130))
-    except RuntimeError as error:
-        _leave_if_expected(error)
-        raise
-
-
-def _leave_if_expected(error: RuntimeError) -> None:
-    """Exit for what ranks and notebooks report; anything else is a bug of ours, whose traceback is wanted."""
-    rank_errors = sys.modules.get("ddp_tutorial.launch")
-    if rank_errors is not None and isinstance(error, rank_errors.RankError):
-        if error.reason.startswith("raised ConfigError: "):
-            sys.exit(_told(error.reason.removeprefix("raised ConfigError: "), 2))
+    except FailedError as error:
+        in_a_rank = "raised ConfigError: "
+        reason = getattr(error, "reason", "")
+        if reason.startswith(in_a_rank):  # found out late, on a rank, but all the same wrong from the start
+            sys.exit(_told(reason.removeprefix(in_a_rank), 2))
         sys.exit(_told(str(error), 1))
 
 

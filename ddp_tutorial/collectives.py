@@ -32,7 +32,7 @@ def mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
     return total(world, tensor) / world.size
 
 
-def gather(world: World, thing: Thing) -> list[Thing]:
+def all_gather(world: World, thing: Thing) -> list[Thing]:
     """What each rank gave, rank 0's first, on every rank. For small picklable things, not for tensors."""
     require_group(world)
     if world.size == 1:
@@ -56,17 +56,16 @@ def from_rank_zero(world: World, thing: Thing) -> Thing:
 def rank_zero_first(world: World) -> Iterator[None]:
     """The block runs on rank 0, then on the others: rank 0 builds a cache that the others find.
 
-    If it raises on rank 0, the others raise too instead of waiting for ever.
+    If it raises on rank 0, the others raise too instead of waiting for ever. Rank 0 does not wait for their blocks.
     """
     require_group(world)
-    problem: str | None = None
     if world.is_main:
         try:
             yield
         except BaseException as error:
             from_rank_zero(world, f"{type(error).__name__}: {error}")
             raise
-    problem = from_rank_zero(world, None)
+    problem: str | None = from_rank_zero(world, None)
     if not world.is_main:
         if problem is not None:
             raise RuntimeError(f"rank 0 failed, while rank {world.rank} waited for it: {problem}")
@@ -78,10 +77,10 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 
     Each rank compares with all others, so all come to the same verdict and none is left waiting.
     """
-    if not tensors:
+    digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
+    if not any(digests):
         raise ValueError(f"assert_same was given no {what} to compare, so it would pass whatever happened")
-    digests = gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
-    if all(other == digests[0] for other in digests):
+    if all(list(each.items()) == list(digests[0].items()) for each in digests):  # dicts do not compare their order
         return
     for name in dict.fromkeys(name for each in digests for name in each):
         seen = [each.get(name) for each in digests]

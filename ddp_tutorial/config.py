@@ -27,10 +27,14 @@ class ConfigError(ValueError):
     """A config that cannot be used; the message is one line for the person who wrote it."""
 
 
+class FailedError(RuntimeError):
+    """Something failed while running, not because of a bug of ours; the message says all there is to say."""
+
+
 class Config(BaseModel):
     """Base of all configs: frozen, no unknown keys, no silent conversion of types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 SomeConfig = TypeVar("SomeConfig", bound=Config)
@@ -52,7 +56,7 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
 def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
     """`cls(**values)`, with the first problem told as one line. `origin` names where the values came from."""
     try:
-        return cls(**values)
+        return cls.model_validate(dict(values))
     except ValidationError as error:
         raise ConfigError(f"{origin}: {_explain(cls, error.errors()[0])}") from None
 
@@ -79,6 +83,8 @@ def find(source: str | Path) -> Path:
     named = CONFIGS / f"{source}.yaml"
     if named.is_file():
         return named
+    if path.is_dir():
+        raise ConfigError(f"config {str(source)!r} is a folder; name a YAML file in it")
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise ConfigError(f"config file {str(source)!r} does not exist (looked in {Path.cwd().name}/)")
     raise ConfigError(f"no config is called {str(source)!r}.{did_you_mean(str(source), names())}")
@@ -108,7 +114,7 @@ def _parse(text: str, origin: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{origin}{place}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError) as error:  # e.g. 2024-02-30, !!int x
         raise ConfigError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
 
 

@@ -63,8 +63,11 @@ def _sync_directory(path: Path) -> None:
 
 
 def new_directory(parent: Path, name: str) -> Path:
-    """Make and return `parent/name`, or `name-2`, `name-3` and so on where that is taken. Safe against races."""
-    parent.mkdir(parents=True, exist_ok=True)
+    """Make and return `parent/name`, or `name-2`, `name-3` and so on where that is taken. Safe against races.
+
+    `name` may be several folders deep.
+    """
+    (parent / name).parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 10_000):
         path = parent / (name if attempt == 1 else f"{name}-{attempt}")
         try:

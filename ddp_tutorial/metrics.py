@@ -125,7 +125,7 @@ class StepLog:
     def write(self, *records: dict[str, Any]) -> None:
         """Append records to the file, on rank 0."""
         if self._file is not None:
-            lines = "".join(json.dumps(_strict(record), allow_nan=False) + "\n" for record in records)
+            lines = "".join(json.dumps(without_nan(record), allow_nan=False) + "\n" for record in records)
             self._file.write(lines.encode())
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class StepLog:
             self._file.close()
 
 
-def _strict(record: dict[str, Any]) -> dict[str, Any]:
+def without_nan(record: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinity: a diverged loss becomes null, and readers show a gap."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()

@@ -10,15 +10,15 @@ one number, the cursor; it means the same for every world size.
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 
 @lru_cache(maxsize=2)  # each step asks for the order of its epoch, at the end of one for two
 def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """A permutation of `samples` indices [samples] (int64) that depends on seed and epoch alone. Not to be changed."""
-    # Two numbers into one seed without collisions in any run we could finish: 2^32 epochs a seed.
-    generator = torch.Generator().manual_seed((seed << 32) + epoch)
-    return torch.randperm(samples, generator=generator)
+    # Not torch's generator: on a CPU it takes the low 32 bits of its seed only, too few for two numbers.
+    return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(samples))
 
 
 def take(samples: int, seed: int, cursor: int, count: int) -> torch.Tensor:

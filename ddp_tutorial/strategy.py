@@ -22,7 +22,7 @@ class Strategy(Protocol):
         ...
 
 
-class DataParallel:
+class DDPStrategy:
     """Every rank has the whole model and a part of the batch; torch's DDP averages the gradients during backward.
 
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html

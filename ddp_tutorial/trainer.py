@@ -7,6 +7,7 @@ One process and N ranks do the same work: `batch_size` counts the samples of a s
 """
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.collectives import assert_same, digest, from_rank_zero
@@ -23,14 +25,14 @@ from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
-from ddp_tutorial.launch import launch
-from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks, without_nan
 from ddp_tutorial.model import GPT, loss_sum
 from ddp_tutorial.phases import Stopwatch, observe, phase
 from ddp_tutorial.rank import progress
 from ddp_tutorial.sharding import deal
 from ddp_tutorial.sources import ShardedSource, count_samples, read_batch
-from ddp_tutorial.strategy import DataParallel
+from ddp_tutorial.strategy import DDPStrategy
 from ddp_tutorial.world import World, require_group
 
 
@@ -51,7 +53,7 @@ class ModelConfig(Config):
 class TrainConfig(Config):
     """Everything that decides what a run does. Same config, same world size, same machine: same bits."""
 
-    name: str = Field("", pattern=r"^[\w.-]*$", description="folder below runs/; by default made from corpus and time")
+    name: str = Field("", description="folder below runs/; by default made from corpus and time")
     corpus: str = "python"
     model: ModelConfig = ModelConfig()
     seed: int = Field(0, ge=0, lt=2**31)
@@ -62,8 +64,8 @@ class TrainConfig(Config):
     steps: int = Field(200, ge=1)
     batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
     learning_rate: float = Field(3e-3, gt=0)
-    warmup: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
-    final_learning_rate: float = Field(0.1, ge=0, le=1, description="at the last step, as a part of the highest")
+    warmup_steps: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
+    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="at the last step, as a part of the highest")
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
 
@@ -71,10 +73,22 @@ class TrainConfig(Config):
     eval_every: int = Field(50, ge=1)
     eval_samples: int = Field(256, ge=1, description="held-out samples in one evaluation, over all ranks")
 
+    @field_validator("name")
+    @classmethod
+    def _stays_below_runs(cls, name: str) -> str:
+        if not re.fullmatch(r"([\w][\w.-]*(/[\w][\w.-]*)*)?", name):
+            raise ValueError(
+                f"'name' {name!r} should be a folder below runs/, of letters, digits, '-', '_', '.' and '/'"
+            )
+        return name
+
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to; the same on every rank. Losses are in nats per token (here: per byte)."""
+    """What a run came to; the same on every rank, but for the rate, which each has measured for itself.
+
+    Losses are in nats per token, which here is a byte.
+    """
 
     run: Path
     losses: list[float]
@@ -102,9 +116,10 @@ class Trainer:
         torch.manual_seed(config.seed)  # the same on every rank: so are the weights
         self.model = GPT(**config.model.model_dump()).to(world.device)
         assert_same(world, self.model.state_dict(), "weight")
-        torch.manual_seed((config.seed << 16) + world.rank + 1)  # different on every rank: so is dropout
+        own_seed = np.random.SeedSequence([config.seed, world.rank]).generate_state(1)[0]
+        torch.manual_seed(int(own_seed))  # different on every rank: so is dropout
 
-        self.strategy = DataParallel(self.model, world)
+        self.strategy = DDPStrategy(self.model, world)
         self.optimizer = make_optimizer(self.model, config)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
         self.watch = Stopwatch()
@@ -158,13 +173,15 @@ class Trainer:
             count = min(self.config.eval_samples, count_samples(self.held_out, self.config.model.context))
             mine = deal(torch.arange(count), self.world.rank, self.world.size)
             loss = Mean(torch.zeros((), device=self.world.device), 0)
-            for indices in mine.split(max(1, self.config.batch_size // self.world.size)):
+            size = max(1, self.config.batch_size // self.world.size)
+            for start in range(0, len(mine), size):
+                indices = mine[start : start + size]
                 batch = read_batch(self.held_out, self.config.model.context, indices, count, self.world.device)
                 loss += Mean(loss_sum(self.model(batch.inputs), batch.targets), batch.targets.numel())
             self.model.train()
             [value] = mean_over_ranks(self.world, [loss])
         self.eval_losses[self.step] = value
-        self.log.write({"step": self.step, "eval_loss": value})
+        self.log.write({"step": self.step, "eval_loss": value, "seconds": self.watch.take()})
         return value
 
     def finish(self) -> TrainResult:
@@ -193,12 +210,14 @@ class Trainer:
             "parameters": self.config.model_dump(),
             "world_size": self.world.size,
             "environment": describe_environment(),
-            "metrics": {
-                "loss": result.losses[-1],
-                "eval_loss": self.eval_losses[self.step],
-                "tokens_per_second": round(result.tokens_per_second, 1),
-                "weights": result.weights,
-            },
+            "metrics": without_nan(
+                {
+                    "loss": result.losses[-1],
+                    "eval_loss": self.eval_losses[self.step],
+                    "tokens_per_second": round(result.tokens_per_second, 1),
+                    "weights": result.weights,
+                }
+            ),
         }
 
 
@@ -225,13 +244,13 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.A
 
 
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
-    """A line up over the warm-up, then a cosine down to `final_learning_rate` at the last step."""
+    """A line up over the warm-up, then a cosine down to `final_lr_fraction` at the last step."""
 
     def factor(step: int) -> float:
-        if step < config.warmup:
-            return (step + 1) / config.warmup
-        done = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
-        low = config.final_learning_rate
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        done = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+        low = config.final_lr_fraction
         return low + (1 - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
     return factor

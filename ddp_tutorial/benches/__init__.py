@@ -9,9 +9,6 @@ import importlib
 import statistics
 from typing import Any
 
-from ddp_tutorial.config import ConfigError, did_you_mean
-from ddp_tutorial.environment import describe_environment
-
 # Each is a module beside this one, with a function `measure(repeats)`. They are imported when asked for: ranks
 # that a benchmark starts import its module too, and should not load more than what it measures.
 NAMES = ["launch", "overhead"]
@@ -22,6 +19,8 @@ Samples = dict[str, list[float]]
 
 def run_bench(name: str, repeats: int) -> dict[str, Any]:
     """Run one benchmark. Raises `ConfigError` for a name that is not known."""
+    from ddp_tutorial.config import ConfigError, did_you_mean
+
     if name not in NAMES:
         raise ConfigError(f"no benchmark is called {name!r}.{did_you_mean(name, NAMES)}")
     measured: dict[str, Any] = importlib.import_module(f"{__name__}.{name}").measure(repeats)
@@ -32,6 +31,8 @@ def report(
     name: str, samples: Samples, units: dict[str, str] | str, ratios: dict[str, tuple[str, str]]
 ) -> dict[str, Any]:
     """The one JSON object that every benchmark prints. `ratios` maps a name to (arm above, arm below)."""
+    from ddp_tutorial.environment import describe_environment
+
     return {
         "bench": name,
         "environment": describe_environment(),

@@ -1,17 +1,15 @@
 """What `launch` adds to a bare spawn: two ranks that form a group and do nothing else."""
 
-import os
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.multiprocessing
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.launch import launch
+from ddp_tutorial.benches.bare_rank import form_group_and_leave
+from ddp_tutorial.launcher import launch
 
 
 def measure(repeats: int) -> dict[str, Any]:
@@ -20,10 +18,10 @@ def measure(repeats: int) -> dict[str, Any]:
     samples: Samples = {name: [] for name in arms}
     for arm in arms.values():  # once without counting: the files come into the cache
         arm()
-    for _ in range(repeats):
-        for name, arm in arms.items():
+    for repeat in range(repeats):
+        for name in sorted(arms, reverse=bool(repeat % 2)):  # who goes first alternates
             start = time.perf_counter()
-            arm()
+            arms[name]()
             samples[name].append(time.perf_counter() - start)
     return report("launch", samples, "s", {"launch_vs_bare_spawn": ("launch", "bare_spawn")})
 
@@ -35,11 +33,4 @@ def _launch_nothing() -> None:
 def _spawn_bare() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_bare_rank, (port,), nprocs=2)
-
-
-def _bare_rank(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    dist.destroy_process_group()
+    torch.multiprocessing.spawn(form_group_and_leave, (2, port), nprocs=2)

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.corpus import load_corpus
-from ddp_tutorial.launch import launch
+from ddp_tutorial.launcher import launch
 from ddp_tutorial.model import GPT
 from ddp_tutorial.phases import observe
 from ddp_tutorial.sources import count_samples

@@ -1,0 +1,155 @@
+"""The texts to learn from."""
+
+import sysconfig
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_tutorial import corpus as corpora
+from ddp_tutorial.collectives import digest
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.corpus import Corpus, decode, encode, load_corpus, tale
+
+
+def digest_of(corpus: Corpus) -> str:
+    return digest({"train": corpus.train, "valid": corpus.valid})
+
+
+def documents(tokens: torch.Tensor) -> list[bytes]:
+    return bytes(tokens.tolist()).split(b"\0")
+
+
+def test_the_python_corpus_is_real_text_large_and_the_same_each_time() -> None:
+    corpus = load_corpus("python")
+    assert corpus.train.dtype == corpus.valid.dtype == torch.uint8
+    assert corpus.train.dim() == corpus.valid.dim() == 1
+    assert len(corpus.train) > 5_000_000
+    assert 0.01 < len(corpus.valid) / len(corpus.train) < 0.15  # one document in 20
+    text = decode(corpus.train)
+    assert text.count("\n    def ") > 5_000
+    assert text.count("import ") > 1_000
+    assert digest_of(corpus) == digest_of(load_corpus("python"))
+
+
+def test_the_python_corpus_leaves_out_tests_and_what_was_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = ["a.py", "contest/b.py", "pkg/testing.py"]
+    left_out = ["test/c.py", "pkg/tests/d.py", "idlelib/idle_test/e.py", "site-packages/f.py", "dist-packages/g.py"]
+    for name in [*kept, *left_out, "pkg/__pycache__/h.py", "notes.txt"]:
+        path = tmp_path / "test" / "lib" / name  # a `test` above the library does not count
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "test" / "lib"))
+    corpus = load_corpus("python")
+    assert documents(corpus.train) + documents(corpus.valid) == [b"# a.py", b"# contest/b.py", b"# pkg/testing.py"]
+
+
+def test_the_python_corpus_takes_no_argument() -> None:
+    with pytest.raises(ConfigError, match="takes no argument, found 'python:3'"):
+        load_corpus("python:3")
+
+
+def test_one_document_in_twenty_is_held_out_and_is_in_no_other_part() -> None:
+    corpus = load_corpus("tales:100")
+    held_out = {19, 39, 59, 79, 99}
+    assert documents(corpus.valid) == [tale(number).encode() for number in sorted(held_out)]
+    assert documents(corpus.train) == [tale(number).encode() for number in range(100) if number not in held_out]
+
+
+def test_of_few_documents_the_last_is_held_out(tmp_path: Path) -> None:
+    for name in ["a", "b", "c"]:
+        (tmp_path / name).write_text(name * 5)
+    corpus = load_corpus(f"text:{tmp_path}")
+    assert (documents(corpus.train), documents(corpus.valid)) == ([b"aaaaa", b"bbbbb"], [b"ccccc"])
+
+
+def test_a_single_document_holds_out_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_bytes(b"a" * 950 + b"b" * 50)
+    corpus = load_corpus(f"text:{path}")
+    assert bytes(corpus.train.tolist()) == b"a" * 950  # all but 1000 // 20 = 50
+    assert bytes(corpus.valid.tolist()) == b"b" * 50
+
+
+def test_the_sample_of_tales_is_what_the_generator_makes_in_several_files(root: Path) -> None:
+    files = sorted((root / "data" / "tales").iterdir())
+    assert [file.name for file in files] == ["tales-0.parquet", "tales-1.parquet", "tales-2.parquet"]
+    tables = [pyarrow.parquet.read_table(file)["text"].to_pylist() for file in files]
+    assert all(tables)
+    assert [text for table in tables for text in table] == [tale(number) for number in range(3000)]
+    assert sum(file.stat().st_size for file in files) < 1_000_000  # it is in the repository
+    assert digest_of(load_corpus("tales")) == digest_of(load_corpus("tales:3000"))
+
+
+def test_a_tale_depends_on_its_number_and_seed_only() -> None:
+    assert tale(7) == tale(7)
+    assert tale(7) != tale(8)
+    assert tale(7) != tale(7, seed=1)
+    assert tale(7).startswith("Once there was a ")
+    assert len({tale(number) for number in range(3000)}) > 2990
+    assert all("{" not in tale(number) and len(tale(number)) > 200 for number in range(200))
+
+
+@pytest.mark.parametrize("argument", ["abc", "0", "-3", "1.5", "²"])
+def test_tales_takes_a_number_of_stories(argument: str) -> None:
+    with pytest.raises(ConfigError, match=r"corpus 'tales:.*': give a number of stories, such as tales:3000"):
+        load_corpus(f"tales:{argument}")
+
+
+def test_a_sample_that_is_not_there_is_told_with_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "TALES", Path("/not/there"))
+    with pytest.raises(ConfigError, match="Elsewhere, use 'tales:3000'"):
+        load_corpus("tales")
+
+
+def test_a_folder_is_read_file_by_file_in_order_of_name(tmp_path: Path) -> None:
+    for name in ["b.txt", "a.txt", "below/c.txt", "empty.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.txt" else name)
+    corpus = load_corpus(f"text:{tmp_path}")
+    assert documents(corpus.train) + documents(corpus.valid) == [b"a.txt", b"b.txt", b"below/c.txt"]
+
+
+def test_text_that_is_not_there_or_empty_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ConfigError, match="there is no file or folder '/not/there'"):
+        load_corpus("text:/not/there")
+    with pytest.raises(ConfigError, match="there is no file or folder ''"):
+        load_corpus("text:")
+    for empty in ["folder", "empty.txt", ""]:
+        with pytest.raises(ConfigError, match=r"corpus 'text:.*' is empty"):
+            load_corpus(f"text:{tmp_path / empty}")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("pyton", "corpus 'pyton' is not known. Did you mean 'python'?"),
+        ("tale:30", "corpus 'tale:30' is not known. Did you mean 'tales'?"),
+        ("qqq", "corpus 'qqq' is not known. Known: "),
+        ("", "corpus '' is not known. Known: "),
+    ],
+)
+def test_an_unknown_corpus_is_met_with_the_nearest(name: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_corpus(name)
+    assert str(caught.value).startswith(told)
+
+
+@given(st.text())
+def test_text_comes_back_from_its_tokens(text: str) -> None:
+    tokens = encode(text)
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == list(text.encode())
+    assert decode(tokens) == text
+
+
+@given(st.binary())
+def test_any_tokens_can_be_shown(data: bytes) -> None:
+    assert decode(torch.tensor(list(data), dtype=torch.int64)) == data.decode(errors="replace")

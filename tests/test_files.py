@@ -1,0 +1,158 @@
+"""Law: at any moment a file is the old one, whole, or the new one, whole; nothing else is left beside it."""
+
+import json
+import math
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ddp_tutorial.files import directory_written_atomically, new_directory, write_atomically, write_json
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_writing_makes_and_replaces_a_file(tmp_path):
+    path = tmp_path / "state.bin"
+    write_atomically(path, b"old, and longer")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["state.bin"]
+
+
+def fail(*_args, **_options):
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("broken", [(os, "fsync"), (Path, "replace")], ids=["while writing", "while renaming"])
+@pytest.mark.parametrize("old", [b"old", None], ids=["replacing", "new"])
+def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch, broken, old):
+    path = tmp_path / "state.bin"
+    if old is not None:
+        path.write_bytes(old)
+    before = names(tmp_path)
+    monkeypatch.setattr(*broken, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, b"new")
+    assert names(tmp_path) == before
+    assert old is None or path.read_bytes() == old
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path = tmp_path / "state.bin"
+    versions = [bytes([number]) * 200_000 for number in (1, 2)]
+    write_atomically(path, versions[0])
+    stop = threading.Event()
+    torn = []
+
+    def read():
+        while not stop.is_set():
+            data = path.read_bytes()
+            if data not in versions:
+                torn.append(len(data))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(20):
+        write_atomically(path, versions[turn % 2])
+    stop.set()
+    reader.join()
+    assert torn == []
+
+
+def test_json_is_indented_and_ends_with_a_newline(tmp_path):
+    path = tmp_path / "result.json"
+    write_json(path, {"loss": 0.1, "ranks": [0, 1]})
+    text = path.read_text()
+    assert json.loads(text) == {"loss": 0.1, "ranks": [0, 1]}
+    assert text.startswith('{\n  "loss": 0.1')
+    assert text.endswith("}\n")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_json_refuses_what_is_not_json_and_keeps_the_old_file(tmp_path, number):
+    path = tmp_path / "result.json"
+    write_json(path, {"loss": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"loss": number})
+    assert json.loads(path.read_text()) == {"loss": 1}
+    assert names(tmp_path) == ["result.json"]
+
+
+def test_a_directory_takes_its_name_when_it_is_complete(tmp_path):
+    path = tmp_path / "parent" / "step-5"
+    with directory_written_atomically(path) as aside:
+        (aside / "model").mkdir()
+        (aside / "model" / "weights").write_bytes(b"w")
+        (aside / "manifest.json").write_text("{}")
+        assert not path.exists()
+        assert aside.parent == path.parent  # the same file system, so that the rename is one step
+    assert sorted(str(each.relative_to(path)) for each in path.rglob("*")) == [
+        "manifest.json",
+        "model",
+        "model/weights",
+    ]
+    assert names(path.parent) == ["step-5"]
+
+
+def test_a_directory_that_fails_vanishes(tmp_path, monkeypatch):
+    path = tmp_path / "step-5"
+
+    def fill(error=None):
+        with directory_written_atomically(path) as aside:
+            (aside / "whole").write_bytes(b"w")
+            if error:
+                raise error
+
+    with pytest.raises(KeyError, match="in the middle"):
+        fill(KeyError("in the middle"))
+    assert names(tmp_path) == []
+    for broken in [(os, "fsync"), (Path, "rename")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(*broken, fail)
+            with pytest.raises(OSError, match="No space left"):
+                fill()
+        assert names(tmp_path) == []
+    fill()  # and the name is still free
+    assert names(path) == ["whole"]
+
+
+def test_a_directory_that_is_there_is_not_touched(tmp_path):
+    path = tmp_path / "step-5"
+    path.mkdir()
+    (path / "kept").write_bytes(b"k")
+    with pytest.raises(FileExistsError, match="step-5 is there already"), directory_written_atomically(path):
+        pytest.fail("the block was entered")
+    assert names(path) == ["kept"]
+    assert names(tmp_path) == ["step-5"]
+
+
+def test_new_directories_are_numbered_where_the_name_is_taken(tmp_path):
+    parent = tmp_path / "runs" / "today"
+    made = [new_directory(parent, "quick") for _ in range(3)]
+    assert [path.name for path in made] == ["quick", "quick-2", "quick-3"]
+    made[1].rmdir()
+    assert new_directory(parent, "quick").name == "quick-2"
+    (parent / "file").write_bytes(b"")
+    assert new_directory(parent, "file").name == "file-2"  # a file of that name is in the way as well
+    assert new_directory(parent, "sweep/lr").relative_to(parent) == Path("sweep/lr")
+
+
+def test_threads_that_ask_for_the_same_name_get_one_each(tmp_path):
+    start = threading.Barrier(8)
+    made = []
+
+    def make():
+        start.wait()
+        made.append(new_directory(tmp_path / "runs", "quick"))
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(path.name for path in made) == ["quick", *(f"quick-{number}" for number in range(2, 9))]
+    assert names(tmp_path / "runs") == sorted(path.name for path in made)
