@@ -1,0 +1,225 @@
+"""The exercises of 01_processes: who prints, who goes first, and how ranks find one another."""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.collectives import rank_zero_first
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
+from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.world import World
+
+# ---------------------------------------------------------------------------------------------------- 1. who prints?
+
+
+def _run_announce(world: World, answer: Answer) -> tuple[float, list[str]]:
+    """The answer's result, and what it printed on this rank."""
+    printed: list[str] = []
+    result = answer(world, float(world.rank + 1), printed.append)
+    return result, printed
+
+
+def _test_announce(answer: Answer) -> str:
+    try:
+        results = launch(_run_announce, 3, answer, device="cpu", echo=False, timeout=12)
+    except RankTimeoutError as error:
+        message = f"Some rank waits for the others for ever. Every rank must enter the collective.\n{error}"
+        raise WrongAnswerError(message) from None
+    for rank, (result, _) in enumerate(results):
+        expect(result == 6.0, f"Ranks hold 1, 2 and 3, so the total is 6. Rank {rank} returned {result}.")
+    lines = [line for _, printed in results for line in printed]
+    expect(len(lines) == 1, f"One line should be printed in all, found {len(lines)}: {lines}")
+    expect(bool(results[0][1]), "The line should come from rank 0, the one that every world has.")
+    expect("6" in str(lines[0]), f"The line should tell the total, 6; it says {lines[0]!r}.")
+    return "All ranks know the total, and one of them says so."
+
+
+def _announce(world: World, value: float, say: Callable[[str], None]) -> float:
+    summed = torch.tensor(value)
+    dist.all_reduce(summed)  # all ranks enter
+    if world.rank == 0:  # one speaks
+        say(f"total {summed.item()}")
+    return float(summed)
+
+
+def _everyone_says(world: World, value: float, say: Callable[[str], None]) -> float:
+    summed = torch.tensor(value)
+    dist.all_reduce(summed)
+    say(f"total {summed.item()}")
+    return float(summed)
+
+
+def _collective_on_one_rank(world: World, value: float, say: Callable[[str], None]) -> float:
+    summed = torch.tensor(value)
+    if world.rank == 0:
+        dist.all_reduce(summed)
+        say(f"total {summed.item()}")
+    return float(summed)
+
+
+def _before_the_collective(world: World, value: float, say: Callable[[str], None]) -> float:
+    summed = torch.tensor(value)
+    if world.rank == 0:
+        say(f"total {summed.item()}")
+    dist.all_reduce(summed)
+    return float(summed)
+
+
+announce = Exercise(
+    task="announce(world, value, say): return the total of value over all ranks; say(text) it once, from rank 0.",
+    test=_test_announce,
+    solution=_announce,
+    wrong={
+        "all ranks say it": _everyone_says,
+        "only rank 0 enters the collective": _collective_on_one_rank,
+        "says it before it knows": _before_the_collective,
+    },
+    hints=(
+        "Two different questions: who takes part in the all-reduce, and who speaks?",
+        "Everyone takes part, so dist.all_reduce stands outside the if.",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------- 2. build a cache once
+
+
+def _run_build_once(world: World, answer: Answer, folder: str) -> tuple[str, bool]:
+    """What the answer returned, and whether this rank built. Building takes a while, and is not done in one go."""
+    path, built = Path(folder) / "cache.txt", False
+
+    def build() -> None:
+        nonlocal built
+        built = True
+        path.write_text("half of it")
+        time.sleep(0.5)
+        path.write_text("all of it")
+
+    return answer(world, path, build), built
+
+
+def _test_build_once(answer: Answer) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            results = launch(_run_build_once, 2, answer, folder, device="cpu", echo=False, timeout=12)
+        except RankTimeoutError as error:
+            message = f"Some rank waits for ever. A barrier is passed when every rank has entered it.\n{error}"
+            raise WrongAnswerError(message) from None
+    builders = [rank for rank, (_, built) in enumerate(results) if built]
+    expect(builders == [0], f"Rank 0 alone should build; built by ranks {builders}.")
+    for rank, (text, _) in enumerate(results):
+        expect(text == "all of it", f"Rank {rank} read {text!r}: it did not wait until the cache was complete.")
+    return "Rank 0 built the cache, the others waited for it, and all read the same."
+
+
+def _build_once(world: World, path: Path, build: Callable[[], None]) -> str:
+    with rank_zero_first(world):
+        if not path.exists():  # true on rank 0 only: the others come later
+            build()
+    return path.read_text()
+
+
+def _no_barrier(world: World, path: Path, build: Callable[[], None]) -> str:
+    if world.rank == 0:
+        build()
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def _everyone_builds(world: World, path: Path, build: Callable[[], None]) -> str:
+    build()
+    dist.barrier()
+    return path.read_text()
+
+
+def _barrier_on_one_side(world: World, path: Path, build: Callable[[], None]) -> str:
+    if world.rank == 0:
+        build()
+        return path.read_text()
+    dist.barrier()
+    return path.read_text()
+
+
+build_once = Exercise(
+    task="build_once(world, path, build): rank 0 calls build(), the others wait; all return path.read_text().",
+    test=_test_build_once,
+    solution=_build_once,
+    wrong={
+        "does not wait until it is complete": _no_barrier,
+        "builds on every rank": _everyone_builds,
+        "has a barrier that rank 0 never enters": _barrier_on_one_side,
+    },
+    hints=(
+        "That the file exists does not mean that it is complete.",
+        "dist.barrier() lets nobody through until everybody is there. Where does rank 0 have to be by then?",
+    ),
+)
+
+# --------------------------------------------------------------------------------------- 3. how ranks find one another
+
+
+def _test_rendezvous(answer: Answer) -> str:
+    for size in (2, 4):
+        worlds: list[Mapping[str, str]] = [answer(rank, size, 29511) for rank in range(size)]
+        for rank, environ in enumerate(worlds):
+            odd = {key: value for key, value in environ.items() if not isinstance(value, str)}
+            expect(not odd, f"Environment variables are text, found {odd} on rank {rank}.")
+            lacking = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(environ)
+            expect(not lacking, f"Rank {rank} does not know {', '.join(sorted(lacking))}.")
+            try:
+                world = World.detect(environ, device="cpu")
+            except ValueError as error:
+                raise WrongAnswerError(f"Rank {rank} of {size} cannot start: {error}.") from None
+            expect((world.rank, world.size) == (rank, size), f"Rank {rank} of {size} takes itself for {world}.")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            values = {environ[name] for environ in worlds}
+            expect(len(values) == 1, f"The ranks look for one another in different places: {name} is {sorted(values)}.")
+        port = worlds[0]["MASTER_PORT"]
+        expect(port == "29511", f"The ranks should meet at the port given, 29511, not at {port}.")
+    return "Every rank knows who it is, how many there are, and where to meet the others."
+
+
+def _rendezvous(rank: int, size: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _numbers_not_text(rank: int, size: int, port: int) -> dict[str, object]:
+    return {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def _a_port_each(rank: int, size: int, port: int) -> dict[str, str]:
+    return _rendezvous(rank, size, port + rank)
+
+
+def _ranks_from_one(rank: int, size: int, port: int) -> dict[str, str]:
+    return _rendezvous(rank + 1, size, port)
+
+
+def _fixed_port(rank: int, size: int, port: int) -> dict[str, str]:
+    return _rendezvous(rank, size, 29500)
+
+
+def _no_address(rank: int, size: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
+
+
+rendezvous = Exercise(
+    task="rendezvous(rank, size, port): return the environment variables by which this rank finds the others.",
+    test=_test_rendezvous,
+    solution=_rendezvous,
+    wrong={
+        "gives numbers instead of text": _numbers_not_text,
+        "gives each rank a port of its own": _a_port_each,
+        "counts ranks from one": _ranks_from_one,
+        "leaves out the address": _no_address,
+        "always meets at the same port": _fixed_port,
+    },
+    hints=(
+        "There are four of them, and only one differs between the ranks.",
+        "Who am I (RANK), how many are we (WORLD_SIZE), where do we meet (MASTER_ADDR and MASTER_PORT)?",
+    ),
+)

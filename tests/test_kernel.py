@@ -1,0 +1,126 @@
+"""`launch` in a Jupyter kernel, as JupyterLab runs it: cells, interrupts, the kernel's end."""
+
+import re
+import time
+
+import psutil
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+HANG = """
+import os, time
+from ddp_tutorial import launch
+def hang(world):
+    open(f"{folder}/{world.rank}", "w").write(str(os.getpid()))
+    time.sleep(1000)
+launch(hang, 2, device="cpu")
+"""
+
+
+class Kernel:
+    """A kernel and what it says."""
+
+    def __init__(self, cwd):
+        self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd))
+        self.children = psutil.Process(self.manager.provisioner.process.pid).children
+
+    def run(self, code, timeout=60):
+        """Execute `code`; what it printed, and the error's traceback without colours, if any."""
+        printed, errors = [], []
+
+        def hear(message):
+            if message["msg_type"] == "stream":
+                printed.append(message["content"]["text"])
+            if message["msg_type"] == "error":
+                errors.append(re.sub(r"\x1b\[[\d;]*m", "", "\n".join(message["content"]["traceback"])))
+
+        self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=False)
+        return "".join(printed), "".join(errors)
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    kernel = Kernel(tmp_path)
+    yield kernel
+    kernel.client.stop_channels()
+    kernel.manager.shutdown_kernel(now=True)
+
+
+def pids_in(folder, count=2):
+    """The process ids that the ranks have written, once they all have."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = [path.read_text() for path in folder.iterdir()]
+        if len(found) == count and all(found):
+            return [int(text) for text in found]
+        time.sleep(0.05)
+    raise TimeoutError("the ranks did not start")
+
+
+def gone(pids, within=5.0):
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_functions_and_classes_of_a_cell_work_and_output_is_grouped_by_rank(kernel):
+    printed, errors = kernel.run(
+        "from dataclasses import dataclass\n"
+        "from ddp_tutorial import launch\n"
+        "@dataclass\n"
+        "class Found:\n"
+        "    rank: int\n"
+        "offset = 10\n"
+        "def work(world):\n"
+        "    for i in range(3):\n"
+        "        print('line', i, flush=True)\n"
+        "    return Found(world.rank + offset)\n"
+        "found = launch(work, 2)\n"
+        "print(found, isinstance(found[0], Found), launch(lambda world: world.size, 2, device='cpu'))\n"
+    )
+    assert not errors
+    assert printed.splitlines() == [
+        "2 ranks on cpu, gloo",
+        *[f"[rank {rank}] line {i}" for rank in (0, 1) for i in range(3)],
+        "[Found(rank=10), Found(rank=11)] True [2, 2]",
+    ]
+
+
+def test_an_error_names_the_rank_and_shows_the_line_of_the_cell(kernel):
+    kernel.run("from ddp_tutorial import launch")
+    _, errors = kernel.run(
+        "def work(world):\n"
+        "    if world.rank == 1:\n"
+        "        raise ValueError('a bad sample')\n"
+        "launch(work, 2, device='cpu')"
+    )
+    assert "RankError: rank 1 raised ValueError: a bad sample" in errors
+    assert re.search(r"Cell In\[\d+\], line 3, in work\n +raise ValueError\('a bad sample'\)", errors)
+    assert "launcher.py" not in errors, "the parent's own frames say nothing about the fault"
+
+
+def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_path):
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    request = kernel.client.execute(f"folder = {str(folder)!r}\n{HANG}")
+    pids = pids_in(folder)
+    kernel.manager.interrupt_kernel()
+    reply = kernel.client.get_shell_msg(timeout=10)
+    assert reply["parent_header"]["msg_id"] == request
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    assert gone(pids)
+    printed, errors = kernel.run("print(launch(lambda world: world.rank, 2, device='cpu'))")
+    assert (printed, errors) == ("[0, 1]\n", "")
+
+
+@pytest.mark.parametrize("now", [True, False], ids=["killed", "shut down"])
+def test_ranks_end_with_their_kernel(kernel, tmp_path, now):
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    kernel.client.execute(f"folder = {str(folder)!r}\n{HANG}")
+    pids = pids_in(folder)
+    kernel.manager.shutdown_kernel(now=now)
+    assert gone(pids)
