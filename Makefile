@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: setup run lab check test notebooks bench clean
-setup: $(READY)
+.PHONY: setup run lab check test notebooks bench clean help
+setup: $(READY)  ## the virtual environment, .venv
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
@@ -23,6 +23,7 @@ check: $(READY)  ## lint, format, types
 
 test: check  ## all of it: check, unit and process tests, every notebook through nbval and papermill
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
 
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
@@ -30,5 +31,8 @@ notebooks: $(READY)  ## execute the notebooks whose source has changed, and save
 bench: $(READY)  ## what the project claims about its own speed, measured
 	for name in launch overhead; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
-clean:
-	rm -rf .venv runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove everything that the other targets have made, your runs too
+	rm -rf .venv runs notebooks/runs notebooks/experiments/runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-11s%s\n", $$1, $$2}' Makefile

@@ -1,0 +1,90 @@
+"""The files around the package say the same as each other."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+
+@pytest.fixture
+def project(root: Path) -> dict[str, Any]:
+    return dict(tomllib.loads((root / "pyproject.toml").read_text())["project"])
+
+
+@pytest.fixture
+def requirements(project: dict[str, Any]) -> list[str]:
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *extras["notebooks"], *extras["dev"]]
+
+
+@pytest.fixture
+def conda(root: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load((root / "environment.yml").read_text()))
+
+
+@pytest.fixture
+def pins(root: Path) -> dict[str, Version]:
+    """Package -> its version; nothing but `name==version` is in the file."""
+    lines = (root / "constraints.txt").read_text().splitlines()
+    found = [re.fullmatch(r"([\w.-]+)==(\S+)", line) for line in lines if line and not line.startswith("#")]
+    assert None not in found
+    pinned = [(canonicalize_name(match[1]), Version(match[2])) for match in found if match]
+    assert len(dict(pinned)) == len(pinned)  # none twice
+    return dict(pinned)
+
+
+def parsed(requirements: list[str]) -> set[tuple[str, SpecifierSet]]:
+    each = [Requirement(text) for text in requirements]
+    assert not any(one.extras or one.marker or one.url for one in each)
+    return {(canonicalize_name(one.name), one.specifier) for one in each}
+
+
+def test_the_conda_environment_has_what_pyproject_asks_for(conda: dict[str, Any], requirements: list[str]) -> None:
+    [from_pip] = [each["pip"] for each in conda["dependencies"] if isinstance(each, dict)]
+    assert parsed(from_pip) == parsed(requirements)
+    assert len(from_pip) == len(set(from_pip)) == len(requirements)
+
+
+def test_the_conda_environment_gets_python_from_conda_and_packages_from_pip(
+    conda: dict[str, Any], project: dict[str, Any]
+) -> None:
+    assert conda["name"] == "ddp-tutorial"
+    assert conda["channels"] == ["conda-forge"]
+    assert set(conda) == {"name", "channels", "dependencies"}
+    from_conda = [each for each in conda["dependencies"] if isinstance(each, str)]
+    assert "pip" in from_conda  # else conda warns, and adds one of its own choice
+    [python] = [Requirement(each) for each in from_conda if each.startswith("python")]
+    assert str(python.specifier) == project["requires-python"] == ">=3.11"
+    assert not any("torch" in each for each in from_conda)  # conda's and pip's do not mix
+
+
+def test_what_the_project_is_made_of_is_named(conda: dict[str, Any]) -> None:
+    [from_pip] = [each["pip"] for each in conda["dependencies"] if isinstance(each, dict)]
+    names = {name for name, _ in parsed(from_pip)}
+    assert {"torch", "jupyterlab", "ipywidgets", "datasets", "matplotlib", "nbval", "papermill"} <= names
+
+
+def test_every_direct_dependency_is_pinned_to_a_version_that_it_allows(
+    pins: dict[str, Version], requirements: list[str]
+) -> None:
+    for name, specifier in parsed(requirements):
+        assert name in pins, f"{name} is not in constraints.txt"
+        assert pins[name] in specifier, f"{name}=={pins[name]} is not {specifier}"
+
+
+def test_pins_hold_for_cpu_and_gpu_alike(pins: dict[str, Version]) -> None:
+    assert [name for name, version in pins.items() if version.local] == []  # such as +cpu
+
+
+def test_every_folder_of_the_package_is_installed(root: Path) -> None:
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = root / "ddp_tutorial"
+    holding = {path.parent for ending in ("*.py", "*.yaml") for path in package.rglob(ending)}
+    assert set(settings["packages"]) == {".".join(folder.relative_to(root).parts) for folder in holding}
