@@ -37,7 +37,7 @@ def test_train_prints_one_line_and_the_path_of_its_run() -> None:
     done = run("train", "tiny", "device=cpu", "name=mine")
     assert done.returncode == 0, done.stderr
     [line] = done.stdout.splitlines()
-    assert re.fullmatch(r"loss \d\.\d{4}, held out \d\.\d{4}, [\d,]+ tokens/s on 2 ranks: runs/mine", line)
+    assert re.fullmatch(r"loss \d\.\d{3}, held out \d\.\d{3}, [\d,]+ tokens/s on 2 ranks: runs/mine", line)
     assert (Path("runs/mine") / "result.json").is_file()
 
 

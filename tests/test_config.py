@@ -67,9 +67,9 @@ def test_a_config_can_extend_one_of_the_package_by_name() -> None:
 
 
 def test_in_a_chain_of_three_the_nearest_wins_and_mappings_are_merged() -> None:
-    write("one.yaml", "steps: 1\nseed: 1\nwarmup: 1\nmodel: {layers: 1, width: 64, heads: 1}\n")
-    write("two.yaml", "extends: one.yaml\nseed: 2\nwarmup: 2\nmodel: {layers: 2}\n")
-    config = load(write("three.yaml", "extends: two.yaml\nwarmup: 3\nmodel: {heads: 2}\n"), TrainConfig)
+    write("one.yaml", "steps: 1\nseed: 1\nwarmup_steps: 1\nmodel: {layers: 1, width: 64, heads: 1}\n")
+    write("two.yaml", "extends: one.yaml\nseed: 2\nwarmup_steps: 2\nmodel: {layers: 2}\n")
+    config = load(write("three.yaml", "extends: two.yaml\nwarmup_steps: 3\nmodel: {heads: 2}\n"), TrainConfig)
     assert (config.steps, config.seed, config.warmup_steps) == (1, 2, 3)
     assert (config.model.layers, config.model.width, config.model.heads) == (2, 64, 2)
 

@@ -56,11 +56,11 @@ SLURM_TWO_NODES = {
             id="set by hand on one machine",
         ),
         pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 1, 0, 1), id="torchrun with one process"),
-        # 1234567 % 20000 = 14567
-        pytest.param(SLURM, World(4, 7, 0, 2, init_method="tcp://gpu03:34567"), id="srun"),
+        # 1234567 % 12000 = 10567
+        pytest.param(SLURM, World(4, 7, 0, 2, init_method="tcp://gpu03:30567"), id="srun"),
         pytest.param(
             SLURM | {"SLURM_PROCID": "6", "SLURM_NODEID": "3"},
-            World(6, 7, 0, 1, init_method="tcp://gpu03:34567"),
+            World(6, 7, 0, 1, init_method="tcp://gpu03:30567"),
             id="srun, the last node has one task",
         ),
         pytest.param(
