@@ -60,6 +60,8 @@ END_SECONDS = 1.0
 # A pipe holds 64 KiB on Linux; what is left in that of a rank that has ended is read in a few pieces of that size. More
 # can only come from a process that it has started, and which still writes.
 _PIPE_PIECES = 16
+# What gloo, NCCL and the store say when the process at the other end is gone: an effect, hardly ever a cause.
+_LOST_CONNECTION = re.compile(r"by peer|broken pipe|connection was likely closed|connection refused", re.IGNORECASE)
 # The environment variable by which the processes that ranks have started are found.
 _MARK = "DDP_TUTORIAL_LAUNCH"
 
@@ -178,7 +180,7 @@ class _Rank:
         died without a word; last those that raised because their connection to another broke."""
         if self.raised is None:
             return 1, 0.0
-        return (2 if "by peer" in self.raised[0] else 0), self.raised[2]
+        return (2 if _LOST_CONNECTION.search(self.raised[0]) else 0), self.raised[2]
 
     @property
     def reason(self) -> str:
@@ -344,7 +346,7 @@ class _Ranks:
     def _failure(self, first: _Rank) -> RankError:
         others = [f"rank {rank.rank} {rank.reason}" for rank in self.ranks if rank is not first]
         note = f"Meanwhile {', '.join(others)}." if others else ""
-        if "by peer" in first.reason and any(rank.result is not None for rank in self.ranks):
+        if _LOST_CONNECTION.search(first.reason) and any(rank.result is not None for rank in self.ranks):
             note += " A rank that returns closes its connections: every rank must enter every collective."
         trace = _without_noise(_name_cells(first.raised[1])) if first.raised else ""
         return RankError(first.rank, first.reason, trace, first.log.tail(), note)
