@@ -33,14 +33,10 @@ def train(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
     from ddp_tutorial.runs import shown
     from ddp_tutorial.trainer import TrainConfig, launch_training
     from ddp_tutorial.trainer import train as train_here
-    from ddp_tutorial.world import World, choose_device, process_group
+    from ddp_tutorial.world import World, process_group
 
     settings = configs.load(config, TrainConfig, overrides)
-    try:
-        world = World.detect(device=settings.device)
-        choose_device(settings.device, local_size=settings.nprocs if world.size == 1 else 1)
-    except ValueError as error:  # variables that contradict one another, or a GPU that is not there
-        raise ConfigError(str(error)) from None
+    world = World.detect(device=settings.device)
     if world.size > 1 or "RANK" in os.environ:  # somebody else starts the ranks, be it only one
         if world.is_main:
             click.echo(str(world), err=True)

@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; the message is one line for the person who wrote it."""
+    """A config, or an environment, that cannot be used; the message is one line for the person who set it."""
 
 
 class FailedError(RuntimeError):

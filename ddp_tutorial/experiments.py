@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddp_tutorial.config import ConfigError, FailedError, SomeConfig, check, did_you_mean, find, load, merge
+from ddp_tutorial.config import ConfigError, FailedError, SomeConfig, check, did_you_mean, load, merge
 from ddp_tutorial.files import RUNS, new_directory
 from ddp_tutorial.notebooks import NOTEBOOKS
 from ddp_tutorial.runs import read_lines, shown
@@ -43,7 +43,7 @@ def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple
         if not name.startswith("_")
         and name not in {*_KERNEL_NAMES, *also, "extends"}
         and value is not None
-        and not isinstance(value, (types.ModuleType, types.FunctionType, type))
+        and not isinstance(value, types.ModuleType)
         and not callable(value)
     }
     unknown = [name for name in given if name not in cls.model_fields]
@@ -51,7 +51,7 @@ def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple
         known = sorted({*cls.model_fields, *also, "extends"})
         raise ConfigError(f"unknown parameter {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
     base = names.get("extends")
-    values = load(find(base), cls).model_dump() if base else {}
+    values = load(base, cls).model_dump() if base else {}
     return check(cls, merge(values, given), origin="parameters")
 
 

@@ -15,6 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.config import ConfigError
+
 # How long a rank waits in a collective for the others before it gives up.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -37,9 +39,9 @@ class World:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} is not one of 0 to {self.size - 1} (world size {self.size})")
+            raise ConfigError(f"rank {self.rank} is not one of 0 to {self.size - 1} (world size {self.size})")
         if not 0 <= self.local_rank < self.local_size:
-            raise ValueError(f"local rank {self.local_rank} is not one of 0 to {self.local_size - 1}")
+            raise ConfigError(f"local rank {self.local_rank} is not one of 0 to {self.local_size - 1}")
 
     @property
     def backend(self) -> str:
@@ -55,7 +57,7 @@ class World:
         """The world that the environment variables describe.
 
         `device` is "auto", "cpu" or "cuda"; `gpus` is the number of GPUs on this machine, counted if not given.
-        Raises `ValueError` where the variables contradict one another or a GPU is asked for that is not there.
+        Raises `ConfigError` where the variables contradict one another or a GPU is asked for that is not there.
         """
         numbers = _torchrun(environ) or _slurm(environ) or {}
         world = World(**numbers)
@@ -70,14 +72,14 @@ class World:
 def choose_device(device: str, local_rank: int = 0, local_size: int = 1, gpus: int | None = None) -> torch.device:
     """The device of one rank: a GPU of its own where there is one for each rank of the machine, else the CPU."""
     if device not in {"auto", "cpu", "cuda"}:
-        raise ValueError(f"device={device!r} is not known. Use 'auto', 'cpu' or 'cuda'.")
+        raise ConfigError(f"device={device!r} is not known. Use 'auto', 'cpu' or 'cuda'.")
     if device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if gpus is None else gpus
     if gpus >= local_size:
         return torch.device("cuda", local_rank)
     if device == "cuda":
-        raise ValueError(
+        raise ConfigError(
             f"device='cuda' needs one GPU for each of the {local_size} ranks on this machine, found {gpus}. "
             "Use device='cpu', or as many ranks as there are GPUs."
         )
@@ -131,11 +133,11 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
         return None
     if len(given) == 1:
         missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
-        raise ValueError(f"{given[0]} is set but {missing} is not. Set both (torchrun does), or neither.")
+        raise ConfigError(f"{given[0]} is set but {missing} is not. Set both (torchrun does), or neither.")
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if size > 1 and missing_address:
-        raise ValueError(
+        raise ConfigError(
             f"WORLD_SIZE={size} but {' and '.join(missing_address)} is not set, so the ranks cannot meet. "
             "Start them with torchrun, or set it on all ranks alike."
         )
@@ -158,7 +160,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
     per_node, node = tasks_per_node(tasks), _number(environ, "SLURM_NODEID", default=0)
     if not 0 <= node < len(per_node):
-        raise ValueError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
+        raise ConfigError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
     address = environ.get("MASTER_ADDR", first_host(nodes))
     # All ranks must find the same port without talking: derive it from the job, below the system's own range.
@@ -176,7 +178,7 @@ def first_host(nodelist: str) -> str:
     """The first name of a Slurm node list: `"gpu[03-05,9],login"` -> `"gpu03"`."""
     match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodelist)
     if match is None:
-        raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as 'node[01-03]'")
+        raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as 'node[01-03]'")
     return match[1] + (match[2] or "")
 
 
@@ -186,7 +188,7 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '2(x3),1'")
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '2(x3),1'")
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
@@ -198,4 +200,4 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     try:
         return int(text or "")
     except ValueError:
-        raise ValueError(f"{name}={text!r} should be a whole number") from None
+        raise ConfigError(f"{name}={text!r} should be a whole number") from None

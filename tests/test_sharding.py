@@ -45,7 +45,6 @@ def test_the_order_of_an_epoch_is_a_permutation_and_the_same_each_time(samples: 
     assert torch.equal(order, epoch_order(samples, seed, epoch))
 
 
-# BUG: torch's CPU generator takes the low 32 bits of its seed only, which are the epoch: every seed, one order.
 @given(seeds, st.integers(0, 1000))
 def test_the_order_differs_between_epochs_and_between_seeds(seed: int, epoch: int) -> None:
     order = epoch_order(100, seed, epoch)  # 100! orders: two that are equal by chance do not happen

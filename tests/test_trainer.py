@@ -157,7 +157,6 @@ def test_ranks_start_with_equal_weights_and_unequal_dropout_and_evaluate_alike()
         assert len({str(rank["noise"]) for rank in ranks}) == size
 
 
-# BUG: a rank without a sample runs the model on an empty batch, which it cannot.
 def test_fewer_held_out_samples_than_ranks_can_be_evaluated() -> None:
     config = changed(QUICK, eval_samples=1)
     losses = [rank["loss"] for rank in launch(draw_and_evaluate, 2, config, device="cpu", echo=False)]
@@ -241,7 +240,6 @@ def test_a_run_that_is_killed_leaves_whole_lines_and_no_result() -> None:
     assert all(math.isfinite(line["loss"]) for line in lines)
 
 
-# BUG: result.json refuses NaN, so a run that has diverged fails at its very end instead of saying so.
 def test_a_run_that_diverges_still_ends_with_a_result() -> None:
     result = train(World(), changed(QUICK, name="wild", learning_rate=1e30))
     assert math.isnan(result.losses[-1])
