@@ -38,6 +38,8 @@ def train(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
     settings = configs.load(config, TrainConfig, overrides)
     world = World.detect(device=settings.device)
     if world.size > 1 or "RANK" in os.environ:  # somebody else starts the ranks, be it only one
+        import torch._dynamo  # noqa: F401  before the group, which would else outlive its block: see process_group
+
         if world.is_main:
             click.echo(str(world), err=True)
         with process_group(world):

@@ -1,5 +1,6 @@
 """The rank's side of a launch: make a spawned process a rank, run the call, send what came of it."""
 
+import atexit
 import ctypes
 import faulthandler
 import io
@@ -28,6 +29,7 @@ from ddp_tutorial.world import World, process_group
 _PR_SET_PDEATHSIG = 1
 
 _send: Sender | None = None  # set once, when this process becomes a rank
+_exit_code = 1
 
 
 def progress(done: int, total: int, **numbers: float) -> None:
@@ -57,7 +59,8 @@ class Job:
 
 def run_rank(rank: int, job: Job) -> None:
     """The function that `torch.multiprocessing.spawn` calls in each new process."""
-    global _send
+    global _send, _exit_code
+    atexit.register(_end_without_finalising)  # first in, so last to be called
     _never_outlive_the_parent(job)
     for other, (output, messages) in enumerate(zip(job.outputs, job.messages, strict=True)):
         if other != rank:
@@ -81,7 +84,19 @@ def run_rank(rank: int, job: Job) -> None:
             outcome = ("raised", f"{type(error).__name__}: {error}", trace, time.monotonic())
         # Told before the group is torn down: when that breaks the others' connections, the cause is known already.
         send(*outcome)
-    sys.exit(outcome[0] == "raised")
+    _exit_code = int(outcome[0] == "raised")
+
+
+def _end_without_finalising() -> None:
+    """End this process before Python takes its interpreter apart.
+
+    torch's threads can outlive the process group (see `process_group`). One that lets go of a tensor while the
+    interpreter is being torn down aborts a rank that has done its work: "terminate called without an active
+    exception".
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_exit_code)
 
 
 def _never_outlive_the_parent(job: Job) -> None:

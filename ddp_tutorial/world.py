@@ -88,7 +88,11 @@ def choose_device(device: str, local_rank: int = 0, local_size: int = 1, gpus: i
 
 @contextmanager
 def process_group(world: World, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[World]:
-    """The process group of `world`, for the length of the block. One process needs none and gets none."""
+    """The process group of `world`, for the length of the block. One process needs none and gets none.
+
+    The first `import torch._dynamo` of a process (DistributedDataParallel does it) takes hold of the group that is
+    there, and gloo's threads then run on after the block; torch 2.13. Import it before, where that matters.
+    """
     if world.size == 1:
         yield world
         return

@@ -481,6 +481,23 @@ def test_processes_that_a_rank_has_started_are_gone_when_it(how):
                 psutil.Process(pid).kill()
 
 
+def test_a_rank_ends_in_peace_while_torchs_threads_still_hold_tensors(capfd):
+    def leave_work_behind(world):
+        import atexit
+
+        import torch._dynamo
+
+        atexit.register(print, f"rank {world.rank} has called its exit functions")
+        for _ in range(3000):
+            dist.all_reduce(torch.ones(1000), async_op=True)
+        return world.rank
+
+    assert launch(leave_work_behind, 2, timeout=60) == [0, 1]
+    shown = capfd.readouterr().out
+    assert shown.count("has called its exit functions") == 2, shown
+    assert "terminate called" not in shown
+
+
 def test_a_rank_error_survives_pickling():
     """A pool of processes, such as one that sweeps over settings, sends errors that way."""
     for kind in (RankError, RankTimeoutError):
