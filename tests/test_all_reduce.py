@@ -1,0 +1,324 @@
+"""An all-reduce from send and receive is `dist.all_reduce`, and costs what its formula says; so does a link.
+
+The cases are drawn by hypothesis in this process and sent as a list: ranks are started once for each world size, and
+all of them work on the same cases.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from ddp_tutorial.collectives import Message, digest, ring_all_reduce, tree_all_reduce
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.link import LinkModel, fit_link
+from ddp_tutorial.world import World
+
+ALGORITHMS: dict[str, Callable[[World, torch.Tensor], list[Message]]] = {
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+}
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int32, torch.int64, torch.uint8]
+
+
+# ------------------------------------------------------------------------------------------------------- the cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor to be summed: a view of another one, so that it may have gaps, or its dimensions in another order."""
+
+    shape: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    seed: int
+
+    def on(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensor of `rank`, and the one that it is a view of. Whole numbers, so that sums are exact: in floats
+        small ones, in integers also such as overflow."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + rank)
+        low, high = (-8, 9) if self.dtype.is_floating_point else (0, 256)
+        whole = torch.randint(low, high, [2 * length + 1 for length in self.shape], generator=generator).to(self.dtype)
+        if self.layout == "with gaps":
+            view = whole[tuple(slice(1, None, 2) for _ in self.shape)]
+        else:
+            whole = whole[tuple(slice(0, length) for length in self.shape)].contiguous()
+            view = whole.permute(list(reversed(range(whole.dim())))) if self.layout == "transposed" else whole
+        return view, whole
+
+
+def a_case() -> st.SearchStrategy[Case]:
+    """Lengths from 0, so also shorter than the ring, and mostly not a multiple of it."""
+    shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.integers(0, 300).map(lambda length: (length,))
+    layouts = st.sampled_from(["contiguous", "transposed", "with gaps"])
+    return st.builds(Case, shapes, layouts, st.sampled_from(FLOATS + INTEGERS), st.integers(0, 99))
+
+
+LENGTHS = [Case((length,), "contiguous", torch.float32, 1) for length in range(10)]
+DTYPES = [Case((11,), layout, dtype, 2) for dtype in FLOATS + INTEGERS for layout in ("contiguous", "with gaps")]
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Some for certain, the rest drawn. Drawn here, and not by each rank, for these would draw other ones."""
+    found = [*LENGTHS, *DTYPES, Case((), "contiguous", torch.int64, 3)]
+
+    @settings(max_examples=60, phases=[Phase.generate])
+    @given(a_case())
+    def draw(case: Case) -> None:
+        found.append(case)
+
+    draw()
+    return found
+
+
+def test_the_cases_are_of_every_kind(cases: list[Case]) -> None:
+    tensors = [(case, case.on(0)[0]) for case in cases]
+    assert {case.dtype for case in cases} == {*FLOATS, *INTEGERS}
+    assert {tensor.dim() for _, tensor in tensors} >= {0, 1, 2, 3}
+    assert sum(not tensor.is_contiguous() for _, tensor in tensors) >= 10
+    assert {0, 1, 2, 3} <= {tensor.numel() for _, tensor in tensors}
+    assert sum(tensor.numel() % 12 != 0 for _, tensor in tensors) >= 30
+
+
+# ------------------------------------------------------------------------------------------------- the ranks at work
+
+
+@dataclass
+class Seen:
+    """What one rank saw of one case and algorithm."""
+
+    right: bool
+    beside_untouched: bool
+    nbytes: int
+    sent: list[Message]
+
+
+def sum_everything(world: World, cases: list[Case]) -> dict[str, Any]:
+    seen = {name: [sum_one(world, case, all_reduce) for case in cases] for name, all_reduce in ALGORITHMS.items()}
+    return {"whole numbers": seen, "random floats": {name: sum_floats(world, name) for name in ALGORITHMS}}
+
+
+def sum_one(world: World, case: Case, all_reduce: Callable[[World, torch.Tensor], list[Message]]) -> Seen:
+    (mine, whole), (expected, _) = case.on(world.rank), case.on(world.rank)
+    expected = expected.contiguous()
+    if world.size > 1:
+        dist.all_reduce(expected)
+    before = whole.clone()
+    sent = all_reduce(world, mine)
+    right = torch.equal(mine, expected)
+    mine.copy_(case.on(world.rank)[0])  # what is not in the view should be as it was
+    return Seen(right, torch.equal(whole, before), mine.nbytes, sent)
+
+
+def sum_floats(world: World, name: str) -> dict[str, Any]:
+    """Numbers whose sum depends on the order of adding them up."""
+    mine = torch.randn(1001, generator=torch.Generator().manual_seed(world.rank))
+    everyones = [
+        torch.randn(1001, generator=torch.Generator().manual_seed(rank)).double() for rank in range(world.size)
+    ]
+    ALGORITHMS[name](world, mine)
+    return {"digest": digest({"sum": mine}), "error": float((mine - sum(everyones)).abs().max())}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def nprocs(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def heard(nprocs: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """What each rank saw; the ranks are started once for all tests."""
+    return launch(sum_everything, nprocs, cases, device="cpu", threads=1, echo=False, timeout=150)
+
+
+algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+@algorithm
+def test_it_equals_the_all_reduce_of_torch_on_every_rank(
+    heard: list[dict[str, Any]], cases: list[Case], name: str
+) -> None:
+    for rank, each in enumerate(heard):
+        for case, seen in zip(cases, each["whole numbers"][name], strict=True):
+            assert seen.right, f"rank {rank}: {case}"
+
+
+@algorithm
+def test_it_leaves_alone_what_lies_between_the_elements_of_a_view(
+    heard: list[dict[str, Any]], cases: list[Case], name: str
+) -> None:
+    for rank, each in enumerate(heard):
+        for case, seen in zip(cases, each["whole numbers"][name], strict=True):
+            assert seen.beside_untouched, f"rank {rank}: {case}"
+
+
+@algorithm
+def test_all_ranks_end_with_the_same_bits_though_floats_are_added_in_some_order(
+    heard: list[dict[str, Any]], name: str
+) -> None:
+    """Each element is added up on one path, and then copied: all ranks round alike."""
+    assert len({each["random floats"][name]["digest"] for each in heard}) == 1
+    assert max(each["random floats"][name]["error"] for each in heard) < 2e-6
+
+
+@algorithm
+def test_all_ranks_together_send_what_two_trips_of_the_tensor_to_each_other_rank_take(
+    heard: list[dict[str, Any]], cases: list[Case], name: str, nprocs: int
+) -> None:
+    for number, case in enumerate(cases):
+        seen = [each["whole numbers"][name][number] for each in heard]
+        total = sum(message.nbytes for each in seen for message in each.sent)
+        assert total == 2 * (nprocs - 1) * seen[0].nbytes, case
+
+
+@algorithm
+def test_messages_say_who_sent_them_and_come_in_the_order_of_rounds(heard: list[dict[str, Any]], name: str) -> None:
+    for rank, each in enumerate(heard):
+        for seen in each["whole numbers"][name]:
+            assert all(message.sender == rank != message.receiver for message in seen.sent)
+            rounds = [message.round for message in seen.sent]
+            assert rounds == sorted(set(rounds)), "one message a round at most"
+            assert all(message.nbytes > 0 for message in seen.sent), "nothing is not sent"
+
+
+def test_each_rank_of_a_ring_sends_every_chunk_twice_but_for_two(
+    heard: list[dict[str, Any]], cases: list[Case], nprocs: int
+) -> None:
+    """The one that it completes is not sent in the reduce-scatter, the one that it gets last not in the all-gather."""
+    for rank, each in enumerate(heard):
+        for case, seen in zip(cases, each["whole numbers"]["ring"], strict=True):
+            chunks = [chunk.nbytes for chunk in case.on(0)[0].contiguous().reshape(-1).tensor_split(nprocs)]
+            expected = 2 * seen.nbytes - chunks[(rank + 1) % nprocs] - chunks[(rank + 2) % nprocs]
+            assert sum(message.nbytes for message in seen.sent) == (expected if nprocs > 1 else 0)
+            assert all(message.receiver == (rank + 1) % nprocs for message in seen.sent)
+            assert all(message.round < 2 * (nprocs - 1) for message in seen.sent)
+
+
+def test_a_rank_of_a_tree_sends_the_whole_tensor_once_to_its_parent_and_once_to_each_child(
+    heard: list[dict[str, Any]], nprocs: int
+) -> None:
+    receivers = {1: [[]], 2: [[1], [0]], 3: [[2, 1], [0], [0]], 4: [[2, 1], [0], [0, 3], [2]]}[nprocs]
+    for rank, each in enumerate(heard):
+        for seen in each["whole numbers"]["tree"]:
+            assert [message.receiver for message in seen.sent] == (receivers[rank] if seen.nbytes else [])
+            assert all(message.nbytes == seen.nbytes for message in seen.sent)
+            assert all(message.round < 2 * math.ceil(math.log2(nprocs)) for message in seen.sent)
+
+
+@algorithm
+def test_a_world_of_several_ranks_without_a_group_is_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match="no process group"):
+        ALGORITHMS[name](World(rank=0, size=2, local_size=2), torch.ones(3))
+
+
+@algorithm
+def test_a_parameter_that_requires_a_gradient_can_be_summed(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    assert ALGORITHMS[name](World(), weight) == []
+    assert weight.tolist() == [1, 1, 1]
+
+
+# ----------------------------------------------------------------------------------------- the alpha-beta model
+
+ETHERNET = LinkModel(latency=1e-4, bandwidth=1e8)  # 100 microseconds, 100 MB/s
+
+
+def test_a_message_takes_the_latency_and_its_bytes_over_the_bandwidth() -> None:
+    assert ETHERNET.seconds(0) == 1e-4
+    assert ETHERNET.seconds(1e6) == pytest.approx(0.0101)  # 100 us + 10 ms
+    assert ETHERNET.seconds(1e6, rounds=5) == pytest.approx(0.0105)  # the bytes are those of all rounds
+
+
+def test_a_ring_pays_many_latencies_and_less_than_twice_the_bytes() -> None:
+    # 4 ranks: 6 rounds of 0.25 MB: 6 * 0.1 ms + 1.5 MB / 100 MB/s = 0.6 ms + 15 ms
+    assert ETHERNET.ring_seconds(1e6, 4) == pytest.approx(0.0156)
+    assert ETHERNET.ring_seconds(1e6, 2) == pytest.approx(0.0102)
+    assert ETHERNET.ring_seconds(1e6, 1) == 0
+
+
+def test_a_tree_pays_few_latencies_and_the_bytes_in_each_round() -> None:
+    # 4 ranks: 4 rounds of 1 MB: 0.4 ms + 40 ms; 3 and 4 ranks take as many rounds
+    assert ETHERNET.tree_seconds(1e6, 4) == ETHERNET.tree_seconds(1e6, 3) == pytest.approx(0.0404)
+    assert ETHERNET.tree_seconds(1e6, 5) == pytest.approx(0.0606)
+    assert ETHERNET.tree_seconds(1e6, 1) == 0
+
+
+@given(latency=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e7, 1e11), rounds=st.integers(1, 14))
+def test_a_fit_of_exact_times_gives_the_link_back(latency: float, bandwidth: float, rounds: int) -> None:
+    link = LinkModel(latency, bandwidth)
+    sizes = [latency * bandwidth * factor for factor in (0.01, 0.1, 1, 10)]
+    fitted = fit_link([rounds] * 4, sizes, [link.seconds(size, rounds) for size in sizes])
+    assert fitted.latency == pytest.approx(latency)
+    assert fitted.bandwidth == pytest.approx(bandwidth)
+
+
+@given(
+    latency=st.floats(1e-6, 1e-2),
+    bandwidth=st.floats(1e7, 1e11),
+    noise=st.lists(st.floats(-0.05, 0.05), min_size=9, max_size=9),
+)
+def test_a_fit_of_noisy_times_comes_close(latency: float, bandwidth: float, noise: list[float]) -> None:
+    """Times off by up to 5 %, at sizes from where latency is nearly all to where it is nearly nothing."""
+    link = LinkModel(latency, bandwidth)
+    sizes = [latency * bandwidth * 10.0**power for power in np.linspace(-2, 2, 9)]
+    seconds = [link.seconds(size) * (1 + off) for size, off in zip(sizes, noise, strict=True)]
+    fitted = fit_link([1] * 9, sizes, seconds)
+    assert fitted.latency == pytest.approx(latency, rel=0.12)
+    assert fitted.bandwidth == pytest.approx(bandwidth, rel=0.12)
+
+
+def test_a_fit_counts_a_small_message_as_much_as_a_large_one() -> None:
+    """Least squares of the absolute error would follow the largest, and might find a latency below zero."""
+    sizes = [1e3, 1e4, 1e5, 1e6, 1e7, 1e8]
+    off = [1, 1, 1, 1, 1, 1.05]  # the largest took 5 % longer: 50 ms, 500 latencies
+    seconds = [ETHERNET.seconds(size) * factor for size, factor in zip(sizes, off, strict=True)]
+    assert fit_link([1] * 6, sizes, seconds).latency == pytest.approx(1e-4, rel=0.01)
+
+
+def test_a_fit_never_finds_a_latency_below_zero() -> None:
+    fitted = fit_link([1, 1], [1e6, 2e6], [1.0, 2.2])  # doubling the size more than doubles the time
+    assert fitted.latency == 0
+    # per byte b, the relative errors are 1 - 1e6 b and 1 - 2e6 b / 2.2: the least squares lie between the two
+    assert fitted.bandwidth == pytest.approx((1 + (2 / 2.2) ** 2) / (1 + 2 / 2.2) * 1e6)
+
+
+@given(
+    nbytes=st.floats(1, 1e9), rounds=st.integers(1, 9), seconds=st.lists(st.floats(1e-6, 10), min_size=1, max_size=5)
+)
+def test_measurements_of_one_size_only_do_not_determine_a_link(
+    nbytes: float, rounds: int, seconds: list[float]
+) -> None:
+    with pytest.raises(ValueError, match="do not determine a latency and a bandwidth"):
+        fit_link([rounds] * len(seconds), [nbytes] * len(seconds), seconds)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "said"),
+    [
+        ([], [], "0 measurements do not determine"),
+        ([0, 0], [1, 1], "do not determine"),
+        ([10, 1000], [1.0, 0.5], "do not determine"),  # the larger message was quicker
+        ([10, 1000], [0.0, 1.0], "more than nothing"),
+    ],
+)
+def test_measurements_that_make_no_sense_are_refused(nbytes: list[float], seconds: list[float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fit_link([1] * len(nbytes), nbytes, seconds)
+
+
+@given(size=st.integers(2, 64), nbytes=st.floats(1, 1e9))
+def test_the_ring_wins_above_one_size_only(size: int, nbytes: float) -> None:
+    """Both are straight lines: 2 (N - 1) rounds against 2 log2 N, and 2 (N - 1) / N of the bytes against 2 log2 N."""
+    ring, tree = 2 * (size - 1), 2 * math.ceil(math.log2(size))
+    crossover = (ring - tree) * ETHERNET.latency * ETHERNET.bandwidth / (tree - ring / size)
+    assume(not math.isclose(nbytes, crossover, rel_tol=1e-3))
+    assert (ETHERNET.ring_seconds(nbytes, size) < ETHERNET.tree_seconds(nbytes, size)) == (nbytes > crossover)

@@ -1,0 +1,340 @@
+"""A simulated link takes the time that its model says, beside the computing; both links tell what they carried.
+
+Nothing here asks a busy machine to be quick: times have a lower bound that is exact, and an upper one that is generous.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.collectives import mean
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.link import DirectLink, LinkModel, SimulatedLink, Transfer
+from ddp_tutorial.world import World
+
+SLACK = 2.0  # seconds that a busy machine may be late
+EARLY = 2e-3  # a sleep may end a little before its time
+
+
+def error_of(function: Callable[[], object]) -> str:
+    """What it raises, as text; a rank reports it rather than end all of them."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def together(world: World) -> None:
+    mean(world, torch.zeros(1))
+
+
+def watched(link: Any) -> list[Transfer]:
+    transfers: list[Transfer] = []
+    link.observer = transfers.append
+    return transfers
+
+
+# ------------------------------------------------------------------------------------------------- the ranks at work
+
+# 100,000 floats take, on 2 ranks, 2 x 20 ms + 400 kB / (5 MB/s) = 120 ms; on 3, 4 x 20 + 4/3 x 80 = 187 ms.
+MODEL = LinkModel(latency=0.02, bandwidth=5e6)
+ELEMENTS = 100_000
+TAKES = {2: 0.12, 3: 0.08 + 0.32 / 3}
+
+
+def sum_one(world: World) -> dict[str, Any]:
+    link = SimulatedLink(world, MODEL)
+    transfers = watched(link)
+    tensor = torch.full((ELEMENTS,), float(world.rank + 1))
+    together(world)
+    began = time.monotonic()
+    value = link.all_reduce(tensor, "gradients").wait()
+    seconds = time.monotonic() - began
+    return {
+        "seconds": seconds,
+        "transfers": transfers,
+        "sum": (tensor[0].item(), tensor[-1].item()),
+        "value is the tensor": value is tensor,
+        "name": str(link),
+    }
+
+
+def sum_three(world: World) -> list[Transfer]:
+    link = SimulatedLink(world, MODEL)
+    transfers = watched(link)
+    together(world)
+    futures = [link.all_reduce(torch.ones(ELEMENTS), f"number {number}") for number in range(3)]
+    for future in reversed(futures):
+        future.wait()
+    return transfers
+
+
+def join_late(world: World) -> dict[str, Any]:
+    """The last rank joins in 0.3 s after the others."""
+    link = SimulatedLink(world, MODEL)
+    transfers = watched(link)
+    together(world)
+    began = time.monotonic()
+    if world.rank == world.size - 1:
+        time.sleep(0.3)
+    link.all_reduce(torch.ones(ELEMENTS)).wait()
+    return {"began": began, "transfers": transfers}
+
+
+def compute_meanwhile(world: World) -> dict[str, Any]:
+    link = SimulatedLink(world, LinkModel(latency=0.5 / (2 * (world.size - 1)), bandwidth=1e12))
+    weight = torch.ones(20, 20)
+    together(world)
+    began = time.monotonic()
+    future = link.all_reduce(torch.ones(4))
+    returned = time.monotonic() - began
+    done = 0
+    while not future.done():
+        weight @ weight
+        done += 1
+    return {"returned": returned, "done": done, "seconds": time.monotonic() - began}
+
+
+def count_overruns(world: World) -> dict[str, int]:
+    heard = {}
+    for name, model in {"too fast": LinkModel(0.0, 1e15), "slow": LinkModel(0.4, 1e12)}.items():
+        link = SimulatedLink(world, model)
+        for _ in range(3 if name == "too fast" else 1):
+            link.all_reduce(torch.ones(1000)).wait()
+        heard[name] = link.overruns
+    return heard
+
+
+def fail_in_the_thread(world: World) -> dict[str, Any]:
+    link = SimulatedLink(world, LinkModel(0.0, 1e9))
+    wrong = error_of(lambda: link.all_reduce(torch.ones(3, dtype=torch.int16)).wait())  # gloo cannot add these
+    tensor = torch.ones(3)
+    link.all_reduce(tensor).wait()
+    return {"error": wrong, "afterwards": tensor.tolist()}
+
+
+def connect_what_it_cannot(world: World) -> dict[str, str]:
+    far = World(world.rank, world.size, 0, 1)
+    gpu = World(world.rank, world.size, world.rank, world.size, device=torch.device("cuda", world.rank))
+    return {
+        "two machines": error_of(lambda: SimulatedLink(far, MODEL)),
+        "GPUs": error_of(lambda: SimulatedLink(gpu, MODEL)),
+    }
+
+
+def sum_directly(world: World) -> dict[str, Any]:
+    link = DirectLink(world)
+    transfers = watched(link)
+    tensor = torch.full((2, 3), float(world.rank + 1))
+    before = time.monotonic()
+    value = link.all_reduce(tensor, "gradients").wait()
+    reported = list(transfers)  # at once: a transfer is told of before anybody hears that it is done
+    after = time.monotonic()
+    link.observer = None
+    link.all_reduce(torch.ones(1)).wait()
+    return {
+        "sum": tensor.tolist(),
+        "value is the tensor": value is tensor,
+        "transfers": reported,
+        "between": (before, after),
+        "later": len(transfers),
+        "name": str(link),
+    }
+
+
+def use_both_at_once(world: World) -> list[float]:
+    """The main thread's collectives and the link's do not meet, in whatever order each rank comes to them."""
+    link, direct = SimulatedLink(world, LinkModel(0.01, 1e9)), DirectLink(world)
+    slow, quick = torch.ones(1000), torch.ones(1000) * 10
+    if world.rank == 0:
+        future = link.all_reduce(slow)
+        direct.all_reduce(quick).wait()
+    else:
+        direct.all_reduce(quick).wait()
+        future = link.all_reduce(slow)
+    future.wait()
+    return [slow[0].item(), quick[0].item()]
+
+
+def lose_the_others(world: World) -> dict[str, str] | None:
+    """Last of all: everybody but rank 0 leaves."""
+    links = {"direct": DirectLink(world), "simulated": SimulatedLink(world, LinkModel(0.0, 1e9))}
+    observed = {name: watched(link) for name, link in links.items()}
+    together(world)
+    if world.rank > 0:
+        dist.destroy_process_group()
+        time.sleep(1.0)
+        return None
+    time.sleep(0.3)
+    heard = {name: error_of(lambda link=link: link.all_reduce(torch.ones(4)).wait()) for name, link in links.items()}
+    return heard | {"observed": str(sum(map(len, observed.values())))}
+
+
+ALL = [
+    sum_one,
+    sum_three,
+    join_late,
+    compute_meanwhile,
+    count_overruns,
+    fail_in_the_thread,
+    connect_what_it_cannot,
+    sum_directly,
+    use_both_at_once,
+    lose_the_others,
+]
+
+
+def everything(world: World) -> dict[str, Any]:
+    return {each.__name__: each(world) for each in ALL}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def nprocs(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def heard(nprocs: int) -> Iterator[list[dict[str, Any]]]:
+    """What each rank has to say; the ranks are started once for all tests."""
+    return launch(everything, nprocs, device="cpu", threads=1, echo=False, timeout=90)
+
+
+# ---------------------------------------------------------------------------------------------------- simulated link
+
+
+def test_a_simulated_all_reduce_is_right_and_takes_the_modelled_time(heard: list[dict[str, Any]], nprocs: int) -> None:
+    for each in heard:
+        said = each["sum_one"]
+        assert said["sum"] == (nprocs * (nprocs + 1) / 2,) * 2
+        assert said["value is the tensor"]
+        assert TAKES[nprocs] - EARLY <= said["seconds"] < TAKES[nprocs] + SLACK
+        [transfer] = said["transfers"]
+        assert (transfer.name, transfer.nbytes) == ("gradients", 4 * ELEMENTS)
+        assert transfer.issued <= transfer.start < transfer.end
+        assert TAKES[nprocs] - EARLY <= transfer.end - transfer.start < TAKES[nprocs] + SLACK
+
+
+def test_it_says_that_it_is_simulated(heard: list[dict[str, Any]]) -> None:
+    assert {each["sum_one"]["name"] for each in heard} == {"simulated link: 20 ms, 5 MB/s"}
+
+
+def test_transfers_queue_one_after_another(heard: list[dict[str, Any]], nprocs: int) -> None:
+    for each in heard:
+        transfers = each["sum_three"]
+        assert [transfer.name for transfer in transfers] == ["number 0", "number 1", "number 2"]
+        first, second, third = transfers
+        assert second.start >= first.start + TAKES[nprocs] - 1e-9
+        assert third.start >= second.start + TAKES[nprocs] - 1e-9
+        assert third.issued < first.start + TAKES[nprocs]  # it did wait in a queue
+        assert 3 * TAKES[nprocs] - EARLY <= third.end - first.start < 3 * TAKES[nprocs] + SLACK
+
+
+def test_all_ranks_agree_when_each_transfer_started_and_end_it_together(
+    heard: list[dict[str, Any]], nprocs: int
+) -> None:
+    for name, transfers_of in {
+        "sum_one": lambda said: said["transfers"],
+        "sum_three": lambda said: said,
+        "join_late": lambda said: said["transfers"],
+    }.items():
+        for same in zip(*(transfers_of(each[name]) for each in heard), strict=True):
+            assert len({transfer.start for transfer in same}) == 1
+            assert all(transfer.end >= same[0].start + TAKES[nprocs] - EARLY for transfer in same)
+            assert max(transfer.end for transfer in same) < min(transfer.end for transfer in same) + SLACK
+
+
+def test_a_transfer_begins_when_the_last_rank_joins_in(heard: list[dict[str, Any]], nprocs: int) -> None:
+    issued = [each["join_late"]["transfers"][0].issued for each in heard]
+    assert issued[-1] >= heard[-1]["join_late"]["began"] + 0.3 - EARLY
+    for each in heard:
+        [transfer] = each["join_late"]["transfers"]
+        assert transfer.start == max(issued)
+        assert transfer.end >= max(issued) + TAKES[nprocs] - EARLY
+
+
+def test_computing_goes_on_meanwhile(heard: list[dict[str, Any]]) -> None:
+    for each in heard:
+        said = each["compute_meanwhile"]
+        assert said["returned"] < 0.25
+        assert said["seconds"] >= 0.5 - EARLY
+        assert said["done"] > 100
+
+
+def test_all_reduces_that_took_longer_than_allowed_are_counted(heard: list[dict[str, Any]]) -> None:
+    for each in heard:
+        assert each["count_overruns"] == {"too fast": 3, "slow": 0}
+
+
+def test_an_error_in_its_thread_surfaces_where_somebody_waits_and_the_link_goes_on(
+    heard: list[dict[str, Any]], nprocs: int
+) -> None:
+    for each in heard:
+        said = each["fail_in_the_thread"]
+        assert said["error"].startswith("RuntimeError: ")
+        assert "scalar type" in said["error"]
+        assert said["afterwards"] == [nprocs] * 3
+
+
+def test_it_refuses_gpus_and_several_machines(heard: list[dict[str, Any]]) -> None:
+    for each in heard:
+        for refused in each["connect_what_it_cannot"].values():
+            assert refused.startswith("ConfigError: a simulated link connects ranks on the CPU of one machine; this is")
+
+
+def test_a_gpu_is_refused_by_one_process_too() -> None:
+    with pytest.raises(ConfigError, match="on the CPU of one machine; this is rank 0 of 1 on cuda, nccl"):
+        SimulatedLink(World(device=torch.device("cuda")), MODEL)
+
+
+@pytest.mark.parametrize(
+    "link", [SimulatedLink(World(), LinkModel(3600.0, 1e-6)), DirectLink(World())], ids=["simulated", "direct"]
+)
+def test_one_process_has_nobody_to_send_to_so_it_is_free(link: Any) -> None:
+    transfers = watched(link)
+    tensor = torch.arange(3.0)
+    began = time.monotonic()
+    assert link.all_reduce(tensor).wait() is tensor
+    assert time.monotonic() - began < SLACK
+    assert tensor.tolist() == [0.0, 1.0, 2.0]
+    assert transfers == []
+
+
+# ------------------------------------------------------------------------------------------------------------- both
+
+
+def test_the_direct_link_sums_and_reports_each_transfer(heard: list[dict[str, Any]], nprocs: int) -> None:
+    for each in heard:
+        said = each["sum_directly"]
+        assert said["sum"] == [[nprocs * (nprocs + 1) / 2] * 3] * 2
+        assert said["value is the tensor"]
+        assert said["name"] == "direct link"
+        [transfer] = said["transfers"]
+        assert (transfer.name, transfer.nbytes) == ("gradients", 24)
+        before, after = said["between"]
+        assert before <= transfer.issued == transfer.start <= transfer.end <= after
+        assert said["later"] == 1  # nobody watched the second
+
+
+def test_the_links_do_not_disturb_each_other(heard: list[dict[str, Any]], nprocs: int) -> None:
+    for each in heard:
+        assert each["use_both_at_once"] == [nprocs, 10 * nprocs]
+
+
+def test_an_all_reduce_that_loses_its_peer_raises_and_is_not_reported(heard: list[dict[str, Any]]) -> None:
+    said = heard[0]["lose_the_others"]
+    for name in ("direct", "simulated"):
+        assert said[name].startswith("RuntimeError: ")
+        assert "by peer" in said[name] or "roken pipe" in said[name]
+    assert said["observed"] == "0"
+
+
+@pytest.mark.parametrize("make", [DirectLink, lambda world: SimulatedLink(world, MODEL)], ids=["direct", "simulated"])
+def test_two_ranks_without_a_group_raise(make: Callable[[World], object]) -> None:
+    with pytest.raises(RuntimeError, match="2 ranks but no process group"):
+        make(World(0, 2, 0, 2))
