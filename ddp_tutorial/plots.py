@@ -2,8 +2,7 @@
 and also its own dash, marker or hatch."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from itertools import cycle, pairwise
 from typing import Any, ParamSpec
@@ -12,9 +11,12 @@ import matplotlib.pyplot as plt
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.ticker import EngFormatter
 
+from ddp_tutorial.collectives import Message
 from ddp_tutorial.runs import Run, smooth
+from ddp_tutorial.timeline import COMPUTE, Span, Timeline
 
 Args = ParamSpec("Args")
 
@@ -23,6 +25,9 @@ COLORS = [BLUE, ORANGE, GREEN, RED, PURPLE, SKY]
 DASHES = ["-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2))]
 HATCHES = ["", "///", "...", "\\\\\\", "xx", "++"]
 INK, FAINT = "#222222", "#888888"
+
+# How the parts of a step look.
+_GANTT = {"forward": (SKY, ""), "backward": (BLUE, ""), "finish": ("#dddddd", "////"), "update": (GREEN, "...")}
 
 _STYLE: dict[Any, Any] = {
     "figure.dpi": 100,
@@ -100,14 +105,42 @@ def bars(
     return figure
 
 
-@dataclass(frozen=True)
-class Span:
-    """Something that one lane did from `start` to `end`, in seconds."""
+@styled
+def curves(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    xscale: str = "linear",
+    yscale: str = "linear",
+) -> Figure:
+    """A line through the points (xs, ys) of each series, with its name at its right end, where a legend would make
+    one search. A scale may be "log": then every value should be positive."""
+    figure, axes = plt.subplots(figsize=(9, 4.2))
+    for (xs, ys), color, dash in zip(series.values(), cycle(COLORS), cycle(DASHES)):
+        axes.plot(xs, ys, color=color, linestyle=dash, linewidth=2.2)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
+    axes.margins(x=0)
+    _label_ends(axes, {name: (xs[-1], ys[-1]) for name, (xs, ys) in series.items()})
+    return figure
 
-    lane: str
-    name: str
-    start: float
-    end: float
+
+def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], gap: float = 0.07) -> None:
+    """Each name to the right of the axes, level with its point where it can be, and `gap` of the height apart."""
+    axes.autoscale_view()
+    place = axes.transData + axes.transAxes.inverted()  # data -> the unit square of the axes
+    colors = dict(zip(ends, cycle(COLORS)))
+    points = {name: place.transform(end) for name, end in ends.items()}
+    names = sorted(points, key=lambda name: float(points[name][1]))  # from the lowest to the highest
+    heights = [float(points[name][1]) for name in names]
+    for _ in range(200):  # neighbours that are too close push each other apart
+        for low, high in pairwise(range(len(names))):
+            lacking = max(0.0, gap - (heights[high] - heights[low])) / 2
+            heights[low], heights[high] = heights[low] - lacking, heights[high] + lacking
+    for name, height in zip(names, heights, strict=True):
+        x, y = points[name]
+        axes.plot([x, 1.03], [y, height], color=colors[name], linewidth=1.2, transform=axes.transAxes, clip_on=False)
+        axes.text(1.035, height, name, color=INK, transform=axes.transAxes, va="center", fontsize=9.5)
 
 
 @styled
@@ -134,6 +167,183 @@ def swimlane(spans: Sequence[Span], title: str, xlabel: str = "seconds since the
     axes.grid(visible=False, axis="y")
     axes.set(xlabel=xlabel, title=title)
     axes.legend(ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.28 - 0.12 / len(lanes)))
+    return figure
+
+
+@styled
+def gantt(timelines: Mapping[str, Timeline], rank: int = 0, title: str = "") -> Figure:
+    """What one rank computed, and what its link carried meanwhile, for each of several runs on one time axis.
+
+    Numbers on the link are buckets. The shaded stretch is backward: what is carried there is hidden.
+    """
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.95 * len(timelines)))
+    for row, timeline in enumerate(timelines.values()):
+        spans = timeline.ranks[rank]
+        zero = min(span.start for span in spans)
+        for span in spans:
+            left, length = 1e3 * (span.start - zero), 1e3 * (span.end - span.start)
+            color, hatch = _GANTT.get(span.name, (ORANGE, "")) if span.lane == COMPUTE else (ORANGE, "")
+            y, height = (row - 0.19, 0.36) if span.lane == COMPUTE else (row + 0.19, 0.28)
+            axes.barh(y, length, left=left, color=color, hatch=hatch, edgecolor="white", height=height, linewidth=0.5)
+            if span.name == "backward":
+                axes.barh(row, length, left=left, color="#eeeeee", height=0.86, zorder=0)
+        overlap = timeline.overlap(rank)
+        told = f"  {100 * overlap.fraction:.0f} % of what could be\n  hidden is hidden" if overlap.communication else ""
+        last = 1e3 * (max(span.end for span in spans) - zero)
+        axes.annotate(told, (last, row), va="center", fontsize=8.5)
+    for name, (color, hatch) in _GANTT.items():
+        label = "finish (waiting)" if name == "finish" else name
+        axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=label)
+    axes.barh(0, 0, color=ORANGE, edgecolor="white", label="all-reduce on the link")
+    axes.set_yticks(range(len(timelines)), list(timelines))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.16)
+    axes.set(xlabel="milliseconds", title=title)
+    axes.set_xlim(left=0)
+    figure.legend(ncols=len(_GANTT) + 1, loc="outside lower center")
+    return figure
+
+
+@styled
+def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) -> Figure:
+    """Which ranks' shares are in which chunk, at the start and after each round of an all-reduce over a ring.
+
+    `rounds[k][rank][chunk]` holds the ranks that have contributed. They are named, or counted where there are many. A
+    chunk that has just come in has a thick frame, one that is complete is dark. The second row is the all-gather.
+    """
+    size = len(rounds[0])
+    named = size <= 4
+    figure, grid = plt.subplots(2, size, figsize=(9, 0.7 + 18 / size), sharex=True, sharey=True)
+    panels = [*grid[0], *grid[1][1 - size :]]
+    for number, (axes, now) in enumerate(zip(panels, rounds, strict=True)):
+        for rank, row in enumerate(now):
+            for chunk, shares in enumerate(row):
+                shade = 0.08 + 0.22 * (len(shares) - 1) / max(1, size - 2) if len(shares) < size else 0.95
+                came = number > 0 and set(shares) != set(rounds[number - 1][rank][chunk])
+                place, square = (chunk - 0.44, rank - 0.44), 0.88
+                axes.add_patch(Rectangle(place, square, square, facecolor=BLUE, alpha=shade))
+                if came:
+                    axes.add_patch(Rectangle(place, square, square, fill=False, edgecolor=INK, linewidth=2))
+                look: dict[str, Any] = {"color": "white", "weight": "bold"} if len(shares) == size else {"color": INK}
+                text = "".join(map(str, sorted(shares))) if named else str(len(shares))
+                axes.text(chunk, rank, text, ha="center", va="center", fontsize=11 - 0.6 * size, **look)
+        axes.set(xlim=(-0.55, size - 0.45), ylim=(size - 0.45, -0.55), aspect="equal")
+        axes.set_title("start" if number == 0 else f"after round {number - 1}", fontsize=10)
+        axes.grid(visible=False)
+        axes.tick_params(length=0, labelleft=number in {0, size}, labelbottom=True)
+        axes.set_xticks(range(size), [str(chunk) for chunk in range(size)])
+        axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)])
+        axes.spines[:].set_visible(False)
+    grid[0][0].set_xlabel("chunk")
+    key = grid[1][0]
+    key.axis("off")
+    digits = "digits: the ranks\nwhose shares are in" if named else "number: how many\nranks' shares are in"
+    words = f"{digits}\nthe chunk\n\nframe: has just\ncome in\n\ndark: complete"
+    key.text(0.0, 0.5, words, transform=key.transAxes, va="center", fontsize=9.5, color=INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+@styled
+def messages(sent: Mapping[str, Sequence[Message]], size: int, title: str) -> Figure:
+    """Who sent to whom in which round: an arrow for each message, thick where it has many bytes. Each algorithm has a
+    panel, where each rank is told how many bytes it sent in all."""
+    figure, grid = plt.subplots(1, len(sent), figsize=(10, 0.9 + 0.62 * size), squeeze=False)
+    most = max(message.nbytes for each in sent.values() for message in each)
+    for axes, (name, each), color in zip(grid[0], sent.items(), cycle(COLORS), strict=False):
+        rounds = 1 + max(message.round for message in each)
+        for message in each:
+            ends = (message.round + 0.12, message.sender), (message.round + 0.88, message.receiver)
+            width = 0.7 + 3 * message.nbytes / most
+            look: dict[str, Any] = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 6 + 3 * width}
+            axes.add_patch(FancyArrowPatch(*ends, color=color, linewidth=width, **look))
+        sums = [sum(message.nbytes for message in each if message.sender == rank) for rank in range(size)]
+        axes.set_yticks(range(size), [f"rank {rank}\n{nbytes:,} B" for rank, nbytes in enumerate(sums)])
+        axes.set_xticks([0.5 + k for k in range(rounds)], [str(k) for k in range(rounds)])
+        axes.set(xlim=(0, rounds), ylim=(size - 0.6, -0.4), xlabel="round", title=name)
+        axes.grid(visible=False, axis="x")
+        axes.tick_params(length=0)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
+@styled
+def measured_and_model(
+    measured: Series,
+    model: Series,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    marks: Mapping[str, float] | None = None,
+    yscale: str = "log",
+) -> Figure:
+    """Points that were measured and lines that a model gives, (xs, ys) under the same names, in bytes (logarithmic) and
+    seconds (`yscale` "log" or "linear"). `marks` are places on the x axis, with a word each."""
+    figure, axes = plt.subplots(figsize=(9, 4.2))
+    for (name, (xs, ys)), color, marker in zip(measured.items(), cycle(COLORS), cycle("os^Dv")):
+        axes.plot(xs, ys, marker, color=color, markersize=7, markeredgecolor="white", label=f"{name}, measured")
+    for (name, (xs, ys)), color, dash in zip(model.items(), cycle(COLORS), cycle(DASHES)):
+        axes.plot(xs, ys, color=color, linestyle=dash, linewidth=2, label=f"{name}, model")
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale="log", yscale=yscale)
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.yaxis.set_major_formatter(EngFormatter("s"))
+    for word, x in (marks or {}).items():
+        axes.axvline(x, color=FAINT, linewidth=1.2)
+        axes.annotate(f"{word} ", (x, 0.97), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=9.5)
+    if yscale == "log":
+        axes.legend(ncols=2, loc="upper left", bbox_to_anchor=(0, 0.9), fontsize=9)
+    else:
+        axes.set_ylim(bottom=0)
+        axes.legend(ncols=2, loc="upper right", fontsize=9)
+    return figure
+
+
+@styled
+def buckets(
+    layouts: Mapping[str, Sequence[Sequence[tuple[str, int]]]], order: Sequence[str], title: str, xlabel: str
+) -> Figure:
+    """Which gradients travel together: a row for each layout, in it a frame for each bucket, in that (name, bytes) of
+    each gradient. `order` is that in which the gradients arrive: the earlier, the darker."""
+    figure, axes = plt.subplots(figsize=(9, 0.9 + 0.8 * len(layouts)))
+    gap = 0.012 * max(sum(nbytes for bucket in layout for _, nbytes in bucket) for layout in layouts.values())
+    for row, layout in enumerate(layouts.values()):
+        left = 0.0
+        for number, bucket in enumerate(layout):
+            start = left
+            for name, nbytes in bucket:
+                shade = 0.9 - 0.85 * order.index(name) / max(1, len(order) - 1)
+                axes.barh(row, nbytes, left=left, color=BLUE, alpha=shade, edgecolor="white", height=0.5)
+                look: dict[str, Any] = {"color": "white" if shade > 0.5 else INK, "fontsize": 9}
+                axes.text(left + nbytes / 2, row, name, ha="center", va="center", **look)
+                left += nbytes
+            frame = Rectangle((start, row - 0.25), left - start, 0.5, fill=False, edgecolor=INK, linewidth=1.8)
+            axes.add_patch(frame)
+            axes.text(start, row - 0.29, f"bucket {number}", fontsize=8.5, color=INK)
+            left += gap
+    axes.set_yticks(range(len(layouts)), list(layouts))
+    axes.set_xticks([])
+    axes.set_ylim(len(layouts) - 0.6, -0.6)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set(title=title, xlabel=xlabel)
+    return figure
+
+
+@styled
+def points(values: Mapping[str, tuple[float, float]], title: str, xlabel: str, ylabel: str) -> Figure:
+    """A point (x, y) for each name, which stands beside it, on logarithmic scales."""
+    figure, axes = plt.subplots(figsize=(8, 3.8))
+    for (name, (x, y)), color, marker in zip(values.items(), cycle(COLORS), cycle("os^Dv")):
+        axes.plot(x, y, marker, color=color, markersize=9, markeredgecolor="white")
+        axes.annotate(name, (x, y), xytext=(9, 0), textcoords="offset points", va="center")
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale="log", yscale="log")
+    axes.margins(x=0.2, y=0.15)
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
     return figure
 
 

@@ -1,0 +1,214 @@
+"""Timelines: what is recorded is what happened, on one clock, and the hidden part is computed right."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ddp_tutorial.buckets import Bucket
+from ddp_tutorial.ddp import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.phases import phase
+from ddp_tutorial.timeline import (
+    COMPUTE,
+    LINK,
+    Span,
+    Timeline,
+    arrivals,
+    clock_offset,
+    gather,
+    overlap,
+    predict_step,
+    ready_times,
+    record,
+    record_torch,
+)
+from ddp_tutorial.world import World
+
+# --------------------------------------------------------------------------------------------------- arithmetic
+
+
+def spans(*link: tuple[float, float], backward: tuple[float, float] = (0.0, 10.0)) -> list[Span]:
+    carried = [Span(LINK, f"bucket {i}", *times) for i, times in enumerate(link)]
+    return [Span(COMPUTE, "backward", *backward), Span(COMPUTE, "forward", -5.0, 0.0), *carried]
+
+
+@pytest.mark.parametrize(
+    ("link", "communication", "hidden", "hideable", "fraction"),
+    [
+        ([(10.0, 14.0)], 4.0, 0.0, 4.0, 0.0),  # after backward
+        ([(2.0, 6.0)], 4.0, 4.0, 4.0, 1.0),  # inside it
+        ([(8.0, 12.0)], 4.0, 2.0, 4.0, 0.5),
+        ([(2.0, 5.0), (5.0, 8.0)], 6.0, 6.0, 6.0, 1.0),
+        ([(2.0, 6.0), (4.0, 8.0)], 6.0, 6.0, 6.0, 1.0),  # two at once count once
+        ([(5.0, 35.0)], 30.0, 5.0, 10.0, 0.5),  # no more than backward can be hidden
+        ([(-4.0, -1.0)], 3.0, 0.0, 3.0, 0.0),  # forward hides nothing here
+        ([], 0.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_overlap_is_the_communication_during_backward(
+    link: list[tuple[float, float]], communication: float, hidden: float, hideable: float, fraction: float
+) -> None:
+    found = overlap(spans(*link))
+    assert found == (communication, hidden, hideable)
+    assert found.fraction == fraction
+
+
+@given(st.lists(st.tuples(st.floats(-20, 40), st.floats(0, 20)), max_size=8))
+def test_hidden_is_never_more_than_hideable(link: list[tuple[float, float]]) -> None:
+    found = overlap(spans(*[(start, start + length) for start, length in link]))
+    assert 0 <= found.hidden <= found.hideable + 1e-9
+    assert found.hideable <= found.communication + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("ready", "seconds", "expected"),
+    [
+        ([10.0], [4.0], 14.0),  # one bucket, when backward is over: nothing is hidden
+        ([2.0, 10.0], [4.0, 4.0], 14.0),  # the first is hidden
+        ([2.0, 3.0, 10.0], [4.0, 4.0, 4.0], 14.0),  # 2 to 6, 6 to 10, 10 to 14
+        ([2.0, 3.0, 10.0], [8.0, 8.0, 8.0], 26.0),  # the link is never idle after 2
+        ([2.0, 3.0], [1.0, 1.0], 10.0),  # all hidden: backward decides
+    ],
+)
+def test_a_step_ends_when_backward_and_the_last_bucket_have(
+    ready: list[float], seconds: list[float], expected: float
+) -> None:
+    assert predict_step(ready, seconds, backward=10.0) == expected
+    assert predict_step(ready, seconds, backward=10.0, rest=3.0) == expected + 3.0
+
+
+def test_a_bucket_is_ready_with_its_last_gradient_and_after_those_before_it() -> None:
+    buckets = [Bucket("", torch.empty(0), names, [], []) for names in (["a", "b"], ["c"], ["d"])]
+    assert ready_times(buckets, {"a": 1.0, "b": 4.0, "c": 2.0, "d": 5.0}) == [4.0, 4.0, 5.0]
+
+
+def test_arrivals_are_in_the_order_of_backward_and_leave_no_hook() -> None:
+    module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    loss = module(torch.randn(8, 64)).sum()
+    start = time.monotonic()
+    arrived = arrivals(module, loss.backward)
+    took = time.monotonic() - start
+    assert set(arrived) == {name for name, _ in module.named_parameters()}
+    assert arrived["3.weight"] < arrived["2.weight"] < arrived["1.weight"] < arrived["0.weight"]
+    assert min(arrived.values()) > 0
+    assert max(arrived.values()) <= took
+    before = dict(arrived)
+    module(torch.randn(8, 64)).sum().backward()
+    assert arrived == before
+
+
+def test_without_a_link_that_tells_there_is_nothing_to_record() -> None:
+    with pytest.raises(ValueError, match=r"Use record_torch\(\)"), record(None):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------- on real ranks
+
+
+def one_step(model: Any) -> None:
+    with phase("forward"):
+        loss = model(torch.randn(16, 128)).pow(2).mean()
+    with phase("backward"):
+        loss.backward()
+    with phase("finish"):
+        model.finish()
+
+
+def record_a_step(world: World, variant: str, slow: bool) -> Timeline:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
+    for layer in module:  # long enough that a busy machine does not turn the order of things around
+        layer.register_full_backward_hook(lambda *_: time.sleep(0.005))
+    link = LinkConfig(latency_ms=2, megabytes_per_second=50) if slow else None
+    options = {"bucket_cap_mb": 0.1} if variant in {"bucket", "torch"} else {}
+    model = data_parallel(module, world, DDPConfig(variant=variant, simulated_link=link, **options))  # type: ignore[arg-type]
+    for _ in range(2):
+        one_step(model)
+        module.zero_grad()
+    with record_torch() if model.link is None else record(model.link) as recorder:
+        one_step(model)
+    return gather(world, recorder)
+
+
+def record_all(world: World) -> dict[str, Timeline]:
+    told = {variant: record_a_step(world, variant, slow=True) for variant in ("naive", "flat", "bucket", "torch")}
+    return told | {
+        "direct": record_a_step(world, "bucket", slow=False),
+        "own": record_a_step(world, "torch", slow=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict[str, Timeline]]:
+    return launch(record_all, 2, device="cpu", threads=1, echo=False, timeout=100)
+
+
+def test_every_rank_is_given_the_same_timelines(recorded: list[dict[str, Timeline]]) -> None:
+    assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("arm", ["naive", "flat", "bucket", "torch", "direct", "own"])
+def test_the_parts_of_a_step_come_in_order(recorded: list[dict[str, Timeline]], arm: str, rank: int) -> None:
+    timeline = recorded[0][arm]
+    [forward], [backward] = timeline.of(rank, "forward"), timeline.of(rank, "backward")
+    finish = timeline.of(rank, "finish")[-1]
+    assert forward.start < forward.end <= backward.start < backward.end <= finish.end
+    carried = [span for span in timeline.ranks[rank] if span.lane == LINK]
+    assert all(forward.end <= span.start < span.end <= finish.end + 0.05 for span in carried)
+    # six buckets of two layers, and who uses what; torch asks nobody
+    assert len(carried) == {"naive": 25, "flat": 2, "bucket": 7, "torch": 6, "direct": 7, "own": 6}[arm]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_buckets_hide_communication_behind_backward_and_the_others_cannot(
+    recorded: list[dict[str, Timeline]], rank: int
+) -> None:
+    hidden = {arm: timeline.overlap(rank).fraction for arm, timeline in recorded[0].items()}
+    assert hidden["naive"] == hidden["flat"] == 0
+    for arm in ("bucket", "torch"):
+        [backward] = recorded[0][arm].of(rank, "backward")
+        first = min(span.start for span in recorded[0][arm].ranks[rank] if span.lane == LINK)
+        assert first < backward.end
+        assert hidden[arm] > 0
+
+
+def test_what_carried_the_gradients_is_said(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
+    assert recorded[0]["bucket"].link == "simulated link: 2 ms, 50 MB/s"
+    assert recorded[0]["direct"].link == "direct link"
+    assert "profiler" in recorded[0]["own"].link
+    recorded[0]["bucket"].save_trace(tmp_path / "trace.json")
+    assert "simulated link: 2 ms, 50 MB/s" in (tmp_path / "trace.json").read_text()
+
+
+def test_the_trace_holds_every_span_in_microseconds(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
+    timeline = recorded[0]["bucket"]
+    timeline.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert len(drawn) == sum(map(len, timeline.ranks))
+    assert min(event["ts"] for event in drawn) == 0
+    [backward] = timeline.of(1, "backward")
+    [event] = [event for event in drawn if event["name"] == "backward" and event["pid"] == 1]
+    assert event["dur"] == pytest.approx((backward.end - backward.start) * 1e6)
+    lanes = {(event["pid"], event["tid"]) for event in drawn}
+    assert lanes == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names.count("rank 0") == names.count("rank 1") == 1
+
+
+def offsets(world: World) -> tuple[float, float]:
+    return clock_offset(world), clock_offset(world, lambda: time.monotonic() + 5 * world.rank)
+
+
+def test_clocks_are_aligned_with_rank_0s() -> None:
+    for rank, (same, shifted) in enumerate(launch(offsets, 3, device="cpu", echo=False, timeout=60)):
+        assert abs(same) < 0.01
+        assert shifted == pytest.approx(-5 * rank, abs=0.01)
