@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_tutorial.collectives import all_gather, assert_same, from_rank_zero, mean, rank_zero_first, total
     from ddp_tutorial.config import ConfigError
+    from ddp_tutorial.ddp import DDPConfig, data_parallel
     from ddp_tutorial.launcher import RankError, RankTimeoutError, launch
     from ddp_tutorial.model import GPT
     from ddp_tutorial.phases import observe, phase
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "collectives": ["assert_same", "from_rank_zero", "all_gather", "mean", "rank_zero_first", "total"],
     "config": ["ConfigError"],
+    "ddp": ["DDPConfig", "data_parallel"],
     "launcher": ["RankError", "RankTimeoutError", "launch"],
     "model": ["GPT"],
     "phases": ["observe", "phase"],

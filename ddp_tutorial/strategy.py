@@ -1,17 +1,18 @@
 """How the ranks come to agree on a gradient: one method, `backward`, from the micro-batches of one step."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ddp_tutorial.ddp import DDPConfig, data_parallel
 from ddp_tutorial.metrics import Mean
 from ddp_tutorial.model import loss_sum
+from ddp_tutorial.phases import phase
 from ddp_tutorial.sources import Batch
-from ddp_tutorial.world import World, require_group
+from ddp_tutorial.world import World
 
 
 class Strategy(Protocol):
@@ -23,29 +24,24 @@ class Strategy(Protocol):
 
 
 class DDPStrategy:
-    """Every rank has the whole model and a part of the batch; torch's DDP averages the gradients during backward.
+    """Every rank has the whole model and a part of the batch; the gradients are averaged as `config` says."""
 
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
-    """
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        require_group(world)
+    def __init__(self, model: nn.Module, world: World, config: DDPConfig | None = None) -> None:
         self.world = world
-        self.model = model
-        self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-        if world.size > 1:
-            gpu = [world.device.index] if world.device.type == "cuda" else None
-            wrapped = DistributedDataParallel(model, device_ids=gpu, gradient_as_bucket_view=True)
-            self.model, self._no_sync = wrapped, wrapped.no_sync
+        self.model = data_parallel(model, world, config)
 
     def backward(self, batches: Sequence[Batch]) -> Mean:
-        # DDP averages over ranks: a rank's loss has to be its sum, times the ranks, over the tokens of all of them.
+        # Gradients are averaged over ranks: a rank's loss has to be its sum, times the ranks, over the tokens of all.
         scale = self.world.size / sum(batch.world_tokens for batch in batches)
         losses = []
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
-            with nullcontext() if is_last else self._no_sync():  # forward too: there DDP decides what to reduce
-                loss = loss_sum(self.model(batch.inputs), batch.targets)
-                (loss * scale).backward()
+            with nullcontext() if is_last else self.model.no_sync():  # forward too: torch decides there what to reduce
+                with phase("forward"):
+                    loss = loss_sum(self.model(batch.inputs), batch.targets)
+                with phase("backward"):
+                    (loss * scale).backward()
             losses.append(loss.detach())
+        with phase("finish"):
+            self.model.finish()
         return Mean(torch.stack(losses).sum(), sum(batch.targets.numel() for batch in batches))

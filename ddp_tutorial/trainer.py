@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from ddp_tutorial.collectives import assert_same, digest, from_rank_zero
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.corpus import load_corpus
+from ddp_tutorial.ddp import DDPConfig
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
 from ddp_tutorial.launcher import launch
@@ -60,6 +61,7 @@ class TrainConfig(Config):
 
     nprocs: int = Field(2, ge=1, description="ranks to start on this machine; torchrun and Slurm have their own say")
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    ddp: DDPConfig = DDPConfig()
 
     steps: int = Field(200, ge=1)
     batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
@@ -119,7 +121,7 @@ class Trainer:
         own_seed = np.random.SeedSequence([config.seed, world.rank]).generate_state(1)[0]
         torch.manual_seed(int(own_seed))  # different on every rank: so is dropout
 
-        self.strategy = DDPStrategy(self.model, world)
+        self.strategy = DDPStrategy(self.model, world, config.ddp)
         self.optimizer = make_optimizer(self.model, config)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
         self.watch = Stopwatch()

@@ -17,12 +17,14 @@ PACKAGE = Path(ddp_tutorial.__file__).parent
 LEVELS = [
     ["phases", "config", "files", "environment"],
     ["world", "console", "transport", "runs"],
-    ["rank", "collectives"],
-    ["launcher", "sharding", "corpus", "model"],
-    ["sources", "metrics"],
+    ["rank", "collectives", "buckets"],
+    ["launcher", "link", "sharding", "corpus", "model"],
+    ["sources", "metrics", "hooks", "timeline"],
+    ["ddp"],
     ["strategy"],
     ["trainer"],
-    ["notebooks", "benches", "benches.bare_rank", "exercises", "plots", "configs"],
+    ["notebooks", "benches", "benches.bare_rank", "exercises", "plots", "live", "configs"],
+    ["benches.step"],
     ["experiments", "benches.*", "exercises.*"],
     ["__main__"],
 ]

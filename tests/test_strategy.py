@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from ddp_tutorial.collectives import digest, total
+from ddp_tutorial.ddp import DDPConfig
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.model import GPT
 from ddp_tutorial.sources import Batch
@@ -14,6 +15,7 @@ from ddp_tutorial.strategy import DDPStrategy
 from ddp_tutorial.world import World
 
 CONTEXT = 16
+VARIANTS = ["naive", "flat", "bucket", "torch"]
 # How many samples each rank has in each micro-batch: ragged, and not in proportion either.
 COUNTS = {1: [[4, 2]], 2: [[1, 3], [5, 1]], 3: [[1, 3], [4, 1], [2, 2]]}
 
@@ -44,10 +46,10 @@ def gradients_of(model: GPT) -> dict[str, torch.Tensor]:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def step(world: World, micros: int) -> dict[str, Any]:
-    """One backward on this rank's batches; then another, before which DDP puts its buckets in another order."""
+def step(world: World, variant: str, micros: int) -> dict[str, Any]:
+    """One backward on this rank's batches; then another, before which buckets are cut in another order."""
     model = make_model()
-    strategy = DDPStrategy(model, world)
+    strategy = DDPStrategy(model, world, DDPConfig.model_validate({"variant": variant}))
     gradients = []
     for _ in range(2):
         loss = strategy.backward(batches_of(world.rank, world.size, micros))
@@ -62,8 +64,8 @@ def step(world: World, micros: int) -> dict[str, Any]:
     }
 
 
-def step_with_one_and_two(world: World) -> dict[int, dict[str, Any]]:
-    return {micros: step(world, micros) for micros in (1, 2)}
+def all_steps(world: World) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(variant, micros): step(world, variant, micros) for variant in VARIANTS for micros in (1, 2)}
 
 
 def by_hand(windows: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -76,19 +78,17 @@ def by_hand(windows: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_has_the_gradient_of_the_union_of_ragged_batches(size: int) -> None:
-    ranks = (
-        [step_with_one_and_two(World())] if size == 1 else launch(step_with_one_and_two, size, device="cpu", echo=False)
-    )
-    for micros in (1, 2):
+    ranks = [all_steps(World())] if size == 1 else launch(all_steps, size, device="cpu", echo=False)
+    for variant, micros in ranks[0]:
         windows = [
             [samples_of(rank, micro, COUNTS[size][rank][micro]) for micro in range(micros)] for rank in range(size)
         ]
         loss, wanted = by_hand([window for mine in windows for window in mine])
         for rank, results in enumerate(ranks):
-            found = results[micros]
+            found = results[variant, micros]
             for gradients in found["gradients"]:
                 torch.testing.assert_close(gradients, wanted, **CLOSE)
-            assert found["digests"] == ranks[0][micros]["digests"]  # bit for bit the same on all ranks
+            assert found["digests"] == ranks[0][variant, micros]["digests"]  # bit for bit the same on all ranks
             assert found["count"] == sum(COUNTS[size][rank][:micros]) * CONTEXT
             assert not found["needs gradient"]
             assert found["loss"] == pytest.approx(loss, abs=1e-5)

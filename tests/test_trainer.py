@@ -121,6 +121,17 @@ def test_the_same_config_and_world_size_give_the_same_bits_with_dropout_too() ->
             assert first.run != second.run
 
 
+def train_with_each_variant(world: World, config: TrainConfig) -> dict[str, str]:
+    variants = ("naive", "flat", "bucket", "torch")
+    return {variant: train(world, changed(config, ddp={"variant": variant})).weights for variant in variants}
+
+
+def test_on_two_ranks_every_way_to_average_gives_the_same_bits() -> None:
+    """Of two summands the order does not matter; one that ends in other bits has averaged something else."""
+    for weights in launch(train_with_each_variant, 2, changed(QUICK, steps=5), device="cpu", echo=False):
+        assert weights == dict.fromkeys(weights, weights["torch"])
+
+
 def test_another_seed_is_another_run() -> None:
     assert train(World(), QUICK).weights != train(World(), changed(QUICK, seed=1)).weights
 
