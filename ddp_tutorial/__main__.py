@@ -49,9 +49,11 @@ def train(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
     if world.is_main:
         summary = json.loads((result.run / "result.json").read_text())
         numbers = summary["metrics"]
+        link = settings.ddp.simulated_link
+        slowed = f" over a simulated link ({link.model()})" if link else ""
         text = (
             f"loss {shown(numbers['loss'])}, held out {shown(numbers['eval_loss'])}, "
-            f"{numbers['tokens_per_second']:,.0f} tokens/s on {summary['world_size']} ranks: {result.run}"
+            f"{numbers['tokens_per_second']:,.0f} tokens/s on {summary['world_size']} ranks{slowed}: {result.run}"
         )
         click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else text)
 
@@ -80,7 +82,7 @@ def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
 def bench(name: str, as_json: bool, repeats: int) -> None:
-    """Measure a claim of the project: NAME is launch or overhead."""
+    """Measure a claim of the project: NAME is launch, overhead, ddp or buckets."""
     from ddp_tutorial.benches import as_text, run_bench
 
     result = run_bench(name, repeats)

@@ -53,6 +53,15 @@ def test_train_as_json_prints_one_object_and_nothing_else() -> None:
     }
 
 
+def test_a_simulated_link_is_called_simulated_where_the_result_is_told() -> None:
+    slow = ("ddp.simulated_link.latency_ms=2", "ddp.simulated_link.megabytes_per_second=50")
+    done = run("train", "tiny", "device=cpu", "steps=2", "name=slow", "ddp.variant=bucket", "ddp.hook=bf16", *slow)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 ranks over a simulated link (2 ms, 50 MB/s): runs/slow" in done.stdout
+    summary = json.loads(Path("runs/slow/result.json").read_text())
+    assert summary["parameters"]["ddp"]["simulated_link"] == {"latency_ms": 2, "megabytes_per_second": 50}
+
+
 def test_torchrun_and_spawn_give_the_same_weights() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     arguments = ("train", "tiny", "device=cpu")
@@ -89,6 +98,8 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "corpus=text:empty.txt"), "is empty"),
         (("train", "tiny", "corpus=tales:2", "batch_size=1000"), "too few for one batch of 1000"),
         (("train", "tiny", "batch_size=1"), "'batch_size' 1 gives some of the 2 ranks nothing to do"),
+        (("train", "tiny", "ddp.varant=flat"), "unknown key 'ddp.varant'. Did you mean 'variant'?"),
+        (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
         (("bench", "lunch"), "no benchmark is called 'lunch'. Did you mean 'launch'?"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 # Each is a module beside this one, with a function `measure(repeats)`. They are imported when asked for: ranks
 # that a benchmark starts import its module too, and should not load more than what it measures.
-NAMES = ["launch", "overhead"]
+NAMES = ["launch", "overhead", "ddp", "buckets"]
 
 # Arm -> its value in each repeat.
 Samples = dict[str, list[float]]
@@ -57,8 +57,9 @@ def as_text(result: dict[str, Any]) -> str:
     """A table for people."""
     environment = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if value)
     lines = [f"bench {result['bench']} ({environment})"]
+    width = max(map(len, result["arms"]))
     lines += [
-        f"  {name:16} {arm['median']:>12,.4g} {arm['unit']:9} "
+        f"  {name:{width}} {arm['median']:>10,.4g} {arm['unit']:9} "
         f"from {arm['low']:,.4g} to {arm['high']:,.4g} in {arm['repeats']} repeats"
         for name, arm in result["arms"].items()
     ]

@@ -1,0 +1,72 @@
+"""Does the model of bucket sizes hold? Steps predicted from one measured backward, and steps measured."""
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.benches.step import Step
+from ddp_tutorial.ddp import BucketDDP, DDPConfig, LinkConfig
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.link import LinkModel
+from ddp_tutorial.phases import Stopwatch, observe
+from ddp_tutorial.timeline import arrivals, predict_step, ready_times
+from ddp_tutorial.world import World
+
+_CAPS = [0.1, 0.4, 1.6, 6.4, 25.6]  # MiB
+_LINKS = {
+    "latency_bound": LinkConfig(latency_ms=5, megabytes_per_second=1000),
+    "balanced": LinkConfig(latency_ms=1, megabytes_per_second=200),
+    "bandwidth_bound": LinkConfig(latency_ms=0.5, megabytes_per_second=50),
+}
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Seconds a step, predicted and measured, for each size of bucket on each of three simulated links; two ranks with
+    one thread each. The ratios are predicted over measured, and should be close to 1."""
+    samples = launch(_sweep, 2, repeats, device="cpu", threads=1, echo=False)[0]
+    points = [name.removesuffix("_measured") for name in samples if name.endswith("_measured")]
+    ratios = {point: (f"{point}_predicted", f"{point}_measured") for point in points}
+    return report("buckets", samples, "s", ratios)
+
+
+def _sweep(world: World, repeats: int) -> Samples:
+    samples: Samples = {}
+    for regime, link in _LINKS.items():
+        for cap in _CAPS:
+            step = Step(world, DDPConfig(variant="bucket", bucket_cap_mb=cap, simulated_link=link))
+            step()  # cuts the buckets anew
+            point = f"{regime}_{cap}"
+            samples |= {f"{point}_predicted": [], f"{point}_measured": []}
+            for _ in range(repeats):  # in turn: the machine is as busy for the one as for the other
+                dist.barrier()
+                before_and_after, arrived = _alone(step)
+                dist.barrier()
+                start = time.perf_counter()
+                with observe(Stopwatch()) as watch:
+                    step()
+                samples[f"{point}_measured"].append(time.perf_counter() - start)
+                rest = before_and_after + watch.take()["update"]
+                samples[f"{point}_predicted"].append(_predict(step, arrived, link.model(), rest))
+    return samples
+
+
+def _alone(step: Step) -> tuple[float, dict[str, float]]:
+    """Seconds of a forward, and when the gradients arrive in a backward that talks to nobody."""
+    start = time.perf_counter()
+    with step.model.no_sync():
+        loss = step.loss()
+        forward = time.perf_counter() - start
+        arrived = arrivals(step.module, loss.backward)
+    step.optimizer.zero_grad()
+    return forward, arrived
+
+
+def _predict(step: Step, arrived: dict[str, float], link: LinkModel, rest: float) -> float:
+    assert isinstance(step.model, BucketDDP)
+    size, backward = step.model.world.size, max(arrived.values())
+    seconds = [link.ring_seconds(bucket.buffer.nbytes, size) for bucket in step.model.buckets]
+    who_uses_what = link.ring_seconds(4 * len(arrived), size)
+    ready = ready_times(step.model.buckets, arrived)
+    return predict_step([*ready, backward], [*seconds, who_uses_what], backward, rest)
