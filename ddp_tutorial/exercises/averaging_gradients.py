@@ -1,0 +1,374 @@
+"""The exercises of 03_averaging_gradients: average by hand, weigh unequal parts, start out equal."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_tutorial.collectives import total
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
+from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.world import World
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    return "[" + ", ".join(f"{number:g}" for number in tensor.detach().flatten().tolist()) + "]"
+
+
+# ---------------------------------------------------------------------------------------------- 1. average by hand
+
+
+class _Routes(nn.Module):
+    """Three vectors of the same length: one that every rank uses, one that only some do, one that never learns.
+
+    The loss is a product with the inputs, so that the gradient of each vector is the input itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Parameter(torch.tensor([1.0, 1.0]))
+        self.always = nn.Parameter(torch.tensor([1.0, 1.0]))
+        self.frozen = nn.Parameter(torch.tensor([1.0, 1.0]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, *, detour: bool) -> torch.Tensor:
+        y = (self.always * x).sum()
+        return y + (self.sometimes * x).sum() * 10 if detour else y
+
+
+def _run_average(world: World, answer: Answer) -> None:
+    """Rank r has the input [r + 1, 0]; first all take the detour, then all but the last rank."""
+    local = torch.tensor([world.rank + 1.0, 0.0])
+    everyone = sum(range(1, world.size + 1)) / world.size
+    with_detour = sum(range(1, world.size)) / world.size
+    model = _Routes()
+    model(local, detour=True).backward()
+    answer(world, model)
+    _expect_average(world, model, "always", local, torch.tensor([everyone, 0.0]))
+    _expect_average(world, model, "sometimes", 10 * local, torch.tensor([10 * everyone, 0.0]))
+
+    model, last = _Routes(), world.rank == world.size - 1
+    model(local, detour=not last).backward()
+    story = (
+        f"Here the last rank, rank {world.size - 1}, does not use the weight `sometimes` in its loss, so on that rank "
+        "`sometimes.grad` is None. It counts as zero in the average, and that rank has to enter the all-reduce too."
+    )
+    try:
+        answer(world, model)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise WrongAnswerError(f"{story} Your function ended in {type(error).__name__}: {error}") from None
+    local = torch.tensor([0.0, 0.0]) if last else 10 * local
+    _expect_average(world, model, "sometimes", local, torch.tensor([10 * with_detour, 0.0]), story)
+    frozen = model.frozen.grad
+    expect(frozen is None or not frozen.any(), "The frozen weight should have no gradient after averaging either.")
+
+
+def _expect_average(
+    world: World, model: nn.Module, name: str, local: torch.Tensor, average: torch.Tensor, story: str = ""
+) -> None:
+    weight = model.get_parameter(name)
+    expect(bool((weight == 1).all()), f"The weights should stay as they are; `{name}` became {_numbers(weight)}.")
+    expect(weight.grad is not None, f"{story} Rank {world.rank} still has no gradient for it afterwards.".strip())
+    got = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    if torch.allclose(got, average):
+        return
+    if torch.allclose(got, local):
+        found = "it is still that of its own samples"
+    elif torch.allclose(got, average * world.size):
+        found = "this is the sum over the ranks"
+    elif torch.allclose(got, average / world.size):
+        found = "it has been divided twice"
+    else:
+        found = f"neither that nor its own, {_numbers(local)}"
+    raise WrongAnswerError(
+        f"{story} On rank {world.rank} of {world.size}, the gradient of `{name}` should be the average "
+        f"{_numbers(average)}; got {_numbers(got)}: {found}.".strip()
+    )
+
+
+def _test_average(answer: Answer) -> str:
+    try:
+        launch(_run_average, 3, answer, device="cpu", echo=False, timeout=15)
+    except RankTimeoutError as error:
+        message = (
+            "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
+        )
+        raise WrongAnswerError(f"{message}\n{error}") from None
+    return "Every rank has the average, also where one of them had no gradient to give, and the weights are untouched."
+
+
+def _average_gradients(world: World, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # the same on all ranks
+            continue
+        if parameter.grad is None:  # perhaps not the same on all ranks: take part with zeros
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world.size
+
+
+def _with(finish: Callable[[World, nn.Parameter, torch.Tensor], None]) -> Answer:
+    """The solution but for what it does with a weight and its gradient."""
+
+    def answer(world: World, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                finish(world, parameter, parameter.grad)
+
+    return answer
+
+
+def _sum_only(world: World, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    dist.all_reduce(grad)
+
+
+def _divide_by_two(world: World, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    dist.all_reduce(grad)
+    grad /= 2
+
+
+def _divide_twice(world: World, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    grad /= world.size
+    dist.all_reduce(grad)
+    grad /= world.size
+
+
+def _average_weight(world: World, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    dist.all_reduce(parameter.data)
+    parameter.data /= world.size
+
+
+def _average_copy(world: World, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    grad = total(world, grad) / world.size
+
+
+def _skips_missing(world: World, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world.size
+
+
+def _expects_all(world: World, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(world.size)  # type: ignore[union-attr]
+
+
+average_gradients = Exercise(
+    task="average_gradients(world, model): after backward, replace each gradient by its average over the ranks.",
+    test=_test_average,
+    solution=_average_gradients,
+    wrong={
+        "adds up and does not divide": _with(_sum_only),
+        "divides by two, whatever the number of ranks": _with(_divide_by_two),
+        "divides before and after": _with(_divide_twice),
+        "averages the weights": _with(_average_weight),
+        "averages a copy": _with(_average_copy),
+        "skips a weight that has no gradient here, but has one elsewhere": _skips_missing,
+        "expects a gradient everywhere": _expects_all,
+    },
+    hints=(
+        "dist.all_reduce(tensor) adds up over the ranks, in place, and returns nothing. What is left to do?",
+        "A weight that took no part in this rank's loss has .grad None. Do the other ranks know that?",
+        "Let every rank take part for every weight that requires_grad; whoever has no gradient brings zeros.",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------ 2. weigh unequal parts
+
+_PARTS: tuple[tuple[tuple[float, ...], ...], ...] = (((1, 2, 3), (9,)), ((2, 4, 6, 8), (1, 5)), ((3, 5), ()))
+_ALL_ENTER = "every rank must enter the collective, also one that has no samples this time."
+
+
+def _run_ragged(world: World, answer: Answer) -> list[float]:
+    """This rank's gradient for each of the parts. One weight w = 1; a sample x has the loss w * x, so the gradient of
+    a sum of losses is the sum of its samples."""
+    gradients = []
+    for parts in _PARTS:
+        weight = torch.ones((), requires_grad=True)
+        mine = torch.tensor(parts[world.rank], dtype=torch.float32)
+        try:
+            loss = answer(world, (weight * mine).sum(), len(mine))
+        except RuntimeError as error:
+            if "peer" not in str(error):
+                raise
+            message = f"Rank {world.rank} waited in a collective, and the other rank had left: {_ALL_ENTER}"
+            raise WrongAnswerError(message) from None
+        expect(
+            isinstance(loss, torch.Tensor) and loss.requires_grad,
+            "What you return has no gradient: backward would fail. A collective leaves plain numbers, which do not "
+            "remember where they came from. Use it for counts, not for the loss itself.",
+        )
+        gradients.append(float(torch.autograd.grad(loss, weight)[0]))
+    return gradients
+
+
+def _test_ragged(answer: Answer) -> str:
+    try:
+        results = launch(_run_ragged, 2, answer, device="cpu", echo=False, timeout=15)
+    except RankTimeoutError as error:
+        raise WrongAnswerError(f"Some rank waits for the others for ever: {_ALL_ENTER}\n{error}") from None
+    for parts, gradients in zip(_PARTS, zip(*results, strict=True), strict=True):
+        union = [sample for part in parts for sample in part]
+        averaged, true = sum(gradients) / len(parts), sum(union) / len(union)
+        expect(
+            abs(averaged - true) < 1e-5,
+            f"With samples {list(parts[0])} on rank 0 and {list(parts[1])} on rank 1, all {len(union)} in one batch "
+            f"have the gradient {true:.4f}. Yours, averaged over the ranks, is {averaged:.4f}.",
+        )
+    return "However unequal the parts, the averaged gradient is that of one batch; even with nothing on one rank."
+
+
+def _ragged_loss(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
+    everyones = torch.tensor(float(count))
+    dist.all_reduce(everyones)  # how many samples there are on all ranks
+    return loss_sum * world.size / everyones  # the averaging will divide by world.size
+
+
+def _own_mean(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
+    return loss_sum / max(count, 1)
+
+
+def _over_everyones_count(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
+    return loss_sum / total(world, torch.tensor(float(count)))
+
+
+def _sums_of_losses(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
+    return total(world, loss_sum) / total(world, torch.tensor(float(count)))
+
+
+def _weighed_twice(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
+    return loss_sum * count / total(world, torch.tensor(float(count)))
+
+
+def _skips_when_empty(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
+    return _ragged_loss(world, loss_sum, count) if count else loss_sum
+
+
+ragged_loss = Exercise(
+    task=(
+        "ragged_loss(world, loss_sum, count): return what to call .backward() on, so that averaging the gradients over "
+        "the ranks gives that of the mean loss over all their samples."
+    ),
+    test=_test_ragged,
+    solution=_ragged_loss,
+    wrong={
+        "takes the mean of its own samples": _own_mean,
+        "forgets that averaging divides by the number of ranks": _over_everyones_count,
+        "adds up the losses, which cuts them off from the weights": _sums_of_losses,
+        "weighs a sum once more by its count": _weighed_twice,
+        "leaves the others alone when it has no samples": _skips_when_empty,
+    },
+    hints=(
+        "What you want: (sum of rank 0 + sum of rank 1 + ...) / (count of rank 0 + count of rank 1 + ...).",
+        "A rank knows its own count. One all-reduce of a number tells it the count of all.",
+        "The averaging afterwards divides by world.size. Multiply by it before.",
+    ),
+)
+
+# ----------------------------------------------------------------------------------------------- 3. start out equal
+
+
+def _make_own(rank: int) -> nn.Sequential:
+    """A model as rank `rank` finds it: weights, a frozen layer, and buffers (floats and a count), all its own."""
+    torch.manual_seed(100 + rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[2].requires_grad_(False)
+    for _ in range(rank + 1):
+        model(torch.randn(5, 3))  # the batch norm counts batches, and keeps a running mean
+    return model
+
+
+def _run_start(world: World, answer: Answer) -> None:
+    model = _make_own(world.rank)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    own, rank_zero = _make_own(world.rank).state_dict(), _make_own(0).state_dict()
+    answer(world, model)
+    for name, parameter in model.named_parameters():
+        expect(
+            parameter.data_ptr() == before[name],
+            f"`{name}` is a new tensor now. An optimiser made before would go on with the old one: copy into what is "
+            "there.",
+        )
+    for name, got in model.state_dict().items():
+        if torch.equal(got, rank_zero[name]):
+            continue
+        kind = "buffer" if name in dict(model.named_buffers()) else "weight"
+        frozen = kind == "weight" and not model.get_parameter(name).requires_grad
+        found = "still its own" if torch.equal(got, own[name]) else "neither its own nor that of rank 0"
+        raise WrongAnswerError(
+            f"On rank {world.rank}, the {'frozen ' if frozen else ''}{kind} `{name}` is {found}: it starts with "
+            f"{_numbers(got.flatten()[:2])}, rank 0's with {_numbers(rank_zero[name].flatten()[:2])}."
+        )
+
+
+def _test_start(answer: Answer) -> str:
+    try:
+        launch(_run_start, 2, answer, device="cpu", echo=False, timeout=15)
+    except RankTimeoutError as error:
+        message = "Some rank waits for the others for ever. Every rank must enter the same collectives."
+        raise WrongAnswerError(f"{message}\n{error}") from None
+    return "Weights, frozen weights and buffers are those of rank 0, on every rank, in the same tensors as before."
+
+
+def _start_equal(world: World, model: nn.Module) -> None:
+    for tensor in model.state_dict().values():  # weights and buffers, not copied: the model's own memory
+        dist.broadcast(tensor, src=0)
+
+
+def _weights_only(world: World, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+
+
+def _without_frozen(world: World, model: nn.Module) -> None:
+    tensors = [p.data for p in model.parameters() if p.requires_grad] + list(model.buffers())
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0)
+
+
+def _broadcast_copies(world: World, model: nn.Module) -> None:
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor.clone(), src=0)
+
+
+def _average_starts(world: World, model: nn.Module) -> None:
+    for tensor in model.state_dict().values():
+        tensor.copy_(total(world, tensor) / world.size)
+
+
+def _on_rank_zero(world: World, model: nn.Module) -> None:
+    if world.rank == 0:
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, src=0)
+
+
+def _new_tensors(world: World, model: nn.Module) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for tensor in state.values():
+        dist.broadcast(tensor, src=0)
+    model.load_state_dict(state, assign=True)
+
+
+start_equal = Exercise(
+    task="start_equal(world, model): give every rank the model of rank 0, all that its state_dict() holds.",
+    test=_test_start,
+    solution=_start_equal,
+    wrong={
+        "leaves out the buffers": _weights_only,
+        "leaves out what is frozen": _without_frozen,
+        "broadcasts copies": _broadcast_copies,
+        "averages the starts": _average_starts,
+        "broadcasts on rank 0 only": _on_rank_zero,
+        "puts new tensors in": _new_tensors,
+    },
+    hints=(
+        "dist.broadcast(tensor, src=0) sends on rank 0 and receives on all others: every rank calls it.",
+        "A model is more than its parameters(): batch norm, for one, has buffers.",
+        "model.state_dict() gives weights and buffers, and each of its tensors shares memory with the model.",
+    ),
+)
