@@ -1,0 +1,488 @@
+"""The exercises of 04_ddp_from_scratch: cut gradients into buckets, send a bucket in time, and pause the sending."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
+from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.world import World
+
+# -------------------------------------------------------------------------------------------- 1. cut into buckets
+
+_CUTS = (
+    ([4, 4, 4, 4], 8, [[3, 2], [1, 0]]),
+    ([10, 1, 1, 1, 6], 5, [[4], [3, 2, 1, 0]]),
+    ([2, 3, 2, 4, 1], 6, [[4, 3, 2], [1, 0]]),
+    ([1, 1, 9, 1, 1], 4, [[4, 3, 2], [1, 0]]),
+    ([3, 2, 1], 100, [[2, 1, 0]]),
+    ([5, 5, 5], 1, [[2], [1], [0]]),
+)
+
+
+def _test_assign(answer: Answer) -> str:
+    for sizes, cap, true in _CUTS:
+        got = [list(bucket) for bucket in answer(list(sizes), cap)]
+        case = f"assign({sizes}, cap={cap}) should be {true}; got {got}."
+        places = [place for bucket in got for place in bucket]
+        missing = sorted(set(range(len(sizes))) - set(places))
+        expect(not missing, f"{case} Parameter {missing and missing[0]} is in no bucket: nobody would average it.")
+        expect(len(places) == len(sizes), f"{case} Some parameter is in two places, or there is one too many.")
+        expect(all(got), f"{case} An empty bucket would never be full.")
+        expect(
+            places == list(reversed(range(len(sizes)))),
+            f"{case} Backward reaches the last parameter first, so the first bucket should begin with it; else every "
+            "bucket waits for the end of backward.",
+        )
+        if got != true:
+            held = next(sum(sizes[i] for i in found) for found, right in zip(got, true, strict=False) if found != right)
+            raise WrongAnswerError(
+                f"{case} The rule: a bucket takes gradients until it holds {cap} bytes or more, and then it is full. "
+                f"One of yours, not the last, holds {held}."
+            )
+    return "Every parameter is in one bucket, the last ones come first, and each bucket but the last is full."
+
+
+def _assign(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    bucket: list[int] = []
+    for index in reversed(range(len(sizes))):
+        bucket.append(index)
+        if sum(sizes[i] for i in bucket) >= cap:  # full
+            buckets.append(bucket)
+            bucket = []
+    return [*buckets, bucket] if bucket else buckets  # the last one need not be full
+
+
+def _assign_forward(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    last = len(sizes) - 1
+    return [[last - index for index in bucket] for bucket in _assign(sizes[::-1], cap)]
+
+
+def _assign_below_cap(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    for index in reversed(range(len(sizes))):
+        if not buckets or sum(sizes[i] for i in buckets[-1]) + sizes[index] > cap:
+            buckets.append([])
+        buckets[-1].append(index)
+    return buckets
+
+
+def _assign_only_full(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    return [bucket for bucket in _assign(sizes, cap) if sum(sizes[i] for i in bucket) >= cap]
+
+
+def _assign_beyond_cap(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    return _assign(sizes, cap + 1)
+
+
+def _assign_by_count(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    return _assign([1] * len(sizes), cap)
+
+
+assign = Exercise(
+    task=(
+        "assign(sizes, cap): cut the parameters, whose gradients have these sizes in bytes, into buckets of at least "
+        "cap bytes, the last parameter first; return lists of indices."
+    ),
+    test=_test_assign,
+    solution=_assign,
+    wrong={
+        "begins with the first parameter": _assign_forward,
+        "closes a bucket before it is full": _assign_below_cap,
+        "loses what is left over at the end": _assign_only_full,
+        "goes on where a bucket holds exactly cap": _assign_beyond_cap,
+        "counts parameters, not bytes": _assign_by_count,
+    },
+    hints=(
+        "Walk through reversed(range(len(sizes))), with one open bucket that you add to.",
+        "After adding: does the open bucket hold cap bytes or more? Then put it away and open a new one.",
+        "When the walk is over, the open bucket may hold something. It counts, too, but only if it is not empty.",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------- 2. send it in time
+
+
+@dataclass
+class _Parcel:
+    """A bucket as the exercise hands it out."""
+
+    parameters: list[nn.Parameter]
+    buffer: torch.Tensor
+    missing: int
+    work: Any = None
+
+
+@dataclass
+class _Log:
+    """What happened on this rank during a step."""
+
+    started: int = 0
+    blocking: bool = False
+    waited: bool = False
+    in_backward: bool = True
+    trouble: str = ""
+
+
+class _Watched:
+    """An all-reduce under way, and whether somebody waited for it during backward."""
+
+    def __init__(self, work: Any, log: _Log) -> None:
+        self.work, self.log = work, log
+
+    def wait(self) -> None:
+        self.log.waited |= self.log.in_backward
+        self.work.wait()
+
+
+def _watch(log: _Log) -> Any:
+    """Stand in for `dist.all_reduce`, do the same, and note it."""
+    all_reduce = dist.all_reduce
+
+    def watched(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        log.started += 1
+        work = all_reduce(tensor, *args, **options)
+        log.blocking |= work is None
+        return work and _Watched(work, log)
+
+    return patch.object(dist, "all_reduce", watched)
+
+
+def _run_in_time(world: World, answer: Answer) -> None:
+    """Two steps of three layers in two buckets: layers 2 and 1, and layer 0. Each rank has inputs of its own."""
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    inputs = [torch.arange(6.0).view(2, 3) / 10 + rank for rank in range(world.size)]
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.eye(3) + 0.1 * number)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    gradients = [torch.autograd.grad(model(each).square().mean(), list(model.parameters())) for each in inputs]
+    layers = list(model.parameters())
+    parcels = [_Parcel(part, torch.zeros(9 * len(part)), len(part)) for part in ([layers[2], layers[1]], [layers[0]])]
+    log = _Log()
+
+    def on_gradient(parcel: _Parcel, parameter: nn.Parameter) -> None:
+        there = sum(each.grad is not None for each in parcel.parameters)
+        try:
+            answer(world, parcel, parameter)
+        except NotImplementedError:
+            raise
+        except (TypeError, AttributeError, RuntimeError) as error:
+            log.trouble = log.trouble or (
+                f"When {there} of {len(parcel.parameters)} gradients of a bucket were there, your function ended in "
+                f"{type(error).__name__}: {error}."
+            )
+
+    for parcel in parcels:
+        for parameter in parcel.parameters:
+            parameter.register_post_accumulate_grad_hook(partial(on_gradient, parcel))
+    for _ in range(2):
+        model.zero_grad()
+        log.started, log.in_backward = 0, True
+        with _watch(log):
+            model(inputs[world.rank]).square().mean().backward()
+        log.in_backward = False
+        _look_at(world, log, parcels)
+        for parcel in parcels:  # this is finish()
+            parcel.work.wait()
+            for parameter, piece in zip(parcel.parameters, parcel.buffer.split(9), strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(piece.view_as(parameter))
+            parcel.missing, parcel.work = len(parcel.parameters), None
+        for number, parameter in enumerate(layers):
+            _compare(world, number, parameter, weights[number], [each[number] for each in gradients])
+
+
+def _look_at(world: World, log: _Log, parcels: Sequence[_Parcel]) -> None:
+    expect(not log.trouble, f"{log.trouble} Send a bucket when all its gradients are there, not before.")
+    expect(
+        log.started == len(parcels),
+        f"There are {len(parcels)} buckets, so backward should start {len(parcels)} all-reduces; it started "
+        f"{log.started}.",
+    )
+    expect(
+        not log.blocking and not log.waited,
+        "Your hook waits for its all-reduce, and so backward stands still meanwhile: nothing is hidden. Start it, keep "
+        "what all_reduce(..., async_op=True) returns in bucket.work, and leave the waiting to finish.",
+    )
+    lost = [number for number, parcel in enumerate(parcels) if parcel.work is None]
+    expect(
+        not lost, f"bucket.work of bucket {lost and lost[0]} is None after backward: finish has nothing to wait for."
+    )
+
+
+def _compare(
+    world: World, number: int, parameter: nn.Parameter, weight: torch.Tensor, gradients: Sequence[torch.Tensor]
+) -> None:
+    expect(torch.equal(parameter, weight), f"The weights of layer {number} have changed; only gradients should.")
+    got, mean = parameter.grad, torch.stack(list(gradients)).mean(0)
+    assert got is not None
+    if torch.allclose(got, mean):
+        return
+    if torch.allclose(got, mean * world.size):
+        found = "this is the sum over the ranks; one division is missing"
+    elif torch.allclose(got, mean / world.size):
+        found = "this has been divided twice"
+    elif torch.allclose(got, weight) or torch.allclose(got, weight * world.size):
+        found = "these are the weights: the hook is given the parameter, and its gradient is in .grad"
+    elif torch.allclose(got, gradients[world.rank]):
+        found = "this is still the rank's own gradient"
+    else:
+        found = "neither the mean, nor the sum, nor its own"
+    raise WrongAnswerError(
+        f"On rank {world.rank}, the gradient of layer {number} should begin with {_numbers(mean)}; "
+        f"got {_numbers(got)}: {found}."
+    )
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    return "[" + ", ".join(f"{number:.4g}" for number in tensor.detach().flatten()[:2].tolist()) + "]"
+
+
+def _launch(run: Callable[[World, Answer], None], answer: Answer) -> None:
+    try:
+        launch(run, 2, answer, device="cpu", echo=False, timeout=20)
+    except RankTimeoutError as error:
+        message = "Some rank waits for the others for ever. Every rank must start the same all-reduces."
+        raise WrongAnswerError(f"{message}\n{error}") from None
+
+
+def _test_in_time(answer: Answer) -> str:
+    _launch(_run_in_time, answer)
+    return "Two all-reduces, started during backward and not waited for; both ranks have the mean, in both steps."
+
+
+def _on_gradient(world: World, bucket: Any, parameter: nn.Parameter) -> None:
+    bucket.missing -= 1
+    if bucket.missing == 0:
+        torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)
+        bucket.buffer /= world.size
+        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
+
+
+def _fill(bucket: _Parcel, share: float) -> None:
+    tensors = [torch.zeros(9) if p.grad is None else p.grad.flatten() for p in bucket.parameters]
+    bucket.buffer.copy_(torch.cat(tensors) * share)
+
+
+def _waits_inside(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+    _on_gradient(world, bucket, parameter)
+    if bucket.work:
+        bucket.work.wait()
+
+
+def _is_not_asynchronous(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+    bucket.missing -= 1
+    if bucket.missing == 0:
+        _fill(bucket, 1 / world.size)
+        bucket.work = dist.all_reduce(bucket.buffer)
+
+
+def _sends_weights(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+    bucket.missing -= 1
+    if bucket.missing == 0:
+        bucket.buffer.copy_(torch.cat([p.detach().flatten() for p in bucket.parameters]) / world.size)
+        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
+
+
+def _does_not_divide(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+    bucket.missing -= 1
+    if bucket.missing == 0:
+        _fill(bucket, 1)
+        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
+
+
+def _sends_at_the_first(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+    if bucket.work is None:
+        torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)  # type: ignore[union-attr]
+        bucket.buffer /= world.size
+        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
+
+
+def _sends_at_each(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+    _fill(bucket, 1 / world.size)
+    bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
+
+
+def _forgets_the_work(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+    bucket.missing -= 1
+    if bucket.missing == 0:
+        _fill(bucket, 1 / world.size)
+        dist.all_reduce(bucket.buffer, async_op=True)
+
+
+on_gradient = Exercise(
+    task=(
+        "on_gradient(world, bucket, parameter): called when parameter.grad is complete. When the bucket is full, start "
+        "its all-reduce in bucket.buffer, and keep what there is to wait for in bucket.work."
+    ),
+    test=_test_in_time,
+    solution=_on_gradient,
+    wrong={
+        "waits inside the hook": _waits_inside,
+        "forgets async_op": _is_not_asynchronous,
+        "sends the weights, which is what the hook is given": _sends_weights,
+        "forgets to divide": _does_not_divide,
+        "sends when the first gradient is there": _sends_at_the_first,
+        "sends whenever a gradient comes in": _sends_at_each,
+        "does not keep what there is to wait for": _forgets_the_work,
+    },
+    hints=(
+        "bucket.missing says how many gradients are still to come. Whose job is it to count it down?",
+        "torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer) fills the buffer.",
+        "Divide the buffer by world.size, then bucket.work = dist.all_reduce(bucket.buffer, async_op=True).",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------ 3. pause the sending
+
+
+class _Pausable:
+    """One weight w = 1 and the loss w * x, so the gradient is x; averaged in the hook, unless `sync` is False."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.sync = world, True
+        self.weight = nn.Parameter(torch.ones(()))
+        self.weight.register_post_accumulate_grad_hook(self._average)
+
+    def _average(self, weight: nn.Parameter) -> None:
+        if self.sync:
+            assert weight.grad is not None
+            dist.all_reduce(weight.grad)
+            weight.grad /= self.world.size
+
+    def backward(self, x: float) -> None:
+        (self.weight * x).backward()
+
+    def gradient(self) -> float:
+        """What has been added up, which then is forgotten."""
+        assert self.weight.grad is not None
+        value, self.weight.grad = float(self.weight.grad), None
+        return value
+
+
+def _pause(answer: Answer, model: _Pausable) -> AbstractContextManager[None]:
+    """The learner's generator as a context manager; fine if it is one already."""
+    made = answer(model)
+    if isinstance(made, AbstractContextManager):
+        return made
+    expect(isinstance(made, Iterator), "There is no yield in your function. Write one, where the block should run.")
+    return contextmanager(lambda: made)()
+
+
+def _run_pause(world: World, answer: Answer) -> None:
+    model, pause = _Pausable(world), partial(_pause, answer)
+    mine, mean = 1.0 + world.rank, 1.5
+    with pause(model):
+        model.backward(mine)
+        expect(
+            world.size == 1 or float(model.weight.grad or 0) == mine,
+            f"Inside the block, rank {world.rank} should keep its own gradient {mine}; it has {model.weight.grad}: "
+            "the ranks have talked.",
+        )
+        with pause(model):
+            model.backward(mine)
+        expect(
+            not model.sync,
+            "A block inside a block has ended, and the outer one is still open. model.sync should be what it was when "
+            "the inner one began, False; it is True.",
+        )
+    model.backward(mine)
+    _expect_gradient(world, model, 3 * mean, "After two micro-batches inside the block and one behind it")
+
+    interrupted = False
+    try:
+        with pause(model):
+            model.backward(mine)
+            raise KeyError("a sample that cannot be read")
+    except KeyError:
+        interrupted = True
+    expect(interrupted, "An exception inside the block should come out of it; yours swallowed it.")
+    model.weight.grad = None
+    model.backward(mine)
+    _expect_gradient(world, model, mean, "In the step after an exception inside the block")
+
+
+def _expect_gradient(world: World, model: _Pausable, true: float, when: str) -> None:
+    got = model.gradient()
+    expect(
+        abs(got - true) < 1e-6,
+        f"{when}, rank {world.rank} should have the mean over the ranks, {true:g}; it has {got:g}. "
+        f"model.sync is {model.sync}" + ("." if model.sync else ": from here on the ranks train apart, in silence."),
+    )
+
+
+def _test_pause(answer: Answer) -> str:
+    _launch(_run_pause, answer)
+    return "Nothing is sent inside, the sum is averaged after it, and an exception does not leave the ranks apart."
+
+
+def _no_sync(model: Any) -> Iterator[None]:
+    before, model.sync = model.sync, False
+    try:
+        yield
+    finally:  # also after an exception
+        model.sync = before
+
+
+def _not_after_an_exception(model: _Pausable) -> Iterator[None]:
+    before, model.sync = model.sync, False
+    yield
+    model.sync = before
+
+
+def _always_true_again(model: _Pausable) -> Iterator[None]:
+    model.sync = False
+    try:
+        yield
+    finally:
+        model.sync = True
+
+
+def _never_ends(model: _Pausable) -> Iterator[None]:
+    model.sync = False
+    yield
+
+
+def _swallows(model: _Pausable) -> Iterator[None]:
+    before, model.sync = model.sync, False
+    try:
+        yield
+    except Exception:
+        pass
+    finally:
+        model.sync = before
+
+
+def _does_not_pause(model: _Pausable) -> Iterator[None]:
+    yield
+
+
+no_sync = Exercise(
+    task=(
+        "no_sync(model): set model.sync to False, yield once, and leave it as it was before, whatever happens. "
+        "(The check makes it a context manager.)"
+    ),
+    test=_test_pause,
+    solution=_no_sync,
+    wrong={
+        "restores nothing after an exception": _not_after_an_exception,
+        "sets it to True rather than to what it was": _always_true_again,
+        "never restores it": _never_ends,
+        "swallows the exception": _swallows,
+        "does not pause": _does_not_pause,
+    },
+    hints=(
+        "Before the yield the block begins, behind it the block has ended. If the block raises, so does the yield.",
+        "Remember what model.sync was: a block may be inside another one.",
+        "try: yield, finally: put back what you remembered.",
+    ),
+)
