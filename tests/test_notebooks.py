@@ -23,6 +23,10 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
 SMALL = {
     "00_quickstart": ["-p", "steps", "10", "-p", "corpus", "tales"],
     "01_processes": [],
+    "02_collectives": [],
+    "03_averaging_gradients": ["-p", "steps", "30"],
+    "04_ddp_from_scratch": ["-p", "repeats", "3"],
+    "05_inside_torch_ddp": ["-p", "steps", "40", "-p", "repeats", "3"],
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
 }
 ROOT = Path(__file__).parent.parent

@@ -1,0 +1,493 @@
+"""The exercises of 05_inside_torch_ddp: which way in, a hook of 16 bits, and where torch cuts."""
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_tutorial.buckets import MIB
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
+from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.world import World
+
+# --------------------------------------------------------------------------------------------------- 1. which way in?
+
+Evaluated = tuple[float, dict[str, torch.Tensor]] | None
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def _not_alone(ddp: DistributedDataParallel, _: object) -> None:
+    """Called before each forward through `ddp`. Training through it is everybody's; the ranks must not part here."""
+    if not ddp.training or not torch.is_grad_enabled():
+        raise WrongAnswerError(
+            "The evaluation went through ddp(...). The model has buffers (BatchNorm's), so that starts with a "
+            "broadcast which all ranks must enter; rank 0 was alone. Evaluate through ddp.module: that talks to nobody."
+        )
+
+
+def _run_train_and_evaluate(world: World, answer: Answer) -> None:
+    model = _model()
+    ddp = DistributedDataParallel(model)
+    ddp.register_forward_pre_hook(_not_alone)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(world.rank)
+    for step in (1, 2):
+        x, held_out = torch.randn(8, 2, generator=generator) + world.rank, torch.randn(5, 2, generator=generator)
+        before = model.get_parameter("0.weight").detach().clone()
+        result = answer(world, ddp, optimizer, x, held_out)
+        _expect_in_step(world, model, before, step)
+        _expect_evaluated(world, model, held_out, result)
+        expect(
+            ddp.training and model.training,
+            "The model is still in evaluation mode when the next training step comes: switch back with .train().",
+        )
+
+
+def _expect_in_step(world: World, model: nn.Sequential, before: torch.Tensor, step: int) -> None:
+    weight = model.get_parameter("0.weight").detach()
+    everyones = all_gather(world, (weight.tolist(), bool((weight != before).any())))
+    expect(all(moved for _, moved in everyones), f"In step {step} the weights did not change. Was there a step?")
+    apart = max(abs(weight - torch.tensor(other)).max().item() for other, _ in everyones)
+    expect(
+        apart == 0,
+        f"After step {step} the ranks have different weights, up to {apart:.4f} apart: their gradients were not "
+        "averaged. Only a forward through ddp(x) prepares that; ddp.module(x) goes around it.",
+    )
+
+
+def _expect_evaluated(world: World, model: nn.Sequential, held_out: torch.Tensor, result: Any) -> None:
+    if not world.is_main:
+        expect(result is None, f"Rank {world.rank} should return None; got {result!r}.")
+        return
+    expect(
+        isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], float) and isinstance(result[1], dict),
+        f"Rank 0 should return (loss, weights): a float and a state dict; got {result!r}.",
+    )
+    loss, weights = result
+    prefixed = [key for key in weights if key.startswith("module.")]
+    expect(
+        not prefixed,
+        f"A bare model cannot load these weights: it has no key {prefixed and prefixed[0]!r}. That prefix is DDP's "
+        "own; take the state dict of ddp.module.",
+    )
+    bare = _model()
+    problem = bare.load_state_dict(weights, strict=False)
+    expect(not any(problem), f"A bare model cannot load these weights: {problem}.")
+    with torch.no_grad():
+        in_training, true = (float(bare.train(mode)(held_out).square().mean()) for mode in (True, False))
+        bare.load_state_dict(weights)
+        true = float(bare.eval()(held_out).square().mean())
+    if abs(loss - in_training) < 1e-6 < abs(loss - true):
+        found = "That is the loss in training mode: switch with .eval() first."
+    else:
+        found = "Was BatchNorm in evaluation mode, and was it after the step?"
+    expect(abs(loss - true) < 1e-6, f"On held_out the weights have a loss of {true:.5f}; got {loss:.5f}. {found}")
+
+
+def _test_train_and_evaluate(answer: Answer) -> str:
+    try:
+        launch(_run_train_and_evaluate, 2, answer, device="cpu", echo=False, timeout=40)
+    except RankTimeoutError as error:
+        message = "A rank waits for the others for ever. All must train, through ddp; only rank 0 evaluates."
+        raise WrongAnswerError(f"{message}\n{error}") from None
+    return "The ranks train together, rank 0 evaluates alone, and its weights fit a bare model."
+
+
+def _train_and_evaluate(
+    world: World,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    x: torch.Tensor,
+    held_out: torch.Tensor,
+) -> Evaluated:
+    optimizer.zero_grad()
+    ddp(x).square().mean().backward()  # through ddp: this is what averages
+    optimizer.step()
+    if world.rank != 0:
+        return None
+    ddp.module.eval()
+    with torch.no_grad():
+        loss = ddp.module(held_out).square().mean()  # through the module: rank 0 is alone here
+    ddp.module.train()
+    return loss.item(), ddp.module.state_dict()
+
+
+def _with_ways(
+    train: str = "ddp", evaluate: str = "module", save: str = "module", mode: bool = False, back: bool = True
+) -> Answer:
+    """The solution, but for the way in."""
+
+    def answer(
+        world: World,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        x: torch.Tensor,
+        held_out: torch.Tensor,
+    ) -> Evaluated:
+        ways = {"ddp": ddp, "module": ddp.module}
+        optimizer.zero_grad()
+        ways[train](x).square().mean().backward()
+        optimizer.step()
+        if world.rank != 0:
+            return None
+        ddp.train(mode)
+        with torch.no_grad():
+            loss = ways[evaluate](held_out).square().mean()
+        ddp.train(back)
+        return loss.item(), ways[save].state_dict()
+
+    return answer
+
+
+train_and_evaluate = Exercise(
+    task=(
+        "train_and_evaluate(world, ddp, optimizer, x, held_out): one SGD step on the mean of the squared outputs for "
+        "x, on all ranks; then rank 0 alone evaluates held_out and returns (loss, state dict for a bare model)."
+    ),
+    test=_test_train_and_evaluate,
+    solution=_train_and_evaluate,
+    wrong={
+        "trains through ddp.module": _with_ways(train="module"),
+        "lets rank 0 evaluate through ddp": _with_ways(evaluate="ddp"),
+        "saves the state dict of the wrapper": _with_ways(save="ddp"),
+        "evaluates in training mode": _with_ways(mode=True),
+        "stays in evaluation mode": _with_ways(back=False),
+    },
+    hints=(
+        "Two ways lead to the model: ddp(x) and ddp.module(x). One of them may talk to the other ranks.",
+        "Train through ddp, on all ranks. Whatever rank 0 does alone goes through ddp.module: evaluating and saving.",
+        "BatchNorm behaves differently in evaluation: .eval() before, .train() after; and no gradients in between.",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------ 2. a hook of 16 bits
+
+_LATE = 1.5  # seconds that rank 1 comes later to the first bucket
+# What the two ranks bring; the last has a mean that float16 cannot hold.
+_GRADIENTS = ((1.0, 100.0, 3e-8, 1e5), (3.0, -40.0, 1e-8, 3e5))
+
+
+class _Weights(nn.Module):
+    """Two buckets. The gradient of each weight is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first * x).sum() + (self.second * x).sum()
+
+
+class _Watched:
+    """The answer as torch's DDP calls it, and a note of what it sends, how long it takes and what it returns."""
+
+    def __init__(self, world: World, answer: Answer) -> None:
+        self.world, self.answer = world, answer
+        self.sent: list[torch.dtype] = []
+        self.seconds: list[float] = []
+        self.wrong: str | None = None  # torch would hide an exception of ours in one of its own
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        if not self.seconds and self.world.rank == 1:
+            time.sleep(_LATE)
+        began = time.monotonic()
+        try:
+            with patch.object(dist, "all_reduce", self._all_reduce(dist.all_reduce)):
+                future = self.answer(state, bucket)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            raise WrongAnswerError(f"Your hook raised {type(error).__name__}: {error}") from None
+        self.seconds.append(time.monotonic() - began)
+        expect(
+            isinstance(future, torch._C.Future),  # what torch itself returns; torch.futures.Future is one, too
+            f"A hook returns a future, a promise of the averaged gradients; got {type(future).__name__}. "
+            "dist.all_reduce(tensor, async_op=True).get_future() is one.",
+        )
+        return future
+
+    def _all_reduce(self, own: Any) -> Any:
+        def noted(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+            self.sent.append(tensor.dtype)
+            return own(tensor, *args, **named)
+
+        return noted
+
+
+def _run_hook(world: World, answer: Answer) -> None:
+    model, watched = _Weights(), _Watched(world, answer)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(None, watched.hook)
+    x = torch.tensor(_GRADIENTS[world.rank])
+    exact = torch.tensor(_GRADIENTS).mean(0)
+    for _ in range(2):  # one bucket at first, then two
+        ddp.zero_grad()
+        dist.barrier()
+        try:
+            ddp(x).backward()
+        except RuntimeError as error:
+            if "isPyObject" in str(error):
+                raise WrongAnswerError(
+                    "The future of an all-reduce holds a list of C++'s, which DDP does not accept. Add "
+                    ".then(lambda done: done.value()[0]), and cast there as well."
+                ) from None
+            raise
+        _expect_mean(world, [model.first.grad, model.second.grad], x, exact)
+    expect(bool(watched.sent), "Your hook started no dist.all_reduce, so what did travel?")
+    wide = [dtype for dtype in watched.sent if dtype != torch.bfloat16]
+    expect(
+        not wide,
+        f"What travels should be torch.bfloat16, 2 bytes a number; your all-reduce was given {wide and wide[0]}.",
+    )
+    if world.rank == 0:
+        expect(
+            watched.seconds[0] < 0.8 * _LATE,
+            f"The gradients are right, but your hook waits: rank 1 came {_LATE} s late to the first bucket, and rank "
+            f"0 stayed in the hook for {watched.seconds[0]:.1f} s. Backward stands still meanwhile: nothing is hidden. "
+            "Start with async_op=True, and leave the rest to the future's then().",
+        )
+
+
+def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Tensor, exact: torch.Tensor) -> None:
+    for got in grads:
+        if got is not None and torch.allclose(got, exact, rtol=0.02):
+            continue
+        if got is None or not got.isfinite().all():
+            found = "float16 ends at 65,504, and the division came too late or the type is the wrong one"
+        elif torch.allclose(got, exact * world.size, rtol=0.02):
+            found = "this is the sum over the ranks; what you were given is not divided yet"
+        elif torch.allclose(got, exact / world.size, rtol=0.02):
+            found = "it has been divided twice"
+        elif torch.allclose(got, local, rtol=0.02) or torch.allclose(got, local / world.size, rtol=0.02):
+            found = "only this rank's own is in it; does the future hold what was summed?"
+        elif torch.allclose(got[:2], exact[:2], rtol=0.02):
+            found = "small or large numbers are lost; bfloat16 has the range of float32, float16 has not"
+        else:
+            found = f"neither that nor its own, {_numbers(local)}"
+        raise WrongAnswerError(
+            f"On rank {world.rank}, a gradient should be the average {_numbers(exact)}, to about 1 %; got "
+            f"{'none' if got is None else _numbers(got)}: {found}."
+        )
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    return "[" + ", ".join(f"{number:.3g}" for number in tensor.detach().flatten().tolist()) + "]"
+
+
+def _test_hook(answer: Answer) -> str:
+    try:
+        launch(_run_hook, 2, answer, device="cpu", echo=False, timeout=40)
+    except RankTimeoutError as error:
+        message = "A rank waits for ever. Does the future that you return get a value at some time?"
+        raise WrongAnswerError(f"{message}\n{error}") from None
+    return "Two bytes a number, the average to about 1 %, and backward does not wait for it."
+
+
+def _bf16_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    small = buffer.to(torch.bfloat16) / dist.get_world_size()
+    summed = dist.all_reduce(small, async_op=True).get_future()
+    return summed.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def _sending(before: int = 1, after: int = 1, dtype: torch.dtype = torch.bfloat16, wait: bool = False) -> Answer:
+    """The solution, but for these."""
+
+    def answer(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        small = buffer.to(dtype) / before
+        work = dist.all_reduce(small, async_op=True)
+        if wait:
+            work.wait()
+            future: Future[torch.Tensor] = Future()
+            future.set_result(buffer.copy_(small))
+            return future
+        return work.get_future().then(lambda done: buffer.copy_(done.value()[0] / after))
+
+    return answer
+
+
+def _no_future(state: object, bucket: dist.GradBucket) -> torch.Tensor:
+    small = bucket.buffer().to(torch.bfloat16) / dist.get_world_size()
+    dist.all_reduce(small)
+    return small.float()
+
+
+def _list_of_tensors(state: object, bucket: dist.GradBucket) -> Any:
+    small = bucket.buffer().to(torch.bfloat16) / dist.get_world_size()
+    return dist.all_reduce(small, async_op=True).get_future()
+
+
+def _returns_what_it_was_given(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    buffer = bucket.buffer() / dist.get_world_size()
+    summed = dist.all_reduce(buffer.to(torch.bfloat16), async_op=True).get_future()
+    return summed.then(lambda done: buffer)
+
+
+bf16_hook = Exercise(
+    task="bf16_hook(state, bucket): start averaging bucket.buffer() over the ranks, sent as bfloat16; return a future.",
+    test=_test_hook,
+    solution=_bf16_hook,
+    wrong={
+        "does not divide": _sending(),
+        "divides before and after": _sending(before=2, after=2),
+        "sends all 32 bits": _sending(before=2, dtype=torch.float32),
+        "sends float16": _sending(before=2, dtype=torch.float16),
+        "waits inside the hook": _sending(before=2, wait=True),
+        "returns a tensor": _no_future,
+        "returns the future of the all-reduce as it is": _list_of_tensors,
+        "returns its own gradients": _returns_what_it_was_given,
+    },
+    hints=(
+        "The notebook has a hook that sends 32 bits, `counting`. What has to be cast, and what cast back?",
+        "tensor.to(torch.bfloat16) makes a small copy. Divide it by dist.get_world_size() and start its all-reduce "
+        "with async_op=True.",
+        "Then .get_future().then(lambda done: buffer.copy_(done.value()[0])): copy_ casts back to the buffer's dtype.",
+    ),
+)
+
+# --------------------------------------------------------------------------------------------------- 3. predict the cut
+
+_MODELS = (  # numbers of a model's parameters, in MiB of float32, and the cap
+    ((0.25, 0.25, 0.25, 0.25, 0.25), 0.5),
+    ((0.25, 0.5, 0.125, 1.0, 0.125, 0.125), 0.6),
+    ((0.5, 0.0625, 0.0625, 0.5), 0.0001),
+    ((0.25, 0.125), 4.0),
+)
+
+
+class _Sum(nn.Module):
+    """Parameters of these sizes, used one after another."""
+
+    def __init__(self, mib: tuple[float, ...]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(round(each * MIB / 4)) for each in mib)
+
+    def forward(self) -> torch.Tensor:
+        result = torch.zeros(())
+        for part in self.parts:
+            result = result + part.sum()
+        return result
+
+
+def _torchs_own(world: World) -> list[tuple[list[int], list[int]]]:
+    """For each model: the bytes of its gradients in order of arrival, and those of torch's buckets."""
+    told = []
+    for mib, cap in _MODELS:
+        model = _Sum(mib)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=cap)
+        for _ in range(3):
+            ddp().backward()
+        data = ddp._get_ddp_logging_data()
+        order = [int(index) for index in data["prev_iteration_grad_ready_order_indices"].split(",")]
+        sizes = [parameter.nbytes for parameter in model.parameters()]
+        told.append(
+            ([sizes[index] for index in order], [int(size) for size in data["rebuilt_bucket_sizes"].split(",")])
+        )
+    return told
+
+
+def _test_rebuilt(answer: Answer) -> str:
+    answer([MIB], 1.0)  # a skeleton is told so before ranks are started
+    for (_, cap), (nbytes, true) in zip(_MODELS, launch(_torchs_own, 2, device="cpu", echo=False)[0], strict=True):
+        got = answer(list(nbytes), cap)
+        said = (
+            f"Gradients of {[each / MIB for each in nbytes]} MiB arrive in this order, and bucket_cap_mb={cap}. "
+            f"torch's buckets have {true} bytes; got {got!r}."
+        )
+        expect(isinstance(got, (list, tuple)), f"{said} Return a list with the bytes of each bucket.")
+        expect(0 not in got, f"{said} One of yours is empty.")
+        expect(
+            sum(got) == sum(nbytes),
+            f"{said} Yours hold {sum(got) / MIB:g} MiB in all, and the gradients are {sum(nbytes) / MIB:g} MiB.",
+        )
+        expect(
+            list(got) == true,
+            f"{said} A bucket is closed when what it holds has reached the cap, not before it would exceed it; a MiB "
+            f"is {MIB:,} bytes.",
+        )
+    return f"All {len(_MODELS)} models are cut as torch cuts them."
+
+
+def _rebuilt_bucket_sizes(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
+    sizes, held = [], 0
+    for each in nbytes:
+        held += each
+        if held >= bucket_cap_mb * 2**20:  # full: may hold more than the cap
+            sizes.append(held)
+            held = 0
+    return [*sizes, held] if held else sizes
+
+
+def _never_more_than_fits(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
+    sizes = [0]
+    for each in nbytes:
+        if sizes[-1] and sizes[-1] + each > bucket_cap_mb * 2**20:
+            sizes.append(0)
+        sizes[-1] += each
+    return sizes
+
+
+def _last_one_lost(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
+    sizes, held = [], 0
+    for each in nbytes:
+        held += each
+        if held >= bucket_cap_mb * 2**20:
+            sizes.append(held)
+            held = 0
+    return sizes
+
+
+def _decimal(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
+    return _rebuilt_bucket_sizes(nbytes, bucket_cap_mb * 1e6 / 2**20)
+
+
+def _in_order_of_registration(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
+    return _rebuilt_bucket_sizes(nbytes[::-1], bucket_cap_mb)
+
+
+def _cut_evenly(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
+    cap = int(bucket_cap_mb * 2**20)
+    total = sum(nbytes)
+    return [min(cap, total - start) for start in range(0, total, cap)]
+
+
+def _starts_with_an_empty_one(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
+    sizes = [0]
+    for each in nbytes:
+        sizes[-1] += each
+        if sizes[-1] >= bucket_cap_mb * 2**20:
+            sizes.append(0)
+    return sizes
+
+
+rebuilt_bucket_sizes = Exercise(
+    task=(
+        "rebuilt_bucket_sizes(nbytes, bucket_cap_mb): the bytes of each bucket after the rebuild, from those of the "
+        "gradients in order of arrival."
+    ),
+    test=_test_rebuilt,
+    solution=_rebuilt_bucket_sizes,
+    wrong={
+        "closes a bucket before it would be too full": _never_more_than_fits,
+        "forgets the last bucket, which is not full": _last_one_lost,
+        "cuts in the order of registration": _in_order_of_registration,
+        "cuts gradients in two": _cut_evenly,
+        "leaves an empty bucket at the end": _starts_with_an_empty_one,
+    },
+    hints=(
+        "Look at the first figure: 256 KiB a gradient, a cap of 0.6 MiB, and three gradients in a bucket.",
+        "Go through the gradients and add up. When what is held has reached the cap, the bucket is closed.",
+        "bucket_cap_mb * 2**20 is the cap in bytes. What is held at the end, if anything, makes a last bucket.",
+    ),
+)
