@@ -20,7 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_tutorial.launcher import RankError
+import torch
+
+from ddp_tutorial.launcher import RankError, RankTimeoutError, launch
 
 Answer = Callable[..., Any]
 
@@ -81,3 +83,16 @@ def expect(condition: bool, otherwise: str) -> None:
     """Raise `WrongAnswerError` with what should have been, unless `condition`."""
     if not condition:
         raise WrongAnswerError(otherwise)
+
+
+def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeout: float) -> list[Any]:
+    """Run the check on real ranks. If one waits for ever, that is what is wrong with the answer; `stuck` says so."""
+    try:
+        return launch(run, nprocs, *args, device="cpu", echo=False, timeout=timeout)
+    except RankTimeoutError as error:
+        raise WrongAnswerError(f"{stuck}\n{error}") from None
+
+
+def numbers(tensor: torch.Tensor, digits: int = 6) -> str:
+    """What is in a tensor, in a line."""
+    return "[" + ", ".join(f"{number:.{digits}g}" for number in tensor.detach().flatten().tolist()) + "]"

@@ -7,14 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_tutorial.collectives import total
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.world import World
-
-
-def _numbers(tensor: torch.Tensor) -> str:
-    return "[" + ", ".join(f"{number:g}" for number in tensor.detach().flatten().tolist()) + "]"
-
 
 # ---------------------------------------------------------------------------------------------- 1. average by hand
 
@@ -67,7 +61,7 @@ def _expect_average(
     world: World, model: nn.Module, name: str, local: torch.Tensor, average: torch.Tensor, story: str = ""
 ) -> None:
     weight = model.get_parameter(name)
-    expect(bool((weight == 1).all()), f"The weights should stay as they are; `{name}` became {_numbers(weight)}.")
+    expect(bool((weight == 1).all()), f"The weights should stay as they are; `{name}` became {numbers(weight)}.")
     expect(weight.grad is not None, f"{story} Rank {world.rank} still has no gradient for it afterwards.".strip())
     got = torch.zeros_like(weight) if weight.grad is None else weight.grad
     if torch.allclose(got, average):
@@ -79,21 +73,16 @@ def _expect_average(
     elif torch.allclose(got, average / world.size):
         found = "it has been divided twice"
     else:
-        found = f"neither that nor its own, {_numbers(local)}"
+        found = f"neither that nor its own, {numbers(local)}"
     raise WrongAnswerError(
         f"{story} On rank {world.rank} of {world.size}, the gradient of `{name}` should be the average "
-        f"{_numbers(average)}; got {_numbers(got)}: {found}.".strip()
+        f"{numbers(average)}; got {numbers(got)}: {found}.".strip()
     )
 
 
 def _test_average(answer: Answer) -> str:
-    try:
-        launch(_run_average, 3, answer, device="cpu", echo=False, timeout=15)
-    except RankTimeoutError as error:
-        message = (
-            "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
-        )
-        raise WrongAnswerError(f"{message}\n{error}") from None
+    stuck = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
+    on_ranks(_run_average, 3, answer, stuck=stuck, timeout=15)
     return "Every rank has the average, also where one of them had no gradient to give, and the weights are untouched."
 
 
@@ -208,10 +197,8 @@ def _run_ragged(world: World, answer: Answer) -> list[float]:
 
 
 def _test_ragged(answer: Answer) -> str:
-    try:
-        results = launch(_run_ragged, 2, answer, device="cpu", echo=False, timeout=15)
-    except RankTimeoutError as error:
-        raise WrongAnswerError(f"Some rank waits for the others for ever: {_ALL_ENTER}\n{error}") from None
+    stuck = f"Some rank waits for the others for ever: {_ALL_ENTER}"
+    results = on_ranks(_run_ragged, 2, answer, stuck=stuck, timeout=15)
     for parts, gradients in zip(_PARTS, zip(*results, strict=True), strict=True):
         union = [sample for part in parts for sample in part]
         averaged, true = sum(gradients) / len(parts), sum(union) / len(union)
@@ -302,16 +289,13 @@ def _run_start(world: World, answer: Answer) -> None:
         found = "still its own" if torch.equal(got, own[name]) else "neither its own nor that of rank 0"
         raise WrongAnswerError(
             f"On rank {world.rank}, the {'frozen ' if frozen else ''}{kind} `{name}` is {found}: it starts with "
-            f"{_numbers(got.flatten()[:2])}, rank 0's with {_numbers(rank_zero[name].flatten()[:2])}."
+            f"{numbers(got.flatten()[:2])}, rank 0's with {numbers(rank_zero[name].flatten()[:2])}."
         )
 
 
 def _test_start(answer: Answer) -> str:
-    try:
-        launch(_run_start, 2, answer, device="cpu", echo=False, timeout=15)
-    except RankTimeoutError as error:
-        message = "Some rank waits for the others for ever. Every rank must enter the same collectives."
-        raise WrongAnswerError(f"{message}\n{error}") from None
+    stuck = "Some rank waits for the others for ever. Every rank must enter the same collectives."
+    on_ranks(_run_start, 2, answer, stuck=stuck, timeout=15)
     return "Weights, frozen weights and buffers are those of rank 0, on every rank, in the same tensors as before."
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.link import LinkModel
 from ddp_tutorial.world import World
 
@@ -111,11 +110,8 @@ def _run_any_length(world: World, answer: Answer) -> list[list[float] | str]:
 
 
 def _test_any_length(answer: Answer) -> str:
-    try:
-        results = launch(_run_any_length, 3, answer, device="cpu", echo=False, timeout=20)
-    except RankTimeoutError as error:
-        message = f"Some rank waits for ever. All ranks must enter both collectives, with equal lengths.\n{error}"
-        raise WrongAnswerError(message) from None
+    stuck = "Some rank waits for ever. All ranks must enter both collectives, with equal lengths."
+    results = on_ranks(_run_any_length, 3, answer, stuck=stuck, timeout=20)
     for rank, seen in enumerate(results):
         for length, got in zip(_LENGTHS, seen, strict=False):
             said = f"3 ranks, each with {length} numbers"

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
 # -------------------------------------------------------------------------------------------- 1. cut into buckets
@@ -237,22 +236,15 @@ def _compare(
         found = "this is still the rank's own gradient"
     else:
         found = "neither the mean, nor the sum, nor its own"
+    should, is_now = (numbers(gradient.flatten()[:2], digits=4) for gradient in (mean, got))
     raise WrongAnswerError(
-        f"On rank {world.rank}, the gradient of layer {number} should begin with {_numbers(mean)}; "
-        f"got {_numbers(got)}: {found}."
+        f"On rank {world.rank}, the gradient of layer {number} should begin with {should}; got {is_now}: {found}."
     )
 
 
-def _numbers(tensor: torch.Tensor) -> str:
-    return "[" + ", ".join(f"{number:.4g}" for number in tensor.detach().flatten()[:2].tolist()) + "]"
-
-
 def _launch(run: Callable[[World, Answer], None], answer: Answer) -> None:
-    try:
-        launch(run, 2, answer, device="cpu", echo=False, timeout=20)
-    except RankTimeoutError as error:
-        message = "Some rank waits for the others for ever. Every rank must start the same all-reduces."
-        raise WrongAnswerError(f"{message}\n{error}") from None
+    stuck = "Some rank waits for the others for ever. Every rank must start the same all-reduces."
+    on_ranks(run, 2, answer, stuck=stuck, timeout=20)
 
 
 def _test_in_time(answer: Answer) -> str:

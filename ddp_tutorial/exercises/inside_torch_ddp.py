@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.buckets import MIB
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
+from ddp_tutorial.launcher import launch
 from ddp_tutorial.world import World
 
 # --------------------------------------------------------------------------------------------------- 1. which way in?
@@ -95,11 +95,8 @@ def _expect_evaluated(world: World, model: nn.Sequential, held_out: torch.Tensor
 
 
 def _test_train_and_evaluate(answer: Answer) -> str:
-    try:
-        launch(_run_train_and_evaluate, 2, answer, device="cpu", echo=False, timeout=40)
-    except RankTimeoutError as error:
-        message = "A rank waits for the others for ever. All must train, through ddp; only rank 0 evaluates."
-        raise WrongAnswerError(f"{message}\n{error}") from None
+    stuck = "A rank waits for the others for ever. All must train, through ddp; only rank 0 evaluates."
+    on_ranks(_run_train_and_evaluate, 2, answer, stuck=stuck, timeout=40)
     return "The ranks train together, rank 0 evaluates alone, and its weights fit a bare model."
 
 
@@ -273,23 +270,16 @@ def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Te
         elif torch.allclose(got[:2], exact[:2], rtol=0.02):
             found = "small or large numbers are lost; bfloat16 has the range of float32, float16 has not"
         else:
-            found = f"neither that nor its own, {_numbers(local)}"
+            found = f"neither that nor its own, {numbers(local, digits=3)}"
         raise WrongAnswerError(
-            f"On rank {world.rank}, a gradient should be the average {_numbers(exact)}, to about 1 %; got "
-            f"{'none' if got is None else _numbers(got)}: {found}."
+            f"On rank {world.rank}, a gradient should be the average {numbers(exact, digits=3)}, to about 1 %; got "
+            f"{'none' if got is None else numbers(got, digits=3)}: {found}."
         )
 
 
-def _numbers(tensor: torch.Tensor) -> str:
-    return "[" + ", ".join(f"{number:.3g}" for number in tensor.detach().flatten().tolist()) + "]"
-
-
 def _test_hook(answer: Answer) -> str:
-    try:
-        launch(_run_hook, 2, answer, device="cpu", echo=False, timeout=40)
-    except RankTimeoutError as error:
-        message = "A rank waits for ever. Does the future that you return get a value at some time?"
-        raise WrongAnswerError(f"{message}\n{error}") from None
+    stuck = "A rank waits for ever. Does the future that you return get a value at some time?"
+    on_ranks(_run_hook, 2, answer, stuck=stuck, timeout=40)
     return "Two bytes a number, the average to about 1 %, and backward does not wait for it."
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.collectives import rank_zero_first
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.world import World
 
 # ---------------------------------------------------------------------------------------------------- 1. who prints?
@@ -24,11 +23,8 @@ def _run_announce(world: World, answer: Answer) -> tuple[float, list[str]]:
 
 
 def _test_announce(answer: Answer) -> str:
-    try:
-        results = launch(_run_announce, 3, answer, device="cpu", echo=False, timeout=12)
-    except RankTimeoutError as error:
-        message = f"Some rank waits for the others for ever. Every rank must enter the collective.\n{error}"
-        raise WrongAnswerError(message) from None
+    stuck = "Some rank waits for the others for ever. Every rank must enter the collective."
+    results = on_ranks(_run_announce, 3, answer, stuck=stuck, timeout=12)
     for rank, (result, _) in enumerate(results):
         expect(result == 6.0, f"Ranks hold 1, 2 and 3, so the total is 6. Rank {rank} returned {result}.")
     lines = [line for _, printed in results for line in printed]
@@ -103,11 +99,8 @@ def _run_build_once(world: World, answer: Answer, folder: str) -> tuple[str, boo
 
 def _test_build_once(answer: Answer) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            results = launch(_run_build_once, 2, answer, folder, device="cpu", echo=False, timeout=12)
-        except RankTimeoutError as error:
-            message = f"Some rank waits for ever. A barrier is passed when every rank has entered it.\n{error}"
-            raise WrongAnswerError(message) from None
+        stuck = "Some rank waits for ever. A barrier is passed when every rank has entered it."
+        results = on_ranks(_run_build_once, 2, answer, folder, stuck=stuck, timeout=12)
     builders = [rank for rank, (_, built) in enumerate(results) if built]
     expect(builders == [0], f"Rank 0 alone should build; built by ranks {builders}.")
     for rank, (text, _) in enumerate(results):
