@@ -65,8 +65,13 @@ def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
     for same in kinds.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         dist.broadcast(flat, src=0)
-        for tensor, piece in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+        copy_from_flat(flat, same)
+
+
+def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Cut `flat` [sum of their lengths] into the tensors that it was put together from, in place."""
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))
 
 
 @contextmanager

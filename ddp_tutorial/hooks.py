@@ -11,6 +11,7 @@ import torch
 from torch.futures import Future
 
 from ddp_tutorial.buckets import Bucket
+from ddp_tutorial.collectives import copy_from_flat
 from ddp_tutorial.link import Link
 
 
@@ -121,21 +122,16 @@ class _Factors:
     @torch.no_grad()
     def wait(self) -> None:
         self.pending.wait()
-        _copy_out(self.first, self.ps + self.as_they_are)
+        copy_from_flat(self.first, self.ps + self.as_they_are)
         if not self.matrices:
             return
         bases = [torch.linalg.qr(p if p.dtype == torch.float64 else p.float()).Q.to(p) for p in self.ps]
         qs = [matrix.t() @ basis for matrix, basis in zip(self.matrices.values(), bases, strict=True)]
         second = torch.cat([q.reshape(-1) for q in qs])
         self.hook.link.all_reduce(second, f"{self.bucket.name}, Q").wait()
-        _copy_out(second, qs)
+        copy_from_flat(second, qs)
         for (name, matrix), basis, q in zip(self.matrices.items(), bases, qs, strict=True):
             mean = basis @ q.t()
             self.hook.errors[name] = matrix - mean / self.hook.world_size  # of this rank's share
             self.hook.qs[name] = q
             matrix.copy_(mean)
-
-
-def _copy_out(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(piece.view(tensor.shape))

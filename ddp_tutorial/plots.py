@@ -105,9 +105,13 @@ def bars(
     return figure
 
 
+# Name -> (xs, ys).
+Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
 @styled
 def curves(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    series: Series,
     title: str,
     xlabel: str,
     ylabel: str,
@@ -266,9 +270,6 @@ def messages(sent: Mapping[str, Sequence[Message]], size: int, title: str) -> Fi
         axes.tick_params(length=0)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
-
-
-Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
 @styled
