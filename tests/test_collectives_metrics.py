@@ -23,16 +23,7 @@ from ddp_tutorial.collectives import (
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks, start_mean_over_ranks
 from ddp_tutorial.world import World
-
-
-def error_of(function: Callable[[], object]) -> str:
-    """What it raises, as text; a rank reports it rather than end all of them."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
+from ranks import error_of
 
 # ----------------------------------------------------------------------------------------------------- with ranks
 

@@ -25,6 +25,7 @@ from ddp_tutorial.hooks import Plain
 from ddp_tutorial.launcher import RankError, launch
 from ddp_tutorial.link import LinkModel, SimulatedLink, Transfer
 from ddp_tutorial.world import World
+from ranks import error_of
 
 VARIANTS = ["naive", "flat", "bucket", "torch"]
 OURS = VARIANTS[:-1]
@@ -34,15 +35,6 @@ WIDTH = 8
 
 # float32, summed in another order, over five steps with momentum
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-def error_of(function: Callable[[], object]) -> str:
-    """What it raises, as text; a rank reports it rather than end all of them."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 # --------------------------------------------------------------------------------------------------- law: the models

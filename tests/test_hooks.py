@@ -19,21 +19,7 @@ from ddp_tutorial.hooks import Cast, Plain, PowerSGD
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.link import DirectLink, LinkModel, SimulatedLink, Transfer
 from ddp_tutorial.world import World
-
-
-def error_of(function: Callable[[], object]) -> str:
-    """What it raises, as text; a rank reports it rather than end all of them."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def watched(link: Any) -> list[Transfer]:
-    transfers: list[Transfer] = []
-    link.observer = transfers.append
-    return transfers
+from ranks import error_of, watched
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:

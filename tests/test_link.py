@@ -16,28 +16,14 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.link import DirectLink, LinkModel, SimulatedLink, Transfer
 from ddp_tutorial.world import World
+from ranks import error_of, watched
 
 SLACK = 2.0  # seconds that a busy machine may be late
 EARLY = 2e-3  # a sleep may end a little before its time
 
 
-def error_of(function: Callable[[], object]) -> str:
-    """What it raises, as text; a rank reports it rather than end all of them."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def together(world: World) -> None:
     mean(world, torch.zeros(1))
-
-
-def watched(link: Any) -> list[Transfer]:
-    transfers: list[Transfer] = []
-    link.observer = transfers.append
-    return transfers
 
 
 # ------------------------------------------------------------------------------------------------- the ranks at work
