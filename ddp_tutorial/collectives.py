@@ -74,6 +74,9 @@ def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         tensor.copy_(piece.view(tensor.shape))
 
 
+HEARD_OF_RANK_ZERO = "rank 0 failed, while rank "  # an effect; the launcher looks for the cause elsewhere
+
+
 @contextmanager
 def rank_zero_first(world: World) -> Iterator[None]:
     """The block runs on rank 0, then on the others: rank 0 builds a cache that the others find.
@@ -90,7 +93,7 @@ def rank_zero_first(world: World) -> Iterator[None]:
     problem: str | None = from_rank_zero(world, None)
     if not world.is_main:
         if problem is not None:
-            raise RuntimeError(f"rank 0 failed, while rank {world.rank} waited for it: {problem}")
+            raise RuntimeError(f"{HEARD_OF_RANK_ZERO}{world.rank} waited for it: {problem}")
         yield
 
 

@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from ddp_tutorial.collectives import HEARD_OF_RANK_ZERO
 from ddp_tutorial.config import FailedError
 from ddp_tutorial.console import Console, RankLog, make_console
 from ddp_tutorial.environment import cores
@@ -177,10 +178,11 @@ class _Rank:
     @property
     def cause_order(self) -> tuple[int, float]:
         """For finding the cause among several failures: what a rank raised by itself, in order of time; then ranks that
-        died without a word; last those that raised because their connection to another broke."""
+        died without a word; last those that raised because another failed, or their connection to it broke."""
         if self.raised is None:
             return 1, 0.0
-        return (2 if _LOST_CONNECTION.search(self.raised[0]) else 0), self.raised[2]
+        is_effect = _LOST_CONNECTION.search(self.raised[0]) or HEARD_OF_RANK_ZERO in self.raised[0]
+        return (2 if is_effect else 0), self.raised[2]
 
     @property
     def reason(self) -> str:

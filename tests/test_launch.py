@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.collectives import rank_zero_first
 from ddp_tutorial.console import Console
 from ddp_tutorial.environment import cores
 from ddp_tutorial.launcher import RankError, RankTimeoutError, launch
@@ -340,6 +341,26 @@ def fail_on_rank_1(how, **options):
     assert str(caught.value).startswith(f"rank 1 {caught.value.reason}")
     assert "Meanwhile rank 0 " in str(caught.value)
     return caught.value
+
+
+def test_rank_0_that_fails_while_others_wait_for_it_is_the_one_named():
+    """The others hear of it and raise too, and may well be the first to have told."""
+
+    def prepare(world):
+        with rank_zero_first(world):
+            if world.is_main:
+                raise ValueError("no disk")
+
+    def prepare_late(world):
+        try:
+            prepare(world)
+        finally:
+            if world.is_main:
+                time.sleep(0.1)
+
+    with pytest.raises(RankError) as caught:
+        launch(prepare_late, 2, device="cpu", echo=False)
+    assert (caught.value.rank, caught.value.reason) == (0, "raised ValueError: no disk")
 
 
 def test_a_rank_that_raises_is_named_with_its_source_line_and_what_it_printed():
