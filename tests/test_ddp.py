@@ -15,6 +15,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
 from ddp_tutorial.buckets import MIB
@@ -1099,6 +1100,28 @@ def test_every_option_reaches_torchs_ddp(size: int, name: str) -> None:
 def test_device_ids_reach_torchs_ddp_which_refuses_them_on_a_cpu(size: int) -> None:
     for each in heard_of(size):
         assert "but got device_ids [0]" in each["ask_torch"]["device_ids"]
+
+
+@scenario
+def join_unevenly(world: World) -> dict[str, Any]:
+    """Rank r has r + 1 batches. A rank that has none left answers the others' all-reduces with nothing."""
+    model = data_parallel(Toy(), world, DDPConfig(variant="torch"))
+    assert isinstance(model, TorchDDP)
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
+    with Join([model.ddp]):  # type: ignore[list-item]
+        for step in range(world.rank + 1):
+            optimizer.zero_grad()
+            model(samples_of(step, world.rank, 0)[0]).sum().backward()
+            model.finish()
+            optimizer.step()
+    return {"steps": step + 1, "weights": digest(model.module.state_dict())}
+
+
+@two_or_three
+def test_torchs_join_serves_ranks_of_uneven_length(size: int) -> None:
+    heard = [each["join_unevenly"] for each in heard_of(size)]
+    assert [each["steps"] for each in heard] == [rank + 1 for rank in range(size)]
+    assert len({each["weights"] for each in heard}) == 1
 
 
 def test_by_default_it_is_torchs_ddp_over_the_link_that_is_there() -> None:
