@@ -78,11 +78,27 @@ def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
 
 
 @cli.command()
+@click.argument("count", type=click.IntRange(min=1))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--files", type=click.IntRange(min=1), default=8, show_default=True, help="Parquet files to make.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, other stories.")
+def tales(count: int, folder: Path, files: int, seed: int) -> None:
+    """Make COUNT short stories, as Parquet files in a new FOLDER: data to try sources on, as large as you like."""
+    from ddp_tutorial.tales import write_tales
+
+    try:
+        write_tales(count, folder, files, seed)
+    except FileExistsError as error:
+        raise ConfigError(f"{error}: name a new folder") from None
+    click.echo(f"{count:,} stories in {files} files: train on them with corpus=parquet:{folder}")
+
+
+@cli.command()
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
 def bench(name: str, as_json: bool, repeats: int) -> None:
-    """Measure a claim of the project: NAME is launch, overhead, ddp or buckets."""
+    """Measure a claim of the project: NAME is launch, overhead, ddp, buckets or sources."""
     from ddp_tutorial.benches import as_text, run_bench
 
     result = run_bench(name, repeats)

@@ -1,13 +1,18 @@
 """The text to learn from, as bytes: one token a byte, 256 kinds, nothing to download and nothing to train first.
 
 `python` is the standard library's own source, which is on every machine that runs this. `tales` is a small sample
-of made-up stories that comes with the repository; `tales:N` makes N of them on the spot. `text:PATH` is a file or
-a folder of yours.
+of made-up stories that comes with the repository; `tales:N` makes N of them on the spot.
+
+Yours: `text:PATH` is a file or a folder. `json:PATH` and `parquet:PATH` are files, or folders of them, with a column of
+text, `text` unless you add its name, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a data set of the Hugging Face
+hub, and `hub:OWNER/NAME[:20000]` its first 20,000 documents, streamed, so that no more than those is downloaded. These
+three go through `datasets`, and what comes of them is kept below runs/cache.
 """
 
-import random
+import hashlib
+import socket
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +21,15 @@ import pyarrow.parquet
 import torch
 
 from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.files import RUNS, directory_written_atomically
+from ddp_tutorial.tales import tale
 
 TALES = Path(__file__).parent.parent / "data" / "tales"
 
 # One document in this many is held out for evaluation, by its place in the list, so that none is in both.
 HELD_OUT = 20
+
+CACHE = RUNS / "cache"
 
 
 @dataclass(frozen=True)
@@ -33,20 +42,37 @@ class Corpus:
 
 
 def load_corpus(name: str) -> Corpus:
-    """Read a corpus by name. Raises `ConfigError` if it is not known, not there, or empty."""
+    """Read a corpus by name. Raises `ConfigError` if it is not known, not there, or empty.
+
+    Where ranks share a folder, let rank 0 be first (`collectives.rank_zero_first`): the others find its cache.
+    """
     kind, _, argument = name.partition(":")
-    if kind not in _READERS:
-        raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted(_READERS))}")
-    documents = [text for text in _READERS[kind](argument) if text]
+    if kind in _READERS:
+        return Corpus(name, *_split(name, _READERS[kind](argument)))
+    if kind not in _DATASETS:
+        raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted([*_READERS, *_DATASETS]))}")
+    folder = CACHE / f"corpus-{hashlib.blake2b(_identity(kind, argument).encode(), digest_size=8).hexdigest()}"
+    if not folder.exists():
+        train, valid = _split(name, list(_read_dataset(kind, argument)))
+        with directory_written_atomically(folder) as aside:
+            np.save(aside / "train.npy", train.numpy())
+            np.save(aside / "valid.npy", valid.numpy())
+    parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))
+    return Corpus(name, *map(torch.from_numpy, parts))
+
+
+def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tensor]:
+    """For training, and held out."""
+    documents = [text for text in documents if text]
     if not documents:
         raise ConfigError(f"corpus {name!r} is empty: there is no text in it to learn from")
     if len(documents) == 1:  # one document: hold out its end
         cut = len(documents[0]) - len(documents[0]) // HELD_OUT
-        return Corpus(name, _tokens([documents[0][:cut]]), _tokens([documents[0][cut:]]))
+        return _tokens([documents[0][:cut]]), _tokens([documents[0][cut:]])
     held_out = [i % HELD_OUT == min(HELD_OUT, len(documents)) - 1 for i in range(len(documents))]
     train = [text for text, out in zip(documents, held_out, strict=True) if not out]
     valid = [text for text, out in zip(documents, held_out, strict=True) if out]
-    return Corpus(name, _tokens(train), _tokens(valid))
+    return _tokens(train), _tokens(valid)
 
 
 def encode(text: str) -> torch.Tensor:
@@ -99,47 +125,79 @@ _READERS: dict[str, Callable[[str], list[bytes]]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ a teller of tales
+# ---------------------------------------------------------------------------------------------- through `datasets`
 
-_NAMES = ["Ada", "Bo", "Cleo", "Dov", "Elin", "Finn", "Gita", "Hugo", "Ines", "Jomo", "Kaya", "Lev", "Mina", "Noor"]
-_KINDS = ["fox", "girl", "boy", "robot", "sparrow", "tailor", "bear", "baker", "snail", "ferryman", "old cat"]
-_TRAITS = ["curious", "shy", "patient", "clumsy", "brave", "sleepy", "cheerful", "careful", "proud", "small"]
-_PLACES = ["by the sea", "in a quiet valley", "at the edge of the forest", "in a tall house", "under a bridge"]
-_WISHES = {
-    "a lantern": ["It had rolled under a bench", "A crow had carried it to its nest", "It hung behind the door"],
-    "a red kite": ["The wind had left it in a tree", "It was caught on the mill", "It lay in the long grass"],
-    "a silver key": ["A fish had swallowed it", "It was in the other pocket", "It was frozen in the pond"],
-    "a warm coat": ["Moths had made it full of holes", "It was much too long", "A scarecrow was wearing it"],
-    "a song": ["Nobody knew how it ended", "The words were in an old book", "Only the river still hummed it"],
-    "a friend": ["Everyone seemed busy", "The neighbour was shy as well", "A letter had gone astray"],
-}
-_HELPERS = ["an owl", "a lost traveller", "the neighbour", "a kind giant", "the youngest mouse", "a clockmaker"]
-_DEEDS = ["shared some bread", "told a joke", "listened for a long time", "asked the right question", "held the rope"]
-_TIMES = ["One morning", "On a rainy day", "Just before supper", "In the first week of spring", "One windy night"]
-_ENDS = [
-    "After that, {name} was never {trait} in the same way again.",
-    "They walked home together, and the {kind} laughed all the way.",
-    "And from then on there were always two cups on the table.",
-    "That night {name} slept better than ever before.",
-    "What was lost is found, said {name}, and what is found is shared.",
-]
+_DATASETS = ["json", "parquet", "hub"]
 
 
-def tale(number: int, seed: int = 0) -> str:
-    """One short story. The same number and seed give the same story on every machine, in any order."""
-    choose = random.Random(f"{seed}/{number}").choice
-    name, kind, trait, place = choose(_NAMES), choose(_KINDS), choose(_TRAITS), choose(_PLACES)
-    wish = choose(list(_WISHES))
-    trouble, helper, deed = choose(_WISHES[wish]), choose(_HELPERS), choose(_DEEDS)
-    other = choose([each for each in _NAMES if each != name])
-    sentences = [
-        f"Once there was a {trait} {kind} called {name}, who lived {place}.",
-        choose([f"More than anything, {name} wanted {wish}.", f"{name} had been looking for {wish} for a year."]),
-        f"{choose(_TIMES)}, {name} set out with {other} to find it.",
-        f"{trouble}.",
-        choose([f'"We will never manage," said {other}.', f'"Do not give up," said {other}.']),
-        f"Then they met {helper}, and {name} {deed}.",
-        choose(["So they tried once more, and it worked.", "It took all day, but they did it."]),
-        choose(_ENDS).format(name=name, kind=kind, trait=trait),
-    ]
-    return " ".join(sentences)
+def _identity(kind: str, argument: str) -> str:
+    """What decides the content: for files of yours, also how long they are and when they were written."""
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in _files(kind, argument)]
+    return f"{kind}:{argument} {stats}"
+
+
+def _files(kind: str, argument: str) -> list[Path]:
+    if kind == "hub":
+        return []
+    where = argument.partition("#")[0]
+    path = Path(where)
+    endings = {"json": (".json", ".jsonl"), "parquet": (".parquet",)}[kind]
+    files = sorted(each for each in path.rglob("*") if each.suffix in endings) if path.is_dir() else [path]
+    if not where or not files or not path.exists():
+        what = f"file of {' or '.join(endings)} in folder" if where and path.is_dir() else "file or folder"
+        raise ConfigError(f"corpus '{kind}:{argument}': there is no {what} {where!r}")
+    return files
+
+
+def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
+    """The documents of files, or of the hub. Raises `ConfigError`, naming the row, for what is no text."""
+    from datasets import disable_progress_bars, load_dataset  # takes a second to import
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    where, _, column = argument.partition("#")
+    column = column or "text"
+    try:
+        if kind == "hub":
+            where, sliced, first = where.partition("[:")
+            _reach_hub(argument)
+            rows = load_dataset(where, split="train", streaming=bool(sliced))
+            rows = rows.take(int(first.removesuffix("]"))) if sliced else rows
+        else:
+            files = list(map(str, _files(kind, argument)))
+            disable_progress_bars()  # files of this machine are read in no time
+            rows = load_dataset(kind, data_files=files, split="train", cache_dir=str(CACHE / "datasets"))
+        for number, row in enumerate(rows):
+            if column not in row:
+                others = ", ".join(map(repr, row))
+                raise ConfigError(
+                    f"corpus '{kind}:{argument}' has no column {column!r}, but {others}. Add # and a name."
+                )
+            if not isinstance(row[column], str):
+                found = type(row[column]).__name__
+                raise ConfigError(f"corpus '{kind}:{argument}', row {number}: {column!r} should be text, found {found}")
+            yield row[column].encode()
+    except ConfigError:
+        raise
+    except (OSError, ValueError, DatasetGenerationError, DatasetNotFoundError) as error:
+        cause = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise ConfigError(f"corpus '{kind}:{argument}' cannot be read: {cause}") from None
+
+
+def _reach_hub(argument: str) -> None:
+    """Find out at once, and not after five patient attempts, that there is no connection."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"corpus 'hub:{argument}': {address.hostname} cannot be reached ({error}). With HF_HUB_OFFLINE=1 a data "
+            "set is taken that was downloaded before. Without any: 'python', 'tales:100000', or json: or parquet: "
+            "files of yours."
+        ) from None

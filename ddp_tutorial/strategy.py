@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,8 +12,27 @@ from ddp_tutorial.ddp import DDPConfig, data_parallel
 from ddp_tutorial.metrics import Mean
 from ddp_tutorial.model import loss_sum
 from ddp_tutorial.phases import phase
-from ddp_tutorial.sources import Batch
+from ddp_tutorial.sharded import Share
 from ddp_tutorial.world import World
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank.
+
+    `inputs` and `targets` are tokens [samples, context] (int64), targets shifted by one. `world_tokens` counts
+    the targets of this micro-batch over all ranks; the source knows it, so it costs no communication.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    world_tokens: int
+
+
+def next_token(share: Share) -> Batch:
+    """To predict each token from those before it."""
+    tokens = share.samples["tokens"].to(torch.int64)
+    return Batch(tokens[:, :-1], tokens[:, 1:], share.world_count * (tokens.shape[1] - 1))
 
 
 class Strategy(Protocol):

@@ -20,9 +20,10 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch.nn.utils import clip_grad_norm_
 
-from ddp_tutorial.collectives import assert_same, digest, from_rank_zero
+from ddp_tutorial.collectives import assert_same, digest, from_rank_zero, rank_zero_first
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.corpus import load_corpus
+from ddp_tutorial.data import Windows
 from ddp_tutorial.ddp import DDPConfig
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
@@ -31,9 +32,10 @@ from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks, without_nan
 from ddp_tutorial.model import GPT, loss_sum
 from ddp_tutorial.phases import Stopwatch, observe, phase
 from ddp_tutorial.rank import progress
+from ddp_tutorial.sharded import Share, to_device
 from ddp_tutorial.sharding import deal
-from ddp_tutorial.sources import ShardedSource, count_samples, read_batch
-from ddp_tutorial.strategy import DDPStrategy
+from ddp_tutorial.sources import SourceConfig, make_source
+from ddp_tutorial.strategy import DDPStrategy, next_token
 from ddp_tutorial.world import World, require_group
 
 
@@ -62,6 +64,7 @@ class TrainConfig(Config):
     nprocs: int = Field(2, ge=1, description="ranks to start on this machine; torchrun and Slurm have their own say")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ddp: DDPConfig = DDPConfig()
+    source: SourceConfig = SourceConfig()
 
     steps: int = Field(200, ge=1)
     batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
@@ -107,13 +110,17 @@ class Trainer:
         if config.batch_size < world.size:
             raise ConfigError(f"'batch_size' {config.batch_size} gives some of the {world.size} ranks nothing to do")
         self.config, self.world = config, world
-        corpus = load_corpus(config.corpus)
-        self.source = ShardedSource(corpus.train, config.model.context, config.batch_size, config.seed, world)
-        self.held_out = corpus.valid
-        if count_samples(self.held_out, config.model.context) == 0:
-            raise ConfigError(
-                f"corpus {config.corpus!r} leaves less than one sample of {config.model.context} tokens held out"
-            )
+        with rank_zero_first(world):
+            corpus = load_corpus(config.corpus)
+        text, self.held_out = (Windows(tokens, config.model.context) for tokens in (corpus.train, corpus.valid))
+        for windows, needed in ((text, config.batch_size), (self.held_out, 1)):
+            if len(windows) < needed:
+                raise ConfigError(
+                    f"corpus {config.corpus!r} has {len(text)} samples of {config.model.context} tokens to learn from, "
+                    f"and {len(self.held_out)} held out: too few for one batch of {config.batch_size} and one to "
+                    "evaluate. Use more text, a smaller batch_size or a smaller model.context."
+                )
+        self.source = make_source(config.source, text, config.batch_size, config.seed, world)
 
         torch.manual_seed(config.seed)  # the same on every rank: so are the weights
         self.model = GPT(**config.model.model_dump()).to(world.device)
@@ -141,7 +148,7 @@ class Trainer:
     def advance(self) -> None:
         """One optimiser step, and what is due after it."""
         with phase("data"):
-            batches = next(self.source)
+            batches = [next_token(next(self.source))]
         with phase("grads"):
             loss = self.strategy.backward(batches)
         with phase("update"):
@@ -172,13 +179,14 @@ class Trainer:
         self.log.settle()
         with phase("evaluate"), self.log.paused():
             self.model.eval()
-            count = min(self.config.eval_samples, count_samples(self.held_out, self.config.model.context))
-            mine = deal(torch.arange(count), self.world.rank, self.world.size)
+            count = min(self.config.eval_samples, len(self.held_out))
+            mine = deal(np.arange(count), self.world.rank, self.world.size)
             loss = Mean(torch.zeros((), device=self.world.device), 0)
             size = max(1, self.config.batch_size // self.world.size)
             for start in range(0, len(mine), size):
                 indices = mine[start : start + size]
-                batch = read_batch(self.held_out, self.config.model.context, indices, count, self.world.device)
+                samples = to_device(self.held_out.fetch(indices), self.world.device)
+                batch = next_token(Share(samples, len(indices), count))
                 loss += Mean(loss_sum(self.model(batch.inputs), batch.targets), batch.targets.numel())
             self.model.train()
             [value] = mean_over_ranks(self.world, [loss])
@@ -190,6 +198,7 @@ class Trainer:
         """Check that the ranks ended up with the same weights; rank 0 writes the model, and the result last."""
         weights = self.model.state_dict()
         assert_same(self.world, weights, "weight")
+        self.source.close()
         self.log.close()
         result = TrainResult(
             run=self.run,

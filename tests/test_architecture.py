@@ -16,11 +16,13 @@ PACKAGE = Path(ddp_tutorial.__file__).parent
 # From the bottom to the top. A module imports from levels below its own; `a.*` stands for all modules of a folder.
 LEVELS = [
     ["phases", "config", "files", "environment"],
-    ["world", "console", "transport", "runs"],
+    ["world", "console", "transport", "runs", "tales"],
     ["rank", "collectives", "buckets"],
     ["launcher", "link", "sharding", "corpus", "model"],
-    ["sources", "metrics", "hooks", "timeline"],
-    ["ddp"],
+    ["data", "metrics", "hooks", "timeline"],
+    ["sharded", "ddp"],
+    ["dispatched", "streamed"],
+    ["sources"],
     ["strategy"],
     ["trainer"],
     ["notebooks", "benches", "benches.bare_rank", "exercises", "plots", "live", "configs"],

@@ -100,6 +100,9 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "batch_size=1"), "'batch_size' 1 gives some of the 2 ranks nothing to do"),
         (("train", "tiny", "ddp.varant=flat"), "unknown key 'ddp.varant'. Did you mean 'variant'?"),
         (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
+        (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "a stream ends where it ends"),
+        (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
+        (("tales", "10", "."), "is there already: name a new folder"),
         (("bench", "lunch"), "no benchmark is called 'lunch'. Did you mean 'launch'?"),
     ],
 )
@@ -153,11 +156,23 @@ def test_a_rank_that_fails_for_a_reason_of_its_own_is_an_error_of_the_run() -> N
     assert done.stdout == ""
 
 
+def test_tales_are_made_as_files_to_train_on() -> None:
+    done = run("tales", "300", "stories", "--files", "2")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "300 stories in 2 files: train on them with corpus=parquet:stories\n",
+    )
+    assert sorted(path.name for path in Path("stories").iterdir()) == ["tales-0.parquet", "tales-1.parquet"]
+    done = run("train", "tiny", "corpus=parquet:stories", "source.kind=fast_stream", "steps=2", "device=cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"]["loss"] > 0
+
+
 def test_help_lists_the_commands() -> None:
     done = run("--help")
     assert done.returncode == 0
     listed = re.findall(r"^  (\w[\w-]*) ", done.stdout.partition("Commands:")[2], flags=re.MULTILINE)
-    assert {"bench", "notebooks", "run", "train"} <= set(listed)
+    assert {"bench", "notebooks", "run", "tales", "train"} <= set(listed)
     assert run("train", "-h").stdout.startswith("Usage: ")
 
 

@@ -1,8 +1,10 @@
 """The texts to learn from."""
 
+import json
 import sysconfig
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from ddp_tutorial import corpus as corpora
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.corpus import Corpus, decode, encode, load_corpus, tale
+from ddp_tutorial.corpus import Corpus, decode, encode, load_corpus
+from ddp_tutorial.tales import tale, write_tales
 
 
 def digest_of(corpus: Corpus) -> str:
@@ -153,3 +156,98 @@ def test_text_comes_back_from_its_tokens(text: str) -> None:
 @given(st.binary())
 def test_any_tokens_can_be_shown(data: bytes) -> None:
     assert decode(torch.tensor(list(data), dtype=torch.int64)) == data.decode(errors="replace")
+
+
+# ----------------------------------------------------------------------------------------- data that a user has
+
+
+def write_json(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def write_parquet(path: Path, columns: dict[str, list[object]]) -> Path:
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+STORIES = [f"story {number}" for number in range(40)]
+
+
+def test_json_and_parquet_give_their_documents_in_order(workdir: Path) -> None:
+    write_json(workdir / "a.jsonl", [{"text": story, "n": 1} for story in STORIES])
+    write_parquet(workdir / "a.parquet", {"id": list(range(40)), "body": STORIES})
+    expected = [story.encode() for number, story in enumerate(STORIES) if number not in (19, 39)]
+    for name in ("json:a.jsonl", "parquet:a.parquet#body"):
+        corpus = load_corpus(name)
+        assert documents(corpus.train) == expected
+        assert documents(corpus.valid) == [b"story 19", b"story 39"]
+
+
+def test_a_folder_is_all_its_files_in_the_order_of_their_names(workdir: Path) -> None:
+    paths = write_tales(60, workdir / "stories", files=3)
+    assert [len(pyarrow.parquet.read_table(path)) for path in paths] == [20, 20, 20]
+    corpus, on_the_spot = load_corpus("parquet:stories"), load_corpus("tales:60")
+    assert digest_of(corpus) == digest_of(on_the_spot)
+
+
+def test_what_was_read_once_is_kept_and_read_anew_when_the_file_has_changed(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_json(workdir / "a.jsonl", [{"text": story} for story in STORIES])
+    first = load_corpus("json:a.jsonl")
+    with monkeypatch.context() as patched:
+        patched.setattr(corpora, "_read_dataset", lambda *_: pytest.fail("should have come from the cache"))
+        assert digest_of(load_corpus("json:a.jsonl")) == digest_of(first)
+    write_json(path, [{"text": story.upper()} for story in STORIES])
+    assert documents(load_corpus("json:a.jsonl").train)[0] == b"STORY 0"
+
+
+def test_everything_kept_is_below_runs(workdir: Path) -> None:
+    write_json(workdir / "a.jsonl", [{"text": story} for story in STORIES])
+    load_corpus("json:a.jsonl")
+    assert {path.name for path in workdir.iterdir()} == {"a.jsonl", "runs"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("json:nowhere", "corpus 'json:nowhere': there is no file or folder 'nowhere'"),
+        ("parquet:empty", "there is no file of .parquet in folder 'empty'"),
+        ("json:", "there is no file or folder"),
+        ("json:a.jsonl#body", "has no column 'body', but 'n', 'text'. Add # and"),
+        ("json:mixed.jsonl", "row 1: 'text' should be text, found int"),
+        ("parquet:numbers.parquet", "row 0: 'text' should be text, found int"),
+        ("parquet:broken.parquet", "corpus 'parquet:broken.parquet' cannot be read: "),
+        ("json:broken.jsonl", "corpus 'json:broken.jsonl' cannot be read: "),
+        ("parquet:none.parquet", "is empty"),
+        ("jsonl:a.jsonl", "Did you mean 'json'"),
+    ],
+)
+def test_data_that_do_not_serve_are_told_in_one_message(workdir: Path, name: str, message: str) -> None:
+    (workdir / "empty").mkdir()
+    write_json(workdir / "a.jsonl", [{"n": 1, "text": "x"}])
+    write_json(workdir / "mixed.jsonl", [{"text": "x"}, {"text": 7}])
+    write_parquet(workdir / "numbers.parquet", {"text": [1, 2]})
+    write_parquet(workdir / "none.parquet", {"text": ["", ""]})
+    (workdir / "broken.parquet").write_bytes(b"PAR1 this is no parquet file PAR1")
+    (workdir / "broken.jsonl").write_text('{"text": "x"}\n{"text": ')
+    with pytest.raises(ConfigError) as error:
+        load_corpus(name)
+    assert message in str(error.value)
+    assert not list(Path().glob("runs/cache/corpus-*")), "nothing half-made is kept"
+
+
+def test_a_hub_out_of_reach_is_told_at_once_with_what_to_do(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with pytest.raises(ConfigError, match=r"cannot be reached \(Name or service .* HF_HUB_OFFLINE=1 .* 'tales:100000'"):
+        load_corpus("hub:owner/stories")
+
+
+def test_tales_refuse_a_folder_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError, match="is there already"):
+        write_tales(3, tmp_path)

@@ -1,71 +1,229 @@
 """Which rank sees which sample when: for all sizes."""
 
+import tracemalloc
 from collections import Counter
+from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
 
-from ddp_tutorial.config import ConfigError
-from ddp_tutorial.sharding import deal, epoch_order, take
-from ddp_tutorial.sources import Batch, ShardedSource, count_samples, read_batch
-from ddp_tutorial.world import World
-
-CONTEXT = 3
-CPU = torch.device("cpu")
+from ddp_tutorial.sharding import BLOCK, Order, Remainder, Sharding, deal
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**31 - 1)
 worlds = st.integers(1, 8)
 
 
-def world_of(rank: int, size: int) -> World:
-    return World(rank, size, rank, size)
-
-
-def source(samples: int, batch: int, seed: int, rank: int = 0, size: int = 1) -> ShardedSource:
-    """A source over tokens 0, 1, 2 ..., so that the first token of a sample tells its index."""
-    return ShardedSource(torch.arange(samples * CONTEXT + 1), CONTEXT, batch, seed, world_of(rank, size))
-
-
-def indices_of(batches: list[Batch]) -> list[int]:
-    return [int(first) // CONTEXT for batch in batches for first in batch.inputs[:, 0]]
-
-
 # ------------------------------------------------------------------------------------------- the order of samples
 
-
-@given(sizes, seeds, st.integers(0, 2**20))
-def test_the_order_of_an_epoch_is_a_permutation_and_the_same_each_time(samples: int, seed: int, epoch: int) -> None:
-    order = epoch_order(samples, seed, epoch).clone()
-    assert sorted(order.tolist()) == list(range(samples))
-    epoch_order.cache_clear()
-    torch.manual_seed(epoch)  # whatever the state of the process
-    assert torch.equal(order, epoch_order(samples, seed, epoch))
+windows = st.none() | st.integers(1, 60)
 
 
+@given(sizes, seeds, st.integers(0, 2**20), windows)
+def test_the_order_of_an_epoch_is_a_permutation_and_the_same_each_time(
+    samples: int, seed: int, epoch: int, window: int | None
+) -> None:
+    order = Order(samples, seed, window)
+    placed = order(epoch, np.arange(samples))
+    assert placed.dtype == np.int64
+    assert sorted(placed.tolist()) == list(range(samples))
+    np.random.seed(epoch)  # whatever the state of the process
+    assert np.array_equal(Order(samples, seed, window)(epoch, np.arange(samples)), placed)
+
+
+@given(st.integers(1, 10**9), st.integers(0, 2**20), seeds, windows)
+def test_any_place_of_a_large_order_is_worked_out_by_itself(
+    samples: int, epoch: int, seed: int, window: int | None
+) -> None:
+    order = Order(samples, seed, window)
+    places = np.unique(np.linspace(0, samples - 1, 50).astype(np.int64))
+    together = order(epoch, places)
+    assert len(set(together.tolist())) == len(places)
+    assert together.min() >= 0
+    assert together.max() < samples
+    assert [int(order(epoch, places[i : i + 1])[0]) for i in range(len(places))] == together.tolist()
+
+
+@pytest.mark.parametrize("window", [None, 20])
 @given(seeds, st.integers(0, 1000))
-def test_the_order_differs_between_epochs_and_between_seeds(seed: int, epoch: int) -> None:
-    order = epoch_order(100, seed, epoch)  # 100! orders: two that are equal by chance do not happen
-    assert not torch.equal(order, epoch_order(100, seed, epoch + 1))
-    assert not torch.equal(order, epoch_order(100, (seed + 1) % 2**31, epoch))
+def test_the_order_differs_between_epochs_and_between_seeds(window: int | None, seed: int, epoch: int) -> None:
+    def drawn(seed: int, epoch: int) -> list[int]:
+        return Order(100, seed, window)(epoch, np.arange(100)).tolist()
+
+    assert drawn(seed, epoch) != drawn(seed, epoch + 1)
+    assert drawn(seed, epoch) != drawn(seed + 1, epoch)
 
 
-def test_drawing_an_order_leaves_the_random_numbers_of_the_process_alone() -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    epoch_order(1234, 5, 6)
-    assert torch.equal(before, torch.get_rng_state())
+@pytest.mark.parametrize(("samples", "window"), [(2, None), (3, None), (7, None), (16, None), (100, None), (64, 16)])
+def test_a_sample_is_at_any_place_equally_often(samples: int, window: int | None) -> None:
+    """Pearson's chi-squared over many epochs: for a fair shuffle about its degrees of freedom, give or take."""
+    epochs = 4000
+    found = np.zeros((samples, samples))
+    for epoch in range(epochs):
+        found[np.arange(samples), Order(samples, 1, window)(epoch, np.arange(samples))] += 1
+    expected, freedom = epochs / samples, (samples - 1) ** 2
+    assert ((found - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5 + 5
 
 
-@given(st.integers(1, 40), seeds, st.integers(0, 300), st.integers(0, 150))
-def test_take_is_a_slice_of_all_epochs_put_end_to_end(samples: int, seed: int, cursor: int, count: int) -> None:
-    epochs = (cursor + count) // samples + 1
-    sequence = torch.cat([epoch_order(samples, seed, epoch) for epoch in range(epochs)])
-    taken = take(samples, seed, cursor, count)
-    assert taken.dtype == torch.int64
-    assert torch.equal(taken, sequence[cursor : cursor + count])
+def test_neighbours_are_parted() -> None:
+    """Were the hash a poor one, samples that lie side by side would often be taken side by side."""
+    order = Order(10_000, 0)(0, np.arange(10_000))
+    assert np.sum(np.abs(np.diff(order)) == 1) < 15  # 2 of 10,000 pairs by chance, times 10,000: two, more or less
+
+
+def test_windows_are_read_one_after_another() -> None:
+    samples, window = 1000, 64
+    order = Order(samples, 3, window)(0, np.arange(samples))
+    starts = []
+    for first in range(0, samples, window):
+        rows = order[first : first + window]
+        begin = next(row for row in rows if (row - 1) % samples not in rows)
+        assert sorted((rows - begin) % samples) == list(range(len(rows))), "a run of neighbours, in some order"
+        assert (rows - begin).tolist() != sorted(rows - begin)
+        starts.append(begin)
+    assert starts != sorted(starts)
+
+
+def test_without_a_seed_samples_come_as_they_lie() -> None:
+    assert Order(5, None).take(3, 7).tolist() == [3, 4, 0, 1, 2, 3, 4]
+
+
+def test_an_order_of_a_thousand_million_needs_no_list_of_them() -> None:
+    order = Order(10**9, 0)
+    tracemalloc.start()
+    taken = order.take(10**9 - 5, 10)
+    assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    tracemalloc.stop()
+    assert len(set(taken.tolist())) == 10
+
+
+@given(st.integers(1, 40), seeds, st.integers(0, 300), st.integers(0, 150), windows)
+def test_take_is_a_slice_of_all_epochs_put_end_to_end(
+    samples: int, seed: int, cursor: int, count: int, window: int | None
+) -> None:
+    order = Order(samples, seed, window)
+    sequence = np.concatenate([order(e, np.arange(samples)) for e in range((cursor + count) // samples + 1)])
+    taken = order.take(cursor, count)
+    assert taken.dtype == np.int64
+    assert taken.tolist() == sequence[cursor : cursor + count].tolist()
+
+
+@given(st.integers(BLOCK - 10, 2 * BLOCK + 10), st.integers(0, 4 * BLOCK), st.integers(0, 2 * BLOCK))
+def test_blocks_are_not_to_be_seen(samples: int, cursor: int, count: int) -> None:
+    order = Order(samples, 0)
+    epochs = [order(epoch, np.arange(samples)) for epoch in range((cursor + count) // samples + 1)]
+    assert np.array_equal(order.take(cursor, count), np.concatenate(epochs)[cursor : cursor + count])
+
+
+def test_what_is_taken_cannot_be_changed_for_others() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        Order(100, 0).take(0, 5)[0] = 1
+
+
+# ------------------------------------------------------------------------------------- what is left of an epoch
+
+
+@given(st.integers(1, 60), st.integers(1, 25), seeds, windows, st.integers(0, 3))
+def test_an_exact_epoch_has_every_sample_once(
+    samples: int, batch: int, seed: int, window: int | None, epoch: int
+) -> None:
+    steps = list(Sharding(Order(samples, seed, window), batch, "exact").epoch(epoch))
+    assert sorted(np.concatenate(steps).tolist()) == list(range(samples))
+    assert [len(step) for step in steps] == [batch] * (samples // batch) + [samples % batch] * (samples % batch > 0)
+
+
+@given(st.integers(1, 60), st.integers(1, 25), worlds, seeds, st.integers(0, 3))
+def test_a_padded_epoch_has_every_sample_and_its_first_ones_again(
+    samples: int, batch: int, size: int, seed: int, epoch: int
+) -> None:
+    order = Order(samples, seed)
+    first = order(epoch, np.arange(samples)).tolist()
+    counts = Counter[int]()
+    for step in Sharding(order, batch, "pad", size).epoch(epoch):
+        hands = [deal(step, rank, size) for rank in range(size)]
+        assert len({len(hand) for hand in hands}) == 1, "all ranks have equally many"
+        counts.update(step.tolist())
+    sizes_of_steps = [batch] * (samples // batch) + [samples % batch] * (samples % batch > 0)
+    expected = Counter(first)
+    for length in sizes_of_steps:
+        expected.update([first[i % samples] for i in range(-length % size)])
+    assert counts == expected
+
+
+@given(st.integers(1, 60), st.integers(1, 25), seeds, st.integers(0, 3))
+def test_a_dropped_remainder_is_less_than_a_batch_and_another_one_each_epoch(
+    samples: int, batch: int, seed: int, epoch: int
+) -> None:
+    if samples < batch:
+        with pytest.raises(ValueError, match="leaves nothing"):
+            Sharding(Order(samples, seed), batch, "drop")
+        return
+    sharding = Sharding(Order(samples, seed), batch, "drop")
+    steps = list(sharding.epoch(epoch))
+    assert [len(step) for step in steps] == [batch] * (samples // batch)
+    assert len(set(np.concatenate(steps).tolist())) == samples // batch * batch
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 8), seeds, st.booleans())
+def test_padding_is_what_distributed_sampler_does(
+    samples: int, each: int, size: int, epoch: int, shuffle: bool
+) -> None:
+    """Rank by rank and batch by batch, given the same order."""
+    order = Order(samples, 0 if shuffle else None)
+    places = order(epoch, np.arange(samples)).tolist()
+    for rank in range(size):
+        sampler = DistributedSampler(places, size, rank, shuffle=False)  # type: ignore[arg-type]
+        theirs = [places[i] for i in sampler]
+        ours = [deal(step, rank, size).tolist() for step in Sharding(order, each * size, "pad", size).epoch(epoch)]
+        assert ours == [theirs[i : i + each] for i in range(0, len(theirs), each)]
+
+
+@pytest.mark.parametrize("remainder", ["carry", "exact", "pad", "drop"])
+@given(st.integers(1, 30), st.integers(1, 12), seeds, st.integers(0, 12))
+def test_steps_go_on_from_any_cursor_through_the_epochs(
+    remainder: Remainder, samples: int, batch: int, seed: int, k: int
+) -> None:
+    if remainder == "drop" and samples < batch:
+        return
+    sharding, cursor, steps = Sharding(Order(samples, seed), batch, remainder, 3), 0, []
+    for _ in range(k):
+        indices, cursor = sharding.step(cursor)
+        steps.append(indices.tolist())
+    if remainder == "carry":
+        assert cursor == k * batch
+        assert list(chain.from_iterable(steps)) == sharding.order.take(0, cursor).tolist()
+        return
+    epochs = [step.tolist() for epoch in range(k + 1) for step in sharding.epoch(epoch)]
+    assert steps == epochs[:k]
+
+
+@pytest.mark.parametrize("remainder", ["carry", "exact", "drop"])
+@given(st.integers(1, 30), st.integers(1, 12), st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=12))
+def test_a_step_has_the_same_samples_whatever_the_world_size_and_its_changes(
+    remainder: Remainder, samples: int, batch: int, worlds_in_turn: list[int]
+) -> None:
+    if remainder == "drop" and samples < batch:
+        return
+    order = Order(samples, 5)
+    alone, cursor = 0, 0
+    for size in worlds_in_turn:
+        wanted, alone = Sharding(order, batch, remainder).step(alone)
+        found, cursor = Sharding(order, batch, remainder, size).step(cursor)
+        assert np.array_equal(wanted, found)
+        assert alone == cursor
+
+
+def test_with_nothing_there_is_no_step() -> None:
+    for samples, batch in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="1 or more of both"):
+            Sharding(Order(samples, 0), batch)
+
+
+# ------------------------------------------------------------------------------------------------ dealing it out
 
 
 @given(sizes, worlds)
@@ -80,102 +238,3 @@ def test_dealing_gives_each_to_one_rank_and_lengths_differ_by_one_at_most(count:
 def test_dealing_is_like_cards() -> None:
     indices = torch.tensor([7, 2, 5, 0, 3])
     assert [deal(indices, rank, 2).tolist() for rank in range(2)] == [[7, 5, 3], [2, 0]]
-
-
-# ------------------------------------------------------------------------------------------------- steps of a world
-
-
-@given(st.data(), st.integers(1, 60), worlds, seeds)
-def test_every_sample_is_seen_exactly_once_an_epoch(data: st.DataObject, samples: int, size: int, seed: int) -> None:
-    batch = data.draw(st.integers(1, samples), label="batch")
-    ranks = [source(samples, batch, seed, rank, size) for rank in range(size)]
-    seen: list[int] = []
-    while len(seen) < 3 * samples:  # a step's samples are next to one another in the sequence, whoever has them
-        seen += sorted(index for rank in ranks for index in indices_of(next(rank)))
-    step_of = {position: position // batch for position in range(len(seen))}
-    sequence = take(samples, seed, 0, len(seen)).tolist()
-    for step in set(step_of.values()):
-        there = [position for position, its in step_of.items() if its == step]
-        assert Counter(seen[i] for i in there) == Counter(sequence[i] for i in there)
-    for epoch in range(3):
-        assert sorted(sequence[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
-
-
-@given(st.data(), st.integers(1, 60), seeds)
-def test_each_step_has_the_same_samples_for_every_world_size(data: st.DataObject, samples: int, seed: int) -> None:
-    batch = data.draw(st.integers(1, samples), label="batch")
-    alone = source(samples, batch, seed)
-    ranks = {size: [source(samples, batch, seed, rank, size) for rank in range(size)] for size in (2, 3, 4)}
-    for _ in range(5):
-        wanted = Counter(indices_of(next(alone)))
-        assert sum(wanted.values()) == batch
-        for sources in ranks.values():
-            assert sum((Counter(indices_of(next(each))) for each in sources), Counter()) == wanted
-
-
-@given(st.data(), st.integers(1, 60), worlds)
-def test_the_tokens_of_the_world_are_those_of_its_ranks(data: st.DataObject, samples: int, size: int) -> None:
-    batch = data.draw(st.integers(1, samples), label="batch")
-    for batches in zip(*(next(source(samples, batch, 0, rank, size)) for rank in range(size)), strict=True):
-        total = sum(each.targets.numel() for each in batches)
-        assert [each.world_tokens for each in batches] == [total] * size
-        assert total == batch * CONTEXT
-
-
-@given(st.data(), st.integers(1, 40), st.integers(0, 20), seeds)
-def test_a_fresh_source_goes_on_where_another_stood(data: st.DataObject, samples: int, k: int, seed: int) -> None:
-    batch = data.draw(st.integers(1, samples), label="batch")
-    first = source(samples, batch, seed)
-    for _ in range(k):
-        next(first)
-    fresh = source(samples, batch, seed)
-    fresh.restore(first.state())
-    for _ in range(5):
-        [wanted], [found] = next(first), next(fresh)
-        assert torch.equal(wanted.inputs, found.inputs)
-        assert torch.equal(wanted.targets, found.targets)
-        assert first.state() == fresh.state()
-
-
-@given(st.data(), st.integers(1, 40), seeds)
-def test_the_order_survives_a_change_of_world_size_from_4_to_2_to_3(
-    data: st.DataObject, samples: int, seed: int
-) -> None:
-    batch = data.draw(st.integers(1, samples), label="batch")
-    alone = source(samples, batch, seed)
-    state = alone.state()
-    for size in (4, 2, 3):
-        ranks = [source(samples, batch, seed, rank, size) for rank in range(size)]
-        for each in ranks:
-            each.restore(state)
-        for _ in range(4):
-            seen = sum((Counter(indices_of(next(each))) for each in ranks), Counter())
-            assert seen == Counter(indices_of(next(alone)))
-        assert len({str(each.state()) for each in ranks}) == 1
-        state = ranks[0].state()
-
-
-# ---------------------------------------------------------------------------------------------------- what is read
-
-
-def test_targets_are_inputs_shifted_by_one() -> None:
-    batch = read_batch(torch.arange(100, 120, dtype=torch.uint8), 4, torch.tensor([2, 0]), 2, CPU)
-    assert batch.inputs.tolist() == [[108, 109, 110, 111], [100, 101, 102, 103]]
-    assert batch.targets.tolist() == [[109, 110, 111, 112], [101, 102, 103, 104]]
-    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
-    assert batch.world_tokens == 8
-
-
-@pytest.mark.parametrize(("length", "samples"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (401, 100)])
-def test_a_sample_needs_one_token_more_than_its_context(length: int, samples: int) -> None:
-    tokens = torch.arange(length)
-    assert count_samples(tokens, 4) == samples
-    if samples:
-        last = read_batch(tokens, 4, torch.tensor([samples - 1]), 1, CPU)
-        assert last.targets.shape == (1, 4)
-
-
-def test_a_corpus_too_small_for_one_batch_is_told_so() -> None:
-    assert len(indices_of(next(source(5, 5, 0)))) == 5
-    with pytest.raises(ConfigError, match="has 4 samples of 3 tokens, too few for one batch of 5"):
-        source(4, 5, 0)

@@ -10,14 +10,14 @@ from ddp_tutorial.collectives import digest, total
 from ddp_tutorial.ddp import DDPConfig
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.model import GPT
-from ddp_tutorial.sources import Batch
-from ddp_tutorial.strategy import DDPStrategy
+from ddp_tutorial.sharded import Share
+from ddp_tutorial.strategy import Batch, DDPStrategy, next_token
 from ddp_tutorial.world import World
 
 CONTEXT = 16
 VARIANTS = ["naive", "flat", "bucket", "torch"]
-# How many samples each rank has in each micro-batch: ragged, and not in proportion either.
-COUNTS = {1: [[4, 2]], 2: [[1, 3], [5, 1]], 3: [[1, 3], [4, 1], [2, 2]]}
+# How many samples each rank has in each micro-batch: ragged, not in proportion either, and for some there are none.
+COUNTS = {1: [[4, 2]], 2: [[1, 3], [5, 0]], 3: [[0, 3], [4, 1], [2, 2]]}
 
 # float32, summed in another order: a few units in the last place of the largest gradients (about 0.1)
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -106,3 +106,12 @@ def test_the_mean_of_the_ranks_means_would_have_been_noticed() -> None:
 def test_two_ranks_without_a_group_raise() -> None:
     with pytest.raises(RuntimeError, match="2 ranks but no process group"):
         DDPStrategy(make_model(), World(0, 2, 0, 2))
+
+
+def test_targets_are_inputs_shifted_by_one() -> None:
+    tokens = torch.tensor([[108, 109, 110, 111, 112], [100, 101, 102, 103, 104]], dtype=torch.uint8)
+    batch = next_token(Share({"tokens": tokens}, 2, 5))
+    assert batch.inputs.tolist() == [[108, 109, 110, 111], [100, 101, 102, 103]]
+    assert batch.targets.tolist() == [[109, 110, 111, 112], [101, 102, 103, 104]]
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.world_tokens == 5 * 4  # of all ranks

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -17,8 +18,8 @@ from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.launcher import RankError, launch
 from ddp_tutorial.model import GPT
 from ddp_tutorial.phases import Edge, observe
-from ddp_tutorial.sharding import take
-from ddp_tutorial.sources import read_batch
+from ddp_tutorial.sharding import Order
+from ddp_tutorial.strategy import next_token
 from ddp_tutorial.trainer import (
     ModelConfig,
     TrainConfig,
@@ -73,9 +74,10 @@ def losses_by_hand(config: TrainConfig) -> list[float]:
     model = GPT(**config.model.model_dump())
     optimizer = make_optimizer(model, config)
     factor = learning_rate_factor(config)
+    order = Order((len(tokens) - 1) // context, config.seed)
     losses = []
     for step in range(config.steps):
-        indices = take((len(tokens) - 1) // context, config.seed, step * config.batch_size, config.batch_size)
+        indices = order.take(step * config.batch_size, config.batch_size)
         window = torch.stack([tokens[i * context : (i + 1) * context + 1] for i in indices.tolist()]).long()
         loss = F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
         optimizer.zero_grad()
@@ -130,6 +132,23 @@ def test_on_two_ranks_every_way_to_average_gives_the_same_bits() -> None:
     """Of two summands the order does not matter; one that ends in other bits has averaged something else."""
     for weights in launch(train_with_each_variant, 2, changed(QUICK, steps=5), device="cpu", echo=False):
         assert weights == dict.fromkeys(weights, weights["torch"])
+
+
+def train_from_each_source(world: World, config: TrainConfig) -> dict[str, list[TrainResult]]:
+    kinds = ("sharded", "dispatched", "fast_stream", "streamed")
+    return {kind: [train(world, changed(config, source={"kind": kind})) for _ in range(2)] for kind in kinds}
+
+
+def test_all_sources_train_and_give_the_same_bits_again_and_dispatched_those_of_sharded() -> None:
+    ranks = launch(train_from_each_source, 2, changed(QUICK, steps=6), device="cpu", echo=False)
+    for results in ranks:
+        for kind, (first, second) in results.items():
+            assert first.losses == second.losses, kind
+            assert first.weights == second.weights == ranks[0][kind][0].weights
+            assert first.losses[-1] < first.losses[0]
+        weights = {kind: first.weights for kind, [first, _] in results.items()}
+        assert weights["dispatched"] == weights["sharded"]
+        assert len(set(weights.values())) == 3  # the streams come in another order
 
 
 def test_another_seed_is_another_run() -> None:
@@ -283,7 +302,7 @@ def test_the_update_uses_the_clipped_gradient_and_the_log_has_the_norm_before() 
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)  # type: ignore[assignment]
     weights = list(trainer.model.parameters())
     before = [weight.detach().clone() for weight in weights]
-    trainer.strategy.backward(next(trainer.source))
+    trainer.strategy.backward([next_token(next(trainer.source))])
     norm = math.sqrt(sum(weight.grad.square().sum().item() for weight in weights if weight.grad is not None))
     logged = trainer.update().item()
     went = math.sqrt(sum((new - old).square().sum().item() for new, old in zip(weights, before, strict=True)))
@@ -307,10 +326,9 @@ def test_evaluation_happens_in_eval_mode_and_counts_no_more_than_there_is() -> N
     model = ModelConfig(**(TINY.model_dump() | {"dropout": 0.5}))
     trainer = Trainer(changed(QUICK, corpus="tales:20", model=model, eval_samples=10_000), World())
     assert trainer.evaluate() == trainer.evaluate()
-    count = (len(trainer.held_out) - 1) // 32
-    batch = read_batch(trainer.held_out, 32, torch.arange(count), count, torch.device("cpu"))
+    tokens = trainer.held_out.fetch(np.arange(len(trainer.held_out)))["tokens"].long()
     trainer.model.eval()
-    wanted = F.cross_entropy(trainer.model(batch.inputs).flatten(0, 1), batch.targets.flatten()).item()
+    wanted = F.cross_entropy(trainer.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).item()
     assert trainer.eval_losses[0] == pytest.approx(wanted, rel=0, abs=1e-5)
     trainer.log.close()
 
@@ -323,7 +341,7 @@ def test_evaluation_happens_in_eval_mode_and_counts_no_more_than_there_is() -> N
     [
         ({"corpus": "tales:2", "batch_size": 1000}, "too few for one batch of 1000"),
         ({"corpus": "text:gone"}, "there is no file or folder 'gone'"),
-        ({"corpus": "text:short.txt", "batch_size": 1}, "leaves less than one sample of 32 tokens held out"),
+        ({"corpus": "text:short.txt", "batch_size": 1}, "0 held out: too few for one batch of 1 and one to evaluate"),
         ({"corpus": "text:empty.txt"}, "is empty"),
     ],
 )

@@ -18,7 +18,6 @@ from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.model import GPT
 from ddp_tutorial.phases import observe
-from ddp_tutorial.sources import count_samples
 from ddp_tutorial.trainer import ModelConfig, TrainConfig, Trainer, learning_rate_factor, make_optimizer
 from ddp_tutorial.world import World
 
@@ -82,7 +81,7 @@ def _bare_loop(world: World, config: TrainConfig) -> Callable[[], object]:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config))
-    order = torch.randperm(count_samples(tokens, context))[world.rank :: world.size]
+    order = torch.randperm((len(tokens) - 1) // context)[world.rank :: world.size]
     window = torch.arange(context + 1)
     cursor = 0
 

@@ -1,0 +1,411 @@
+"""Samples by number: what is read is what was written, and what cannot be read is named."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_tutorial import data as module
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.data import (
+    ArrowShards,
+    Rows,
+    Windows,
+    as_arrow,
+    as_shards,
+    check_alike,
+    count_rows,
+    rows_of,
+    write_arrow,
+)
+
+
+def at(*numbers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(numbers, dtype=np.int64)
+
+
+# ------------------------------------------------------------------------------------------------------- windows
+
+
+def test_a_window_overlaps_the_next_by_one_token_and_keeps_its_type() -> None:
+    windows = Windows(torch.arange(100, 120, dtype=torch.uint8), 4)
+    [tokens] = windows.fetch(at(2, 0, 2)).values()
+    assert tokens.tolist() == [[108, 109, 110, 111, 112], [100, 101, 102, 103, 104], [108, 109, 110, 111, 112]]
+    assert tokens.dtype == torch.uint8
+    assert windows.fetch(at())["tokens"].shape == (0, 5)
+
+
+@pytest.mark.parametrize(("length", "samples"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (401, 100)])
+def test_a_sample_needs_one_token_more_than_its_context(length: int, samples: int) -> None:
+    windows = Windows(torch.arange(length), 4)
+    assert len(windows) == samples
+    if samples:
+        assert windows.fetch(at(samples - 1))["tokens"].shape == (1, 5)
+
+
+# ---------------------------------------------------------------------------------------------- rows of a sequence
+
+
+def test_rows_of_a_list_are_put_together_in_the_order_asked_for() -> None:
+    rows = Rows([{"x": i, "pair": (i, [float(i)])} for i in range(5)])
+    found = rows.fetch(at(3, 1))
+    assert len(rows) == 5
+    assert found["x"].tolist() == [3, 1]
+    assert found["pair"][0].tolist() == [3, 1]
+    assert found["pair"][1][0].tolist() == [3.0, 1.0]
+
+
+def test_rows_of_a_dataset_are_those_of_the_same_list() -> None:
+    table = {"x": list(range(7)), "name": [f"number {i}" for i in range(7)]}
+    rows = Rows(datasets.Dataset.from_dict(table))
+    found = rows.fetch(at(6, 0, 6))
+    assert len(rows) == 7
+    assert found["x"].tolist() == [6, 0, 6]
+    assert found["name"] == ["number 6", "number 0", "number 6"]
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_no_rows_have_the_form_of_some(as_dataset: bool) -> None:
+    """A rank may have none of a step, and goes through the same code as the others."""
+    table: list[Any] = [{"x": torch.ones(2, 3)}] * 2
+    rows = Rows(datasets.Dataset.from_dict({"x": [[[1.0] * 3] * 2] * 2}).with_format("torch") if as_dataset else table)
+    assert rows.fetch(at())["x"].shape == (0, 2, 3)
+
+
+def test_rows_may_be_put_together_by_a_function_of_yours() -> None:
+    rows = Rows([[1], [1, 2], []], collate=lambda rows: torch.tensor([sum(row) for row in rows]))
+    assert rows.fetch(at(2, 1, 0)).tolist() == [0, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"x": 1}, "column 'y' of row 12 is missing, that of row 10 is str"),
+        ({"x": 1, "y": "a", "z": 2}, "column 'z' of row 12 is a number, that of row 10 is missing"),
+        ({"x": "one", "y": "a"}, "column 'x' of row 12 is str, that of row 10 is a number"),
+        ({"x": 1, "y": None}, "column 'y' of row 12 is NoneType, that of row 10 is str"),
+        ([1, "a"], "column 'x' of row 12 is missing, that of row 10 is a number"),
+    ],
+)
+def test_a_row_that_is_not_like_the_others_is_named(odd: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_alike([{"x": 1, "y": "a"}, {"x": 2.5, "y": "b"}, odd], [10, 11, 12])
+
+
+def test_rows_that_are_no_dicts_are_compared_as_they_are() -> None:
+    check_alike([], [])
+    check_alike([1, 2.0], [0, 1])
+    with pytest.raises(ValueError, match=r"^row 7 is str, that of row 5 is a number. The rows of a batch"):
+        check_alike([1, "two"], [5, 7])
+
+
+def test_the_number_of_a_bad_row_is_that_in_the_data() -> None:
+    rows = Rows([{"x": i} for i in range(5)] + [{"x": "five"}])
+    with pytest.raises(ValueError, match="column 'x' of row 5 is str, that of row 2 is a number"):
+        rows.fetch(at(2, 5, 3))
+
+
+# ----------------------------------------------------------------------------------------------------------- trees
+
+
+def test_some_of_the_rows_of_a_tree_and_how_many_it_has() -> None:
+    tree = {"a": torch.arange(4), "b": [torch.arange(8).view(4, 2), (torch.zeros(4, 0),)]}
+    assert count_rows(tree) == 4
+    some = rows_of(tree, torch.tensor([3, 1]))
+    assert some["a"].tolist() == [3, 1]
+    assert some["b"][0].tolist() == [[6, 7], [2, 3]]
+    assert some["b"][1][0].shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"torch.float32\[2, 3\].*torch.float32\[3\]"),
+        ({"a": torch.tensor(1.0)}, r"torch.float32\[\]"),
+        ({"a": ["text"]}, "text"),
+        ({}, "one row for each sample"),
+    ],
+)
+def test_a_tree_that_is_no_batch_is_described(tree: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        count_rows(tree)
+
+
+# --------------------------------------------------------------------------------------------------- Arrow files
+
+TYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "float32", "float64"]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    dtype=st.sampled_from(TYPES),
+    shape=st.sampled_from([(), (3,), (2, 2), (1, 2, 3)]),
+    rows_a_batch=st.integers(1, 5),
+    draw=st.data(),
+)
+def test_several_files_read_like_one_array(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    dtype: str,
+    shape: tuple[int, ...],
+    rows_a_batch: int,
+    draw: st.DataObject,
+) -> None:
+    folder, total = tmp_path_factory.mktemp("shards"), sum(lengths)
+    size = total * int(np.prod(shape))
+    whole = (np.arange(size) % 101).astype(dtype).reshape(total, *shape)
+    numbers, paths, start = np.arange(total), [], 0
+    for which, length in enumerate(lengths):
+        part = slice(start, start := start + length)
+        paths.append(folder / f"{which}.arrow")
+        write_arrow(paths[-1], {"values": whole[part], "number": numbers[part]}, rows_a_batch)
+    shards = ArrowShards(paths)
+    assert len(shards) == total
+    if not total:
+        with pytest.raises(ConfigError, match="no row in any of them"):
+            shards.fetch(at())
+        return
+    indices = np.array(draw.draw(st.lists(st.integers(0, total - 1), max_size=20)), dtype=np.int64)
+    for each in (shards, pickle.loads(pickle.dumps(shards))):
+        found = each.fetch(indices)
+        assert list(found) == ["values", "number"]
+        assert found["values"].numpy().dtype == whole.dtype
+        np.testing.assert_array_equal(found["values"].numpy(), whole[indices])
+        assert found["number"].tolist() == indices.tolist()
+    assert list(ArrowShards(paths, ["number"]).fetch(indices)) == ["number"]
+    for outside in (-1, total):
+        with pytest.raises(IndexError, match=f"of {total}"):
+            shards.fetch(at(0, outside))
+
+
+def test_what_is_read_may_be_changed_without_changing_the_file(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a.arrow", {"x": np.arange(3)})
+    shards = ArrowShards([tmp_path / "a.arrow"])
+    shards.fetch(at(0, 1))["x"].add_(100)
+    assert shards.fetch(at(0, 1))["x"].tolist() == [0, 1]
+
+
+def test_both_formats_of_arrow_and_those_of_datasets_are_read(tmp_path: Path) -> None:
+    table = pa.table({"x": [1, 2, 3]})
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    datasets.Dataset.from_dict({"x": [4, 5]}).save_to_disk(tmp_path / "saved")
+    [saved] = (tmp_path / "saved").glob("*.arrow")
+    assert ArrowShards([tmp_path / "file.arrow", saved]).fetch(at(4, 0, 2))["x"].tolist() == [5, 1, 3]
+
+
+def test_to_another_process_go_paths_and_no_data(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a.arrow", {"x": np.zeros(100_000)})
+    assert len(pickle.dumps(ArrowShards([tmp_path / "a.arrow"]))) < 1000
+
+
+def test_a_slice_of_a_table_is_read_from_where_it_begins(tmp_path: Path) -> None:
+    """Arrow keeps the offset of a slice apart from its values, also of the values inside lists."""
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(range(12), pa.int64()), 2)
+    table = pa.table({"x": lists, "y": pa.array(range(6))}).slice(2, 3)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    found = ArrowShards([tmp_path / "a.arrow"]).fetch(at(0, 2))
+    assert found["x"].tolist() == [[4, 5], [8, 9]]
+    assert found["y"].tolist() == [2, 4]
+
+
+def corrupt(path: Path) -> None:
+    path.write_bytes(b"not an Arrow file at all, but long enough to be one" * 10)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def truncate_between_batches(path: Path) -> None:
+    """Arrow itself would take the rows that are left for all there are."""
+    os.truncate(path, path.stat().st_size - 8)
+
+
+def written(table: dict[str, Any]) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        whole = pa.table(table)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, whole.schema) as writer:
+            writer.write_table(whole)
+
+    return write
+
+
+def pairs(*values: Any) -> Any:
+    return pa.array(values, pa.list_(pa.int64(), 2))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (corrupt, r"cannot be read as an Arrow file; is it damaged\?"),
+        (truncate, r"cannot be read as an Arrow file; is it damaged\?"),
+        (truncate_between_batches, r"is it damaged\? its end is missing"),
+        (lambda path: os.truncate(path, 0), r"cannot be read as an Arrow file; is it damaged\?"),
+        (lambda path: path.unlink(), r"cannot be read as an Arrow file; is it damaged\?.*No such file"),
+        (written({"y": [1]}), "column 'x' is missing; in the files before it is int64"),
+        (written({"x": [1], "y": [1], "z": [1]}), "column 'z' is int64; in the files before it is missing"),
+        (written({"x": [1.5], "y": [1]}), "column 'x' is float64; in the files before it is int64"),
+        (written({"x": pairs([1, 2]), "y": [1]}), r"column 'x' is int64\[2\]; in the files before it is int64"),
+        (written({"x": [1, None], "y": [1, 1]}), "column 'x' has 1 missing values"),
+        (written({"x": pairs([1, None], None), "y": [1, 1]}), "column 'x' has [12] missing values"),
+        (written({"x": ["text"], "y": [1]}), "column 'x' is string. Numbers and lists of a fixed length"),
+        (written({"x": [[1, 2]], "y": [1]}), "column 'x' is list<.*turn others into those first"),
+        (written({"x": [True], "y": [1]}), "column 'x' is bool"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_column(
+    tmp_path: Path, spoil: Callable[[Path], None], told: str
+) -> None:
+    paths = [tmp_path / f"{i}.arrow" for i in range(2)]
+    for path in paths:
+        write_arrow(path, {"x": np.arange(1000), "y": np.arange(1000)}, rows_a_batch=100)
+    spoil(paths[1])
+    with pytest.raises(ConfigError, match=f"1.arrow.*{told}") as raised:
+        ArrowShards(paths)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_column_that_is_asked_for_and_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a.arrow", {"x": np.arange(3), "label": np.arange(3)})
+    with pytest.raises(ConfigError, match=r"a.arrow has no column 'lable'\. It has 'x', 'label'"):
+        ArrowShards([tmp_path / "a.arrow"], ["x", "lable"])
+
+
+def test_a_file_without_columns_or_with_two_of_one_name_is_refused(tmp_path: Path) -> None:
+    for columns, told in (([], "a.arrow has no columns"), (["x", "x"], "a.arrow has more than one column 'x'")):
+        table = pa.Table.from_arrays([pa.array([1])] * len(columns), names=columns)
+        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+        with pytest.raises(ConfigError, match=told):
+            ArrowShards([tmp_path / "a.arrow"])
+
+
+def test_a_text_column_that_is_not_asked_for_is_no_matter(tmp_path: Path) -> None:
+    written({"x": [1, 2], "text": ["one", None]})(tmp_path / "a.arrow")
+    assert ArrowShards([tmp_path / "a.arrow"], ["x"]).fetch(at(1))["x"].tolist() == [2]
+
+
+def test_no_files_are_told() -> None:
+    with pytest.raises(ConfigError, match="no Arrow files"):
+        ArrowShards([])
+
+
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_a_file_with_one_wrong_byte_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
+) -> None:
+    """There is no checksum in it, so a wrong number passes; a wrong description must not end in a crash."""
+    path = tmp_path_factory.mktemp("shard") / "a.arrow"
+    write_arrow(path, {"x": np.arange(8), "y": np.ones((8, 2), dtype=np.float32)}, rows_a_batch=4)
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] ^= flip
+    path.write_bytes(content)
+    try:
+        shards = ArrowShards([path])
+        shards.fetch(np.arange(len(shards)))
+    except ConfigError as error:
+        assert "a.arrow" in str(error)  # noqa: PT017
+
+
+# --------------------------------------------------------------------------------------------- made once, for all
+
+
+@given(st.integers(0, 30), st.integers(1, 5))
+def test_the_shards_of_a_corpus_have_its_samples(
+    tmp_path_factory: pytest.TempPathFactory, samples: int, files: int
+) -> None:
+    windows = Windows(torch.arange(samples * 3 + 1, dtype=torch.uint8), 3)
+    paths = as_shards(windows, tmp_path_factory.mktemp("cache"), files)
+    assert len(paths) == files
+    shards = ArrowShards(paths)
+    assert len(shards) == samples
+    if samples:
+        everything = np.arange(samples)
+        torch.testing.assert_close(shards.fetch(everything), windows.fetch(everything), rtol=0, atol=0)
+
+
+def test_shards_are_made_once_and_for_each_corpus_context_type_and_number_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.zeros(64, dtype=torch.int16)
+    first = as_shards(Windows(tokens, 3), tmp_path)
+    others = [
+        as_shards(Windows(tokens + 1, 3), tmp_path),
+        as_shards(Windows(tokens, 4), tmp_path),
+        as_shards(Windows(tokens.view(torch.float16), 3), tmp_path),  # the same bytes
+        as_shards(Windows(tokens, 3), tmp_path, files=2),
+    ]
+    assert len({paths[0].parent for paths in [first, *others]}) == 5
+    assert all(path.is_file() for paths in [first, *others] for path in paths)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(module, "write_arrow", refuse)
+    assert as_shards(Windows(tokens.clone(), 3), tmp_path) == first
+
+
+def test_shards_that_could_not_be_finished_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *_: Any) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(module, "write_arrow", full)
+    with pytest.raises(OSError, match="No space left"):
+        as_shards(Windows(torch.arange(10), 3), tmp_path)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+    assert len(ArrowShards(as_shards(Windows(torch.arange(10), 3), tmp_path))) == 3
+
+
+def test_two_that_make_the_same_shards_at_once_both_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows, write = Windows(torch.arange(10), 3), module.write_arrow
+
+    def while_another_does(path: Path, *columns: Any) -> None:
+        monkeypatch.setattr(module, "write_arrow", write)
+        monkeypatch.setattr(os, "getpid", lambda: 1)  # another process writes aside under another name
+        as_shards(windows, tmp_path)
+        monkeypatch.undo()
+        write(path, *columns)
+
+    monkeypatch.setattr(module, "write_arrow", while_another_does)
+    paths = as_shards(windows, tmp_path)
+    assert len(ArrowShards(paths)) == 3
+    assert [path.name for path in tmp_path.iterdir()] == [paths[0].parent.name]
+
+
+def test_parquet_files_become_arrow_files_once(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "part.parquet" for folder in ("a", "b")]  # of the same name
+    for number, path in enumerate(paths):
+        path.parent.mkdir()
+        pa.parquet.write_table(pa.table({"x": [number, number + 10]}), path)
+    made = as_arrow(paths, tmp_path / "arrow")
+    assert ArrowShards(made).fetch(np.arange(4))["x"].tolist() == [0, 10, 1, 11]
+    for path in paths:
+        path.unlink()
+    assert as_arrow(paths, tmp_path / "arrow") == made
+
+
+@pytest.mark.parametrize("spoil", [corrupt, truncate, lambda path: os.truncate(path, 0), Path.unlink])
+def test_a_parquet_file_that_cannot_be_read_is_named_and_leaves_nothing(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    paths = [tmp_path / f"{i}.parquet" for i in range(2)]
+    for path in paths:
+        pa.parquet.write_table(pa.table({"x": range(1000)}), path)
+    spoil(paths[1])
+    with pytest.raises(ConfigError, match=r"1.parquet cannot be read as a Parquet file; is it damaged\?"):
+        as_arrow(paths, tmp_path / "arrow")
+    assert not [path for path in tmp_path.iterdir() if "arrow" in path.name]

@@ -1,0 +1,956 @@
+"""Every sample once, from any source, on any number of ranks; resumed anywhere; and what fails is told on all."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import get_worker_info
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.data import ArrowShards, Data, Rows, Tree, Windows, write_arrow
+from ddp_tutorial.dispatched import DispatchedSource, pack, unpack
+from ddp_tutorial.launcher import RankError, launch
+from ddp_tutorial.sharded import ShardedSource, Source, SourceError, State
+from ddp_tutorial.sharding import Order, Remainder, Sharding
+from ddp_tutorial.sources import ALONE, SourceConfig, make_source
+from ddp_tutorial.streamed import StreamedSource
+from ddp_tutorial.world import World
+
+CONTEXT = 3
+KINDS = ["sharded", "dispatched", "fast_stream", "streamed"]
+
+worlds = st.integers(1, 8)
+seeds = st.integers(0, 2**31 - 1)
+
+
+def windows_of(samples: int) -> Windows:
+    """Tokens 0, 1, 2 ..., so that the first token of a sample tells its number."""
+    return Windows(torch.arange(samples * CONTEXT + 1), CONTEXT)
+
+
+def numbers(tree: Tree) -> list[int]:
+    return [int(first) // CONTEXT for first in tree["tokens"][:, 0]]
+
+
+def world_of(rank: int, size: int) -> World:
+    return World(rank, size, rank, size)
+
+
+# ------------------------------------------------------------------------ arithmetic and reading, all in one process
+
+
+def ranks_of(data: Data, sharding: Sharding, size: int) -> list[ShardedSource]:
+    return [ShardedSource(data, sharding, world_of(rank, size)) for rank in range(size)]
+
+
+def step_of(ranks: list[ShardedSource]) -> Counter[int]:
+    """What all ranks together get of the next step."""
+    shares = [next(rank) for rank in ranks]
+    found = [numbers(share.samples) for share in shares]
+    assert [len(each) for each in found] == [share.count for share in shares]
+    assert {share.world_count for share in shares} == {sum(share.count for share in shares)}
+    assert len({str(rank.state()) for rank in ranks}) == 1
+    return Counter(number for each in found for number in each)
+
+
+def data_of(kind: str, samples: int, files: int, folder: Path) -> Data:
+    windows = windows_of(samples)
+    if kind == "windows":
+        return windows
+    if kind == "rows":
+        return Rows([{"tokens": windows.fetch(np.array([i]))["tokens"][0]} for i in range(samples)])
+    ends = sorted(np.random.default_rng(samples).integers(0, samples, files - 1, endpoint=True).tolist())
+    paths = [folder / f"{i}.arrow" for i in range(files)]
+    for path, part in zip(paths, np.split(np.arange(samples), ends), strict=True):  # some may be empty
+        write_arrow(path, {"tokens": windows.fetch(part)["tokens"].numpy()}, rows_a_batch=7)
+    return ArrowShards(paths)
+
+
+@given(
+    draw=st.data(),
+    kind=st.sampled_from(["windows", "rows", "arrow"]),
+    remainder=st.sampled_from(["carry", "exact", "pad", "drop"]),
+    size=worlds,
+    files=st.integers(1, 5),
+    window=st.none() | st.integers(1, 20),
+    seed=seeds,
+)
+def test_an_epoch_is_the_data_set_give_or_take_what_the_policy_says(
+    tmp_path_factory: pytest.TempPathFactory,
+    draw: st.DataObject,
+    kind: str,
+    remainder: Remainder,
+    size: int,
+    files: int,
+    window: int | None,
+    seed: int,
+) -> None:
+    samples = draw.draw(st.integers(size, 40), label="samples")
+    batch = draw.draw(st.integers(size, 45 if remainder != "drop" else samples), label="batch")
+    order = Order(samples, seed, window)
+    data = data_of(kind, samples, files, tmp_path_factory.mktemp("data"))
+    ranks = ranks_of(data, Sharding(order, batch, remainder, size), size)
+    once = Counter(range(samples))
+    if remainder == "carry":  # so many steps make `batch` epochs
+        assert sum((step_of(ranks) for _ in range(samples)), Counter()) == Counter(dict.fromkeys(once, batch))
+        return
+    for epoch in range(2):
+        steps = samples // batch if remainder == "drop" else -(-samples // batch)
+        seen = sum((step_of(ranks) for _ in range(steps)), Counter())
+        first = order(epoch, np.arange(samples)).tolist()
+        left = samples % batch
+        if remainder == "exact":
+            assert seen == once
+        elif remainder == "drop":
+            assert seen == Counter(first[: samples - left])
+        else:
+            lengths = [batch] * (samples // batch) + [left] * (left > 0)
+            again = [first[i % samples] for length in lengths for i in range(-length % size)]
+            assert seen == once + Counter(again)
+    assert next(ranks[0]).count > 0
+
+
+@pytest.mark.parametrize("remainder", ["carry", "exact", "pad", "drop"])
+@given(size=worlds, samples=st.integers(8, 40), batch=st.integers(8, 16), k=st.integers(0, 12), seed=seeds)
+def test_a_fresh_source_goes_on_where_another_stood(
+    remainder: Remainder, size: int, samples: int, batch: int, k: int, seed: int
+) -> None:
+    batch = min(batch, samples)
+    sharding = Sharding(Order(samples, seed), batch, remainder, size)
+    for rank in range(size):
+        first, fresh = (ShardedSource(windows_of(samples), sharding, world_of(rank, size)) for _ in range(2))
+        for _ in range(k):
+            next(first)
+        fresh.restore(first.state())
+        for _ in range(3):
+            wanted, found = next(first), next(fresh)
+            assert torch.equal(wanted.samples["tokens"], found.samples["tokens"])
+            assert (wanted.count, wanted.world_count) == (found.count, found.world_count)
+            assert first.state() == fresh.state()
+
+
+@given(samples=st.integers(4, 40), batch=st.integers(4, 12), seed=seeds, window=st.none() | st.integers(1, 20))
+def test_the_order_survives_a_change_of_world_size_from_4_to_2_to_3(
+    samples: int, batch: int, seed: int, window: int | None
+) -> None:
+    data, sharding = windows_of(samples), Sharding(Order(samples, seed, window), batch)
+    alone = ranks_of(data, sharding, 1)
+    state = alone[0].state()
+    for size in (4, 2, 3):
+        ranks = ranks_of(data, sharding, size)
+        for rank in ranks:
+            rank.restore(state)
+        for _ in range(4):
+            assert step_of(ranks) == step_of(alone)
+        state = ranks[0].state()
+
+
+def test_a_source_can_be_sent_back_to_where_it_was() -> None:
+    source = ShardedSource(windows_of(20), Sharding(Order(20, 0), 3), ALONE)
+    steps = [numbers(next(source).samples) for _ in range(5)]
+    source.restore({"cursor": 6})
+    assert numbers(next(source).samples) == steps[2]
+    assert source.state() == {"cursor": 9}
+
+
+def test_reading_does_not_touch_the_random_numbers_of_the_process() -> None:
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    next(ShardedSource(windows_of(20), Sharding(Order(20, 0), 3), ALONE))
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "remainder", "told"),
+    [
+        (3, 1, "carry", "rank 1 of 4 has no samples: 3 samples, batch 1, and batch 1 is not enough for 4 ranks"),
+        (3, 4, "exact", "rank 3 of 4 has no samples: 3 samples, batch 4, and 3 samples is not enough for 4 ranks"),
+        (100, 2, "pad", "rank 2 of 4 has no samples: 100 samples, batch 2"),
+    ],
+)
+def test_a_rank_that_would_have_no_samples_is_named_on_every_rank(
+    samples: int, batch: int, remainder: Remainder, told: str
+) -> None:
+    for rank in range(4):
+        with pytest.raises(ConfigError, match=told):
+            ShardedSource(windows_of(samples), Sharding(Order(samples, 0), batch, remainder, 4), world_of(rank, 4))
+
+
+def test_padding_gives_four_ranks_three_samples() -> None:
+    ranks = ranks_of(windows_of(3), Sharding(Order(3, None), 4, "pad", 4), 4)
+    assert [numbers(next(rank).samples) for rank in ranks] == [[0], [1], [2], [0]]
+
+
+def test_an_order_of_other_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the data have 20 samples, the order is one of 21"):
+        ShardedSource(windows_of(20), Sharding(Order(21, 0), 3), ALONE)
+
+
+def fail_at(number: int) -> Callable[[Tree], Tree]:
+    def transform(tree: Tree) -> Tree:
+        if number in numbers(tree):
+            raise ValueError(f"sample {number} is a bad one")
+        return tree
+
+    return transform
+
+
+def test_a_step_that_failed_can_be_tried_again_and_is_not_counted() -> None:
+    broken = [True]
+
+    def transform(tree: Tree) -> Tree:
+        if broken[0] and 4 in numbers(tree):
+            raise ValueError("a bad one")
+        return tree
+
+    source = ShardedSource(windows_of(9), Sharding(Order(9, None), 3), ALONE, transform=transform)
+    assert numbers(next(source).samples) == [0, 1, 2]
+    for _ in range(2):
+        with pytest.raises(SourceError, match=r"^rank 0, samples 3 to 5 \(3 of them\): a bad one"):
+            next(source)
+        assert source.state() == {"cursor": 3}
+    broken[0] = False
+    assert numbers(next(source).samples) == [3, 4, 5]
+
+
+# ----------------------------------------------------------------------------------------- streams, in one process
+
+
+def stream_of(*lengths: int) -> Any:
+    """A shard for each length; samples are numbered through."""
+    ends = np.cumsum((0, *lengths)).tolist()
+
+    def rows(shards: list[tuple[int, int]]) -> Iterator[dict[str, int]]:
+        for start, end in shards:
+            for number in range(start, end):
+                yield {"x": number}
+
+    return datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": list(pairwise(ends))})
+
+
+def take(source: Source, steps: int) -> list[list[int]]:
+    return [share.samples["x"].tolist() for share in islice(iter(lambda: next(source), None), steps)]
+
+
+@pytest.mark.parametrize("lengths", [(7,), (4, 4), (9, 1, 2), (3, 3, 3, 3, 3)])
+@pytest.mark.parametrize("streams", [None, 1, 2, 3, 5])
+def test_streams_have_every_sample_once_an_epoch_and_go_on_from_every_step(
+    lengths: tuple[int, ...], streams: int | None
+) -> None:
+    samples, batch = sum(lengths), 5
+
+    def fresh() -> StreamedSource:
+        return StreamedSource(stream_of(*lengths), batch, ALONE, streams=streams, seed=1, shuffle_buffer=4)
+
+    source = fresh()
+    steps, states = [], [source.state()]
+    while states[-1]["epoch"] < 3:
+        steps += take(source, 1)
+        states.append(source.state())
+    epochs = [[x for step, at in zip(steps, states[1:], strict=True) if at["epoch"] == e for x in step] for e in (0, 1)]
+    for epoch in (0, 1, 2)[: len(epochs)]:
+        assert sorted(epochs[epoch]) == list(range(samples))
+    assert epochs[0] != epochs[1]
+    for k, state in enumerate(states[:-1]):
+        resumed = fresh()
+        resumed.restore(state)
+        assert take(resumed, 2)[: len(steps) - k] == steps[k : k + 2], f"resumed after {k} steps"
+
+
+def test_a_stream_without_a_seed_comes_as_it_lies() -> None:
+    assert take(StreamedSource(stream_of(5), 2, ALONE, seed=None), 4) == [[0, 1], [2, 3], [4], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch", "streams", "size", "told"),
+    [
+        ((0,), 2, None, 1, "the data set is empty: none of its streams has a sample"),
+        ((0, 0), 2, None, 1, "the data set is empty: none of its streams has a sample"),
+        ((5,), 2, 1, 2, "1 streams are too few for 2 ranks"),
+        ((5, 5, 5), 2, None, 1, "a batch of 2 has no place for one sample of each of 3 streams"),
+    ],
+)
+def test_a_stream_that_cannot_be_is_told(
+    lengths: tuple[int, ...],
+    batch: int,
+    streams: int | None,
+    size: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ddp_tutorial.streamed.require_group", lambda _: None)
+    with pytest.raises(ConfigError, match=told):
+        next(StreamedSource(stream_of(*lengths), batch, world_of(0, size), streams=streams))
+
+
+def test_a_stream_that_fails_is_told_with_its_places() -> None:
+    def transform(tree: Tree) -> Tree:
+        if 4 in tree["x"]:
+            raise ValueError("a bad one")
+        return tree
+
+    source = StreamedSource(stream_of(9), 3, ALONE, seed=None, transform=transform)
+    assert take(source, 1) == [[0, 1, 2]]
+    with pytest.raises(SourceError, match=r"^rank 0, places 3 to 5 of epoch 0: a bad one"):
+        next(source)
+    assert source.state()["places"] == 3
+
+
+# ------------------------------------------------------------------------------------------------- what travels
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+shapes = st.lists(st.integers(0, 4), max_size=3)
+tensors = st.builds(
+    lambda shape, dtype, turned: torch.randint(0, 100, shape).to(dtype).T if turned else torch.ones(shape).to(dtype),
+    st.tuples(st.integers(0, 4), st.integers(0, 4)) | shapes.filter(lambda shape: len(shape) == 2),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+) | st.builds(lambda shape, dtype: torch.randint(0, 100, shape).to(dtype), shapes, st.sampled_from(DTYPES))
+leaves = tensors | st.none() | st.integers() | st.text(max_size=3)
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(trees)
+def test_any_tree_arrives_as_it_was_sent(tree: Any) -> None:
+    sent, form = tree_flatten(tree)
+    found, found_form = tree_flatten(unpack(pack(tree)))
+    assert found_form == form
+    for before, after in zip(sent, found, strict=True):
+        if torch.is_tensor(before):
+            assert (after.dtype, after.shape) == (before.dtype, before.shape)
+            assert torch.equal(after, before)
+        else:
+            assert after == before
+
+
+def test_a_tensor_travels_as_it_looks_not_as_it_lies() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    pair = torch.complex(torch.arange(3.0), torch.ones(3))
+    for tensor in (whole[::2, 1:3], whole.T, whole[:0], pair.conj(), pair.conj().imag, whole.requires_grad_()):
+        found = unpack(pack({"a": tensor}))["a"]
+        assert torch.equal(found, tensor)
+        assert not found.requires_grad
+
+
+def test_alone_a_dispatched_source_reads_for_itself() -> None:
+    sharding = Sharding(Order(20, 0), 3, "exact")
+    source = DispatchedSource(lambda: ShardedSource(windows_of(20), sharding, ALONE), ALONE)
+    alone = ShardedSource(windows_of(20), sharding, ALONE)
+    for _ in range(9):
+        assert numbers(next(source).samples) == numbers(next(alone).samples)
+        assert source.state() == alone.state()
+    source.restore({"cursor": 3})
+    alone.restore({"cursor": 3})
+    assert numbers(next(source).samples) == numbers(next(alone).samples)
+    source.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "dispatch"]
+
+
+@pytest.mark.parametrize(
+    ("transform", "told"),
+    [
+        (lambda tree: {"tokens": tree["tokens"][1:]}, "3 samples were read, and 2 came out of the transform"),
+        (lambda tree: tree | {"mean": tree["tokens"].float().mean()}, r"one row for each sample.*float32\[\]"),
+        (lambda tree: tree | {"name": ["text"] * 3}, "one row for each sample.*text"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_told(transform: Callable[[Tree], Tree], told: str) -> None:
+    inner = ShardedSource(windows_of(20), Sharding(Order(20, 0), 3), ALONE, transform=transform)
+    source = DispatchedSource(lambda: inner, ALONE)
+    with pytest.raises(SourceError, match=told):
+        next(source)
+    source.close()
+
+
+# ------------------------------------------------------------------------------------------------------ real ranks
+
+SAMPLES, BATCH = 104, 8  # 13 steps an epoch
+STEPS = SAMPLES // BATCH
+
+
+class Read(NamedTuple):
+    """What one rank got: the numbers of its samples at each step, counts of the world, and the state after each."""
+
+    steps: list[list[int]]
+    counts: list[int]
+    states: list[State]
+
+
+def read(source: Source, steps: int) -> Read:
+    taken: list[list[int]] = []
+    counts, states = [], [source.state()]
+    for _ in range(steps):
+        share = next(source)
+        assert share.samples["tokens"].shape == (share.count, CONTEXT + 1)
+        assert share.samples["tokens"].dtype == torch.int64
+        taken.append(numbers(share.samples))
+        counts.append(share.world_count)
+        states.append(source.state())
+    source.close()
+    return Read(taken, counts, states)
+
+
+def made(world: World, kind: str, samples: int = SAMPLES, batch: int = BATCH, **options: Any) -> Source:
+    config = SourceConfig(kind=kind, window=16, shuffle_buffer=20, **options)
+    return make_source(config, windows_of(samples), batch, 7, world)
+
+
+def left_behind() -> tuple[list[str], list[int]]:
+    """Threads that read ahead, and processes."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "dispatch"]
+    return threads, [child.pid for child in psutil.Process().children()]
+
+
+def tour(world: World, folder: Path) -> dict[str, Any]:
+    os.chdir(folder)
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        found[kind] = read(made(world, kind), 2 * STEPS)
+        found[kind, "resumed"] = []
+        for state in found[kind].states:
+            source = made(world, kind)
+            source.restore(state)
+            found[kind, "resumed"].append(read(source, 2))
+        found[kind, "left"] = left_behind()
+        if kind != "streamed":
+            for remainder in ("exact", "pad", "drop"):
+                found[kind, remainder] = read(made(world, kind, 3 * BATCH + 1, remainder=remainder), 8)
+    found["streamed, ragged"] = read(made(world, "streamed", SAMPLES - 3), STEPS)
+    found["streamed, dealt"] = read(made(world, "streamed", streams=3), STEPS)
+    return found
+
+
+def all_of(ranks: list[dict[str, Any]], key: Any) -> list[Counter[int]]:
+    """Step by step, what the world had."""
+    return [
+        Counter(x for step in steps for x in step) for steps in zip(*(rank[key].steps for rank in ranks), strict=True)
+    ]
+
+
+def total(steps: list[Counter[int]]) -> Counter[int]:
+    return sum(steps, Counter())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch(tour, 2, tmp_path_factory.mktemp("two"), device="cpu", echo=False, timeout=120)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_is_seen_once_an_epoch_on_some_rank(kind: str, two: list[dict[str, Any]]) -> None:
+    steps = all_of(two, kind)
+    first, second = total(steps[:STEPS]), total(steps[STEPS:])
+    assert first == second == Counter(range(SAMPLES))
+    for rank in two:
+        assert rank[kind].counts == [BATCH] * 2 * STEPS
+        assert rank[kind].states == two[0][kind].states
+        assert all(len(step) == BATCH // 2 for step in rank[kind].steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_epochs_differ_on_every_rank(kind: str, two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        steps = rank[kind].steps
+        assert steps[:STEPS] != steps[STEPS:]
+        assert sorted(steps[0]) != sorted(steps[STEPS])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_at_every_step_gives_exactly_the_rest_on_every_rank(kind: str, two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        whole = rank[kind]
+        assert len(rank[kind, "resumed"]) == 2 * STEPS + 1
+        for k, resumed in enumerate(rank[kind, "resumed"]):
+            left = min(2, 2 * STEPS - k)
+            assert resumed.steps[:left] == whole.steps[k : k + left], f"resumed after {k} steps"
+            assert resumed.states[: left + 1] == whole.states[k : k + left + 1]
+
+
+@pytest.mark.parametrize("key", ["", "exact", "pad", "drop"])
+def test_dispatched_gives_each_rank_the_very_samples_of_sharded(key: str, two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank[("dispatched", key) if key else "dispatched"] == rank[("sharded", key) if key else "sharded"]
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_the_ragged_end_of_25_samples_in_batches_of_8(kind: str, two: list[dict[str, Any]]) -> None:
+    """25 = 3 x 8 + 1: the last sample is rank 0's alone, or there are two of it, or none."""
+    for epoch in (slice(0, 4), slice(4, 8)):
+        assert total(all_of(two, (kind, "exact"))[epoch]) == Counter(range(25))
+        assert (total(all_of(two, (kind, "pad"))[epoch]) - Counter(range(25))).total() == 1
+    for epoch in (slice(0, 3), slice(3, 6)):
+        dropped = total(all_of(two, (kind, "drop"))[epoch])
+        assert (dropped.total(), max(dropped.values())) == (24, 1)
+    for rank, last in enumerate((1, 0)):
+        assert [len(step) for step in two[rank][kind, "exact"].steps] == [4, 4, 4, last] * 2
+        assert [len(step) for step in two[rank][kind, "pad"].steps] == [4, 4, 4, 1] * 2
+        assert two[rank][kind, "exact"].counts == [8, 8, 8, 1] * 2
+        assert two[rank][kind, "pad"].counts == [8, 8, 8, 2] * 2
+
+
+def test_streams_of_unequal_length_end_together(two: list[dict[str, Any]]) -> None:
+    """101 samples in 4 files of 26, 25, 25 and 25."""
+    steps = all_of(two, "streamed, ragged")
+    assert total(steps) == Counter(range(SAMPLES - 3))
+    for rank in two:
+        assert rank["streamed, ragged"].counts == [BATCH] * (STEPS - 1) + [5]
+        assert rank["streamed, ragged"].states[-1]["epoch"] == 0
+
+
+def test_streams_that_share_the_files_have_every_sample_once(two: list[dict[str, Any]]) -> None:
+    steps = all_of(two, "streamed, dealt")
+    assert total(steps) == Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_that_is_closed_leaves_no_thread_and_no_process(kind: str, two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank[kind, "left"] == ([], [])
+
+
+# --------------------------------------------------------------------------------------- another number of ranks
+
+
+def go_on(world: World, folder: Path, states: dict[str, State]) -> dict[str, Any]:
+    os.chdir(folder)
+    found = {}
+    for kind in KINDS:
+        source = made(world, kind, streams=4)
+        if states:
+            source.restore(states[kind])
+        found[kind] = read(source, 6)
+    return found
+
+
+@pytest.mark.timeout(90)
+def test_4_ranks_then_2_then_3_see_what_one_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = {kind: read(made(World(), kind, streams=4), 18) for kind in KINDS}
+    states: dict[str, State] = {}
+    for turn, size in enumerate((4, 2, 3)):
+        ranks = launch(go_on, size, tmp_path, states, device="cpu", echo=False, timeout=60)
+        for kind in KINDS:
+            there = slice(6 * turn, 6 * turn + 6)
+            assert all_of(ranks, kind) == [Counter(step) for step in alone[kind].steps[there]], (kind, size)
+            for rank in ranks:
+                assert rank[kind].states == alone[kind].states[6 * turn : 6 * turn + 7]
+        states = {kind: ranks[-1][kind].states[-1] for kind in KINDS}
+    assert max(state["epoch"] for state in alone["streamed"].states) == 1  # so there was a change of epoch among them
+
+
+# -------------------------------------------------------------------------------------------------------- workers
+
+
+# of Python 3.12 and later, and of torch where there are few cores
+forking = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
+)
+
+
+def noisy(tree: Tree) -> Tree:
+    """Adds what torch, Python and NumPy draw."""
+    drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+    return tree | {"noise": torch.tensor([drawn] * len(next(iter(tree.values()))), dtype=torch.float64)}
+
+
+def noise_of(source: Source) -> list[tuple[float, ...]]:
+    """What was drawn for the first two steps, so by both of two workers."""
+    rows = [row for _ in range(2) for row in next(source).samples["noise"].tolist()]
+    source.close()
+    return list(dict.fromkeys(map(tuple, rows)))
+
+
+def all_differ(drawn: list[tuple[float, ...]]) -> bool:
+    """Torch's, Python's and NumPy's: with equal ones, augmentation would be the same on all."""
+    return all(len({each[library] for each in drawn}) == len(drawn) for library in range(3))
+
+
+def with_workers(world: World) -> dict[str, Any]:
+    """Workers of a rank are processes started anew, which take functions by value."""
+    secret = 100
+
+    def transform(tree: Tree) -> Tree:
+        drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+        return {"x": tree["tokens"][:, 0] + secret, "noise": torch.tensor([drawn] * len(tree["tokens"]))}
+
+    sharding = Sharding(Order(SAMPLES, None), BATCH)
+    source = ShardedSource(windows_of(SAMPLES), sharding, world, transform=transform, workers=2)
+    shares = [next(source).samples for _ in range(2)]
+    source.close()
+    return {
+        "x": shares[0]["x"].tolist(),
+        "noise": [tuple(share["noise"][0].tolist()) for share in shares],
+        "state": source.state(),
+        "left": left_behind(),
+    }
+
+
+@pytest.mark.timeout(90)
+def test_workers_of_two_ranks_draw_numbers_of_their_own_and_are_gone_at_the_end() -> None:
+    ranks = launch(with_workers, 2, device="cpu", echo=False, timeout=80)
+    for number, rank in enumerate(ranks):
+        assert rank["x"] == [100 + CONTEXT * i for i in range(number, BATCH, 2)]
+        assert rank["state"] == {"cursor": 2 * BATCH}
+        assert rank["left"] == ([], [])
+    assert all_differ([each for rank in ranks for each in rank["noise"]])
+
+
+@forking
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_change_nothing_and_what_they_have_ahead_is_not_counted(kind: str, workdir: Path) -> None:
+    before = left_behind()
+    assert read(made(World(), kind, workers=3), STEPS + 2) == read(made(World(), kind), STEPS + 2)
+    assert left_behind() == before
+
+
+@forking
+def test_random_numbers_of_streams_differ_by_worker_rank_and_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_tutorial.streamed.require_group", lambda _: None)
+    monkeypatch.setattr("ddp_tutorial.streamed.all_gather", lambda world, thing: [thing] * world.size)
+    drawn = []
+    for rank, epoch in ((0, 0), (1, 0), (0, 1)):
+        source = StreamedSource(stream_of(*[5] * 4), 4, world_of(rank, 2), transform=noisy, workers=2)
+        source.restore({"epoch": epoch, "places": 0, "streams": 4})
+        found = noise_of(source)
+        assert len(found) == 4  # two workers, two steps
+        drawn += found
+    assert all_differ(drawn)
+
+
+@forking
+def test_a_transform_of_streams_may_ask_which_worker_it_is_in() -> None:
+    def transform(tree: Tree) -> Tree:
+        info = get_worker_info()
+        return {"worker": torch.full_like(tree["x"], -1 if info is None else info.id)}
+
+    source = StreamedSource(stream_of(5, 5), 4, ALONE, transform=transform, workers=2, seed=None)
+    assert next(source).samples["worker"].tolist() == [0, 1, 0, 1]
+    source.close()
+
+
+# ------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def error_of(source: Source, steps: int = 20) -> tuple[str, str, float, State]:
+    """What is raised within so many steps, after how many seconds, and where the source then stands."""
+    start = time.monotonic()
+    try:
+        for _ in range(steps):
+            next(source)
+    except Exception as error:
+        return type(error).__name__, str(error).split("\n")[0], time.monotonic() - start, source.state()
+    return "nothing", "", 0.0, source.state()
+
+
+def in_worker(number: int, do: Callable[[], object]) -> Callable[[Tree], Tree]:
+    """Worker `number` does something, and all others are slow meanwhile."""
+
+    def transform(tree: Tree) -> Tree:
+        info = get_worker_info()
+        if info is not None and info.id == number:
+            do()
+        time.sleep(1)
+        return tree
+
+    return transform
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def troubles(world: World) -> dict[str, Any]:
+    windows, sharding = windows_of(SAMPLES), Sharding(Order(SAMPLES, None), BATCH)
+
+    def dispatched(**options: Any) -> DispatchedSource:
+        return DispatchedSource(lambda: ShardedSource(windows, sharding, ALONE, **options), world)
+
+    found: dict[str, Any] = {}
+    for name, options in {
+        "transform": {"transform": fail_at(3 * BATCH)},
+        "transform in a worker": {"transform": fail_at(3 * BATCH), "workers": 1},
+        "killed": {"transform": in_worker(0, die), "workers": 1},
+    }.items():
+        source: Source = dispatched(**options)
+        found[f"dispatched, {name}"] = error_of(source)
+        source.close()
+    try:
+        dispatched(workers=-1)
+    except Exception as error:
+        found["dispatched, not made"] = str(error)
+    for samples, batch in ((1, 2), (10, 1)):
+        for kind in KINDS:
+            try:
+                source = made(world, kind, samples, batch, streams=2 if kind == "streamed" else None)
+                found["too few", samples, kind] = error_of(source)[:2]
+            except ConfigError as error:
+                found["too few", samples, kind] = "ConfigError", str(error)
+    found["left"] = left_behind()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trouble(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("trouble"))
+    try:
+        return launch(troubles, 2, device="cpu", echo=False, timeout=120)
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("where", ["transform", "transform in a worker"])
+def test_what_fails_on_rank_0_is_raised_on_all_ranks_and_names_it(where: str, trouble: list[dict[str, Any]]) -> None:
+    worker = ", worker 0 of 1" if "worker" in where else ""
+    for rank in trouble:
+        kind, told, seconds, state = rank[f"dispatched, {where}"]
+        assert kind == "SourceError"
+        assert told.startswith(f"rank 0 could not read on: rank 0{worker}, samples 24 to 31 (8 of them): ")
+        assert seconds < 10
+        assert state == {"cursor": 24}  # three steps were taken
+    assert "sample 24 is a bad one" in trouble[0]["dispatched, transform"][1]
+    assert "sample 24 is a bad one" in trouble[1]["dispatched, transform"][1]
+
+
+def second_rank(**options: Any) -> ShardedSource:
+    sharding = Sharding(Order(SAMPLES, None), BATCH)
+    return ShardedSource(windows_of(SAMPLES), sharding, world_of(1, 2), workers=2, **options)
+
+
+@forking
+def test_what_fails_in_a_worker_names_rank_worker_and_samples() -> None:
+    before = left_behind()
+    source = second_rank(transform=fail_at(3 * BATCH + 1))
+    kind, told, _, state = error_of(source)
+    assert kind == "SourceError"
+    assert told.startswith("rank 1, worker 1 of 2, samples 25 to 31 (4 of them): Caught ValueError")
+    assert state == {"cursor": 24}
+    assert left_behind() == before
+
+
+@forking
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_killed_is_named_in_seconds_while_another_is_waited_for() -> None:
+    before = left_behind()
+    kind, told, seconds, _ = error_of(second_rank(transform=in_worker(1, die)))
+    assert kind == "SourceError"
+    assert told.startswith("rank 1, worker 1 of 2, samples 9 to 15 (4 of them): DataLoader worker")
+    assert seconds < 10
+    assert left_behind() == before
+
+
+@forking
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_stuck_is_named_when_patience_is_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # how long torch waits for its end
+    before = left_behind()
+    kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), patience=1.5))
+    assert kind == "SourceError"
+    assert told == "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no answer within 1.5 s; it is stuck, or slow"
+    assert 1.5 < seconds < 20
+    assert state == {"cursor": 8}
+    assert left_behind() == before
+
+
+@forking
+@pytest.mark.timeout(60)
+def test_a_slow_worker_within_patience_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_tutorial.sharded.LOOK", 0.2)
+
+    def slow(tree: Tree) -> Tree:
+        time.sleep(0.7)  # longer than between two looks whether it is alive
+        return tree
+
+    source = second_rank(transform=slow, patience=30)
+    assert numbers(next(source).samples) == [1, 3, 5, 7]
+    source.close()
+
+
+def test_a_worker_of_rank_0_that_is_killed_is_told_on_all_ranks_in_seconds(trouble: list[dict[str, Any]]) -> None:
+    for rank in trouble:
+        kind, told, seconds, _ = rank["dispatched, killed"]
+        assert kind == "SourceError"
+        assert told.startswith(
+            "rank 0 could not read on: rank 0, worker 0 of 1, samples 0 to 7 (8 of them): DataLoader"
+        )
+        assert seconds < 10
+
+
+def test_what_rank_0_cannot_make_is_told_on_all_ranks(trouble: list[dict[str, Any]]) -> None:
+    for rank in trouble:
+        assert "num_workers" in rank["dispatched, not made"]
+    assert trouble[1]["dispatched, not made"].startswith("rank 0 failed, while rank 1 waited for it: ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_samples_than_ranks_are_refused_on_every_rank(kind: str, trouble: list[dict[str, Any]]) -> None:
+    for rank in trouble:
+        name, told = rank["too few", 1, kind]
+        assert name == "ConfigError"
+        assert told.startswith("rank 1 of 2 has no samples: ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_smaller_than_the_world_is_refused_on_every_rank(kind: str, trouble: list[dict[str, Any]]) -> None:
+    for rank in trouble:
+        name, told = rank["too few", 10, kind]
+        assert name == "ConfigError"
+        assert "batch" in told
+
+
+def test_after_all_that_no_thread_and_no_worker_is_left(trouble: list[dict[str, Any]]) -> None:
+    for rank in trouble:
+        assert rank["left"] == ([], [])
+
+
+def train_on(world: World, kind: str) -> None:
+    """Each step ends with the ranks waiting for one another, as those of training do."""
+    options: dict[str, Any] = {"transform": in_worker(0, die), "workers": 1} if world.rank == 1 else {}
+    sharding = Sharding(Order(SAMPLES, 0), BATCH)
+    source: Source = (
+        StreamedSource(stream_of(50, 50), BATCH, world, **options)
+        if kind == "streamed"
+        else ShardedSource(windows_of(SAMPLES), sharding, world, **options)
+    )
+    for _ in range(5):
+        next(source)
+        torch.distributed.barrier()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["sharded", "streamed"])
+def test_a_killed_worker_stops_all_ranks_in_seconds_with_one_error(kind: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1, worker 0 of 1, ") as raised:
+        launch(train_on, 2, kind, device="cpu", echo=False, timeout=60)
+    assert raised.value.rank == 1
+    assert time.monotonic() - start < 30
+
+
+def leave(world: World) -> int:
+    """Without a word to the others: the source is not closed."""
+    sharding = Sharding(Order(SAMPLES, 0), BATCH)
+    source = DispatchedSource(lambda: ShardedSource(windows_of(SAMPLES), sharding, ALONE), world)
+    return next(source).count
+
+
+@pytest.mark.timeout(60)
+def test_a_dispatched_source_that_nobody_closed_does_not_keep_the_ranks() -> None:
+    start = time.monotonic()
+    assert launch(leave, 2, device="cpu", echo=False, timeout=30) == [4, 4]
+    assert time.monotonic() - start < 15
+
+
+def uneven(world: World) -> dict[str, Any]:
+    """Rank 0's stream has 3 samples, rank 1's 17."""
+
+    def fresh() -> StreamedSource:
+        return StreamedSource(stream_of(3, 17), 4, world, seed=None)
+
+    source = fresh()
+    shares, states = [], [source.state()]
+    for _ in range(11):
+        shares.append(next(source))
+        states.append(source.state())
+    resumed = []
+    for state in states:
+        again = fresh()
+        again.restore(state)
+        share = next(again)
+        resumed.append((share.samples["x"].tolist(), share.count, share.world_count))
+    return {
+        "steps": [(share.samples["x"].tolist(), share.count, share.world_count) for share in shares],
+        "states": states,
+        "resumed": resumed,
+    }
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_whose_stream_ends_early_gets_empty_shares_until_all_have_ended() -> None:
+    ranks = launch(uneven, 2, device="cpu", echo=False, timeout=50)
+    # two places a step for each: rank 0 is done after two steps, rank 1 after nine
+    assert [step[0] for step in ranks[0]["steps"]] == [[0, 1], [2], *[[]] * 7, [0, 1], [2]]
+    assert [step[0] for step in ranks[1]["steps"]][:10] == [*[[i, i + 1] for i in range(3, 19, 2)], [19], [3, 4]]
+    for rank in ranks:
+        assert [step[2] for step in rank["steps"]] == [4, 3, *[2] * 6, 1, 4, 3]
+        assert rank["states"] == ranks[0]["states"]
+        assert rank["resumed"][:-1] == rank["steps"]
+
+
+# ------------------------------------------------------------------------------------------------------- by config
+
+
+def test_a_stream_has_no_remainder_and_says_so_before_it_writes_anything(workdir: Path) -> None:
+    with pytest.raises(ConfigError, match="a stream ends where it ends"):
+        made(World(), "streamed", remainder="exact")
+    assert not list(workdir.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"kind": "shared"}, "kind"),
+        ({"workers": -1}, "workers"),
+        ({"prefetch": 0}, "prefetch"),
+        ({"remainder": "repeat"}, "remainder"),
+        ({"worker": 2}, "worker"),
+    ],
+)
+def test_a_source_that_cannot_be_is_refused_by_its_config(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        SourceConfig(**options)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_corpus_with_fewer_samples_than_files_is_read_whole(kind: str, samples: int, workdir: Path) -> None:
+    source = made(World(), kind, samples, batch=samples)
+    assert sorted(numbers(next(source).samples)) == list(range(samples))
+    source.close()
