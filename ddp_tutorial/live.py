@@ -3,7 +3,7 @@
 What a widget shows is not kept in a saved notebook: show one figure beside it that stands alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -31,6 +31,30 @@ def slider(frames: Mapping[str, Figure], label: str) -> widgets.VBox:
 
     choice.observe(turn, names="value")
     return widgets.VBox([choice, picture])
+
+
+def explore(draw: Callable[..., Figure], **choices: Sequence[Any]) -> widgets.VBox:
+    """A slider for each of `choices`, the values that an argument of `draw` can take, and the figure that it draws.
+
+    It begins with the first value of each. Where `draw` raises `ValueError`, its message stands above the last figure.
+    """
+    sliders = {
+        name: widgets.SelectionSlider(options=list(values), description=name) for name, values in choices.items()
+    }
+    picture, message = widgets.Image(format="png"), widgets.Label()
+
+    def turn(_: Mapping[str, Any] | None) -> None:
+        try:
+            picture.value = _png(draw(**{name: each.value for name, each in sliders.items()}))
+            message.value = ""
+        except ValueError as error:
+            message.value = str(error)
+
+    for each in sliders.values():
+        each.style.description_width = "initial"
+        each.observe(turn, names="value")
+    turn(None)
+    return widgets.VBox([*sliders.values(), message, picture])
 
 
 def _png(figure: Figure) -> bytes:

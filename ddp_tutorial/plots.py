@@ -372,3 +372,68 @@ def _box(axes: Axes, center: tuple[float, float], text: str, color: str) -> None
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], style: str, color: str) -> None:
     axes.add_patch(FancyArrowPatch(start, end, arrowstyle=style, color=color, mutation_scale=14, linewidth=1.6))
+
+
+@styled
+def who_saw_what(seen: Mapping[str, Sequence[Sequence[Sequence[int]]]], title: str) -> Figure:
+    """Who saw which sample in which epoch, a panel for each name. `seen[name][epoch][sample]` are ranks, one for each
+    time: a cell has the colour and the number of the rank, is white if there is none, and framed if there are several.
+    """
+    heights = [len(epochs) for epochs in seen.values()]
+    width = max(len(epochs[0]) for epochs in seen.values())
+    size = (min(11.0, 1.5 + 0.36 * width), 0.9 + sum(0.6 + 0.24 * height for height in heights))
+    figure, grid = plt.subplots(len(seen), 1, figsize=size, squeeze=False, sharex=True, height_ratios=heights)
+    for axes, (name, epochs) in zip(grid[:, 0], seen.items(), strict=True):
+        for epoch, samples in enumerate(epochs):
+            for sample, ranks in enumerate(samples):
+                _cell(axes, sample, epoch, ranks)
+        axes.set(xlim=(-0.6, width - 0.4), ylim=(len(epochs) - 0.4, -0.6), ylabel="epoch")
+        axes.set_title(name, fontsize=10)
+        axes.set_yticks(range(len(epochs)))
+        axes.set_xticks(range(width))
+        axes.tick_params(length=0, labelsize=8)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+    grid[-1, 0].set_xlabel("sample")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _cell(axes: Axes, x: float, y: float, ranks: Sequence[int]) -> None:
+    """A square of as many strips as there are ranks."""
+    side, several = 0.9, len(ranks) > 1
+    for number, rank in enumerate(ranks):
+        strip, left = side / len(ranks), x - side / 2 + number * side / len(ranks)
+        axes.add_patch(Rectangle((left, y - side / 2), strip, side, facecolor=COLORS[rank % len(COLORS)]))
+        look: dict[str, Any] = {"ha": "center", "va": "center", "color": "white", "fontsize": 6.5 if several else 7.5}
+        axes.text(left + strip / 2, y, str(rank), **look)
+    frame: dict[str, Any] = {"edgecolor": INK, "linewidth": 2.2} if several else {"edgecolor": "#cccccc"}
+    axes.add_patch(Rectangle((x - side / 2, y - side / 2), side, side, fill=False, **frame))
+
+
+@styled
+def bars_by_group(
+    groups: Mapping[str, Mapping[str, Sequence[float]]],
+    xlabel: str,
+    title: str,
+    note: Callable[[float], str] = "{:,.0f}".format,
+) -> Figure:
+    """The same bars in several situations, a panel with a scale of its own for each: median and range of the values."""
+    rows = max(map(len, groups.values()))
+    figure, grid = plt.subplots(1, len(groups), figsize=(10, 1.2 + 0.45 * rows), squeeze=False, sharey=True)
+    for axes, (group, values) in zip(grid[0], groups.items(), strict=True):
+        for row, (several, color, hatch) in enumerate(zip(values.values(), cycle(COLORS), cycle(HATCHES))):
+            middle = statistics.median(several)
+            axes.barh(row, middle, color=color, hatch=hatch, edgecolor="white", height=0.7)
+            axes.plot([min(several), max(several)], [row, row], color=INK, marker="|", linewidth=1.2)
+            axes.annotate(f"  {note(middle)}", (max(several), row), va="center")
+        axes.set_yticks(range(len(values)), list(values))
+        axes.grid(visible=False, axis="y")
+        axes.margins(x=0.3)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set(xlabel=xlabel)
+        axes.set_title(group, fontsize=10)
+    grid[0][0].invert_yaxis()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure

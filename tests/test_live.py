@@ -1,9 +1,9 @@
-"""The slider shows the figure that it names, and leaves none behind."""
+"""Widgets show the figure that they name, and leave none behind."""
 
 import matplotlib.pyplot as plt
 import pytest
 
-from ddp_tutorial.live import slider
+from ddp_tutorial.live import explore, slider
 
 PNG = b"\x89PNG"
 
@@ -44,3 +44,32 @@ def test_what_the_widget_says_of_itself_does_not_hold_the_pictures():
 def test_without_a_figure_it_says_so():
     with pytest.raises(ValueError, match="at least one figure"):
         slider({}, "bar")
+
+
+def draw(height, width):
+    if height * width > 50:
+        raise ValueError(f"{height} x {width} is too large")
+    return figures(height)[f"{height} high"]
+
+
+def test_sliders_begin_with_the_first_values_and_draw_anew_when_one_is_moved():
+    before = plt.get_fignums()
+    height, width, message, picture = explore(draw, height=[3, 9], width=[2, 7]).children
+    assert (height.value, width.value) == (3, 2)
+    first = bytes(picture.value)
+    height.value = 9
+    assert first.startswith(PNG)
+    assert bytes(picture.value) != first
+    assert message.value == ""
+    assert plt.get_fignums() == before
+
+
+def test_a_choice_that_cannot_be_drawn_is_told_and_the_picture_stays():
+    height, width, message, picture = explore(draw, height=[3, 9], width=[2, 7]).children
+    height.value = 9
+    last = bytes(picture.value)
+    width.value = 7
+    assert message.value == "9 x 7 is too large"
+    assert bytes(picture.value) == last
+    height.value = 3
+    assert message.value == ""

@@ -27,6 +27,7 @@ SMALL = {
     "03_averaging_gradients": ["-p", "steps", "30"],
     "04_ddp_from_scratch": ["-p", "repeats", "3"],
     "05_inside_torch_ddp": ["-p", "steps", "40", "-p", "repeats", "3"],
+    "06_sharding_data": ["-p", "training_steps", "30", "-p", "repeats", "3"],
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
 }
 ROOT = Path(__file__).parent.parent

@@ -1,0 +1,375 @@
+"""The exercises of 06_sharding_data: go on from a cursor, evaluate exactly in step, find the bug in a worker split."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ddp_tutorial.collectives import all_gather, total
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
+from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.sharding import Order
+from ddp_tutorial.world import World
+
+# --------------------------------------------------------------------------------------------- 1. the rest of an epoch
+
+
+def _hands(answer: Answer, order: Order, cursor: int, batch: int, size: int) -> list[list[list[int]]]:
+    """[rank][step], the samples. Raises `WrongAnswerError` for what is no such thing."""
+    found = []
+    for rank in range(size):
+        steps = answer(order, cursor, batch, rank, size)
+        expect(steps is not None, "Nothing came back. Yield this rank's samples of one step after another.")
+        try:
+            found.append([[int(sample) for sample in step] for step in steps])
+        except TypeError as error:
+            raise WrongAnswerError(
+                f"Yield, for each step, a sequence of sample numbers; this is something else: {error}"
+            ) from None
+    return found
+
+
+def _merged(hands: Sequence[Sequence[int]]) -> list[int]:
+    """A step as it was before it was dealt out: every rank's first sample, every rank's second, ..."""
+    longest = max(map(len, hands))
+    return [hand[place] for place in range(longest) for hand in hands if place < len(hand)]
+
+
+def _check_rest(answer: Answer, order: Order, cursor: int, batch: int, size: int) -> None:
+    where = f"{order.samples} samples, batch {batch}, cursor {cursor}, {size} ranks"
+    epoch, start = divmod(cursor, order.samples)
+    whole = order.take(epoch * order.samples, order.samples).tolist()
+    rest = whole[start:]
+    expected = [rest[begin : begin + batch] for begin in range(0, len(rest), batch)]
+    found = _hands(answer, order, cursor, batch, size)
+    counts = Counter(sample for steps in found for hand in steps for sample in hand)
+    again = sorted(set(counts) & set(whole[:start]))
+    expect(not again, f"{where}: samples {again[:5]} were seen before the cursor, and come again.")
+    strange = sorted(set(counts) - set(whole))
+    expect(not strange, f"{where}: {strange[:5]} are not samples of these data.")
+    missing = [sample for sample in rest if sample not in counts]
+    expect(not missing, f"{where}: samples {missing[:5]} are left in this epoch, and no rank gets them.")
+    twice = [sample for sample, count in counts.items() if count > 1]
+    expect(not twice, f"{where}: samples {twice[:5]} come more than once.")
+    lengths = {len(steps) for steps in found}
+    expect(
+        lengths == {len(expected)},
+        f"{where}: {len(expected)} steps are left, for every rank; yours take {sorted(lengths)}. In a step without "
+        "samples, yield none of them: others count on this rank.",
+    )
+    for number, want in enumerate(expected):
+        got = [steps[number] for steps in found]
+        expect(
+            sorted(_merged(got)) == sorted(want),
+            f"{where}: step {number} should have samples {want}, on all ranks together; yours have {got}. "
+            "First comes the slice of the step, then the dealing.",
+        )
+        sizes = [len(hand) for hand in got]
+        expect(
+            max(sizes) - min(sizes) <= 1,
+            f"{where}: in step {number} the ranks get {sizes} samples. They should differ by one at most.",
+        )
+
+
+def _test_rest(answer: Answer) -> str:
+    for samples, cursor, batch, size in [(24, 0, 6, 2), (24, 12, 6, 3), (22, 12, 6, 3), (22, 22 + 12, 6, 3)]:
+        _check_rest(answer, Order(samples, seed=0), cursor, batch, size)
+    for cursor in range(0, 50, 7):
+        for size in (1, 2, 4):
+            _check_rest(answer, Order(25, seed=1), cursor, 8, size)
+    return "From every cursor and for every number of ranks: exactly the rest of the epoch, step by step."
+
+
+def _rest_of_epoch(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+    end = (cursor // order.samples + 1) * order.samples
+    while cursor < end:
+        count = min(batch, end - cursor)  # the last one may be smaller
+        yield order.take(cursor, count)[rank::size].tolist()
+        cursor += count
+
+
+def _from_the_start(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+    return _rest_of_epoch(order, cursor - cursor % order.samples, batch, rank, size)
+
+
+def _into_the_next_epoch(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+    end = (cursor // order.samples + 1) * order.samples
+    for begin in range(cursor, end, batch):
+        yield order.take(begin, batch)[rank::size].tolist()
+
+
+def _drops_the_last(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+    end = (cursor // order.samples + 1) * order.samples
+    for begin in range(cursor, end - batch + 1, batch):
+        yield order.take(begin, batch)[rank::size].tolist()
+
+
+def _deals_first(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+    end = (cursor // order.samples + 1) * order.samples
+    own = order.take(cursor, end - cursor)[rank::size].tolist()
+    each = batch // size
+    for begin in range(0, len(own), each):
+        yield own[begin : begin + each]
+
+
+def _not_dealt(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+    return _rest_of_epoch(order, cursor, batch, 0, 1)
+
+
+def _always_epoch_zero(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+    return _rest_of_epoch(order, cursor % order.samples, batch, rank, size)
+
+
+def _in_pieces(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+    end = (cursor // order.samples + 1) * order.samples
+    each = -(-batch // size)
+    for begin in range(cursor, end, batch):
+        yield order.take(begin, min(batch, end - begin))[rank * each : (rank + 1) * each].tolist()
+
+
+rest_of_epoch = Exercise(
+    task=(
+        "rest_of_epoch(order, cursor, batch, rank, size): yield, step after step, the samples that this rank gets in "
+        "what is left of the epoch after `cursor` samples. The last step may be a smaller one."
+    ),
+    test=_test_rest,
+    solution=_rest_of_epoch,
+    wrong={
+        "begins the epoch again": _from_the_start,
+        "reads on into the next epoch": _into_the_next_epoch,
+        "drops the last, smaller step": _drops_the_last,
+        "deals first and slices then": _deals_first,
+        "gives every rank everything": _not_dealt,
+        "forgets which epoch it is": _always_epoch_zero,
+        "cuts the last step into pieces that are unequal": _in_pieces,
+    },
+    hints=(
+        "The cursor counts samples from the start of epoch 0. This epoch ends at the next multiple of order.samples.",
+        "order.take(cursor, count) gives the next `count` samples. Which count has the last step?",
+        "count = min(batch, end - cursor); then deal: order.take(cursor, count)[rank::size].",
+    ),
+)
+
+# ----------------------------------------------------------------------------------------------- 2. evaluate in step
+
+_SETS = (8, 7, 5, 1)  # numbers of samples, for 3 ranks: divisible or not, and with nothing for some
+
+
+def _loss(sample: int) -> float:
+    return float((sample * 7 + 3) % 11)
+
+
+def _run_evaluate(world: World, answer: Answer) -> list[tuple[object, list[list[int]]]]:
+    found = []
+    for samples in _SETS:
+        called: list[int] = []
+
+        def loss_of(sample: int, samples: int = samples, called: list[int] = called) -> torch.Tensor:
+            expect(0 <= sample < samples, f"loss_of({sample}) was called; the samples are 0 to {samples - 1}, so pad.")
+            called.append(int(sample))
+            return torch.tensor(_loss(sample))
+
+        result = answer(world, samples, loss_of)
+        found.append((float(result) if isinstance(result, (float, int, torch.Tensor)) else result, called))
+    return [(result, all_gather(world, called)) for result, called in found]
+
+
+def _test_evaluate(answer: Answer) -> str:
+    try:
+        ranks = launch(_run_evaluate, 3, answer, device="cpu", echo=False, timeout=60)
+    except RankTimeoutError as error:
+        raise WrongAnswerError(
+            "Some rank waits for the others for ever. Every rank must enter the same collectives, equally often.\n"
+            f"{error}"
+        ) from None
+    for number, samples in enumerate(_SETS):
+        calls = ranks[0][number][1]
+        times = [len(called) for called in calls]
+        expect(
+            len(set(times)) == 1,
+            f"With {samples} samples on 3 ranks, they call loss_of {times} times. It has a collective in it: the ranks "
+            "that call it more often would wait for ever. Pad with copies until all have equally many.",
+        )
+        missing = sorted(set(range(samples)) - {sample for called in calls for sample in called})
+        expect(not missing, f"With {samples} samples on 3 ranks, nobody evaluates samples {missing}.")
+        fewest = -(-samples // 3)
+        expect(
+            times[0] == fewest,
+            f"With {samples} samples, {fewest} calls on each of 3 ranks are enough; yours are {times[0]}.",
+        )
+        mean = sum(map(_loss, range(samples))) / samples
+        for rank, results in enumerate(ranks):
+            got = results[number][0]
+            expect(isinstance(got, float), f"Return the mean loss, a number; rank {rank} returned {got!r}.")
+            assert isinstance(got, float)
+            if abs(got - mean) < 1e-4:
+                continue
+            copies = 3 * times[0] - samples
+            evaluated = [_loss(sample) for called in calls for sample in called]
+            found = "something else"
+            if abs(got - sum(evaluated) / len(evaluated)) < 1e-4:
+                found = f"the mean with {copies} copies counted"
+            raise WrongAnswerError(
+                f"The mean loss of {samples} samples is {mean:.4f}. Rank {rank} returned {got:.4f}: {found}."
+            )
+    return "All ranks call equally often, each sample counts once, and every rank has the same, right mean."
+
+
+def _evaluate(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+    loss_sum = torch.tensor(0.0)
+    for first in range(0, samples, world.size):
+        mine = first + world.rank
+        loss = loss_of(mine if mine < samples else 0)  # a copy, to keep step
+        if mine < samples:
+            loss_sum += loss
+    return float(total(world, loss_sum)) / samples
+
+
+def _counts_copies(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+    firsts = range(0, samples, world.size)
+    loss_sum = sum((loss_of((first + world.rank) % samples) for first in firsts), torch.tensor(0.0))
+    return float(total(world, loss_sum)) / (len(firsts) * world.size)
+
+
+def _leaves_out_copies(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+    loss_sum = sum((loss_of(mine) for mine in range(world.rank, samples, world.size)), torch.tensor(0.0))
+    return float(total(world, loss_sum)) / samples
+
+
+def _own_mean(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+    loss_sum, count = torch.tensor(0.0), 0
+    for first in range(0, samples, world.size):
+        mine = first + world.rank
+        loss = loss_of(min(mine, samples - 1))
+        if mine < samples:
+            loss_sum, count = loss_sum + loss, count + 1
+    return float(loss_sum) / max(1, count)
+
+
+def _mean_of_means(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+    return float(total(world, torch.tensor(_own_mean(world, samples, loss_of)))) / world.size
+
+
+def _everyone_everything(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+    return float(sum((loss_of(sample) for sample in range(samples)), torch.tensor(0.0))) / samples
+
+
+def _drops_the_tail(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+    whole = samples // world.size * world.size
+    loss_sum = sum((loss_of(mine) for mine in range(world.rank, whole, world.size)), torch.tensor(0.0))
+    return float(total(world, loss_sum)) / max(1, whole)
+
+
+def _past_the_end(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+    firsts = range(0, samples, world.size)
+    loss_sum = sum((loss_of(first + world.rank) for first in firsts), torch.tensor(0.0))
+    return float(total(world, loss_sum)) / samples
+
+
+evaluate = Exercise(
+    task=(
+        "evaluate(world, samples, loss_of): return, on every rank, the mean of loss_of(sample) over the samples 0 to "
+        "samples - 1. All ranks must call loss_of equally often, and share the work."
+    ),
+    test=_test_evaluate,
+    solution=_evaluate,
+    wrong={
+        "counts the copies": _counts_copies,
+        "leaves the others alone when it has nothing left": _leaves_out_copies,
+        "returns the mean of its own samples": _own_mean,
+        "takes the mean of unequal means": _mean_of_means,
+        "lets every rank do everything": _everyone_everything,
+        "drops what does not divide": _drops_the_tail,
+        "goes past the end of the data": _past_the_end,
+    },
+    hints=(
+        "Pad for the calls, not for the mean: a copy is evaluated, and its loss thrown away.",
+        "In round k, this rank's sample is k * world.size + world.rank. If there is none, evaluate any other.",
+        "Add up the losses of real samples only, total(world, ...) them over the ranks, and divide by `samples`.",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------ 3. the worker's part
+
+
+def _all_parts(answer: Answer, samples: int, size: int, workers: int) -> list[list[list[int]]]:
+    """[rank][worker], the samples."""
+    parts = [[answer(samples, rank, size, worker, workers) for worker in range(workers)] for rank in range(size)]
+    for part in [part for rank in parts for part in rank]:
+        expect(part is not None, "Nothing came back. Return the sample numbers of this worker.")
+    return [[[int(sample) for sample in part] for part in rank] for rank in parts]
+
+
+def _test_worker(answer: Answer) -> str:
+    for samples, size, workers in [(12, 2, 2), (12, 1, 3), (12, 3, 1), (13, 2, 3), (7, 4, 2), (2, 2, 2)]:
+        where = f"{samples} samples, {size} ranks with {workers} workers each"
+        parts = _all_parts(answer, samples, size, workers)
+        counts = Counter(sample for rank in parts for part in rank for sample in part)
+        missing = sorted(set(range(samples)) - set(counts))
+        expect(not missing, f"{where}: nobody reads samples {missing[:6]}. The parts are {parts}.")
+        twice = sorted(sample for sample, count in counts.items() if count > 1)
+        expect(not twice, f"{where}: samples {twice[:6]} are read more than once. The parts are {parts}.")
+        strange = sorted(set(counts) - set(range(samples)))
+        expect(not strange, f"{where}: {strange[:6]} are not samples of these data.")
+        of_ranks = [sum(map(len, rank)) for rank in parts]
+        expect(
+            max(of_ranks) - min(of_ranks) <= 1,
+            f"{where}: the ranks get {of_ranks} samples. First share out among ranks, then among a rank's workers, so "
+            "that no rank has more than one sample more than another.",
+        )
+        for rank, own in enumerate(parts):
+            lengths = [len(part) for part in own]
+            expect(
+                max(lengths) - min(lengths) <= 1,
+                f"{where}: the workers of rank {rank} get {lengths} samples. They should differ by one at most.",
+            )
+    return "Every sample is read by exactly one worker of one rank, and the work is shared out evenly."
+
+
+def _own_samples(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
+    of_rank = list(range(samples))[rank::size]
+    return of_rank[worker::workers]
+
+
+def _offset_twice(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
+    of_rank = list(range(samples))[rank::size]
+    number = rank * workers + worker
+    return of_rank[number :: size * workers]
+
+
+def _no_workers(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
+    return list(range(samples))[rank::size]
+
+
+def _no_ranks(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
+    return list(range(samples))[worker::workers]
+
+
+def _stride_of_all(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
+    return list(range(samples))[rank::size][worker :: size * workers]
+
+
+def _workers_of_all(samples: int, rank: int, size: int, worker: int, workers: int) -> list[int]:
+    return list(range(samples))[rank * workers + worker :: size * workers]
+
+
+own_samples = Exercise(
+    task=(
+        "own_samples(samples, rank, size, worker, workers): return the sample numbers that worker `worker` of "
+        "`workers` on rank `rank` of `size` reads, so that all are read once."
+    ),
+    test=_test_worker,
+    solution=_own_samples,
+    wrong={
+        "applies the offset of the rank twice": _offset_twice,
+        "lets every worker read all of the rank": _no_workers,
+        "forgets the ranks": _no_ranks,
+        "strides over the workers of all ranks": _stride_of_all,
+        "gives rank 0 too much of a small data set": _workers_of_all,
+    },
+    hints=(
+        "Print who gets what, for 12 samples, 2 ranks and 2 workers. Who has nothing?",
+        "[rank::size] has already taken this rank's samples. What is left to share out, and among whom?",
+        "What is left belongs to this rank alone: share it out among its workers, [worker::workers].",
+    ),
+)
