@@ -23,7 +23,7 @@ check: $(READY)  ## lint, format, types
 
 test: check  ## all of it: check, unit and process tests, every notebook through nbval and papermill
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
+	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout=300 notebooks
 
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks

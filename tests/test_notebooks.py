@@ -104,7 +104,7 @@ def test_cells_are_short(path):
 @each_notebook
 def test_papermill_executes_it_with_small_parameters(path, tmp_path):
     command = [sys.executable, "-m", "papermill", str(path), str(tmp_path / "out.ipynb"), "--cwd", str(tmp_path)]
-    command += ["--no-progress-bar", "--execution-timeout", "120", "--kernel", "python3"]
+    command += ["--no-progress-bar", "--execution-timeout", "300", "--kernel", "python3"]
     done = subprocess.run([*command, *SMALL[path.stem]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     if path.stem == "train":
