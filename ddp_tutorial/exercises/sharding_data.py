@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ddp_tutorial.collectives import all_gather, total
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-from ddp_tutorial.launcher import RankTimeoutError, launch
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.sharding import Order
 from ddp_tutorial.world import World
 
@@ -175,13 +174,8 @@ def _run_evaluate(world: World, answer: Answer) -> list[tuple[object, list[list[
 
 
 def _test_evaluate(answer: Answer) -> str:
-    try:
-        ranks = launch(_run_evaluate, 3, answer, device="cpu", echo=False, timeout=60)
-    except RankTimeoutError as error:
-        raise WrongAnswerError(
-            "Some rank waits for the others for ever. Every rank must enter the same collectives, equally often.\n"
-            f"{error}"
-        ) from None
+    stuck = "Some rank waits for the others for ever. Every rank must enter the same collectives, equally often."
+    ranks = on_ranks(_run_evaluate, 3, answer, stuck=stuck, timeout=60)
     for number, samples in enumerate(_SETS):
         calls = ranks[0][number][1]
         times = [len(called) for called in calls]
