@@ -148,7 +148,7 @@ class ArrowShards:
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
         chunk_of = np.searchsorted(self._starts, indices, side="right") - 1
         found = {name: np.empty((len(indices), *c.shape[1:]), c.dtype) for name, c in self._like().items()}
-        for number in np.unique(chunk_of):
+        for number in set(chunk_of.tolist()):
             there = chunk_of == number
             within = indices[there] - self._starts[number]
             for name, column in self._chunks[number].items():

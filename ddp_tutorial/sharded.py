@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.data import Data, Tree
+from ddp_tutorial.dice import dice_of
 from ddp_tutorial.sharding import Indices, Sharding, deal
 from ddp_tutorial.world import World
 
@@ -61,9 +62,10 @@ class Source(Protocol):
 class ShardedSource:
     """Every rank works out which samples are its own, and reads those.
 
-    With `workers`, other processes read up to `prefetch` batches ahead each, and apply `transform` there. Their random
-    numbers (torch's, Python's and NumPy's) differ by worker and by rank. What a worker raises, or that it has died or
-    is stuck, is raised here as a `SourceError`.
+    With `workers`, other processes read up to `prefetch` batches ahead each, and apply `transform` there. The random
+    numbers that `transform` draws (torch's, NumPy's, Python's) depend on seed, rank and cursor alone: a run that goes
+    on draws what it would have drawn. What a worker raises, or that it has died or is stuck, is raised here as a
+    `SourceError`.
     """
 
     def __init__(
@@ -84,29 +86,21 @@ class ShardedSource:
         self.workers, self.patience = workers, patience
         self.cursor = 0
         self._planned: deque[tuple[Indices, int, int]] = deque()  # samples of this rank, cursor and count of the world
-        entropy = (sharding.order.seed or 0, 1, world.rank)
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-        self._loader: DataLoader[Tree] = DataLoader(
-            _Fetch(data, transform),
-            sampler=_Plan(self._plan),
-            batch_size=None,  # what the plan asks for is a batch already
-            generator=torch.Generator().manual_seed(seed),  # else torch's own would move on
-            pin_memory=world.device.type == "cuda",
-            **worker_options(workers, prefetch, patience),
-        )
+        self._fetch = _Fetch(data, transform, (sharding.order.seed or 0, world.rank))
+        self._options = worker_options(workers, prefetch, patience)
         self._batches: Iterator[Tree] | None = None
 
-    def _plan(self) -> Iterator[Indices]:
+    def _plan(self) -> Iterator[tuple[int, Indices]]:
         cursor = self.cursor
         while True:
             indices, cursor = self.sharding.step(cursor)
             mine = deal(indices, self.world.rank, self.world.size)
             self._planned.append((mine, cursor, len(indices)))
-            yield mine
+            yield cursor, mine
 
     def __next__(self) -> Share:
         if self._batches is None:
-            self._batches = iter(self._loader)
+            self._batches = self._read()
             self._taken = 0
         try:
             samples = next_from(self._batches, self.patience)
@@ -119,6 +113,20 @@ class ShardedSource:
         self._taken += 1
         mine, self.cursor, world_count = self._planned.popleft()
         return Share(to_device(samples, self.world.device), len(mine), world_count)
+
+    def _read(self) -> Iterator[Tree]:
+        """Batch after batch, from the cursor on. Without workers, torch's DataLoader would only cost time."""
+        if not self.workers and self.world.device.type == "cpu":
+            return map(self._fetch.__getitem__, self._plan())
+        loader: DataLoader[Tree] = DataLoader(
+            self._fetch,
+            sampler=_Plan(self._plan),
+            batch_size=None,  # what the plan asks for is a batch already
+            generator=torch.Generator(),  # else torch's own would move on
+            pin_memory=self.world.device.type == "cuda",
+            **self._options,
+        )
+        return iter(loader)
 
     def state(self) -> State:
         """The cursor, which is a number of samples."""
@@ -137,6 +145,9 @@ class ShardedSource:
 
 
 def worker_options(workers: int, prefetch: int, patience: float) -> dict[str, Any]:
+    """What a DataLoader needs to know for them. Raises `ConfigError` for fewer than none."""
+    if workers < 0:
+        raise ConfigError(f"'workers' should be 0 or more processes, found {workers}")
     if not workers:
         return {}
     look = min(LOOK, patience)
@@ -181,11 +192,11 @@ def end_workers(batches: object) -> None:
         shutdown()
 
 
-class _Plan(Sampler[Indices]):
-    def __init__(self, plan: Callable[[], Iterator[Indices]]) -> None:
+class _Plan(Sampler[tuple[int, Indices]]):
+    def __init__(self, plan: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
         self.plan = plan
 
-    def __iter__(self) -> Iterator[Indices]:
+    def __iter__(self) -> Iterator[tuple[int, Indices]]:
         return self.plan()
 
 
@@ -202,19 +213,24 @@ class ByValue:
 class _Fetch(ByValue, Dataset[Tree]):
     """What runs in a worker."""
 
-    def __init__(self, data: Data, transform: Transform | None) -> None:
-        self.data, self.transform = data, transform
+    def __init__(self, data: Data, transform: Transform | None, entropy: tuple[int, ...]) -> None:
+        self.data, self.transform, self.entropy = data, transform, entropy
 
-    def __getitem__(self, indices: Indices) -> Tree:
+    def __getitem__(self, planned: tuple[int, Indices]) -> Tree:
+        cursor, indices = planned
         samples = self.data.fetch(indices)
-        return self.transform(samples) if self.transform else samples
+        if self.transform is None:
+            return samples
+        with dice_of(*self.entropy, cursor):
+            return self.transform(samples)
 
 
 def everyone_has_some(sharding: Sharding, world: World) -> None:
     """Raise `ConfigError` if some rank would never see a sample."""
     samples, batch = sharding.order.samples, sharding.batch
-    for limit, what in ((batch, f"batch {batch}"), (samples, f"{samples} samples")):
-        if limit < world.size and (sharding.remainder != "pad" or limit == batch):
+    repeats = sharding.remainder in {"pad", "carry"}  # so that few samples serve many ranks
+    for limit, what in ((batch, f"batch {batch}"), (batch if repeats else samples, f"{samples} samples")):
+        if limit < world.size:
             raise ConfigError(
                 f"rank {limit} of {world.size} has no samples: {samples} samples, batch {batch}, "
                 f"and {what} is not enough for {world.size} ranks. Use fewer ranks."

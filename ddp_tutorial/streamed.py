@@ -6,16 +6,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
 from datasets.distributed import split_dataset_by_node
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.data import Tree, rows_of
+from ddp_tutorial.dice import seed_of
 from ddp_tutorial.sharded import (
     PATIENCE,
     ByValue,
@@ -99,7 +99,7 @@ class StreamedSource:
         """This rank's samples of the next step, in the order of their places."""
         if self._parts is None:
             entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # of the workers' random numbers
-            generator = torch.Generator().manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+            generator = torch.Generator().manual_seed(seed_of(*entropy))
             self._parts = iter(DataLoader(_Follow(self), batch_size=None, generator=generator, **self._options))
         parts: list[_Part] = []
         for worker in range(max(1, self.workers)):  # one part from each, in turn
@@ -179,9 +179,13 @@ class _Follow(ByValue, IterableDataset[_Part]):
         if not found:
             return _Part(torch.empty(0, dtype=torch.int64), None)
         samples = self.collate([row for _, row in found])
-        return _Part(
-            torch.tensor([place for place, _ in found]), self.transform(samples) if self.transform else samples
-        )
+        samples = self.transform(samples) if self.transform else samples
+        if others := {type(leaf).__name__ for leaf in tree_leaves(samples) if not isinstance(leaf, torch.Tensor)}:
+            raise TypeError(
+                f"a sample has values of type {', '.join(sorted(others))}; batches are of tensors. Keep the columns of "
+                "numbers with dataset.select_columns, or make tensors of the others in 'collate' or 'transform'."
+            )
+        return _Part(torch.tensor([place for place, _ in found]), samples)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.data import Windows
 from ddp_tutorial.ddp import DDPConfig
+from ddp_tutorial.dice import seed_of
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
 from ddp_tutorial.launcher import launch
@@ -125,8 +126,7 @@ class Trainer:
         torch.manual_seed(config.seed)  # the same on every rank: so are the weights
         self.model = GPT(**config.model.model_dump()).to(world.device)
         assert_same(world, self.model.state_dict(), "weight")
-        own_seed = np.random.SeedSequence([config.seed, world.rank]).generate_state(1)[0]
-        torch.manual_seed(int(own_seed))  # different on every rank: so is dropout
+        torch.manual_seed(seed_of(config.seed, world.rank))  # different on every rank: so is dropout
 
         self.strategy = DDPStrategy(self.model, world, config.ddp)
         self.optimizer = make_optimizer(self.model, config)

@@ -15,7 +15,7 @@ PACKAGE = Path(ddp_tutorial.__file__).parent
 
 # From the bottom to the top. A module imports from levels below its own; `a.*` stands for all modules of a folder.
 LEVELS = [
-    ["phases", "config", "files", "environment"],
+    ["phases", "config", "files", "environment", "dice"],
     ["world", "console", "transport", "runs", "tales"],
     ["rank", "collectives", "buckets"],
     ["launcher", "link", "sharding", "corpus", "model"],

@@ -197,6 +197,11 @@ def test_padding_gives_four_ranks_three_samples() -> None:
     assert [numbers(next(rank).samples) for rank in ranks] == [[0], [1], [2], [0]]
 
 
+def test_steps_longer_than_an_epoch_serve_every_rank_from_several() -> None:
+    ranks = ranks_of(windows_of(3), Sharding(Order(3, None), 4), 4)
+    assert [numbers(next(rank).samples) for rank in ranks for _ in range(2)] == [[0], [1], [1], [2], [2], [0], [0], [1]]
+
+
 def test_an_order_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="the data have 20 samples, the order is one of 21"):
         ShardedSource(windows_of(20), Sharding(Order(21, 0), 3), ALONE)
@@ -310,6 +315,13 @@ def test_a_stream_that_fails_is_told_with_its_places() -> None:
     with pytest.raises(SourceError, match=r"^rank 0, places 3 to 5 of epoch 0: a bad one"):
         next(source)
     assert source.state()["places"] == 3
+
+
+def test_a_stream_of_text_is_told_what_to_do() -> None:
+    dataset = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]}).to_iterable_dataset()
+    with pytest.raises(SourceError, match=r"values of type str; .* Keep the columns of numbers with dataset\.select"):
+        next(StreamedSource(dataset, 2, ALONE))
+    assert len(take(StreamedSource(dataset.select_columns("x"), 2, ALONE), 2)) == 2
 
 
 # ------------------------------------------------------------------------------------------------- what travels
@@ -639,11 +651,29 @@ def test_workers_of_two_ranks_draw_numbers_of_their_own_and_are_gone_at_the_end(
 
 
 @forking
+@pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_change_nothing_and_what_they_have_ahead_is_not_counted(kind: str, workdir: Path) -> None:
+def test_workers_change_nothing_and_what_they_have_ahead_is_not_counted(kind: str, workers: int, workdir: Path) -> None:
     before = left_behind()
-    assert read(made(World(), kind, workers=3), STEPS + 2) == read(made(World(), kind), STEPS + 2)
+    assert read(made(World(), kind, workers=workers), STEPS + 2) == read(made(World(), kind), STEPS + 2)
     assert left_behind() == before
+
+
+@forking
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_goes_on_draws_the_numbers_that_it_would_have_drawn(workers: int) -> None:
+    def source(workers: int) -> ShardedSource:
+        sharding = Sharding(Order(SAMPLES, 0), BATCH)
+        return ShardedSource(windows_of(SAMPLES), sharding, World(), transform=noisy, workers=workers)
+
+    whole, torchs = source(0), torch.get_rng_state()
+    drawn = [next(whole).samples["noise"] for _ in range(4)]
+    assert all_differ([tuple(noise[0].tolist()) for noise in drawn])
+    resumed = source(workers)
+    resumed.restore({"cursor": 2 * BATCH})
+    assert all(torch.equal(next(resumed).samples["noise"], noise) for noise in drawn[2:])
+    resumed.close()
+    assert torch.equal(torch.get_rng_state(), torchs), "the process's own are left alone"
 
 
 @forking
@@ -728,7 +758,8 @@ def troubles(world: World) -> dict[str, Any]:
     for samples, batch in ((1, 2), (10, 1)):
         for kind in KINDS:
             try:
-                source = made(world, kind, samples, batch, streams=2 if kind == "streamed" else None)
+                options = {"streams": 2} if kind == "streamed" else {"remainder": "exact"}
+                source = made(world, kind, samples, batch, **options)
                 found["too few", samples, kind] = error_of(source)[:2]
             except ConfigError as error:
                 found["too few", samples, kind] = "ConfigError", str(error)
@@ -825,7 +856,7 @@ def test_a_worker_of_rank_0_that_is_killed_is_told_on_all_ranks_in_seconds(troub
 
 def test_what_rank_0_cannot_make_is_told_on_all_ranks(trouble: list[dict[str, Any]]) -> None:
     for rank in trouble:
-        assert "num_workers" in rank["dispatched, not made"]
+        assert "'workers' should be 0 or more processes, found -1" in rank["dispatched, not made"]
     assert trouble[1]["dispatched, not made"].startswith("rank 0 failed, while rank 1 waited for it: ")
 
 
