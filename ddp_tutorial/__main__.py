@@ -98,7 +98,7 @@ def tales(count: int, folder: Path, files: int, seed: int) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
 def bench(name: str, as_json: bool, repeats: int) -> None:
-    """Measure a claim of the project: NAME is launch, overhead, ddp, buckets or sources."""
+    """Measure a claim of the project: NAME is launch, overhead, ddp, buckets, sources or accumulation."""
     from ddp_tutorial.benches import as_text, run_bench
 
     result = run_bench(name, repeats)

@@ -33,6 +33,11 @@ def mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
     return total(world, tensor) / world.size
 
 
+def any_rank(world: World, flag: bool) -> bool:
+    """Is it so on some rank? The same answer on every rank, to act on together: stop, skip, fail."""
+    return bool(total(world, torch.tensor(float(flag), device=world.device)) > 0)
+
+
 def all_gather(world: World, thing: Thing) -> list[Thing]:
     """What each rank gave, rank 0's first, on every rank. For small picklable things, not for tensors."""
     require_group(world)

@@ -68,15 +68,22 @@ class StepLog:
         self._window_began = time.monotonic()
 
     def add(
-        self, step: int, loss: Mean, grad_norm: torch.Tensor, learning_rate: float, seconds: dict[str, float]
+        self,
+        step: int,
+        loss: Mean,
+        grad_norm: torch.Tensor,
+        learning_rate: float,
+        seconds: dict[str, float],
+        **others: float,
     ) -> None:
-        """One step: this rank's loss, the norm of the gradient before clipping, seconds by phase."""
+        """One step: this rank's loss, the norm of the gradient before clipping, seconds by phase, and what else there
+        is that all ranks know."""
         record = {
             "step": step,
             "learning_rate": learning_rate,
             "tokens": step * self._tokens_per_step,
             "seconds": {name: round(value, 6) for name, value in seconds.items()},
-        }
+        } | others
         self._pending.append((loss, grad_norm, record))
 
     def flush(self) -> None:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import Field, field_validator, model_validator
-from torch.nn.utils import clip_grad_norm_
 
+from ddp_tutorial.accumulation import Batch, blame, next_token, split
 from ddp_tutorial.collectives import assert_same, digest, from_rank_zero, rank_zero_first
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.corpus import load_corpus
@@ -28,15 +28,17 @@ from ddp_tutorial.ddp import DDPConfig
 from ddp_tutorial.dice import seed_of
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
+from ddp_tutorial.invariant import InvariantStrategy
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks, without_nan
 from ddp_tutorial.model import GPT, loss_sum
 from ddp_tutorial.phases import Stopwatch, observe, phase
+from ddp_tutorial.precision import NotFiniteError, Precision, PrecisionConfig
 from ddp_tutorial.rank import progress
 from ddp_tutorial.sharded import Share, to_device
 from ddp_tutorial.sharding import deal
 from ddp_tutorial.sources import SourceConfig, make_source
-from ddp_tutorial.strategy import DDPStrategy, next_token
+from ddp_tutorial.strategy import DDPStrategy, Strategy
 from ddp_tutorial.world import World, require_group
 
 
@@ -46,6 +48,7 @@ class ModelConfig(Config):
     width: int = Field(128, ge=1)
     context: int = Field(128, ge=1, description="tokens that the model sees at once")
     dropout: float = Field(0.0, ge=0, lt=1)
+    recompute: bool = Field(False, description="activations of a block in backward, instead of keeping them")
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
@@ -64,12 +67,18 @@ class TrainConfig(Config):
 
     nprocs: int = Field(2, ge=1, description="ranks to start on this machine; torchrun and Slurm have their own say")
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    strategy: Literal["ddp", "invariant"] = "ddp"
     ddp: DDPConfig = DDPConfig()
+    micro_batches: int = Field(4, ge=1, description="strategy invariant only: of a step, over all ranks")
+    accumulation: int = Field(1, ge=1, description="strategy ddp only: micro-batches of a step, on each rank")
     source: SourceConfig = SourceConfig()
+    precision: PrecisionConfig = PrecisionConfig()
 
     steps: int = Field(200, ge=1)
     batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
-    learning_rate: float = Field(3e-3, gt=0)
+    learning_rate: float = Field(3e-3, gt=0, description="the highest; of a batch of `learning_rate_batch`, if scaled")
+    learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field("fixed", description="how it grows with batch_size")
+    learning_rate_batch: int = Field(16, ge=1, description="batch_size that learning_rate was chosen for")
     warmup_steps: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="at the last step, as a part of the highest")
     weight_decay: float = Field(0.1, ge=0)
@@ -78,6 +87,14 @@ class TrainConfig(Config):
     log_every: int = Field(10, ge=1, description="steps between writes to the log, which holds every step")
     eval_every: int = Field(50, ge=1)
     eval_samples: int = Field(256, ge=1, description="held-out samples in one evaluation, over all ranks")
+
+    @model_validator(mode="after")
+    def _options_belong_to_the_strategy(self) -> "TrainConfig":
+        if self.strategy == "invariant" and self.source.kind == "streamed":
+            raise ValueError("'strategy' invariant needs samples by number: use another 'source.kind' than streamed")
+        if self.strategy == "invariant" and self.accumulation != 1:
+            raise ValueError("'accumulation' is of strategy ddp; invariant has 'micro_batches', over all ranks")
+        return self
 
     @field_validator("name")
     @classmethod
@@ -128,8 +145,22 @@ class Trainer:
         assert_same(world, self.model.state_dict(), "weight")
         torch.manual_seed(seed_of(config.seed, world.rank))  # different on every rank: so is dropout
 
-        self.strategy = DDPStrategy(self.model, world, config.ddp)
+        self.precision = Precision(config.precision, world)
+        self.strategy: Strategy
+        if config.strategy == "invariant":
+            self.strategy = InvariantStrategy(
+                self.model, world, config.micro_batches, config.seed, precision=self.precision
+            )
+            self.parts = self.strategy.per_rank
+        else:
+            self.strategy = DDPStrategy(self.model, world, config.ddp, self.precision)
+            self.parts = config.accumulation
         self.optimizer = make_optimizer(self.model, config)
+        if world.is_main and config.learning_rate_rule != "fixed":
+            print(
+                f"learning rate {highest_learning_rate(config):g}: {config.learning_rate:g}, scaled from batch_size "
+                f"{config.learning_rate_batch} to {config.batch_size} by the rule {config.learning_rate_rule!r}"
+            )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
         self.watch = Stopwatch()
         self.step = 0
@@ -148,15 +179,16 @@ class Trainer:
     def advance(self) -> None:
         """One optimiser step, and what is due after it."""
         with phase("data"):
-            batches = [next_token(next(self.source))]
+            batches = [next_token(part) for part in split(next(self.source), self.parts, self.world)]
         with phase("grads"):
             loss = self.strategy.backward(batches)
         with phase("update"):
-            norm = self.update()
+            norm, made = self.update(loss, batches)
         self.step += 1
         rate = float(self.scheduler.get_last_lr()[0])
-        self.log.add(self.step, loss, norm, rate, self.watch.take())
-        self.scheduler.step()
+        self.log.add(self.step, loss, norm, rate, self.watch.take(), loss_scale=self.precision.loss_scale)
+        if made:  # else the rate would move on, and the weights have not
+            self.scheduler.step()
         if self.due(self.config.log_every):
             self.log.flush()
             progress(self.step, self.config.steps, **self.log.latest)
@@ -166,12 +198,18 @@ class Trainer:
     def due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.steps
 
-    def update(self) -> torch.Tensor:
-        """Clip by the norm over all parameters, step, zero. Returns the norm before clipping, equal on all ranks."""
-        norm = clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+    def update(self, loss: Mean, batches: list[Batch]) -> tuple[torch.Tensor, bool]:
+        """Clip by the norm over all parameters, step, zero. Returns the norm before clipping, and whether the weights
+        have moved; both are the same on all ranks.
+
+        A step whose gradient is not finite is left out where the scale of float16 can be the reason. Else it is a bug,
+        and raises `NotFiniteError` on all ranks, before it has reached the weights.
+        """
+        norm, made, scale_may_help = self.precision.update(self.optimizer, self.config.clip, loss.sum)
+        if not (made or scale_may_help):
+            where = blame(self.world, self.model, batches, self.precision)
+            raise NotFiniteError(f"step {self.step + 1}: the gradient is not finite. {where[0].upper()}{where[1:]}.")
+        return norm, made
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -187,7 +225,8 @@ class Trainer:
                 indices = mine[start : start + size]
                 samples = to_device(self.held_out.fetch(indices), self.world.device)
                 batch = next_token(Share(samples, len(indices), count))
-                loss += Mean(loss_sum(self.model(batch.inputs), batch.targets), batch.targets.numel())
+                with self.precision.autocast():
+                    loss += Mean(loss_sum(self.model(batch.inputs), batch.targets), batch.tokens)
             self.model.train()
             [value] = mean_over_ranks(self.world, [loss])
         self.eval_losses[self.step] = value
@@ -251,7 +290,19 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.A
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=highest_learning_rate(config), betas=(0.9, 0.95), fused=True)
+
+
+def highest_learning_rate(config: TrainConfig) -> float:
+    """`learning_rate`, scaled to `batch_size` as `learning_rate_rule` says.
+
+    These are rules of thumb, for k times the samples in a step. Linear: one step should go as far as k steps did (Goyal
+    et al., "Accurate, large minibatch SGD", 2017; with a warm-up). Square root: the noise of the gradient falls with
+    sqrt(k), and Adam divides by it (Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms",
+    2022).
+    """
+    times = config.batch_size / config.learning_rate_batch
+    return config.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.learning_rate_rule]
 
 
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:

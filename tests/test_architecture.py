@@ -15,15 +15,14 @@ PACKAGE = Path(ddp_tutorial.__file__).parent
 
 # From the bottom to the top. A module imports from levels below its own; `a.*` stands for all modules of a folder.
 LEVELS = [
-    ["phases", "config", "files", "environment", "dice"],
+    ["phases", "config", "files", "environment", "dice", "memory"],
     ["world", "console", "transport", "runs", "tales"],
-    ["rank", "collectives", "buckets"],
+    ["rank", "collectives", "buckets", "sync_bn"],
     ["launcher", "link", "sharding", "corpus", "model"],
     ["data", "metrics", "hooks", "timeline"],
-    ["sharded", "ddp"],
-    ["dispatched", "streamed"],
-    ["sources"],
-    ["strategy"],
+    ["sharded", "ddp", "precision"],
+    ["dispatched", "streamed", "accumulation"],
+    ["sources", "invariant", "strategy"],
     ["trainer"],
     ["notebooks", "benches", "benches.bare_rank", "exercises", "plots", "live", "configs"],
     ["benches.step"],

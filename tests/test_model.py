@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ddp_tutorial.collectives import digest
+from ddp_tutorial.memory import bytes_kept
 from ddp_tutorial.model import GPT, loss_sum
 
 
@@ -113,6 +114,21 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
+
+
+def test_recomputing_gives_the_same_bits_with_dropout_and_keeps_much_less() -> None:
+    gradients, kept = [], []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = GPT(layers=4, heads=2, width=32, context=32, dropout=0.2, recompute=recompute)
+        tokens = torch.randint(256, (4, 33))
+        with bytes_kept(model) as saved:
+            loss = loss_sum(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+        kept.append(saved.nbytes)
+    assert torch.equal(*gradients)
+    assert kept[1] < kept[0] / 3
 
 
 def test_the_sum_of_losses_is_the_mean_times_the_count(model: GPT) -> None:

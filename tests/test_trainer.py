@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ddp_tutorial.accumulation import next_token
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.corpus import load_corpus
@@ -19,7 +20,6 @@ from ddp_tutorial.launcher import RankError, launch
 from ddp_tutorial.model import GPT
 from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.sharding import Order
-from ddp_tutorial.strategy import next_token
 from ddp_tutorial.trainer import (
     ModelConfig,
     TrainConfig,
@@ -64,6 +64,18 @@ def log_of(run: Path) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------- the same work for every world size
+
+
+def test_loss_and_evaluation_do_not_depend_on_how_a_batch_is_cut_and_shared_out() -> None:
+    found = {
+        (parts, size): run_on(size, changed(QUICK, batch_size=7, steps=6, accumulation=parts))
+        for parts, size in [(1, 1), (2, 1), (9, 1), (1, 2), (3, 2), (2, 3)]
+    }
+    [whole] = found[1, 1]
+    for results in found.values():
+        for result in results:
+            assert result.losses == pytest.approx(whole.losses, rel=2e-5)
+            assert result.eval_losses == pytest.approx(whole.eval_losses, rel=2e-5)
 
 
 def losses_by_hand(config: TrainConfig) -> list[float]:
@@ -209,7 +221,8 @@ def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
     assert [line["step"] for line in steps] == list(range(1, 15))
     assert [line["loss"] for line in steps] == result.losses
     for line in steps:
-        assert set(line) == {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "seconds"}
+        measured = {"loss", "grad_norm", "tokens_per_second", "seconds"}
+        assert set(line) == {"step", "tokens", "learning_rate", "loss_scale"} | measured
         assert set(line["seconds"]) >= {"data", "grads", "update"}
         assert all(value >= 0 for value in line["seconds"].values())
         assert line["tokens"] == line["step"] * 6 * 32  # 6 samples of 32 tokens a step
@@ -270,12 +283,12 @@ def test_a_run_that_is_killed_leaves_whole_lines_and_no_result() -> None:
     assert all(math.isfinite(line["loss"]) for line in lines)
 
 
-def test_a_run_that_diverges_still_ends_with_a_result() -> None:
-    result = train(World(), changed(QUICK, name="wild", learning_rate=1e30))
-    assert math.isnan(result.losses[-1])
-    summary = json.loads(Path("runs/wild/result.json").read_text())
-    assert summary["metrics"]["loss"] is None
-    assert [line["loss"] for line in log_of(result.run) if "loss" in line][-1] is None
+def test_a_run_that_diverges_is_told_when_and_by_which_weight_on_which_rank() -> None:
+    told = r"step \d+: the gradient is not finite\. On rank 0, (parameter|the (loss|gradient)) .*; on rank 1, "
+    with pytest.raises(RankError, match=told):
+        launch(train, 2, changed(QUICK, name="wild", learning_rate=1e30), device="cpu", echo=False)
+    run = Path("runs/wild")
+    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl"}
 
 
 # --------------------------------------------------------------------------------------------------------- one step
@@ -290,6 +303,22 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_like_a_cosine() -> N
     assert factor(100) == pytest.approx(0.1)  # and stays there
 
 
+@pytest.mark.parametrize(("rule", "rate"), [("fixed", 0.001), ("linear", 0.004), ("sqrt", 0.002)])
+def test_the_learning_rate_is_scaled_to_the_batch_by_the_rule_and_says_so(
+    rule: str, rate: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = changed(QUICK, learning_rate=0.001, learning_rate_rule=rule, learning_rate_batch=2, batch_size=8)
+    trainer = Trainer(changed(config, warmup_steps=0), World())
+    assert trainer.scheduler.get_last_lr() == pytest.approx([rate, rate])
+    trainer.log.close()
+    said = capsys.readouterr().out
+    assert said == (
+        ""
+        if rule == "fixed"
+        else f"learning rate {rate:g}: 0.001, scaled from batch_size 2 to 8 by the rule '{rule}'\n"
+    )
+
+
 @pytest.mark.parametrize(("steps", "warmup_steps"), [(1, 0), (1, 1), (1, 20), (2, 1), (5, 5), (5, 20)])
 def test_the_schedule_has_no_gap_at_odd_lengths(steps: int, warmup_steps: int) -> None:
     factor = learning_rate_factor(TrainConfig(steps=steps, warmup_steps=warmup_steps))
@@ -302,9 +331,10 @@ def test_the_update_uses_the_clipped_gradient_and_the_log_has_the_norm_before() 
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)  # type: ignore[assignment]
     weights = list(trainer.model.parameters())
     before = [weight.detach().clone() for weight in weights]
-    trainer.strategy.backward([next_token(next(trainer.source))])
+    batches = [next_token(next(trainer.source))]
+    loss = trainer.strategy.backward(batches)
     norm = math.sqrt(sum(weight.grad.square().sum().item() for weight in weights if weight.grad is not None))
-    logged = trainer.update().item()
+    logged = trainer.update(loss, batches)[0].item()
     went = math.sqrt(sum((new - old).square().sum().item() for new, old in zip(weights, before, strict=True)))
     assert norm > 0.1
     assert logged == pytest.approx(norm, rel=1e-4)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from ddp_tutorial.accumulation import next_token
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.data import ArrowShards, Windows, write_arrow
 from ddp_tutorial.ddp import DDPConfig
@@ -23,7 +24,7 @@ from ddp_tutorial.phases import Stopwatch, observe, phase
 from ddp_tutorial.sharded import ShardedSource, Source
 from ddp_tutorial.sharding import Order, Sharding
 from ddp_tutorial.sources import ALONE, SourceConfig, make_source
-from ddp_tutorial.strategy import DDPStrategy, next_token
+from ddp_tutorial.strategy import DDPStrategy
 from ddp_tutorial.world import World
 
 CONTEXT, BATCH = 64, 16  # tokens of a sample, samples of a step over all ranks

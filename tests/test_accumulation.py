@@ -1,0 +1,400 @@
+"""One optimiser step from many micro-batches: the same answer however it is cut, and one conversation between ranks."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from ddp_tutorial.accumulation import Batch, accumulate, next_token, split, weigh, windows
+from ddp_tutorial.collectives import total
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.ddp import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.dice import dice_of
+from ddp_tutorial.invariant import InvariantStrategy, add_across_ranks, bit_reversed
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.model import GPT
+from ddp_tutorial.sharded import Share
+from ddp_tutorial.sharding import deal
+from ddp_tutorial.strategy import DDPStrategy
+from ddp_tutorial.trainer import ModelConfig, TrainConfig, launch_training
+from ddp_tutorial.world import World
+
+CONTEXT = 8
+VARIANTS = ["naive", "flat", "bucket", "torch"]
+# float32, summed in another order
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The invariant strategy computes with one thread; leave the others to the next test."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def world_of(rank: int, size: int) -> World:
+    return World(rank, size, rank, size)
+
+
+def share_of(samples: int, rank: int, size: int) -> Share:
+    """Of a step with samples 0, 1, 2 ..., dealt out."""
+    mine = deal(torch.arange(samples), rank, size)
+    return Share({"tokens": mine}, len(mine), samples)
+
+
+# ------------------------------------------------------------------------------------------------ cutting a batch
+
+
+@given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
+def test_the_micro_batches_of_a_share_have_its_samples_once(samples: int, size: int, count: int) -> None:
+    for rank in range(size):
+        share = share_of(samples, rank, size)
+        parts = split(share, count, world_of(rank, size))
+        assert len(parts) == count
+        found = Counter(chain.from_iterable(part.samples["tokens"].tolist() for part in parts))
+        assert found == Counter(share.samples["tokens"].tolist())
+        assert [part.count for part in parts] == [len(part.samples["tokens"]) for part in parts]
+        assert max(part.count for part in parts) - min(part.count for part in parts) <= 1
+
+
+@given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
+def test_every_rank_knows_how_many_samples_a_micro_batch_has_on_all(samples: int, size: int, count: int) -> None:
+    ranks = [split(share_of(samples, rank, size), count, world_of(rank, size)) for rank in range(size)]
+    for parts in zip(*ranks, strict=True):
+        assert {part.world_count for part in parts} == {sum(part.count for part in parts)}
+
+
+@given(st.integers(0, 60), st.integers(0, 3), st.integers(0, 3))
+def test_the_micro_batches_of_a_step_are_the_same_for_every_number_of_ranks(samples: int, a: int, b: int) -> None:
+    def numbered(size: int, count: int) -> dict[int, list[int]]:
+        return {
+            rank + size * number: part.samples["tokens"].tolist()
+            for rank in range(size)
+            for number, part in enumerate(split(share_of(samples, rank, size), count, world_of(rank, size)))
+        }
+
+    assert numbered(2**a, 2**b) == numbered(1, 2 ** (a + b)) == numbered(2 ** (a + b), 1)
+
+
+@given(st.integers(0, 30), st.integers(1, 12))
+def test_windows_have_every_micro_batch_and_none_waits_for_the_next_epoch(items: int, count: int) -> None:
+    flushed, dropped = (list(windows(range(items), count, policy)) for policy in ("flush", "drop"))  # type: ignore[arg-type]
+    assert list(chain.from_iterable(flushed)) == list(range(items))
+    assert [len(window) for window in flushed] == [count] * (items // count) + [items % count] * (items % count > 0)
+    assert dropped == [window for window in flushed if len(window) == count]
+
+
+def test_a_step_of_no_micro_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 micro-batch or more, found 0"):
+        split(share_of(4, 0, 1), 0, World())
+    with pytest.raises(ValueError, match="1 micro-batch or more, found 0"):
+        next(windows([1], 0))
+    model = data_parallel(nn.Linear(2, 2), World())
+    with pytest.raises(ValueError, match="a step of 0 micro-batches without a token"):
+        accumulate(model, [])
+
+
+# ------------------------------------------------------------------------------------------------- on real ranks
+
+
+def tokens_of(rank: int, number: int, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randint(256, (count, CONTEXT + 1), generator=generator)
+
+
+def counts_of(rank: int, size: int, parts: int) -> list[int]:
+    """How many samples each micro-batch has: ragged, and for some there are none."""
+    return [(3 * rank + 5 * number + size) % 5 for number in range(parts)]
+
+
+def batches_of(rank: int, size: int, parts: int) -> list[Batch]:
+    batches = []
+    for number, count in enumerate(counts_of(rank, size, parts)):
+        tokens = tokens_of(rank, number, count)
+        everywhere = sum(counts_of(other, size, parts)[number] for other in range(size))
+        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], count * CONTEXT, everywhere * CONTEXT))
+    return batches
+
+
+def make_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers=1, heads=2, width=16, context=CONTEXT)
+
+
+def gradient_of(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def step(world: World, variant: str, parts: int) -> dict[str, Any]:
+    link = LinkConfig(latency_ms=0, megabytes_per_second=1e6)
+    model = data_parallel(make_model(), world, DDPConfig.model_validate({"variant": variant, "simulated_link": link}))
+    sent: list[int] = []
+    assert model.link is not None
+    model.link.observer = lambda transfer: sent.append(transfer.nbytes)
+    loss = accumulate(model, batches_of(world.rank, world.size, parts))
+    return {
+        "gradient": gradient_of(model.module),
+        "loss": float(total(world, loss.sum) / total(world, torch.tensor(float(loss.count)))),
+        "sent": sent,
+    }
+
+
+class Failing(nn.Module):
+    """A model that raises at its second forward, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.calls = make_model(), 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("out of luck")
+        return self.gpt(tokens)
+
+
+def after_an_error(world: World, variant: str) -> torch.Tensor:
+    """The gradient of a step that comes after one that failed inside `no_sync`."""
+    model = data_parallel(Failing(), world, DDPConfig.model_validate({"variant": variant}))
+    batches = batches_of(world.rank, world.size, 4)
+    with pytest.raises(ValueError, match="out of luck"):
+        accumulate(model, batches)
+    model.module.zero_grad()
+    accumulate(model, batches)
+    return gradient_of(model.module)
+
+
+def weigh_unequal(world: World) -> str:
+    if world.size == 1:
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        weigh(batches_of(world.rank, world.size, 1 + world.rank), world)
+    return str(error.value)
+
+
+def work(world: World) -> dict[Any, Any]:
+    found: dict[Any, Any] = {
+        (variant, parts): step(world, variant, parts) for variant in VARIANTS for parts in (1, 2, 4)
+    }
+    for variant in VARIANTS:
+        found[variant, "after an error"] = after_an_error(world, variant)
+    known = batches_of(world.rank, world.size, 3)
+    unknown = [replace(batch, world_tokens=0) for batch in known]
+    found["weigh"] = [batch.world_tokens for batch in weigh(unknown, world)] == [batch.world_tokens for batch in known]
+    found["unequal"] = weigh_unequal(world)
+    found["tree"] = add_across_ranks(world, torch.tensor([0.1 * 3**world.rank])) if world.size in (2, 4) else None
+    return found
+
+
+@cache
+def ranks_of(size: int) -> list[dict[Any, Any]]:
+    return [work(World())] if size == 1 else launch(work, size, device="cpu", threads=1, echo=False, timeout=120)
+
+
+each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
+
+
+@each_size
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_micro_batches_have_the_gradient_and_the_loss_of_their_union(size: int, variant: str, parts: int) -> None:
+    model = make_model()
+    union = torch.cat(
+        [
+            tokens_of(rank, number, count)
+            for rank in range(size)
+            for number, count in enumerate(counts_of(rank, size, parts))
+        ]
+    )
+    loss = F.cross_entropy(model(union[:, :-1]).flatten(0, 1), union[:, 1:].flatten())
+    loss.backward()
+    found = [rank[variant, parts] for rank in ranks_of(size)]
+    for each in found:
+        torch.testing.assert_close(each["gradient"], gradient_of(model), **CLOSE)
+        assert torch.equal(each["gradient"], found[0]["gradient"])
+        assert each["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_the_mean_of_the_micro_batches_means_would_have_been_noticed() -> None:
+    def mean_gradient(tokens: torch.Tensor) -> torch.Tensor:
+        model = make_model()
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        return gradient_of(model)
+
+    parts = [tokens_of(0, number, count) for number, count in enumerate((1, 4))]
+    wrong = (mean_gradient(parts[0]) + mean_gradient(parts[1])) / 2
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(wrong, mean_gradient(torch.cat(parts)), **CLOSE)
+
+
+def test_samples_of_unequal_length_weigh_as_many_tokens_as_they_have() -> None:
+    lengths = [8, 1, 5, 3]
+    tokens = tokens_of(0, 0, 4)
+    targets = tokens[:, 1:].clone()
+    for row, length in enumerate(lengths):
+        targets[row, length:] = -100
+    union = make_model()
+    F.cross_entropy(union(tokens[:, :-1]).flatten(0, 1), targets.flatten()).backward()
+    cut = data_parallel(make_model(), World())
+    batches = [Batch(tokens[row : row + 1, :-1], targets[row : row + 1], lengths[row], 0) for row in range(4)]
+    loss = accumulate(cut, weigh(batches, World()))
+    torch.testing.assert_close(gradient_of(cut.module), gradient_of(union), **CLOSE)
+    assert loss.count == sum(lengths)
+
+
+def test_targets_are_inputs_shifted_by_one() -> None:
+    tokens = torch.tensor([[108, 109, 110, 111, 112], [100, 101, 102, 103, 104]], dtype=torch.uint8)
+    batch = next_token(Share({"tokens": tokens}, 2, 5))
+    assert batch.inputs.tolist() == [[108, 109, 110, 111], [100, 101, 102, 103]]
+    assert batch.targets.tolist() == [[109, 110, 111, 112], [101, 102, 103, 104]]
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.world_tokens == 5 * 4  # of all ranks
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, lambda model, world: InvariantStrategy(model, world, 4)])
+def test_two_ranks_without_a_group_raise(make: Any) -> None:
+    with pytest.raises(RuntimeError, match="2 ranks but no process group"):
+        make(make_model(), world_of(0, 2))
+
+
+@each_size
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_talk_once_a_step_however_many_micro_batches_it_has(size: int, variant: str) -> None:
+    for rank in ranks_of(size):
+        sent = [rank[variant, parts]["sent"] for parts in (1, 2, 4)]
+        assert sent[0] == sent[1] == sent[2]
+        assert sum(sent[0]) >= (size > 1) * sum(parameter.nbytes for parameter in make_model().parameters())
+
+
+@each_size
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_after_an_error_inside_no_sync_the_model_synchronises_again(size: int, variant: str) -> None:
+    for rank in ranks_of(size):
+        torch.testing.assert_close(rank[variant, "after an error"], rank[variant, 4]["gradient"], **CLOSE)
+
+
+@each_size
+def test_ranks_count_their_tokens_together_where_no_source_knows(size: int) -> None:
+    for rank in ranks_of(size):
+        assert rank["weigh"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_different_numbers_of_micro_batches_are_told_on_all_ranks(size: int) -> None:
+    told = ", ".join(f"rank {rank} {1 + rank}" for rank in range(size))
+    assert {rank["unequal"] for rank in ranks_of(size)} == {
+        f"the ranks have different numbers of micro-batches in this step: {told}"
+    }
+
+
+# ------------------------------------------------------------------------------ the same bits on 1, 2 and 4 ranks
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_neighbours_in_bit_reversed_order_are_half_of_the_rest_apart(count: int) -> None:
+    order = bit_reversed(count)
+    assert sorted(order) == list(range(count))
+    assert all(b - a == count // 2 for a, b in zip(order[0::2], order[1::2], strict=False))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_tree_across_ranks_adds_half_of_the_rest_apart_first(size: int) -> None:
+    x = [torch.tensor([0.1 * 3**rank]) for rank in range(size)]
+    expected = x[0] + x[1] if size == 2 else (x[0] + x[2]) + (x[1] + x[3])
+    assert all(torch.equal(rank["tree"], expected) for rank in ranks_of(size))
+
+
+def test_dice_depend_on_seed_step_and_number_and_leave_others_alone() -> None:
+    def thrown(*entropy: int) -> list[float]:
+        with dice_of(*entropy):
+            return torch.rand(3).tolist()
+
+    before = torch.get_rng_state()
+    assert thrown(0, 1, 2) == thrown(0, 1, 2)
+    assert len({tuple(thrown(*entropy)) for entropy in [(0, 1, 2), (1, 1, 2), (0, 2, 2), (0, 1, 3), (0, 2, 1)]}) == 5
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.timeout(150)
+def test_weights_after_50_steps_have_the_same_bits_on_1_2_and_4_ranks_with_dropout(workdir: object) -> None:
+    """Through the trainer, on real text; one process has two threads, as on a machine of two cores."""
+    model = ModelConfig(layers=2, heads=2, width=32, context=32, dropout=0.1)
+    config = TrainConfig(corpus="python", strategy="invariant", micro_batches=4, steps=50, model=model)
+    weights, losses = {}, {}
+    for size in (1, 2, 4):
+        result = launch_training(config.model_copy(update={"nprocs": size}), threads=2 if size == 1 else 1, echo=False)
+        weights[size], losses[size] = result.weights, result.losses
+    assert weights[1] == weights[2] == weights[4]
+    assert losses[1] == pytest.approx(losses[2], abs=1e-6)
+    assert losses[1] == pytest.approx(losses[4], abs=1e-6)
+    assert losses[1][-1] < losses[1][0] - 1
+
+
+def test_plain_addition_would_not_have_the_same_bits() -> None:
+    """Else the tree would be for nothing."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, c, d = torch.randn(4, 1000, generator=generator)
+    assert not torch.equal(((a + b) + c) + d, (a + c) + (b + d))
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.one_hot(x, 256).float() * self.used.weight
+
+
+def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
+    module = Unused()
+    strategy = InvariantStrategy(module, World(), 2)
+    strategy.backward([next_token(part) for part in split(Share({"tokens": tokens_of(0, 0, 4)}, 4, 4), 2, World())])
+    assert module.used.weight.grad is not None
+    assert module.unused.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "size", "told"),
+    [
+        (3, 1, "should be a power of two"),
+        (0, 1, "should be a power of two"),
+        (4, 3, "evenly to 3 ranks"),
+        (2, 4, "4 ranks"),
+    ],
+)
+def test_micro_batches_that_do_not_divide_are_refused(
+    micro_batches: int, size: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_tutorial.invariant.require_group", lambda world: None)
+    with pytest.raises(ConfigError, match=told):
+        InvariantStrategy(nn.Linear(1, 1), world_of(0, size), micro_batches)
+
+
+def test_running_statistics_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"the model has buffers.*'0\.running_mean'"):
+        InvariantStrategy(nn.Sequential(nn.BatchNorm1d(3)), World(), 4)
+
+
+def test_a_step_needs_its_number_of_micro_batches() -> None:
+    with pytest.raises(ValueError, match="a step has 4 micro-batches on each rank, found 1"):
+        InvariantStrategy(make_model(), World(), 4).backward(batches_of(0, 1, 1))
+
+
+def test_an_invariant_run_of_the_same_config_is_the_same_run(workdir: object) -> None:
+    config = TrainConfig(
+        corpus="tales:200", strategy="invariant", steps=5, model=ModelConfig(layers=1, heads=1, width=16, context=16)
+    )
+    first, second = (launch_training(config, threads=1, echo=False) for _ in range(2))
+    assert first.weights == second.weights
+    assert first.losses == second.losses
