@@ -1,0 +1,421 @@
+"""The exercises of 08_what_is_not_synced: normalise over all ranks, step together or not at all, report the loss."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero, mean, total
+from ddp_tutorial.exercises import Answer, Exercise, expect, numbers, on_ranks
+from ddp_tutorial.world import World
+
+_STUCK = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
+
+# -------------------------------------------------------------------------------------------- 1. sync-BN, ragged
+
+Total = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks; backward, the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        summed = tensor.detach().clone()
+        dist.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _Total.forward(ctx, gradients[0].contiguous())
+
+
+_PARTS = {"Three ranks with 3 samples each": [3, 3, 3], "Three ranks with 2, 0 and 7 samples": [2, 0, 7]}
+
+
+def _union() -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples [9, 2], and how much each output counts in the loss."""
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(2, 9, 2, generator=generator, dtype=torch.float64)
+    return x + torch.arange(9.0, dtype=torch.float64)[:, None], weights
+
+
+def _outputs_and_gradients(world: World, answer: Answer) -> list[Any]:
+    return [_one_split(world, answer, parts) for parts in _PARTS.values()]
+
+
+def _one_split(world: World, answer: Answer, parts: list[int]) -> tuple[str, Any, Any]:
+    """As (problem, outputs, gradients). Every rank brings what it has: the verdict is about all of them."""
+    x, weights = (each.split(parts)[world.rank] for each in _union())
+    x = x.clone().requires_grad_()
+    out = answer(x, _Total.apply)
+    if not isinstance(out, torch.Tensor) or out.shape != x.shape:
+        found = f"shape {list(out.shape)}" if isinstance(out, torch.Tensor) else repr(out)
+        return f"Return the normalised samples, of shape {list(x.shape)}; rank {world.rank} got {found}.", None, None
+    if not out.requires_grad:
+        return "The outputs should depend on `x` for autograd too: nothing in them should be detached.", None, None
+    (out * weights).sum().backward()
+    gradient = torch.zeros_like(x) if x.grad is None else x.grad
+    return "", out.detach(), gradient
+
+
+def _check_split(ranks: list[Any], where: str, parts: list[int]) -> None:
+    problems = [problem for problem, _, _ in ranks if problem]
+    expect(not problems, "".join(problems[:1]))
+    outs, gradients = (torch.cat([rank[k] for rank in ranks]) for k in (1, 2))
+    x, weights = _union()
+    x.requires_grad_()
+    right = nn.BatchNorm1d(2, affine=False).double()(x)
+    (right * weights).sum().backward()
+    if not torch.allclose(outs, right):
+        own = torch.cat([_apart(part) for part in x.detach().split(parts)])
+        why = "These"
+        if torch.isnan(outs).any():
+            why = "A rank without samples has no mean; sums it can add, and they are zero. These"
+        elif torch.allclose(outs, own):
+            why = "Each rank has normalised over its own samples alone. These"
+        expected = f"Expected, of the first sample, {numbers(right[0], 4)}; got {numbers(outs[0], 4)}."
+        expect(False, f"{where}: {why} are not the outputs of BatchNorm on all 9 samples. {expected}")
+    assert x.grad is not None
+    expect(
+        torch.allclose(gradients, x.grad),
+        f"{where}: the outputs are right, the gradients of `x` are not: expected, of the first sample, "
+        f"{numbers(x.grad[0], 4)}; got {numbers(gradients[0], 4)}. Mean and variance depend on `x`, also on that of "
+        "the other ranks. Let autograd see both, through `total`.",
+    )
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    return nn.BatchNorm1d(2, affine=False).double()(x) if len(x) > 1 else torch.zeros_like(x)
+
+
+def _test_normalise(answer: Answer) -> str:
+    ranks = on_ranks(_outputs_and_gradients, 3, answer, stuck=_STUCK, timeout=20)
+    for number, (where, parts) in enumerate(_PARTS.items()):
+        _check_split([rank[number] for rank in ranks], where, parts)
+    return "Outputs and gradients are those of BatchNorm on the union, also where a rank has few samples, or none."
+
+
+def _sync_normalise(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
+    count = total(x.new_tensor(float(len(x))))
+    center = total(x.sum(0)) / count
+    variance = total((x - center).square().sum(0)) / count
+    return (x - center) / (variance + eps).sqrt()
+
+
+def _of_its_own(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
+    return _sync_normalise(x, lambda tensor: tensor, eps)
+
+
+def _mean_of_means(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
+    ranks = total(x.new_tensor(1.0))
+    center = total(x.mean(0)) / ranks
+    variance = total((x - center).square().mean(0)) / ranks
+    return (x - center) / (variance + eps).sqrt()
+
+
+def _mean_of_variances(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
+    count = total(x.new_tensor(float(len(x))))
+    center = total(x.sum(0)) / count
+    own = x.sum(0) / max(1, len(x))
+    variance = total((x - own).square().sum(0)) / count
+    return (x - center) / (variance + eps).sqrt()
+
+
+def _unknown_to_autograd(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
+    with torch.no_grad():
+        count = total(x.new_tensor(float(len(x))))
+        center = total(x.sum(0)) / count
+        variance = total((x - center).square().sum(0)) / count
+    return (x - center) / (variance + eps).sqrt()
+
+
+def _own_share_of_gradients(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
+    return _sync_normalise(x, lambda tensor: tensor + (total(tensor.detach()) - tensor).detach(), eps)
+
+
+def _bessel(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
+    count = total(x.new_tensor(float(len(x))))
+    center = total(x.sum(0)) / count
+    variance = total((x - center).square().sum(0)) / (count - 1)
+    return (x - center) / (variance + eps).sqrt()
+
+
+sync_normalise = Exercise(
+    task=(
+        "sync_normalise(x, total, eps): normalise x [samples, channels] over the samples of all ranks. total(tensor) "
+        "is the sum over the ranks, and autograd knows its backward. Ranks may have unequal numbers of samples or none."
+    ),
+    test=_test_normalise,
+    solution=_sync_normalise,
+    wrong={
+        "normalises over the rank's own samples": _of_its_own,
+        "takes the mean of the ranks' means": _mean_of_means,
+        "takes the mean of the ranks' variances": _mean_of_variances,
+        "hides the statistics from autograd": _unknown_to_autograd,
+        "gives each rank its own share of the gradients only": _own_share_of_gradients,
+        "divides by the samples less one": _bessel,
+    },
+    hints=(
+        "A mean of means is right for equal parts only. What of each rank can be added up?",
+        "Sums and counts: total(x.sum(0)) and total of len(x) as a tensor. A rank with no samples adds zeros to both.",
+        "The variance needs a second `total`, of the squares of x less the mean over *all* ranks, over the same count.",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------- 2. agree on overflow
+
+_CASES = {
+    "all gradients are finite": {},
+    "rank 0 has an infinity": {0: math.inf},
+    "rank 1 has an infinity": {1: math.inf},
+    "rank 1 has a NaN": {1: math.nan},
+    "both ranks overflow": {0: math.inf, 1: -math.inf},
+}
+_SCALE = 8.0
+
+
+def _one_case(world: World, answer: Answer, bad: dict[int, float]) -> dict[str, Any]:
+    """Each rank has two weights at 1, whose gradients are 1 and 2, times the scale, but for what is `bad`."""
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.25)
+    for number, weight in enumerate(weights, start=1):
+        weight.grad = torch.full((2,), number * _SCALE)
+    if world.rank in bad and weights[1].grad is not None:
+        weights[1].grad[0] = bad[world.rank]
+    scale = answer(world, optimizer, weights, _SCALE)
+    return {
+        "scale": scale,
+        "weights": torch.stack([weight.detach() for weight in weights]),
+        "left": any(weight.grad is not None and bool(weight.grad.any()) for weight in weights),
+    }
+
+
+def _overflow_cases(world: World, answer: Answer) -> list[dict[str, Any]]:
+    found = []
+    for bad in _CASES.values():
+        found.append(_one_case(world, answer, bad))
+        all_gather(world, "here")  # who has left a collective out waits here, while the others wait there
+    return found
+
+
+def _test_step(answer: Answer) -> str:
+    ranks = on_ranks(_overflow_cases, 2, answer, stuck=_STUCK, timeout=12)
+    for number, (story, bad) in enumerate(_CASES.items()):
+        found = [rank[number] for rank in ranks]
+        want = torch.ones(2, 2) if bad else torch.tensor([[0.75, 0.75], [0.5, 0.5]])
+        did = ["left it out" if bool((each["weights"] == 1).all()) else "stepped" for each in found]
+        told = ", ".join(f"rank {rank} {each}" for rank, each in enumerate(did))
+        expected = "leave the step out" if bad else "make the step"
+        expect(
+            len(set(did)) == 1 and (did[0] == "left it out") == bool(bad),
+            f"Where {story}, all ranks should {expected}; here {told}.",
+        )
+        for rank, each in enumerate(found):
+            expect(
+                torch.allclose(each["weights"], want),
+                f"Where {story}, the weights of rank {rank} should become {numbers(want)}; got "
+                f"{numbers(each['weights'])}. The gradients are `scale` times too large.",
+            )
+        scales = [each["scale"] for each in found]
+        next_scale = _SCALE / 2 if bad else _SCALE
+        expect(
+            scales == [next_scale] * 2,
+            f"Where {story}, the scale goes from {_SCALE:g} to {next_scale:g} on all ranks; yours return {scales}.",
+        )
+        expect(
+            not any(each["left"] for each in found),
+            f"Where {story}, gradients are left over, and would be added to those of the next step.",
+        )
+    return "All ranks step or none, whoever overflowed, with infinity or NaN, and all go on with the same scale."
+
+
+def _step_together(
+    world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float
+) -> float:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    overflow = any_rank(world, not all(bool(gradient.isfinite().all()) for gradient in gradients))
+    if not overflow:
+        for gradient in gradients:
+            gradient.div_(scale)
+        optimizer.step()
+    optimizer.zero_grad()  # of a step that was left out, too
+    return scale / 2 if overflow else scale
+
+
+def _overflowed(parameters: Sequence[nn.Parameter]) -> bool:
+    return not all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
+
+
+def _deciding(
+    decide: Callable[[World, Sequence[nn.Parameter]], bool],
+    *,
+    unscaled: bool = True,
+    zeroed: bool = True,
+    own_scale: bool = False,
+) -> Answer:
+    """The solution, with a decision of another kind, or with a part left out."""
+
+    def answer(
+        world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float
+    ) -> float:
+        own = _overflowed(parameters)
+        overflow = decide(world, parameters)
+        if not overflow:
+            for parameter in parameters:
+                if unscaled and parameter.grad is not None:
+                    parameter.grad /= scale
+            optimizer.step()
+        if zeroed or not overflow:
+            optimizer.zero_grad()
+        return scale / 2 if (own if own_scale else overflow) else scale
+
+    return answer
+
+
+def _agreed(world: World, parameters: Sequence[nn.Parameter]) -> bool:
+    return any_rank(world, _overflowed(parameters))
+
+
+def _only_nan(world: World, parameters: Sequence[nn.Parameter]) -> bool:
+    return any_rank(world, any(bool(p.grad.isnan().any()) for p in parameters if p.grad is not None))
+
+
+def _asks_if_it_overflowed(world: World, parameters: Sequence[nn.Parameter]) -> bool:
+    return _overflowed(parameters) and any_rank(world, True)
+
+
+step_together = Exercise(
+    task=(
+        "step_together(world, optimizer, parameters, scale): each rank has a part of the gradients, times `scale`. "
+        "Step on all ranks or on none, return the next scale (half of it after an overflow), leave no gradient behind."
+    ),
+    test=_test_step,
+    solution=_step_together,
+    wrong={
+        "lets each rank decide for itself": _deciding(lambda world, parameters: _overflowed(parameters)),
+        "lets rank 0 decide for all": _deciding(
+            lambda world, parameters: from_rank_zero(world, _overflowed(parameters))
+        ),
+        "skips only if all ranks overflow": _deciding(
+            lambda world, parameters: all(all_gather(world, _overflowed(parameters)))
+        ),
+        "asks the others only if it has overflowed": _deciding(_asks_if_it_overflowed),
+        "looks for NaN and forgets infinity": _deciding(_only_nan),
+        "agrees on the step and not on the scale": _deciding(_agreed, own_scale=True),
+        "forgets to divide by the scale": _deciding(_agreed, unscaled=False),
+        "keeps the gradients of a step that is left out": _deciding(_agreed, zeroed=False),
+    },
+    hints=(
+        "Two questions: has my part overflowed, and has anybody's? Only the second one decides.",
+        "gradient.isfinite().all() answers the first. `any_rank(world, flag)` the second; every rank has to call it.",
+        "Decide once, and let step, scale and zero_grad follow: after an overflow the gradients have to go as well.",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------- 3. the loss to report
+
+_LOSSES: dict[str, list[tuple[list[float], list[int]]]] = {  # of each rank: means and tokens of its micro-batches
+    "all micro-batches have 10 tokens": [([1.0, 2.0], [10, 10]), ([3.0, 4.0], [10, 10])],
+    "micro-batches differ, and ranks have equally many tokens": [([1.0, 5.0], [30, 10]), ([2.0], [40])],
+    "ranks have different numbers of tokens": [([6.0], [10]), ([2.0, 1.0], [50, 40])],
+    "rank 1 has none": [([4.0, 2.0], [10, 30]), ([], [])],
+}
+
+
+def _report_all(world: World, answer: Answer) -> list[object]:
+    found = []
+    for ranks in _LOSSES.values():
+        means, tokens = ranks[world.rank]
+        try:
+            got = answer(world, torch.tensor(means), torch.tensor(tokens))
+        except ZeroDivisionError:
+            got = math.nan
+        found.append(float(got) if isinstance(got, (int, float, torch.Tensor)) else got)
+        all_gather(world, "here")  # who has left a collective out waits here, while the others wait there
+    return found
+
+
+def _test_report(answer: Answer) -> str:
+    ranks = on_ranks(_report_all, 2, answer, stuck=_STUCK, timeout=12)
+    for number, (story, parts) in enumerate(_LOSSES.items()):
+        found = [rank[number] for rank in ranks]
+        pairs = [pair for means, tokens in parts for pair in zip(means, tokens, strict=True)]
+        want = sum(m * n for m, n in pairs) / sum(n for _, n in pairs)
+        given = "; ".join(f"rank {rank}: means {means}, tokens {tokens}" for rank, (means, tokens) in enumerate(parts))
+        for rank, got in enumerate(found):
+            right = isinstance(got, float) and math.isclose(got, want, rel_tol=1e-5)
+            if right:
+                continue
+            why = ""
+            if got is None:
+                why = " Every rank should return it."
+            elif isinstance(got, float) and math.isnan(got):
+                why = " The mean of no tokens is not a number, and it spreads. Carry sums, and divide once, at the end."
+            elif isinstance(got, float) and math.isclose(got, sum(m for m, _ in pairs) / len(pairs), rel_tol=1e-5):
+                why = " That is the mean of the means."
+            told = f"{got:.4g}" if isinstance(got, float) else repr(got)
+            expect(False, f"Where {story} ({given}), rank {rank} should return {want:g}; got {told}.{why}")
+    return "The mean over all tokens, the same on every rank, however they are spread over ranks and micro-batches."
+
+
+def _reported_loss(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
+    sums = total(world, torch.stack([(means * tokens).sum(), tokens.sum()]))
+    return float(sums[0] / sums[1])
+
+
+def _own_loss(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
+    return float((means * tokens).sum() / tokens.sum())
+
+
+def _of_rank_zero(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
+    return from_rank_zero(world, _own_loss(world, means, tokens))
+
+
+def _mean_of_all_means(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
+    sums = total(world, torch.tensor([float(means.sum()), len(means)]))
+    return float(sums[0] / sums[1])
+
+
+def _mean_of_the_ranks(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
+    return float(mean(world, (means * tokens).sum() / tokens.sum()))
+
+
+def _own_count(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
+    return float(total(world, (means * tokens).sum()) / (world.size * tokens.sum()))
+
+
+def _only_on_rank_zero(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float | None:
+    loss = _reported_loss(world, means, tokens)
+    return loss if world.is_main else None
+
+
+def _leaves_if_empty(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
+    return _reported_loss(world, means, tokens) if len(means) else 0.0
+
+
+reported_loss = Exercise(
+    task=(
+        "reported_loss(world, means, tokens): from the mean losses of this rank's micro-batches and their numbers of "
+        "tokens, return the mean over all tokens of all ranks, on every rank. A rank may have no micro-batches."
+    ),
+    test=_test_report,
+    solution=_reported_loss,
+    wrong={
+        "returns the rank's own": _own_loss,
+        "returns rank 0's": _of_rank_zero,
+        "takes the mean of all means": _mean_of_all_means,
+        "takes the mean of the ranks' means": _mean_of_the_ranks,
+        "takes its own count for that of every rank": _own_count,
+        "knows it on rank 0 only": _only_on_rank_zero,
+        "does not take part when it has no tokens": _leaves_if_empty,
+    },
+    hints=(
+        "Means do not add up. What does?",
+        "(means * tokens).sum() is the sum of this rank's losses, tokens.sum() their number. `total` adds up.",
+        "total(world, torch.stack([sum, number])), and divide the first by the second, once, at the very end.",
+    ),
+)
