@@ -64,6 +64,13 @@ class InvariantStrategy:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.step = 0
 
+    def state_dict(self) -> dict[str, int]:
+        """The step, which decides the dice."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
     @property
     def per_rank(self) -> int:
         """Micro-batches of each rank."""

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,6 +101,7 @@ def launch(
     threads: int | None = None,
     echo: bool = True,
     in_process: bool = False,
+    pass_on: Sequence[signal.Signals] = (),
 ) -> list[Result]:
     """Run `fn(world, *args)` on `nprocs` ranks and return their results, rank 0's first.
 
@@ -113,6 +114,7 @@ def launch(
     - `echo`: show what the ranks print, their progress, and which device was chosen.
     - `in_process`: with `nprocs=1`, call `fn` right here; its exceptions then arrive as they are, and there is no
       process to give `timeout` and `threads` to.
+    - `pass_on`: signals that this process hands to the ranks, such as SIGTERM, instead of ending at once.
 
     Whatever the ranks have started ends with them, also when all is well: a launch leaves no process behind.
 
@@ -130,7 +132,8 @@ def launch(
     call = dump_call(fn, args)
     with _Ranks(nprocs, console) as ranks:
         ranks.start(call, kind, threads or max(1, cores() // nprocs))
-        ranks.wait(timeout)
+        with ranks.handed(pass_on):
+            ranks.wait(timeout)
         return ranks.results()
 
 
@@ -262,6 +265,24 @@ class _Ranks:
         failed = [rank for rank in self.ranks if rank.failed]
         if failed:
             raise self._failure(min(failed, key=lambda rank: rank.cause_order))
+
+    @contextmanager
+    def handed(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
+        """Inside, what this process is sent of `signals` goes to every rank. Only the main thread can see to that."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def hand(number: int, frame: object) -> None:
+            for rank in self._running():
+                os.kill(rank.process.pid, number)  # until it has been reaped, its number is its own
+
+        before = {number: signal.signal(number, hand) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def results(self) -> list[Any]:
         """What the ranks returned, rebuilt in this process."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.files import write_atomically
 from ddp_tutorial.world import World, require_group
 
 
@@ -62,6 +64,7 @@ class StepLog:
         self.rates: list[float] = []  # tokens per second between flushes
         self._world = world
         self._tokens_per_step = tokens_per_step
+        self._path = path
         self._file = path.open("ab", buffering=0) if world.is_main else None
         self._pending: list[tuple[Mean, torch.Tensor, dict[str, Any]]] = []
         self._underway: Callable[[], None] | None = None
@@ -107,6 +110,22 @@ class StepLog:
 
         self._underway = finish
 
+    def go_back(self, step: int, losses: list[float]) -> None:
+        """Carry on after `step` of an earlier run: cut its file back, so that no step is in it twice."""
+        self.losses = list(losses)
+        if self._file is not None:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+            self._file.close()
+            write_atomically(self._path, b"".join(kept))
+            self._file = self._path.open("ab", buffering=0)
+
+    def sync(self) -> None:
+        """Let the file reach the disk, with all steps so far. Every rank, at the same step."""
+        self.settle()
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
     def settle(self) -> None:
         """Write every step so far, waiting for the other ranks. Every rank, at the same step."""
         self.flush()
@@ -120,7 +139,7 @@ class StepLog:
     @property
     def latest(self) -> dict[str, float]:
         """The last loss and rate that are known, for whoever watches; nothing before the second flush."""
-        return {"loss": self.losses[-1], "tokens_per_second": self.rates[-1]} if self.losses else {}
+        return {"loss": self.losses[-1], "tokens_per_second": self.rates[-1]} if self.rates else {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -138,6 +157,10 @@ class StepLog:
     def close(self) -> None:
         """Settle, and close the file."""
         self.settle()
+        self.close_file()
+
+    def close_file(self) -> None:
+        """Without the steps that have not been written yet."""
         if self._file is not None:
             self._file.close()
 

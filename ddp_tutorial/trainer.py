@@ -7,10 +7,13 @@ One process and N ranks do the same work: `batch_size` counts the samples of a s
 """
 
 import math
+import random
 import re
+import shutil
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from ddp_tutorial.accumulation import Batch, blame, next_token, split
+from ddp_tutorial.checkpoint import Check, Checkpointer, Component, RandomState, StateOf
 from ddp_tutorial.collectives import assert_same, digest, from_rank_zero, rank_zero_first
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.corpus import load_corpus
@@ -30,14 +34,17 @@ from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
 from ddp_tutorial.invariant import InvariantStrategy
 from ddp_tutorial.launcher import launch
+from ddp_tutorial.manifest import CHECKPOINTS
 from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks, without_nan
 from ddp_tutorial.model import GPT, loss_sum
 from ddp_tutorial.phases import Stopwatch, observe, phase
 from ddp_tutorial.precision import NotFiniteError, Precision, PrecisionConfig
 from ddp_tutorial.rank import progress
+from ddp_tutorial.resuming import claimed_by_rank_zero, find_checkpoint
 from ddp_tutorial.sharded import Share, to_device
 from ddp_tutorial.sharding import deal
 from ddp_tutorial.sources import SourceConfig, make_source
+from ddp_tutorial.stopping import SIGNALS, Stopping, Wish
 from ddp_tutorial.strategy import DDPStrategy, Strategy
 from ddp_tutorial.world import World, require_group
 
@@ -55,6 +62,18 @@ class ModelConfig(Config):
         if self.width % self.heads:
             raise ValueError(f"'model.width' {self.width} should be a multiple of 'model.heads' {self.heads}")
         return self
+
+
+class CheckpointConfig(Config):
+    """When the state of a run is saved, and what is kept."""
+
+    every: int = Field(0, ge=0, description="steps between saves, with one at the end; 0 for none")
+    keep_last: int = Field(2, ge=1)
+    keep_best: int = Field(0, ge=0, description="by the metric `best`, besides the last ones")
+    best: str = "eval_loss"
+    best_is: Literal["min", "max"] = "min"
+    check: Check = Field("tensor", description="that ranks are equal before it is written; none, quick, tensor, full")
+    background: bool = Field(False, description="training waits for a copy in memory only, not for the disk")
 
 
 class TrainConfig(Config):
@@ -84,6 +103,13 @@ class TrainConfig(Config):
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
 
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: str = Field("never", description="never; auto: from the run's own last checkpoint; or the path of one")
+    resume_allow: tuple[str, ...] = Field(
+        (), strict=False, description="settings that may differ from the checkpoint's"
+    )
+    resume_without: tuple[str, ...] = Field((), strict=False, description="components to begin anew, such as optimizer")
+
     log_every: int = Field(10, ge=1, description="steps between writes to the log, which holds every step")
     eval_every: int = Field(50, ge=1)
     eval_samples: int = Field(256, ge=1, description="held-out samples in one evaluation, over all ranks")
@@ -94,6 +120,14 @@ class TrainConfig(Config):
             raise ValueError("'strategy' invariant needs samples by number: use another 'source.kind' than streamed")
         if self.strategy == "invariant" and self.accumulation != 1:
             raise ValueError("'accumulation' is of strategy ddp; invariant has 'micro_batches', over all ranks")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_resumed(self) -> "TrainConfig":
+        if self.resume == "auto" and not self.name:
+            raise ValueError("'resume' auto goes on with the run of the same 'name': give it one")
+        if self.checkpoint.every and self.ddp.hook == "powersgd":
+            raise ValueError("'ddp.hook' powersgd keeps what it has left out in memory, and no checkpoint has it")
         return self
 
     @field_validator("name")
@@ -118,6 +152,7 @@ class TrainResult:
     eval_losses: dict[int, float]
     tokens_per_second: float
     weights: str  # a digest of all weights, to compare runs bit for bit
+    stopped_at: int | None = None  # the step, if somebody had it stopped before the last one
 
 
 class Trainer:
@@ -165,16 +200,40 @@ class Trainer:
         self.watch = Stopwatch()
         self.step = 0
         self.eval_losses: dict[int, float] = {}
-        self.run = _new_run(world, config)
+        self.run = _open_run(world, config)
         tokens = config.batch_size * config.model.context
         self.log = StepLog(world, self.run / "metrics.jsonl", tokens)
+        self.stopping = Stopping(world, self.run)
+        options = config.checkpoint
+        self.checkpoints = Checkpointer(
+            self.run / CHECKPOINTS,
+            self.components(),
+            world,
+            config=config.model_dump(mode="json"),
+            check=options.check,
+            background=options.background,
+            keep_last=options.keep_last,
+            keep_best=options.keep_best,
+            metric=options.best,
+            mode=options.best_is,
+        )
 
     def train(self) -> TrainResult:
         """All steps, then the result. Collective, as everything below: each rank does the same at the same step."""
-        with observe(self.watch):
-            while self.step < self.config.steps:
+        wish: Wish = ""
+        with ExitStack() as stack:
+            stack.callback(self.log.close_file)  # also when a step fails
+            stack.enter_context(claimed_by_rank_zero(self.world, self.run))
+            stack.enter_context(observe(self.watch))
+            stack.enter_context(self.stopping.listening())
+            self.resume()
+            while self.step < self.config.steps and not wish:
                 self.advance()
-        return self.finish()
+                wish = self.stopping.wish()
+            self.stopping.close()
+            if wish == "save":
+                self.save()
+            return self.finish()
 
     def advance(self) -> None:
         """One optimiser step, and what is due after it."""
@@ -194,6 +253,74 @@ class Trainer:
             progress(self.step, self.config.steps, **self.log.latest)
         if self.due(self.config.eval_every):
             self.evaluate()
+        self.checkpoints.poll()
+        if self.config.checkpoint.every and self.due(self.config.checkpoint.every):
+            self.save()
+
+    def components(self) -> dict[str, Component]:
+        """All that a run needs to go on as if nothing had happened, and who has the same of it."""
+        parts = {
+            "model": Component(self.model),
+            "optimizer": Component(self.optimizer),
+            "scheduler": Component(self.scheduler),
+            "source": Component(StateOf(self.source.state, self.source.restore)),
+            "progress": Component(StateOf(self.progress, self.set_progress)),
+            "rng": Component(RandomState(self.world.device, self.reseed), "per_rank"),
+        }
+        if self.precision.scale:
+            parts["precision"] = Component(self.precision)
+        if isinstance(self.strategy, InvariantStrategy):
+            parts["strategy"] = Component(self.strategy)
+        return parts
+
+    def reseed(self, step: int) -> None:
+        """Random numbers of this rank's own, for a world of another size that goes on after `step`."""
+        torch.manual_seed(seed_of(self.config.seed, self.world.rank, step))
+        np.random.seed(seed_of(self.config.seed, self.world.rank, step, 1))
+        random.seed(seed_of(self.config.seed, self.world.rank, step, 2))
+
+    def progress(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "eval_losses": dict(self.eval_losses),
+            "losses": torch.tensor(self.log.losses, dtype=torch.float64),
+        }
+
+    def set_progress(self, state: dict[str, Any]) -> None:
+        self.step, self.eval_losses = state["step"], dict(state["eval_losses"])
+        self.log.go_back(self.step, state["losses"].tolist())
+
+    def save(self) -> None:
+        """A checkpoint of this step, with the log up to it."""
+        self.log.sync()
+        with phase("save"), self.log.paused():
+            self.checkpoints.save(
+                self.step, {"eval_loss": self.eval_losses.get(self.step), "loss": self.log.losses[-1]}
+            )
+
+    def resume(self) -> None:
+        """Go on from where the config says; without a checkpoint there, from the beginning."""
+        self.checkpoints.clear_up()
+        if self.world.is_main:
+            write_json(self.run / "config.json", self.config.model_dump())
+        config = self.config.model_dump(mode="json")
+        folder = find_checkpoint(self.world, self.run, self.config.resume, config, self.config.resume_allow)
+        if folder is None:
+            self.log.go_back(0, [])  # of a run that was killed before its first checkpoint
+            return
+        self.warm_up()
+        manifest = self.checkpoints.load(folder, self.config.resume_without)
+        if self.world.is_main:
+            left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
+            print(f"going on after step {manifest.step}, from {folder}{left_out}")
+
+    def warm_up(self) -> None:
+        """One backward of nothing in particular. After the first one of a process, DDP cuts its buckets anew, in the
+        order in which gradients came; and in other buckets, three ranks or more add up in another order."""
+        tokens = torch.zeros(1, self.config.model.context + 1, dtype=torch.int64, device=self.world.device)
+        batches = [next_token(Share({"tokens": tokens}, 1, self.world.size)) for _ in range(self.parts)]
+        self.strategy.backward(batches)
+        self.optimizer.zero_grad()
 
     def due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.steps
@@ -237,16 +364,20 @@ class Trainer:
         """Check that the ranks ended up with the same weights; rank 0 writes the model, and the result last."""
         weights = self.model.state_dict()
         assert_same(self.world, weights, "weight")
+        self.checkpoints.finish()
+        self.checkpoints.close()
         self.source.close()
         self.log.close()
         result = TrainResult(
             run=self.run,
             losses=self.log.losses,
             eval_losses=self.eval_losses,
-            tokens_per_second=statistics.median(self.log.rates[1:] or self.log.rates),  # the first warms up
+            tokens_per_second=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first warms up
             weights=digest(weights),
+            stopped_at=self.step if self.step < self.config.steps else None,
         )
         if self.world.is_main:
+            shutil.rmtree(self.run / "model", ignore_errors=True)  # of before it was resumed
             with directory_written_atomically(self.run / "model") as folder:
                 self.model.save_pretrained(folder)
             write_json(self.run / "result.json", self.summary(result))
@@ -256,14 +387,15 @@ class Trainer:
         """What `result.json` says."""
         return {
             "schema": 1,
-            "status": "finished",
+            "status": "finished" if result.stopped_at is None else "stopped",
+            "step": self.step,
             "parameters": self.config.model_dump(),
             "world_size": self.world.size,
             "environment": describe_environment(),
             "metrics": without_nan(
                 {
                     "loss": result.losses[-1],
-                    "eval_loss": self.eval_losses[self.step],
+                    "eval_loss": self.eval_losses.get(self.step),
                     "tokens_per_second": round(result.tokens_per_second, 1),
                     "weights": result.weights,
                 }
@@ -281,7 +413,8 @@ def launch_training(config: TrainConfig, **options: Any) -> TrainResult:
 
     `options` go to `launch`. There is no time limit unless one is given: training may take as long as it takes.
     """
-    results = launch(train, config.nprocs, config, device=config.device, **({"timeout": None} | options))
+    defaults = {"timeout": None, "pass_on": SIGNALS}
+    results = launch(train, config.nprocs, config, device=config.device, **(defaults | options))
     return results[0]
 
 
@@ -318,12 +451,20 @@ def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
     return factor
 
 
-def _new_run(world: World, config: TrainConfig) -> Path:
-    """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide."""
+def _open_run(world: World, config: TrainConfig) -> Path:
+    """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide.
+
+    With `resume` auto it is the folder of that name, whoever made it.
+    """
     run: Path | None = None
     if world.is_main:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         kind = config.corpus.partition(":")[0]
-        run = new_directory(RUNS, config.name or f"{stamp}-{kind}-{world.size}x")
-        write_json(run / "config.json", config.model_dump())
+        if config.resume == "auto":
+            run = RUNS / config.name
+            run.mkdir(parents=True, exist_ok=True)
+        else:
+            run = new_directory(RUNS, config.name or f"{stamp}-{kind}-{world.size}x")
+        if not (run / "config.json").exists():  # else it may be that of a run which is going on
+            write_json(run / "config.json", config.model_dump())
     return from_rank_zero(world, run)  # type: ignore[return-value]

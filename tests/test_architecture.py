@@ -16,10 +16,10 @@ PACKAGE = Path(ddp_tutorial.__file__).parent
 # From the bottom to the top. A module imports from levels below its own; `a.*` stands for all modules of a folder.
 LEVELS = [
     ["phases", "config", "files", "environment", "dice", "memory"],
-    ["world", "console", "transport", "runs", "tales"],
-    ["rank", "collectives", "buckets", "sync_bn"],
-    ["launcher", "link", "sharding", "corpus", "model"],
-    ["data", "metrics", "hooks", "timeline"],
+    ["world", "console", "transport", "runs", "tales", "manifest"],
+    ["rank", "collectives", "buckets", "sync_bn", "stopping"],
+    ["launcher", "link", "sharding", "corpus", "model", "checkpoint"],
+    ["data", "metrics", "hooks", "timeline", "resuming"],
     ["sharded", "ddp", "precision"],
     ["dispatched", "streamed", "accumulation"],
     ["sources", "invariant", "strategy"],

@@ -11,7 +11,7 @@ from typing import Any
 
 # Each is a module beside this one, with a function `measure(repeats)`. They are imported when asked for: ranks
 # that a benchmark starts import its module too, and should not load more than what it measures.
-NAMES = ["launch", "overhead", "ddp", "buckets", "sources", "accumulation"]
+NAMES = ["launch", "overhead", "ddp", "buckets", "sources", "accumulation", "checkpoint"]
 
 # Arm -> its value in each repeat.
 Samples = dict[str, list[float]]

@@ -1,0 +1,94 @@
+"""What a checkpoint costs: how long training waits for it, and how fast it reaches the disk."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.checkpoint import Checkpointer, Component
+from ddp_tutorial.manifest import MANIFEST, Manifest, latest, name_of, sha256_of_json
+from ddp_tutorial.world import World
+
+WIDTH, LAYERS = 1024, 12  # a model of 50 MB, with AdamW's state 150 MB
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Seconds, in one process: of a synchronous save, of the wait for one in the background, of `torch.save` and fsync
+    of the same state, and of finding the newest of 1,000."""
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
+        folder = Path(name)
+        parts = _parts()
+        saver = Checkpointer(folder / "sync", parts, World())
+        background = Checkpointer(folder / "background", parts, World(), background=True)
+        many = _thousand(folder / "many")
+        arms: dict[str, Callable[[int], float]] = {
+            "sync_save": lambda step: _timed(lambda: saver.save(step)),
+            "async_stall": lambda step: _stall(background, step),
+            "torch_save": lambda step: _timed(lambda: _torch_save(parts, folder / "plain.pt")),
+            "latest_of_1000": lambda step: _timed(lambda: latest(many)),
+        }
+        samples: Samples = {arm: [] for arm in arms}
+        for repeat in range(repeats + 1):
+            for arm in sorted(arms, reverse=bool(repeat % 2)):
+                seconds = arms[arm](repeat)
+                if repeat:  # the first brings memory and folders into being
+                    samples[arm].append(seconds)
+    ratios = {
+        "async_stall_vs_sync": ("async_stall", "sync_save"),
+        "sync_bandwidth_vs_torch_save": ("torch_save", "sync_save"),  # the same bytes in less time
+    }
+    return report("checkpoint", samples, "s", ratios)
+
+
+def _parts() -> dict[str, Component]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(1, WIDTH)).sum().backward()
+    optimizer.step()
+    return {"model": Component(model), "optimizer": Component(optimizer)}
+
+
+def _timed(work: Callable[[], object]) -> float:
+    os.sync()  # what others have left to write
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _stall(checkpointer: Checkpointer, step: int) -> float:
+    """What a training loop waits: the call, and putting into place what has been written meanwhile."""
+    stalled = _timed(lambda: checkpointer.save(step))
+    while checkpointer.is_writing:
+        time.sleep(0.01)
+    return stalled + _timed(checkpointer.poll)
+
+
+def _torch_save(parts: dict[str, Component], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save({name: part.thing.state_dict() for name, part in parts.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _thousand(folder: Path) -> Path:
+    for step in range(1000):
+        there = folder / name_of(step)
+        there.mkdir(parents=True)
+        manifest = Manifest(
+            schema_version=1,
+            step=step,
+            world_size=1,
+            versions={},
+            config={},
+            config_sha256=sha256_of_json({}),
+            metrics={},
+            components={},
+        )
+        (there / MANIFEST).write_text(json.dumps(manifest.sealed()))
+    return folder

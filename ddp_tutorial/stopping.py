@@ -1,0 +1,85 @@
+"""Stop early, all ranks at the same step: on a signal, or because somebody has asked for it."""
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.world import World
+
+# What a cluster sends to a job that has to go: Slurm and torchrun SIGTERM, many a batch script SIGUSR1.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+REQUEST = "stop"  # a file in the folder of a run
+EXIT_CODE = 75  # "try again later", as sysexits.h has it: the same command carries on
+
+Wish = Literal["", "stop", "save"]
+_WISHES: Sequence[Wish] = ("", "stop", "save")
+
+
+def request_stop(run: Path, wish: Literal["stop", "save"]) -> None:
+    """Ask the run in this folder to stop after its step, with or without a checkpoint."""
+    (run / REQUEST).write_text(wish)
+
+
+class Stopping:
+    """What some rank wishes, one step later, on all ranks.
+
+    Asking costs an all-reduce of one number. It travels while the next step computes, so nobody waits for it; the price
+    is that all stop one step after they have been asked to.
+    """
+
+    def __init__(self, world: World, run: Path) -> None:
+        self.world, self.request = world, run / REQUEST
+        self.signalled = False
+        self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, a signal is a wish to save and stop. Python lets only the main thread listen."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.signalled = True
+
+    def wish(self) -> Wish:
+        """After each step, on all ranks: what they wished when they were asked last. Saving goes before stopping."""
+        answer = self._answer()
+        own = torch.tensor([_WISHES.index(self._own())], device=self.world.device)
+        work = dist.all_reduce(own, dist.ReduceOp.MAX, async_op=True) if self.world.size > 1 else None
+        self._asked = own, work
+        return answer if self.world.size > 1 else self._answer()
+
+    def close(self) -> None:
+        """No question is left under way; the request is done with."""
+        self._answer()
+        if self.world.is_main:
+            self.request.unlink(missing_ok=True)
+
+    def _own(self) -> Wish:
+        if self.signalled:
+            return "save"
+        if self.world.is_main and self.request.exists():
+            return "save" if self.request.read_text().strip() == "save" else "stop"
+        return ""
+
+    def _answer(self) -> Wish:
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return ""
+        wish, work = asked
+        if work is not None:
+            work.wait()
+        return _WISHES[int(wish)]

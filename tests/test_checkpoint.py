@@ -1,0 +1,503 @@
+"""What is saved can be trusted: whole or not there, equal on the ranks that share it, checked before it is used."""
+
+import errno
+import os
+import pickle
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ddp_tutorial import checkpoint
+from ddp_tutorial.checkpoint import (
+    Checkpointer,
+    Component,
+    RandomState,
+    StateOf,
+    agreed,
+    compare,
+    latest_valid,
+    leaves,
+)
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.manifest import CheckpointError, Manifest, folders, latest, name_of, verify
+from ddp_tutorial.model import GPT
+from ddp_tutorial.world import World
+from ranks import error_of
+
+
+def model_of(seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = GPT(layers=1, heads=2, width=16, context=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer
+
+
+def step(model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(8)[None]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def components(seed: int = 0) -> dict[str, Component]:
+    model, optimizer = model_of(seed)
+    step(model, optimizer)
+    return {"model": Component(model), "optimizer": Component(optimizer)}
+
+
+def value(state: Mapping[str, Any], shared: str = "replicated", span: int = 1) -> tuple[Component, dict[str, Any]]:
+    """A component of plain values, and what it was given when it was loaded."""
+    given: dict[str, Any] = {}
+    return Component(StateOf(lambda: dict(state), given.update), shared, span), given  # type: ignore[arg-type]
+
+
+def values_of(parts: Mapping[str, Component]) -> dict[str, Any]:
+    return {
+        where: found.clone() if torch.is_tensor(found) else found
+        for name, part in parts.items()
+        for where, found in leaves(name, dict(part.thing.state_dict()))
+    }
+
+
+def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return list(a) == list(b) and all(
+        torch.equal(x, b[name]) if torch.is_tensor(x) else x == b[name] for name, x in a.items()
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_loaded_is_what_was_saved_to_the_bit(background: bool, tmp_path: Path) -> None:
+    parts, others = components(), components(1)
+    checkpointer = Checkpointer(tmp_path, parts, World(), background=background)
+    checkpointer.save(7, {"eval_loss": 0.5})
+    saved = values_of(parts)
+    if background:  # training goes on meanwhile
+        step(parts["model"].thing, parts["optimizer"].thing)  # type: ignore[arg-type]
+    checkpointer.finish()
+    assert not same(values_of(others), saved)
+    folder = latest(tmp_path)
+    assert folder is not None
+    manifest = Checkpointer(tmp_path, others, World()).load(folder)
+    assert same(values_of(others), saved)
+    assert (manifest.step, manifest.metrics, manifest.world_size) == (7, {"eval_loss": 0.5}, 1)
+    assert others["model"].thing.head.weight is others["model"].thing.tokens.weight  # type: ignore[attr-defined]
+    assert verify(folder) == []
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(7)]
+
+
+def test_weights_are_safetensors_and_nothing_else_is_a_pickle_that_executes(tmp_path: Path) -> None:
+    Checkpointer(tmp_path, components(), World()).save(1)
+    folder = tmp_path / name_of(1)
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", "model.safetensors", "optimizer.pt"}
+    torch.load(folder / "optimizer.pt", weights_only=True)
+
+
+def test_what_could_not_be_loaded_safely_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    part, _ = value({"good": 1, "bad": [{"path": Path("x")}]})
+    with pytest.raises(CheckpointError, match=r"config\['bad'\]\[0\]\['path'\] is of type PosixPath, which cannot"):
+        Checkpointer(tmp_path, {"config": part}, World()).save(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    parts = {"rng": Component(RandomState(torch.device("cpu")), "per_rank")}
+    checkpointer = Checkpointer(tmp_path, parts, World())
+
+    def drawn() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(()).item()]
+
+    drawn()
+    checkpointer.save(1)
+    first = drawn()
+    assert drawn() != first
+    checkpointer.load(tmp_path / name_of(1))
+    assert drawn() == first
+
+
+def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, components(), World(), keep_last=2, keep_best=1)
+    for number, loss in enumerate([3.0, 1.0, 2.0, 2.7, 2.5], start=1):
+        checkpointer.save(number, {"eval_loss": loss if number != 4 else None})
+    assert [path.name for path in folders(tmp_path)] == [name_of(2), name_of(4), name_of(5)]
+
+
+def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    parts = components()
+    checkpointer = Checkpointer(tmp_path, parts, World())
+    checkpointer.save(1)
+    step(parts["model"].thing, parts["optimizer"].thing)  # type: ignore[arg-type]
+    checkpointer.save(1)
+    saved = values_of(parts)
+    others = components(1)
+    Checkpointer(tmp_path, others, World()).load(tmp_path / name_of(1))
+    assert same(values_of(others), saved)
+
+
+def test_what_a_killed_run_has_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".step_00000003.17.5.part").mkdir()
+    Checkpointer(tmp_path, components(), World()).clear_up()
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------ damage
+
+
+def bomb() -> Any:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, ("exploded",)
+
+    return Bomb()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (lambda path: os.truncate(path, path.stat().st_size // 2), "bytes and should have|is damaged"),
+    "one bit": (
+        lambda path: path.write_bytes((data := path.read_bytes())[:50] + bytes([data[50] ^ 1]) + data[51:]),
+        "is damaged",
+    ),
+    "missing": (lambda path: path.unlink(), "is missing|is no checkpoint"),
+    "a pickle that executes": (lambda path: path.write_bytes(pickle.dumps(bomb())), "should have|is damaged"),
+}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_nothing_is_restored_and_the_one_before_is_taken(
+    damage: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer(tmp_path, components(), World())
+    checkpointer.save(1)
+    checkpointer.save(2)
+    spoil, told = DAMAGE[damage]
+    spoil(tmp_path / name_of(2) / file)
+    others = components(1)
+    before = values_of(others)
+    with pytest.raises(CheckpointError, match=told) as error:
+        Checkpointer(tmp_path, others, World()).load(tmp_path / name_of(2))
+    assert file in str(error.value)
+    assert same(values_of(others), before)
+    found, problems = latest_valid(World(), tmp_path)
+    assert found == tmp_path / name_of(1)
+    assert (file == "manifest.json" and damage == "missing") or len(problems) == 1
+    assert not Path("exploded").exists()
+
+
+def test_a_pickle_with_the_right_checksum_is_not_executed_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    part, given = value({"x": 1})
+    folder = tmp_path / name_of(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda state, path: path.write_bytes(pickle.dumps(bomb())))
+        Checkpointer(tmp_path, {"part": part}, World()).save(1)
+    assert verify(folder) == []
+    with pytest.raises(CheckpointError, match=r"part\.pt cannot be read"):
+        Checkpointer(tmp_path, {"part": part}, World()).load(folder)
+    assert not given
+    assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("where", ["save", "safetensors", "fsync", "manifest", "mkdir"])
+def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
+    where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, components(), World())
+    checkpointer.save(1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    targets: dict[str, tuple[Any, str]] = {
+        "save": (torch, "save"),
+        "safetensors": (checkpoint.safetensors.torch, "save_file"),
+        "fsync": (checkpoint, "sha256_of"),
+        "manifest": (checkpoint, "write_json"),
+        "mkdir": (Path, "mkdir"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*targets[where], fail)
+        with pytest.raises(CheckpointError, match=os.strerror(number)):
+            checkpointer.save(2)
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(1)]
+    assert verify(tmp_path / name_of(1)) == []
+    checkpointer.save(2)
+    assert [path.name for path in folders(tmp_path)] == [name_of(1), name_of(2)]
+
+
+def test_components_missing_on_either_side_are_named(tmp_path: Path) -> None:
+    parts = components()
+    Checkpointer(tmp_path, parts, World()).save(1)
+    folder = tmp_path / name_of(1)
+    with pytest.raises(CheckpointError, match=r"has no 'extra'; to go on without, leave it out by name"):
+        Checkpointer(tmp_path, parts | {"extra": value({"x": 1})[0]}, World()).load(folder)
+    model_only = Checkpointer(tmp_path, {"model": parts["model"]}, World())
+    with pytest.raises(CheckpointError, match="has 'optimizer', which this run has no use for"):
+        model_only.load(folder)
+    with pytest.raises(CheckpointError, match="'optimiser' is no component of this run: model, optimizer"):
+        Checkpointer(tmp_path, parts, World()).load(folder, leave_out=["optimiser"])
+    others = components(1)
+    before = values_of({"optimizer": others["optimizer"]})
+    Checkpointer(tmp_path, others, World()).load(folder, leave_out=["optimizer"])
+    assert same(values_of({"optimizer": others["optimizer"]}), before)
+    assert same(values_of({"model": others["model"]}), values_of({"model": parts["model"]}))
+
+
+def test_two_checkpoints_are_compared_value_by_value(tmp_path: Path) -> None:
+    parts = components()
+    weight = next(parts["model"].thing.parameters())  # type: ignore[attr-defined]
+    checkpointer = Checkpointer(tmp_path, parts, World(), config={"lr": 1})
+    checkpointer.save(1)
+    with torch.no_grad():
+        weight[0, 0] += 1
+    checkpointer.config = {"lr": 2}
+    checkpointer.save(2)
+    found = compare(tmp_path / name_of(1), tmp_path / name_of(2))
+    assert found == {
+        "config lr": "1 and 2",
+        "model.safetensors['head.weight']": "1 of 4096 elements differ, by 1 at most",
+        "model.safetensors['tokens.weight']": "1 of 4096 elements differ, by 1 at most",
+    }
+    assert compare(tmp_path / name_of(1), tmp_path / name_of(1)) == {}
+
+
+# --------------------------------------------------------------------------------------------------- on real ranks
+
+
+def shared_in_every_way(world: World, folder: Path) -> dict[str, Any]:
+    patterns = {
+        "replicated": value({"x": torch.tensor(1.0)}),
+        "global": value({"x": torch.tensor(10 + world.rank)}, "global"),
+        "per_rank": value({"x": torch.tensor(20 + world.rank)}, "per_rank"),
+        "per_node": value({"x": torch.tensor(30.0)}, "per_node"),
+        "per_group": value({"x": torch.tensor(40 + world.rank // 2)}, "per_group", 2),
+    }
+    checkpointer = Checkpointer(folder, {name: part for name, (part, _) in patterns.items()}, world)
+    checkpointer.save(1)
+    manifest = checkpointer.load(folder / name_of(1))
+    return {
+        "given": {name: int(given["x"]) for name, (_, given) in patterns.items()},
+        "files": {name: [file.rank for file in stored.files] for name, stored in manifest.components.items()},
+    }
+
+
+def diverged(world: World, folder: Path) -> dict[str, str]:
+    """One element of the optimizer's state is another one on the last rank."""
+    found = {}
+    for check in ("none", "quick", "tensor", "full"):
+        parts = components()
+        optimizer: Any = parts["optimizer"].thing
+        if world.rank == world.size - 1:
+            optimizer.state[optimizer.param_groups[0]["params"][3]]["exp_avg"].view(-1)[-1] += 1e-6
+        checkpointer = Checkpointer(folder / check, parts, world, check=check)  # type: ignore[arg-type]
+        found[check] = error_of(lambda checkpointer=checkpointer: checkpointer.save(1))  # type: ignore[misc]
+    lr: Any = components()
+    lr["optimizer"].thing.param_groups[0]["lr"] += world.rank
+    found["quick, lr"] = error_of(lambda: Checkpointer(folder / "lr", lr, world, check="quick").save(1))
+    nothing, _ = value({})
+    found["nothing"] = error_of(lambda: Checkpointer(folder / "empty", {"empty": nothing}, world).save(1))
+    return found
+
+
+def one_fails(world: World, folder: Path, background: bool) -> dict[str, Any]:
+    """The disk of the last rank is full; then it is not."""
+    checkpointer = Checkpointer(
+        folder, components() | {"rng": Component(RandomState(world.device), "per_rank")}, world, background=background
+    )
+    checkpointer.save(1)
+    checkpointer.finish()
+    original = checkpoint.sha256_of
+    if world.rank == world.size - 1:
+
+        def full(path: Path) -> str:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        checkpoint.sha256_of = full
+
+    def save_and_wait() -> None:
+        checkpointer.save(2)
+        for _ in range(200):  # as many steps as it takes
+            checkpointer.poll()
+            time.sleep(0.01)
+
+    told = error_of(save_and_wait)
+    checkpoint.sha256_of = original
+    agreed(world, lambda: None)
+    there = sorted(path.name for path in folder.iterdir())
+    agreed(world, lambda: None)
+    checkpointer.save(2)
+    checkpointer.finish()
+    return {"told": told, "there": there, "after": [path.name for path in folders(folder)]}
+
+
+def unreadable_on_one(world: World, folder: Path) -> str:
+    checkpointer = Checkpointer(folder, components(), world)
+    checkpointer.save(1)
+    if world.rank == 1:
+        checkpoint.verify = lambda path: [f"{path}/model.safetensors is missing"]
+    return error_of(lambda: checkpointer.load(folder / name_of(1)))
+
+
+def everything(world: World, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"diverged": diverged(world, folder / "diverged")}
+    if world.size % 2 == 0:
+        found |= shared_in_every_way(world, folder / "shared")
+    for background in (False, True):
+        found["fails", background] = one_fails(world, folder / f"fails {background}", background)
+    found["unreadable"] = unreadable_on_one(world, folder / "unreadable")
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return launch(everything, request.param, folder, device="cpu", threads=1, echo=False, timeout=120)
+
+
+def test_each_rank_gets_back_what_it_shares_and_each_group_writes_once(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
+    if size % 2:
+        pytest.skip("groups of two")
+    for rank, found in enumerate(ranks):
+        assert found["given"] == {
+            "replicated": 1,
+            "global": 10,
+            "per_rank": 20 + rank,
+            "per_node": 30,
+            "per_group": 40 + rank // 2,
+        }
+        everyone = list(range(size))
+        assert found["files"] == {
+            "replicated": [0],
+            "global": [0],
+            "per_rank": everyone,
+            "per_node": [0],
+            "per_group": everyone[::2],
+        }
+
+
+def test_one_element_that_differs_on_one_rank_is_named_on_all(ranks: list[dict[str, Any]]) -> None:
+    last = len(ranks) - 1
+    for rank in ranks:
+        told = rank["diverged"]
+        assert told["none"] == told["quick"] == "no error"
+        for check in ("tensor", "full"):
+            assert told[check] == (
+                "CheckpointError: optimizer['state'][3]['exp_avg'] is not the same on all ranks: rank "
+                f"{last} differs from rank 0"
+            )
+        others = ", ".join(map(str, range(1, last + 1)))
+        assert told["quick, lr"].endswith(f"['lr'] is not the same on all ranks: rank {others} differs from rank 0")
+        assert told["nothing"] == "CheckpointError: 'empty' has no value to compare between ranks"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_cannot_write_makes_all_raise_and_leaves_nothing(
+    background: bool, ranks: list[dict[str, Any]]
+) -> None:
+    last = len(ranks) - 1
+    for rank in ranks:
+        found = rank["fails", background]
+        assert found["told"] == f"CheckpointError: rank {last}: OSError: [Errno 28] No space left on device"
+        assert found["there"] == [name_of(1)]
+        assert found["after"] == [name_of(1), name_of(2)]
+
+
+def test_a_rank_that_cannot_read_makes_all_raise(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["unreadable"].startswith("CheckpointError: rank 1: ")
+        assert rank["unreadable"].endswith("model.safetensors is missing")
+
+
+# ----------------------------------------------------------------------------------------- another number of ranks
+
+
+def save_per_rank(world: World, folder: Path) -> None:
+    part, _ = value({"x": torch.tensor(world.rank)}, "per_rank")
+    Checkpointer(folder, {"own": part}, world).save(1)
+
+
+def load_per_rank(world: World, folder: Path) -> dict[str, Any]:
+    part, given = value({"x": torch.tensor(0)}, "per_rank")
+    checkpointer = Checkpointer(folder, {"own": part}, world)
+    told = error_of(lambda: checkpointer.load(folder / name_of(1)))
+    manifest: Manifest = checkpointer.load(folder / name_of(1), leave_out=["own"])
+    return {"told": told, "given": dict(given), "saved on": manifest.world_size}
+
+
+def test_state_of_each_rank_that_cannot_be_given_to_others_is_named(tmp_path: Path) -> None:
+    launch(save_per_rank, 2, tmp_path, device="cpu", echo=False)
+    for size in (1, 3):
+        check_not_given(tmp_path, size)
+
+
+def check_not_given(folder: Path, size: int) -> None:
+    for found in launch(load_per_rank, size, folder, device="cpu", echo=False):
+        assert found["told"] == (
+            f"CheckpointError: 'own' is per_rank: {folder / name_of(1)} has it for 2 ranks, and it cannot be given "
+            f"to {size}. To go on without, leave it out by name."
+        )
+        assert found["given"] == {}
+        assert found["saved on"] == 2
+
+
+class Sharded:
+    """Two tensors of which each rank has some rows; `start` is in their first places."""
+
+    def __init__(self, world: World, start: float) -> None:
+        mesh = init_device_mesh("cpu", (world.size,))
+        whole = {"a": torch.arange(70.0).reshape(10, 7) + start, "b": torch.arange(3.0) + start}
+        self.state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.full_tensor() for name, tensor in self.state.items()}
+
+
+def reshard(world: World, folder: Path, step: int, start: float | None) -> dict[str, Any]:
+    """Take up what the world before has saved, unless this is the first, and save it again."""
+    shards = Sharded(world, 0.0 if start is None else start)
+    checkpointer = Checkpointer(folder, {"shards": Component(shards, "sharded")}, world)
+    if start is None:
+        checkpointer.load(folder / name_of(step - 1))
+    checkpointer.save(step)
+    files = sorted(path.name for path in (folder / name_of(step) / "shards").iterdir())
+    return {"whole": shards.whole(), "rows": shards.state["a"].to_local().shape[0], "files": files}
+
+
+def test_sharded_tensors_go_from_4_ranks_to_2_to_3_without_a_pickle(tmp_path: Path) -> None:
+    expected = {"a": torch.arange(70.0).reshape(10, 7) + 5, "b": torch.arange(3.0) + 5}
+    for step, (size, rows) in enumerate([(4, [3, 3, 3, 1]), (2, [5, 5]), (3, [4, 4, 2])], start=1):
+        start = 5.0 if step == 1 else None
+        ranks = launch(reshard, size, tmp_path, step, start, device="cpu", threads=1, echo=False, timeout=60)
+        assert [found["rows"] for found in ranks] == rows
+        for found in ranks:
+            assert same(found["whole"], expected)
+            assert len(found["files"]) == size
+            assert all(name.endswith(".safetensors") for name in found["files"])
+        assert verify(tmp_path / name_of(step)) == []
+
+
+def test_two_ranks_without_a_group_raise(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="2 ranks but no process group"):
+        Checkpointer(tmp_path, components(), World(0, 2, 0, 2))
+    shutil.rmtree(tmp_path)

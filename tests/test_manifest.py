@@ -1,0 +1,157 @@
+"""Checkpoints on the disk, seen without torch: which is the newest, is it whole, which can go."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_tutorial.manifest import (
+    MANIFEST,
+    CheckpointError,
+    claimed,
+    differences,
+    folders,
+    latest,
+    name_of,
+    read_manifest,
+    sha256_of_json,
+    to_remove,
+    verify,
+)
+
+CONTENT: dict[str, Any] = {
+    "schema_version": 1,
+    "step": 3,
+    "world_size": 1,
+    "versions": {},
+    "config": {},
+    "config_sha256": sha256_of_json({}),
+    "metrics": {},
+    "components": {},
+}
+
+
+def sealed(content: dict[str, Any]) -> str:
+    return json.dumps(content | {"sha256": sha256_of_json(content)}, indent=2)
+
+
+def made(parent: Path, step: int, **changes: Any) -> Path:
+    folder = parent / name_of(step)
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text(sealed(CONTENT | {"step": step} | changes))
+    return folder
+
+
+def test_the_newest_is_told_by_its_step_and_what_has_no_manifest_is_none(tmp_path: Path) -> None:
+    made(tmp_path, 200)
+    made(tmp_path, 30)
+    made(tmp_path, 123456789)
+    (tmp_path / name_of(999999999)).mkdir()
+    (tmp_path / ".step_00000500.17.part").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert [path.name for path in folders(tmp_path)] == ["step_00000030", "step_00000200", "step_123456789"]
+    assert latest(tmp_path) == tmp_path / "step_123456789"
+    assert latest(tmp_path / "nothing") is None
+
+
+def test_listing_takes_no_torch() -> None:
+    code = "import sys; import ddp_tutorial.manifest; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("{", r"manifest\.json is damaged: "),
+        ("[]", "is damaged"),
+        (json.dumps(CONTENT | {"schema_version": 2}), r"newer version \(schema 2; this one knows up to 1\)"),
+        (json.dumps({**CONTENT, "step": "three"}), r"is damaged: its checksum"),
+        (sealed({**CONTENT, "step": "three"}), r"is damaged: step: "),
+        (
+            sealed(
+                CONTENT
+                | {
+                    "components": {
+                        "x": {
+                            "shared": "global",
+                            "span": 1,
+                            "files": [{"path": "../../secrets", "rank": 0, "nbytes": 1, "sha256": ""}],
+                        }
+                    }
+                }
+            ),
+            "names files outside of its folder",
+        ),
+    ],
+)
+def test_a_manifest_that_cannot_be_used_is_told(written: str, told: str, tmp_path: Path) -> None:
+    folder = made(tmp_path, 3)
+    (folder / MANIFEST).write_text(written)
+    with pytest.raises(CheckpointError, match=told):
+        read_manifest(folder)
+    assert len(verify(folder)) == 1
+
+
+def test_any_bit_of_a_manifest_that_has_changed_is_noticed(tmp_path: Path) -> None:
+    folder = made(tmp_path, 3, metrics={"eval_loss": 1.25}, config={"model": {"width": 8}})
+    written = (folder / MANIFEST).read_bytes()
+    for place in range(len(written)):
+        changed = bytearray(written)
+        changed[place] ^= 1 << (place % 8)
+        (folder / MANIFEST).write_bytes(changed)
+        assert verify(folder), f"byte {place}: {changed.decode(errors='replace')}"
+
+
+def test_a_folder_without_a_manifest_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no checkpoint: there is no manifest"):
+        read_manifest(tmp_path)
+
+
+def test_what_is_unknown_in_a_manifest_is_passed_over(tmp_path: Path) -> None:
+    assert read_manifest(made(tmp_path, 3, of_a_later_minor_version=1)).step == 3
+
+
+values = st.none() | st.floats(allow_infinity=False) | st.just(0.0) | st.just(math.nan)
+
+
+@given(st.lists(values, max_size=12), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["min", "max"]))
+def test_the_last_and_the_best_stay_and_no_more(found: list[float | None], last: int, best: int, mode: Any) -> None:
+    metrics = {Path(name_of(step)): value for step, value in enumerate(found)}
+    gone = to_remove(metrics, last, best, mode)
+    stay = [path for path in metrics if path not in gone]
+    assert stay[-last:] == list(metrics)[-last:]
+    numbers = sorted((v for v in found if v is not None and not math.isnan(v)), reverse=mode == "max")
+    kept = [metrics[path] for path in stay]
+    for number in numbers[:best]:
+        assert number in kept
+    assert len(stay) <= last + best
+    spared = gone[:1]
+    assert not set(spared) & set(to_remove(metrics, last, best, mode, spared))
+
+
+def test_zero_is_the_best_loss_of_all() -> None:
+    metrics = {Path("a"): 0.0, Path("b"): 1.0, Path("c"): None, Path("d"): 2.0}
+    assert to_remove(metrics, 1, 1, "min") == [Path("b"), Path("c")]
+    assert to_remove(metrics, 1, 1, "max") == [Path("a"), Path("b"), Path("c")]
+
+
+def test_differences_have_dotted_names() -> None:
+    before = {"a": 1, "model": {"width": 8, "layers": 2}, "old": None}
+    assert differences(before, {"a": 1, "model": {"width": 16, "layers": 2}, "new": [1]}) == {
+        "model.width": (8, 16),
+        "new": (None, [1]),
+    }
+
+
+def test_a_folder_is_one_runs_until_that_has_ended(tmp_path: Path) -> None:
+    taken = pytest.raises(CheckpointError, match="is in use by another run")
+    with claimed(tmp_path), taken, claimed(tmp_path):
+        pass
+    with claimed(tmp_path):
+        pass

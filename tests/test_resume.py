@@ -1,0 +1,422 @@
+"""A run that was interrupted ends with the bits of one that was not: law 3, through the trainer."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_tutorial.benches.chaos import measure_chaos
+from ddp_tutorial.checkpoint import leaves
+from ddp_tutorial.collectives import digest
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.launcher import RankError, launch
+from ddp_tutorial.manifest import claimed, folders, name_of, read_manifest
+from ddp_tutorial.stopping import EXIT_CODE, Stopping, request_stop
+from ddp_tutorial.trainer import ModelConfig, TrainConfig, Trainer, train
+from ddp_tutorial.world import World
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+STEPS = 6
+BASE: dict[str, Any] = {
+    "corpus": "tales:300",
+    "model": ModelConfig(layers=1, heads=2, width=16, context=16, dropout=0.1),
+    "device": "cpu",
+    "steps": STEPS,
+    "batch_size": 6,
+    "warmup_steps": 2,
+    "log_every": 2,
+    "eval_every": 3,
+    "eval_samples": 6,
+    "checkpoint": {"every": 1, "keep_last": 100},
+}
+FLAVOURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation and float16": {
+        "accumulation": 2,
+        "precision": {"dtype": "fp16", "initial_scale": 2.0**24, "growth_interval": 2},
+    },
+    "dispatched": {"source": {"kind": "dispatched"}},
+    "streamed": {"source": {"kind": "streamed", "shuffle_buffer": 20}},
+    "fast stream": {"source": {"kind": "fast_stream", "window": 32}},
+    "workers": {"source": {"workers": 1}},
+    "bucket": {"ddp": {"variant": "bucket", "bucket_cap_mb": 0.01}},
+    "invariant": {"strategy": "invariant", "micro_batches": 4, "batch_size": 8},
+    "recomputed, in the background": {
+        "model": BASE["model"].model_copy(update={"recompute": True}),
+        "checkpoint": {"every": 1, "keep_last": 100, "background": True},
+    },
+}
+
+
+def config_of(flavour: str = "plain", **values: Any) -> TrainConfig:
+    return TrainConfig.model_validate(BASE | FLAVOURS[flavour] | values)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """What has to be the same of each step, so all but times."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in {"seconds", "tokens_per_second"}} for line in lines]
+
+
+def outcome(config: TrainConfig, world: World) -> dict[str, Any]:
+    trainer = Trainer(config, world)
+    result = trainer.train()
+    state = {
+        where: value
+        for where, value in leaves("", {name: part.thing.state_dict() for name, part in trainer.components().items()})
+        if isinstance(value, torch.Tensor)
+    }
+    return {
+        "weights": result.weights,
+        "losses": result.losses,
+        "eval": result.eval_losses,
+        "state": digest(state),  # the optimizer's, and random numbers
+        "rows": rows_of(result.run),
+    }
+
+
+def all_flavours(world: World, flavours: list[str], resumed_at: int) -> dict[str, Any]:
+    """Uninterrupted, or from the checkpoint of a step of the run that was, in a copy of its folder."""
+    found = {}
+    for flavour in flavours:
+        name = flavour.replace(" ", "-").replace(",", "")
+        if not resumed_at:
+            found[flavour] = outcome(config_of(flavour, name=name), world)
+            continue
+        again = f"{name}-{resumed_at}"
+        if world.is_main:
+            shutil.copytree(Path("runs") / name, Path("runs") / again)
+            for later in range(resumed_at + 1, STEPS + 1):
+                shutil.rmtree(Path("runs") / again / "checkpoints" / name_of(later))
+        found[flavour] = outcome(config_of(flavour, name=again, resume="auto"), world)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("law")
+
+
+@cache
+def lives(folder: Path, size: int, flavours: tuple[str, ...], resumed_at: int) -> list[dict[str, Any]]:
+    if resumed_at:
+        lives(folder, size, flavours, 0)
+    there = folder / str(size)
+    there.mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(there)
+    try:
+        return launch(all_flavours, size, list(flavours), resumed_at, device="cpu", threads=1, echo=False, timeout=200)
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("step", range(1, STEPS))
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_run_that_goes_on_after_any_step_ends_with_the_same_bits(flavour: str, step: int, folder: Path) -> None:
+    every = tuple(FLAVOURS)
+    for whole, resumed in zip(lives(folder, 2, every, 0), lives(folder, 2, every, step), strict=True):
+        assert resumed[flavour] == whole[flavour]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("flavour", ["plain", "bucket"])
+def test_so_it_does_on_other_numbers_of_ranks(flavour: str, size: int, folder: Path) -> None:
+    """Three and four add up in an order that depends on the buckets, and DDP cuts these anew after its first step."""
+    flavours = ("plain", "bucket")
+    for whole, resumed in zip(lives(folder, size, flavours, 0), lives(folder, size, flavours, 3), strict=True):
+        assert resumed[flavour] == whole[flavour]
+
+
+def test_float16_had_an_overflow_on_the_way(folder: Path) -> None:
+    rows = lives(folder, 2, tuple(FLAVOURS), 0)[0]["accumulation and float16"]["rows"]
+    scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
+    assert min(scales) < 2.0**24
+
+
+@pytest.mark.timeout(240)
+def test_4_ranks_then_2_then_3_go_on_with_the_same_samples() -> None:
+    smooth = {"model": BASE["model"].model_copy(update={"dropout": 0.0}), "batch_size": 12}
+    [whole] = launch(train, 1, config_of(name="whole", **smooth), device="cpu", echo=False)
+    for size, until in ((4, 2), (2, 4), (3, STEPS)):
+        for result in launch(
+            stop_at, size, until, config_of(name="moved", resume="auto", **smooth), device="cpu", echo=False
+        ):
+            assert result.losses == pytest.approx(whole.losses[:until], rel=1e-4)
+    assert result.eval_losses[STEPS] == pytest.approx(whole.eval_losses[STEPS], rel=1e-4)
+    assert [row["step"] for row in rows_of(Path("runs/moved")) if "loss" in row] == list(range(1, STEPS + 1))
+
+
+def test_a_second_rank_does_not_get_the_random_numbers_of_the_first() -> None:
+    train(World(), config_of(name="alone"))
+    ranks = launch(
+        random_state_of, 2, config_of(name="two", resume="runs/alone", steps=STEPS), device="cpu", echo=False
+    )
+    assert ranks[0] != ranks[1]
+
+
+def random_state_of(world: World, config: TrainConfig) -> str:
+    trainer = Trainer(config, world)
+    trainer.resume()
+    trainer.log.close_file()
+    return digest({"torch": torch.get_rng_state()})
+
+
+def stop_at(world: World, step: int, config: TrainConfig) -> Any:
+    """Train, and be told to save and stop at a step."""
+    trainer = Trainer(config, world)
+    wish = trainer.stopping.wish
+    trainer.stopping.wish = lambda: "save" if trainer.step == step and step < STEPS else wish()  # type: ignore[method-assign]
+    return trainer.train()
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_another_setting_is_told_and_can_be_allowed_by_name() -> None:
+    train(World(), config_of(name="first"))
+    different = config_of(name="second", resume="runs/first", learning_rate=0.01, weight_decay=0.5, nprocs=1)
+    with pytest.raises(ConfigError) as error:
+        train(World(), different)
+    assert (
+        "learning_rate was 0.003, is 0.01; weight_decay was 0.1, is 0.5. Use the same, or allow them by name: "
+        in str(error.value)
+    )
+    assert "resume_allow=[learning_rate, weight_decay]" in str(error.value)
+    allowed = different.model_copy(update={"resume_allow": ("learning_rate", "weight_decay"), "name": "third"})
+    assert len(train(World(), allowed).losses) == STEPS
+
+
+def test_a_component_can_be_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    train(World(), config_of(name="first"))
+    start = f"runs/first/checkpoints/{name_of(3)}"
+    exact = train(World(), config_of(name="exact", resume=start))
+    without = train(World(), config_of(name="without", resume=start, resume_without=("optimizer",)))
+    assert f"going on after step 3, from {start}, without optimizer" in capsys.readouterr().out
+    assert without.losses[:4] == exact.losses[:4], "the loss of step 4 is from before its update"
+    assert without.losses[4:] != exact.losses[4:]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"resume": "auto"}, "'resume' auto goes on with the run of the same 'name'"),
+        ({"checkpoint": {"every": 5}, "ddp": {"variant": "bucket", "hook": "powersgd"}}, "'ddp.hook' powersgd keeps"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_at_the_start(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        config_of(**values)
+
+
+def test_a_path_without_a_checkpoint_is_told() -> None:
+    with pytest.raises(
+        ConfigError, match="'resume' runs/nothing: there is no checkpoint, and no run that has a valid one"
+    ):
+        train(World(), config_of(resume="runs/nothing"))
+
+
+def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is() -> None:
+    config = config_of(name="mine", resume="auto")
+    first = train(World(), config)
+    again = train(World(), config)
+    assert first.run == again.run == Path("runs/mine")
+    assert again.losses == first.losses
+    assert len(rows_of(first.run)) == STEPS + 2
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(name="mine", resume="auto")
+    first = train(World(), config)
+    for step in (STEPS, STEPS - 1):
+        (first.run / "checkpoints" / name_of(step) / "optimizer.pt").write_bytes(b"")
+    assert train(World(), config).weights == first.weights
+    said = capsys.readouterr().out
+    assert said.count("passed over: ") == 2
+    assert f"{name_of(STEPS)}/optimizer.pt has 0 bytes" in said
+    assert f"going on after step {STEPS - 2}" in said
+
+
+def test_two_runs_in_one_folder_are_refused() -> None:
+    config = config_of(name="mine", resume="auto")
+    train(World(), config)
+    before = rows_of(Path("runs/mine"))
+    other = config.model_copy(update={"learning_rate": 0.5})
+    part = Path("runs/mine/checkpoints/.step_00000009.1.2.part")
+    part.mkdir()
+    with (
+        claimed(Path("runs/mine")),
+        pytest.raises(RankError, match="raised ConfigError: runs/mine is in use by another"),
+    ):
+        launch(train, 2, other, device="cpu", echo=False)
+    assert rows_of(Path("runs/mine")) == before
+    assert json.loads(Path("runs/mine/config.json").read_text())["learning_rate"] == 0.003
+    assert part.exists(), "it may be what the other run is writing"
+
+
+def test_the_manifest_has_what_the_run_was_and_how_it_did() -> None:
+    train(World(), config_of(name="mine", checkpoint={"every": 4, "keep_last": 5}))
+    found = folders(Path("runs/mine/checkpoints"))
+    assert [path.name for path in found] == [name_of(4), name_of(6)], "and at the end"
+    manifest = read_manifest(found[-1])
+    assert manifest.config["learning_rate"] == 0.003
+    assert set(manifest.metrics) == {"loss", "eval_loss"}
+    assert set(manifest.components) == {"model", "optimizer", "scheduler", "source", "progress", "rng"}
+
+
+# --------------------------------------------------------------------------------------------------------- stopping
+
+
+def wishes(world: World) -> list[list[str]]:
+    found = []
+    for number, who in enumerate([None, 0, 1]):
+        run = Path(f"stop{number}")
+        run.mkdir(exist_ok=True)
+        stopping, seen = Stopping(world, run), []
+        for step in range(4):
+            stopping.signalled = world.rank == who and step == 1
+            seen.append(stopping.wish())
+        stopping.close()
+        found.append(seen)
+    return found
+
+
+def test_what_one_rank_is_told_all_ranks_do_one_step_later() -> None:
+    assert (
+        launch(wishes, 2, device="cpu", echo=False)
+        == [[["", "", "", ""], ["", "", "save", ""], ["", "", "save", ""]]] * 2
+    )
+    assert wishes(World())[:2] == [["", "", "", ""], ["", "save", "", ""]]
+
+
+@pytest.mark.parametrize("wish", ["save", "stop"])
+def test_a_request_stops_a_run_with_or_without_a_checkpoint(wish: Any) -> None:
+    config = config_of(name="mine", resume="auto", checkpoint={"every": 100})
+    trainer = Trainer(config, World())
+    request_stop(trainer.run, wish)
+    result = trainer.train()
+    assert result.stopped_at == 1
+    assert not (trainer.run / "stop").exists()
+    assert json.loads((trainer.run / "result.json").read_text())["status"] == "stopped"
+    assert [path.name for path in folders(trainer.run / "checkpoints")] == ([name_of(1)] if wish == "save" else [])
+    whole = train(World(), config_of(name="whole"))
+    again = train(World(), config)
+    assert again.weights == whole.weights
+    assert again.stopped_at is None
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, "stop"])
+def test_from_outside_a_run_is_stopped_saved_and_carried_on_by_the_same_command(how: Any) -> None:
+    command = [sys.executable, "-m", "ddp_tutorial"]
+    settings = ["name=mine", "resume=auto", "steps=3000", "checkpoint.every=1000", "eval_every=3000", "log_every=5"]
+    run = Path("runs/mine")
+    running = subprocess.Popen(
+        [*command, "train", "tiny", *settings], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while (
+        not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    if how == "stop":
+        subprocess.run([*command, "stop", str(run), "--save"], check=True, capture_output=True)
+    else:
+        running.send_signal(how)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == EXIT_CODE, err
+    [saved] = folders(run / "checkpoints")
+    step = read_manifest(saved).step
+    assert f"stopped after step {step} of 3000: runs/mine" in out
+    again = subprocess.run(
+        [*command, "train", "tiny", *settings, f"steps={step + 1}", "resume_allow=[steps]"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"going on after step {step}, from " in again.stderr + again.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------ chaos
+
+
+@pytest.mark.timeout(400)
+def test_after_50_kills_at_random_every_run_ends_as_if_nothing_had_happened() -> None:
+    found = measure_chaos(50, seed=1)
+    assert found["kills"] >= 50
+    assert found["bit_equal"] is True
+    assert found["in_saving"] >= 15
+    assert found["resumed"] >= 30
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def told(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_tutorial", *arguments], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_checkpoints_are_listed_inspected_verified_and_compared() -> None:
+    train(World(), config_of(name="mine", checkpoint={"every": 3}))
+    code, text = told("checkpoint", "list", "runs/mine")
+    assert code == 0
+    assert [line.split()[1] for line in text.splitlines()] == ["3", "6"]
+    code, text = told("checkpoint", "list", "runs/mine", "--json")
+    assert [row["step"] for row in json.loads(text)] == [3, 6]
+    code, text = told("checkpoint", "inspect", "runs/mine")
+    assert "step 6 on 1 ranks" in text
+    assert "model.safetensors" in text
+    code, text = told("checkpoint", "inspect", f"runs/mine/checkpoints/{name_of(3)}", "--json")
+    assert json.loads(text)["step"] == 3
+    assert told("checkpoint", "verify", "runs/mine")[0] == 0
+    code, text = told(
+        "checkpoint", "diff", f"runs/mine/checkpoints/{name_of(3)}", f"runs/mine/checkpoints/{name_of(6)}"
+    )
+    assert code == 1
+    assert "model.safetensors['norm.weight']: 16 of 16 elements differ" in text
+    assert told("checkpoint", "diff", "runs/mine", "runs/mine") == (0, "equal\n")
+    (Path("runs/mine/checkpoints") / name_of(6) / "rng.pt").unlink()
+    code, text = told("checkpoint", "verify", "runs/mine")
+    assert code == 1
+    assert f"{name_of(6)}/rng.pt is missing" in text
+    code, text = told(
+        "train", "tiny", f"resume=runs/mine/checkpoints/{name_of(6)}", "resume_allow=[model,corpus,steps]"
+    )
+    assert code == 2
+    assert text.count("was ") >= 3
+
+
+def test_a_folder_that_is_no_run_is_told_with_exit_code_2() -> None:
+    Path("empty").mkdir()
+    assert told("checkpoint", "list", "empty") == (2, "error: there is no checkpoint in 'empty'\n")
+    code, text = told("stop", "empty")
+    assert code == 2
+    assert "'empty' is not the folder of a run" in text
+
+
+def test_listing_takes_no_torch() -> None:
+    (Path("runs/mine/checkpoints") / name_of(1)).mkdir(parents=True)
+    (Path("runs/mine/checkpoints") / name_of(1) / "manifest.json").write_text("{}")
+    code = "import sys; from ddp_tutorial.__main__ import cli\n"
+    code += "cli(['checkpoint', 'list', 'runs/mine'], standalone_mode=False)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nsys.exit('torch' in sys.modules)"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert "manifest.json is damaged" in done.stdout
