@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,14 +39,17 @@ class CheckpointError(FailedError):
 def claimed(folder: Path) -> Iterator[None]:
     """Nobody else may claim `folder` meanwhile. Raises `CheckpointError` where somebody does. It ends with the process,
     however that ends."""
-    with (folder / ".lock").open("w") as lock:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
                 f"{folder} is in use by another run. Wait until that one has ended, or use another name."
             ) from None
         yield
+    finally:
+        os.close(fd)
 
 
 class _Record(BaseModel):

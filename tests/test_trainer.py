@@ -235,9 +235,10 @@ def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
     assert len(lines) == 14 + 3
 
     summary = json.loads((run / "result.json").read_text())
-    assert set(summary) == {"schema", "status", "parameters", "world_size", "environment", "metrics"}
+    assert set(summary) == {"schema", "status", "step", "parameters", "world_size", "environment", "metrics"}
     assert (summary["schema"], summary["status"], summary["world_size"]) == (1, "finished", 2)
-    assert summary["parameters"] == config.model_dump()
+    assert summary["step"] == 14
+    assert summary["parameters"] == config.model_dump(mode="json")
     assert {"python", "torch", "cores", "threads"} <= set(summary["environment"])
     assert summary["metrics"] == {
         "loss": result.losses[-1],
