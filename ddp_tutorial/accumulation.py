@@ -19,7 +19,7 @@ from ddp_tutorial.ddp import DataParallel
 from ddp_tutorial.metrics import Mean
 from ddp_tutorial.model import loss_sum
 from ddp_tutorial.phases import phase
-from ddp_tutorial.precision import Precision, first_not_finite, parameters_backwards
+from ddp_tutorial.precision import Precision
 from ddp_tutorial.sharded import Share
 from ddp_tutorial.world import World
 
@@ -132,14 +132,14 @@ def blame(world: World, module: nn.Module, batches: Sequence[Batch], precision: 
     touching any `.grad`: the loss first, then parameter by parameter, in the order in which backward comes to them.
     """
     found = None
-    parameters = parameters_backwards(module)
+    parameters = _parameters_backwards(module)
     for number, batch in enumerate(batches):
         with precision.autocast():
             loss = loss_sum(module(batch.inputs), batch.targets)
         gradients = torch.autograd.grad(loss, [parameter for _, parameter in parameters], allow_unused=True)
-        first = first_not_finite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])
+        first = _first_not_finite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])
         where = f"of micro-batch {number}"
-        if weight := first_not_finite(parameters):
+        if weight := _first_not_finite(parameters):
             found = f"parameter {weight!r} itself"
         elif not bool(loss.isfinite()):
             found = f"the loss {where}" + (f", hence the gradient of {first!r} and others" if first else "")
@@ -149,3 +149,13 @@ def blame(world: World, module: nn.Module, batches: Sequence[Batch], precision: 
             break
     told = [f"on rank {rank}, {each}" for rank, each in enumerate(all_gather(world, found)) if each]
     return "; ".join(told) or "computed once more, everything is finite on every rank: the sum over ranks, or dropout"
+
+
+def _first_not_finite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:
+    """The first of them that has an infinity or a NaN."""
+    return next((name for name, tensor in named if tensor is not None and not bool(tensor.isfinite().all())), None)
+
+
+def _parameters_backwards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Those to be trained, the last registered first, which is about the order in which backward reaches them."""
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad][::-1]

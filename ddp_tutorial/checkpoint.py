@@ -2,7 +2,7 @@
 
     checkpointer = Checkpointer(folder, {"model": Component(model), "rng": Component(rng, "per_rank")}, world)
     checkpointer.save(step)
-    manifest = checkpointer.load(latest_valid(folder))
+    manifest = checkpointer.load(latest(folder))
 
 A component is anything with `state_dict` and `load_state_dict`. Which ranks have the same of it decides who writes it:
 
@@ -26,9 +26,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import safetensors
@@ -37,8 +38,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ddp_tutorial.collectives import all_gather, any_rank, digest, from_rank_zero
-from ddp_tutorial.files import write_json
+from ddp_tutorial.collectives import all_gather, any_rank, digest, first_difference, from_rank_zero
+from ddp_tutorial.files import sync, write_json
 from ddp_tutorial.manifest import (
     MANIFEST,
     SCHEMA,
@@ -73,6 +74,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+@runtime_checkable
 class OtherWorld(Protocol):
     """What can also go on in a world of another size; `states` are those of all groups, the first ranks' first."""
 
@@ -182,18 +184,11 @@ class Checkpointer:
         component is missing on either side, and where one of each rank cannot be given to another number of ranks.
         """
         with phase("load"):
-            found = agreed(self.world, lambda: self._read(folder, leave_out))
-        manifest, states = found
-        for name, (component, of_groups) in states.items():
-            if component.shared == "sharded":
-                _load_sharded(folder / name, component.thing)
-                continue
-            if len(of_groups) == self._groups(component):
-                component.thing.load_state_dict(of_groups[self.world.rank // component.ranks_alike(self.world)])
-            else:
-                thing: Any = component.thing
-                thing.load_from_other_world(of_groups, manifest.step)
-        return manifest
+            manifest, restores = agreed(self.world, lambda: self._read(folder, leave_out))
+            for restore in restores:
+                restore()
+        checked: Manifest = manifest
+        return checked
 
     def close(self) -> None:
         """Let what goes on in the background come to its end. A save that `finish` has not waited for gets no name."""
@@ -228,9 +223,8 @@ class Checkpointer:
         copied: dict[str, State] = tree_unflatten(self._memory, structure)
         return copied
 
-    def _read(
-        self, folder: Path, leave_out: Sequence[str]
-    ) -> tuple[Manifest, dict[str, tuple[Component, list[State]]]]:
+    def _read(self, folder: Path, leave_out: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
+        """What this rank needs of a checkpoint, in calls that put it back."""
         manifest = read_manifest(folder)
         if unknown := set(leave_out) - set(self.components):
             raise CheckpointError(f"{sorted(unknown)[0]!r} is no component of this run: {', '.join(self.components)}")
@@ -243,25 +237,25 @@ class Checkpointer:
                 raise CheckpointError(f"{folder} has {name!r}, which this run has no use for")
         if problems := verify(folder):
             raise CheckpointError("; ".join(problems))
-        states: dict[str, tuple[Component, list[State]]] = {}
-        for name in wanted:
-            component, stored = self.components[name], manifest.components[name]
-            if stored.shared != component.shared:
-                raise CheckpointError(f"{folder} has {name!r} {stored.shared}, and here it is {component.shared}")
-            if stored.shared == "sharded":
-                states[name] = component, []
-                continue
-            is_other = len(stored.files) != self._groups(component)
-            if is_other and not hasattr(component.thing, "load_from_other_world"):
-                raise CheckpointError(
-                    f"{name!r} is {stored.shared}: {folder} has it for {manifest.world_size} ranks, and it cannot be "
-                    f"given to {self.world.size}. To go on without, leave it out by name."
-                )
-            states[name] = component, [_load(folder / file.path) for file in stored.files]
-        return manifest, states
+        return manifest, [self._restore(folder, manifest, name) for name in wanted]
 
-    def _groups(self, component: Component) -> int:
-        return self.world.size // component.ranks_alike(self.world)
+    def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
+        """The call that puts a component back, with what it takes read already; ranks read sharded ones together."""
+        component, stored = self.components[name], manifest.components[name]
+        thing, alike = component.thing, component.ranks_alike(self.world)
+        if stored.shared != component.shared:
+            raise CheckpointError(f"{folder} has {name!r} {stored.shared}, and here it is {component.shared}")
+        if stored.shared == "sharded":
+            return partial(_load_sharded, folder / name, thing)
+        if len(stored.files) == self.world.size // alike:
+            return partial(thing.load_state_dict, _load(folder / stored.files[self.world.rank // alike].path))
+        if not isinstance(thing, OtherWorld):
+            raise CheckpointError(
+                f"{name!r} is {stored.shared}: {folder} has it for {manifest.world_size} ranks, and it cannot be "
+                f"given to {self.world.size}. To go on without, leave it out by name."
+            )
+        states = [_load(folder / file.path) for file in stored.files]
+        return partial(thing.load_from_other_world, states, manifest.step)
 
     def _prune(self) -> None:
         """Remove what need not be kept, on rank 0."""
@@ -400,7 +394,7 @@ class _Writing:
             if self.path.exists():  # of the same step, from before a restart
                 _remove([put_aside(self.path)])
             self.aside.rename(self.path)
-            _sync(self.path.parent)
+            sync(self.path.parent)
 
 
 def _versions() -> dict[str, str]:
@@ -480,13 +474,6 @@ def agreed(world: World, work: Callable[[], Any]) -> Any:
 # --------------------------------------------------------------------------------------------------- are they equal?
 
 
-class Difference(NamedTuple):
-    """The first value that is not the same, and on which ranks it differs from that of the first of the group."""
-
-    name: str
-    ranks: list[int]
-
-
 def assert_replicated(world: World, what: str, state: Any, span: int, check: Check) -> None:
     """Raise `CheckpointError`, on all ranks, if a state is not the same on `span` ranks after one another. Collective.
 
@@ -500,13 +487,8 @@ def assert_replicated(world: World, what: str, state: Any, span: int, check: Che
     if not any(seen):
         raise CheckpointError(f"{what!r} has no value to compare between ranks")
     for first in range(0, world.size, span):
-        group = seen[first : first + span]
-        for name in dict.fromkeys(name for each in group for name in each):
-            others = [first + place for place, each in enumerate(group) if each.get(name) != group[0].get(name)]
-            if others:
-                raise CheckpointError(
-                    f"{name} is not the same on all ranks: rank {', '.join(map(str, others))} differs from rank {first}"
-                )
+        if found := first_difference(seen[first : first + span], first):
+            raise CheckpointError(f"{found[0]} is not the same on all ranks: {found[1]}")
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -604,7 +586,7 @@ def _load_sharded(folder: Path, thing: Stateful) -> None:
 
 def _synced_sha256(path: Path) -> str:
     """The disk takes its time, and so does the hash: both at once."""
-    syncing = threading.Thread(target=_sync, args=(path,))
+    syncing = threading.Thread(target=sync, args=(path,))
     syncing.start()
     try:
         return sha256_of(path)
@@ -615,15 +597,6 @@ def _synced_sha256(path: Path) -> str:
 def _remove(folders: Sequence[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # ------------------------------------------------------------------------------------------------- ready components

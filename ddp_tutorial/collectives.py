@@ -112,13 +112,18 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
         raise ValueError(f"assert_same was given no {what} to compare, so it would pass whatever happened")
     if all(list(each.items()) == list(digests[0].items()) for each in digests):  # dicts do not compare their order
         return
-    for name in dict.fromkeys(name for each in digests for name in each):
-        seen = [each.get(name) for each in digests]
-        if len(set(seen)) > 1:
-            differing = [rank for rank, each in enumerate(seen) if each != seen[0]]
-            ranks = ", ".join(map(str, differing))
-            raise RuntimeError(f"{what} {name!r} is not the same on all ranks: rank {ranks} differs from rank 0")
+    if found := first_difference(digests):
+        raise RuntimeError(f"{what} {found[0]!r} is not the same on all ranks: {found[1]}")
     raise RuntimeError(f"{what}s come in another order on some ranks")
+
+
+def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
+    """The first name whose value is not the same everywhere, and who differs, in words; ranks count from `first`."""
+    for name in dict.fromkeys(name for each in of_ranks for name in each):
+        others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]
+        if others:
+            return name, f"rank {', '.join(map(str, others))} differs from rank {first}"
+    return None
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -16,14 +16,19 @@ def seed_of(*entropy: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
+def reseed(*entropy: int) -> None:
+    """Let torch, NumPy and Python draw from here on what depends on `entropy` alone, each something of its own."""
+    torch.manual_seed(seed_of(*entropy))
+    np.random.seed(seed_of(*entropy, 1))
+    random.seed(seed_of(*entropy, 2))
+
+
 @contextmanager
 def dice_of(*entropy: int, device: torch.device | None = None) -> Iterator[None]:
     """Inside, random numbers of torch, NumPy and Python depend on `entropy` alone. Outside, nothing has happened."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device and device.type == "cuda" else []):
-        torch.manual_seed(seed_of(*entropy))
-        np.random.seed(seed_of(*entropy, 1))
-        random.seed(seed_of(*entropy, 2))
+        reseed(*entropy)
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-        _sync_directory(path.parent)
+        sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -45,16 +45,15 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
         yield aside
         for file in aside.rglob("*"):
             if file.is_file():
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
+                sync(file)
         aside.rename(path)
-        _sync_directory(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sync_directory(path: Path) -> None:
-    """Make a rename durable, not only visible."""
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, have reached the disk: a rename is durable only then."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

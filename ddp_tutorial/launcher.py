@@ -48,6 +48,7 @@ from ddp_tutorial.config import FailedError
 from ddp_tutorial.console import Console, RankLog, make_console
 from ddp_tutorial.environment import cores
 from ddp_tutorial.rank import Job, run_rank
+from ddp_tutorial.stopping import handling
 from ddp_tutorial.transport import Descriptor, dump_call, take_messages
 from ddp_tutorial.world import World, choose_device
 
@@ -132,7 +133,7 @@ def launch(
     call = dump_call(fn, args)
     with _Ranks(nprocs, console) as ranks:
         ranks.start(call, kind, threads or max(1, cores() // nprocs))
-        with ranks.handed(pass_on):
+        with handling(pass_on, ranks.hand_on):
             ranks.wait(timeout)
         return ranks.results()
 
@@ -266,23 +267,10 @@ class _Ranks:
         if failed:
             raise self._failure(min(failed, key=lambda rank: rank.cause_order))
 
-    @contextmanager
-    def handed(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
-        """Inside, what this process is sent of `signals` goes to every rank. Only the main thread can see to that."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def hand(number: int, frame: object) -> None:
-            for rank in self._running():
-                os.kill(rank.process.pid, number)  # until it has been reaped, its number is its own
-
-        before = {number: signal.signal(number, hand) for number in signals}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def hand_on(self, number: int, frame: object) -> None:
+        """Send every rank the signal that this process has been sent."""
+        for rank in self._running():
+            os.kill(rank.process.pid, number)  # until it has been reaped, its number is its own
 
     def results(self) -> list[Any]:
         """What the ranks returned, rebuilt in this process."""

@@ -116,7 +116,7 @@ def folders(parent: Path) -> list[Path]:
 
 def latest(parent: Path) -> Path | None:
     """The newest checkpoint, by its step, not by its date."""
-    return max(folders(parent), key=lambda path: int(path.name.removeprefix("step_")), default=None)
+    return next(reversed(folders(parent)), None)
 
 
 def read_manifest(folder: Path) -> Manifest:

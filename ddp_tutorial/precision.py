@@ -7,14 +7,12 @@ it after. Where the scale was too large, the gradient overflows: the step is lef
 halved.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ddp_tutorial.collectives import any_rank
@@ -126,13 +124,3 @@ class Precision:
             )
         for name, value in state.items():
             setattr(self.scale, name, value)
-
-
-def first_not_finite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:
-    """The first of them that has an infinity or a NaN."""
-    return next((name for name, tensor in named if tensor is not None and not bool(tensor.isfinite().all())), None)
-
-
-def parameters_backwards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Those to be trained, the last registered first, which is about the order in which backward reaches them."""
-    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad][::-1]

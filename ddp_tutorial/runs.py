@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ddp_tutorial.config import ConfigError
 
@@ -24,11 +24,25 @@ class Run:
         return [row["step"] for row in rows], [row[key] for row in rows]
 
 
-def load_run(path: str | Path) -> Run:
-    """Read a run's folder. Raises `ConfigError` if it is not one."""
+STOP_REQUEST = "stop"  # a file in the folder of a run that should stop; see stopping.py
+
+
+def folder_of(path: str | Path) -> Path:
+    """The folder of a run. Raises `ConfigError` if it is not one."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{str(path)!r} is not the folder of a run: there is no config.json in it")
+    return folder
+
+
+def request_stop(path: str | Path, wish: Literal["stop", "save"]) -> None:
+    """Ask a run to stop after its step, with or without a checkpoint. Raises `ConfigError` if it is none."""
+    (folder_of(path) / STOP_REQUEST).write_text(wish)
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run's folder. Raises `ConfigError` if it is not one."""
+    folder = folder_of(path)
     result = folder / "result.json"
     return Run(
         path=folder,

@@ -2,28 +2,38 @@
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.runs import STOP_REQUEST
 from ddp_tutorial.world import World
 
 # What a cluster sends to a job that has to go: Slurm and torchrun SIGTERM, many a batch script SIGUSR1.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-REQUEST = "stop"  # a file in the folder of a run
 EXIT_CODE = 75  # "try again later", as sysexits.h has it: the same command carries on
 
 Wish = Literal["", "stop", "save"]
 _WISHES: Sequence[Wish] = ("", "stop", "save")
 
 
-def request_stop(run: Path, wish: Literal["stop", "save"]) -> None:
-    """Ask the run in this folder to stop after its step, with or without a checkpoint."""
-    (run / REQUEST).write_text(wish)
+@contextmanager
+def handling(signals: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Inside, call `handler(number, frame)` for these signals. Python lets only the main thread see to that; others go
+    on without."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class Stopping:
@@ -34,22 +44,13 @@ class Stopping:
     """
 
     def __init__(self, world: World, run: Path) -> None:
-        self.world, self.request = world, run / REQUEST
+        self.world, self.request = world, run / STOP_REQUEST
         self.signalled = False
         self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, a signal is a wish to save and stop. Python lets only the main thread listen."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside, a signal is a wish to save and stop."""
+        return handling(SIGNALS, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         self.signalled = True

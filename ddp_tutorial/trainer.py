@@ -7,7 +7,6 @@ One process and N ranks do the same work: `batch_size` counts the samples of a s
 """
 
 import math
-import random
 import re
 import shutil
 import statistics
@@ -29,7 +28,7 @@ from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.data import Windows
 from ddp_tutorial.ddp import DDPConfig
-from ddp_tutorial.dice import seed_of
+from ddp_tutorial.dice import reseed, seed_of
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
 from ddp_tutorial.invariant import InvariantStrategy
@@ -275,9 +274,7 @@ class Trainer:
 
     def reseed(self, step: int) -> None:
         """Random numbers of this rank's own, for a world of another size that goes on after `step`."""
-        torch.manual_seed(seed_of(self.config.seed, self.world.rank, step))
-        np.random.seed(seed_of(self.config.seed, self.world.rank, step, 1))
-        random.seed(seed_of(self.config.seed, self.world.rank, step, 2))
+        reseed(self.config.seed, self.world.rank, step)
 
     def progress(self) -> dict[str, Any]:
         return {
@@ -300,13 +297,16 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from where the config says; without a checkpoint there, from the beginning."""
-        self.checkpoints.clear_up()
-        if self.world.is_main:
-            write_json(self.run / "config.json", self.config.model_dump())
+        is_found = self.config.resume == "auto"  # the folder: it may be that of a run which was killed
+        if is_found:
+            self.checkpoints.clear_up()
+            if self.world.is_main:
+                write_json(self.run / "config.json", self.config.model_dump())
         config = self.config.model_dump(mode="json")
         folder = find_checkpoint(self.world, self.run, self.config.resume, config, self.config.resume_allow)
         if folder is None:
-            self.log.go_back(0, [])  # of a run that was killed before its first checkpoint
+            if is_found:
+                self.log.go_back(0, [])
             return
         self.warm_up()
         manifest = self.checkpoints.load(folder, self.config.resume_without)

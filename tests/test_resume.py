@@ -20,7 +20,8 @@ from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.launcher import RankError, launch
 from ddp_tutorial.manifest import claimed, folders, name_of, read_manifest
-from ddp_tutorial.stopping import EXIT_CODE, Stopping, request_stop
+from ddp_tutorial.runs import request_stop
+from ddp_tutorial.stopping import EXIT_CODE, Stopping
 from ddp_tutorial.trainer import ModelConfig, TrainConfig, Trainer, train
 from ddp_tutorial.world import World
 

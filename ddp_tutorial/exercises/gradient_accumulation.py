@@ -320,15 +320,12 @@ def _divides_by_k(items: Items, k: int) -> Steps:
 
 
 def _an_empty_step(items: Items, k: int) -> Steps:
-    batches: list[Any] = []
-    tokens = 0
-    for batch, count in items:
-        batches.append(batch)
-        tokens += count
-        if len(batches) == k:
-            yield batches, tokens
-            batches, tokens = [], 0
-    yield batches, tokens
+    size = k
+    for batches, tokens in _steps_of(items, k):
+        yield batches, tokens
+        size = len(batches)
+    if size == k:
+        yield [], 0
 
 
 def _divisor_grows(items: Items, k: int) -> Steps:
