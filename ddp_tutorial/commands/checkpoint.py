@@ -1,0 +1,113 @@
+"""Look at what a run has saved."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddp_tutorial.config import ConfigError
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at what a run has saved. PATH is a run's folder, or one checkpoint in it."""
+
+
+_a_path = click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """The checkpoint itself, or those of the run; one at least."""
+    from ddp_tutorial.manifest import CHECKPOINTS, MANIFEST, folders
+
+    if (path / MANIFEST).is_file():
+        return [path]
+    found = folders(path / CHECKPOINTS) or folders(path)
+    if not found:
+        raise ConfigError(f"there is no checkpoint in {str(path)!r}")
+    return found
+
+
+@checkpoint.command("list")
+@_a_path
+@_as_json
+def checkpoint_list(path: Path, as_json: bool) -> None:
+    """The checkpoints of a run: step, ranks, size, metrics."""
+    from ddp_tutorial.manifest import CheckpointError, read_manifest
+
+    rows: list[dict[str, Any]] = []
+    for folder in _checkpoints(path):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            rows.append({"path": str(folder), "problem": str(error)})
+            continue
+        row = {"step": manifest.step, "world_size": manifest.world_size, "nbytes": manifest.nbytes}
+        rows.append({"path": str(folder), **row, "metrics": manifest.metrics})
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for row in rows:
+        click.echo(row["problem"] if "problem" in row else _line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    metrics = "".join(f"  {name} {value:.4f}" for name, value in row["metrics"].items() if value is not None)
+    return f"step {row['step']:>8}  {row['world_size']} ranks  {row['nbytes'] / 1e6:8.2f} MB{metrics}  {row['path']}"
+
+
+@checkpoint.command("inspect")
+@_a_path
+@_as_json
+def checkpoint_inspect(path: Path, as_json: bool) -> None:
+    """What is in a checkpoint (of a run, the newest): components, who shares them, files, versions."""
+    from ddp_tutorial.manifest import read_manifest
+
+    folder = _checkpoints(path)[-1]
+    manifest = read_manifest(folder)
+    if as_json:
+        click.echo(json.dumps({"path": str(folder), **manifest.model_dump()}))
+        return
+    versions = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
+    click.echo(f"{folder}: step {manifest.step} on {manifest.world_size} ranks, {versions}")
+    for name, component in manifest.components.items():
+        for file in component.files:
+            click.echo(
+                f"  {name:12} {component.shared:11} {file.path:24} {file.nbytes:>12,} bytes, from rank {file.rank}"
+            )
+
+
+@checkpoint.command("verify")
+@_a_path
+@_as_json
+def checkpoint_verify(path: Path, as_json: bool) -> None:
+    """Compare every file with its checksum. Exit code 1 if something is wrong."""
+    from ddp_tutorial.manifest import verify
+
+    found = {str(folder): verify(folder) for folder in _checkpoints(path)}
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        for folder, problems in found.items():
+            click.echo("\n".join(problems) or f"{folder}: as it was written")
+    if any(found.values()):
+        sys.exit(1)
+
+
+@checkpoint.command("diff")
+@_a_path
+@click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@_as_json
+def checkpoint_diff(path: Path, other: Path, as_json: bool) -> None:
+    """Compare two checkpoints: settings, and every value in them. Exit code 1 if they differ."""
+    from ddp_tutorial.checkpoint import compare
+
+    found = compare(_checkpoints(path)[-1], _checkpoints(other)[-1])
+    click.echo(
+        json.dumps(found) if as_json else "\n".join(f"{where}: {what}" for where, what in found.items()) or "equal"
+    )
+    if found:
+        sys.exit(1)

@@ -1,0 +1,66 @@
+"""What the project does with itself: its main job, its notebooks, its text, its benchmarks."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from ddp_tutorial.config import ConfigError
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Optimiser steps.")
+def run(steps: int) -> None:
+    """The main job: train on two ranks and on one process, on real text, and compare. Two to three minutes."""
+    from ddp_tutorial.experiments import run_main_job
+
+    run_main_job(steps)
+
+
+@click.command()
+@click.argument("paths", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--all", "everything", is_flag=True, help="Also those whose source has not changed.")
+def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
+    """Execute the notebooks whose source has changed (or just PATHS), and save them with their outputs."""
+    from ddp_tutorial.notebooks import refresh
+
+    refresh(paths, everything=everything or bool(paths))
+
+
+@click.command()
+@click.argument("count", type=click.IntRange(min=1))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--files", type=click.IntRange(min=1), default=8, show_default=True, help="Parquet files to make.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, other stories.")
+def tales(count: int, folder: Path, files: int, seed: int) -> None:
+    """Make COUNT short stories, as Parquet files in a new FOLDER: data to try sources on, as large as you like."""
+    from ddp_tutorial.tales import write_tales
+
+    try:
+        write_tales(count, folder, files, seed)
+    except FileExistsError as error:
+        raise ConfigError(f"{error}: name a new folder") from None
+    click.echo(f"{count:,} stories in {files} files: train on them with corpus=parquet:{folder}")
+
+
+@click.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
+@click.option("--kills", type=click.IntRange(min=1), default=200, show_default=True, help="Of chaos only.")
+def bench(name: str, as_json: bool, repeats: int, kills: int) -> None:
+    """Measure a claim of the project: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, or chaos.
+
+    chaos kills ranks of small runs at random, and sees whether each run ends as if nothing had happened.
+    """
+    from ddp_tutorial.benches import as_text, run_bench
+
+    if name == "chaos":
+        from ddp_tutorial.benches.chaos import measure_chaos
+
+        found = measure_chaos(kills, tell=lambda line: click.echo(line, err=True))
+        click.echo(json.dumps(found, indent=2) if as_json else f"bit_equal = {found['bit_equal']}")
+        sys.exit(not found["bit_equal"])
+    result = run_bench(name, repeats)
+    click.echo(json.dumps(result, indent=2) if as_json else as_text(result))
