@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from ddp_tutorial.model import GPT
     from ddp_tutorial.phases import observe, phase
     from ddp_tutorial.rank import progress
-    from ddp_tutorial.trainer import TrainConfig, Trainer, TrainResult, launch_training, train
+    from ddp_tutorial.train_config import TrainConfig
+    from ddp_tutorial.trainer import Trainer, TrainResult, launch_training, train
     from ddp_tutorial.world import World, process_group
 
 # Where each name lives. They are imported when first asked for, so that a rank that only needs `launch` does not
@@ -24,7 +25,8 @@ _HOMES = {
     "model": ["GPT"],
     "phases": ["observe", "phase"],
     "rank": ["progress"],
-    "trainer": ["TrainConfig", "TrainResult", "Trainer", "launch_training", "train"],
+    "train_config": ["TrainConfig"],
+    "trainer": ["TrainResult", "Trainer", "launch_training", "train"],
     "world": ["World", "process_group"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

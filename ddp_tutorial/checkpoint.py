@@ -419,6 +419,19 @@ def latest_valid(world: World, parent: Path) -> tuple[Path | None, list[str]]:
     return from_rank_zero(world, (None, problems))
 
 
+def stored(folder: Path, name: str) -> Any:
+    """What a checkpoint has of a component that is the same on all ranks, such as "model".
+
+    Raises `CheckpointError` where it is not there, is not as it was written, or differs from rank to rank.
+    """
+    component = read_manifest(folder).components.get(name)
+    if component is None or len(component.files) != 1:
+        raise CheckpointError(f"{folder} has no one {name!r} for all ranks")
+    if problems := verify(folder):
+        raise CheckpointError("; ".join(problems))
+    return _load(folder / component.files[0].path)
+
+
 def compare(first: Path, second: Path) -> dict[str, str]:
     """Where two checkpoints differ, and how: settings, files, values. Raises `CheckpointError` for damaged ones."""
     one, other = read_manifest(first), read_manifest(second)

@@ -38,6 +38,7 @@ class Config(BaseModel):
 
 
 SomeConfig = TypeVar("SomeConfig", bound=Config)
+Layer = tuple[str, dict[str, Any]]  # the name of a file, or "command line", and what is set there
 
 
 def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = ()) -> SomeConfig:
@@ -46,11 +47,29 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
     Raises `ConfigError` for a missing file, malformed YAML, a circle of `extends`, an unknown key, a value of
     the wrong type or out of range, and for an override that is not of the form `key=value`.
     """
-    path = find(source)
-    values = _read(path, seen=())
-    for override in overrides:
-        values = merge(values, _override(override))
-    return check(cls, values, origin=path.name)
+    return check(cls, merged(layers(source, overrides)), origin=find(source).name)
+
+
+def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
+    """Where values come from, and which: the files from the lowest to the one named, then the overrides."""
+    return [*_read(find(source), seen=()), *(("command line", _override(override)) for override in overrides)]
+
+
+def merged(layers: Iterable[Layer]) -> dict[str, Any]:
+    """The values that are left when each layer lies over those before it."""
+    values: dict[str, Any] = {}
+    for _, above in layers:
+        values = merge(values, above)
+    return values
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"model": {"layers": 4}}` -> `{"model.layers": 4}`."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return leaves
 
 
 def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
@@ -118,8 +137,8 @@ def _parse(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The values of one file over those of the files that it extends."""
+def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
+    """The values of the files that one extends, the lowest first, and its own."""
     if path.resolve() in seen:
         circle = " -> ".join(each.name for each in (*seen, path.resolve()))
         raise ConfigError(f"'extends' goes in a circle: {circle}. Take it out of one of them.")
@@ -134,11 +153,11 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path.name}: should hold lines like 'steps: 100', found {_found(values)}")
     base = values.pop("extends", None)
     if base is None:
-        return values
+        return [(path.name, values)]
     if not isinstance(base, str):
         raise ConfigError(f"{path.name}: 'extends' takes one file or config name, found {_found(base)}")
     beside = path.parent / base
-    return merge(_read(beside if beside.is_file() else find(base), (*seen, path.resolve())), values)
+    return [*_read(beside if beside.is_file() else find(base), (*seen, path.resolve())), (path.name, values)]
 
 
 def _override(text: str) -> dict[str, Any]:

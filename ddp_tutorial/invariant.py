@@ -23,6 +23,7 @@ from ddp_tutorial.accumulation import Batch
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp import start_equal
 from ddp_tutorial.dice import dice_of
+from ddp_tutorial.link import Link
 from ddp_tutorial.metrics import Mean
 from ddp_tutorial.model import loss_sum
 from ddp_tutorial.phases import phase
@@ -37,6 +38,8 @@ class InvariantStrategy:
     micro-batch. On CPUs a sum is also cut up by threads: this process computes with one from here on, however many
     ranks there are. A model with running statistics (BatchNorm) depends on who saw what, and is refused.
     """
+
+    link: Link | None = None  # gradients travel by torch's own collectives
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass
 class Kept:
-    """Storages by address, and their bytes: each counts once, however many tensors share it."""
+    """Storages by identity, and their bytes: each counts once, however many tensors share it."""
 
     storages: dict[int, int] = field(default_factory=dict)
 
@@ -28,13 +28,13 @@ def bytes_kept(model: nn.Module) -> Iterator[Kept]:
         loss = model(inputs).sum()
     print(kept.nbytes)
     """
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
     kept = Kept()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept.storages[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in own:  # an address would not do: on torch's meta device, all are 0
+            kept.storages[storage._cdata] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ class StepLog:
     `settle`. Each flush is one write of whole lines, so a killed run's file is valid.
     """
 
-    def __init__(self, world: World, path: Path, tokens_per_step: int) -> None:
+    def __init__(self, world: World, path: Path, tokens_per_step: int, *, events: bool = False) -> None:
         self.losses: list[float] = []
         self.rates: list[float] = []  # tokens per second between flushes
         self._world = world
@@ -68,6 +68,8 @@ class StepLog:
         self._file = path.open("ab", buffering=0) if world.is_main else None
         self._pending: list[tuple[Mean, torch.Tensor, dict[str, Any]]] = []
         self._underway: Callable[[], None] | None = None
+        self._events = Events(path.parent) if events and world.is_main else None
+        self._began = time.monotonic()
         self._window_began = time.monotonic()
 
     def add(
@@ -85,6 +87,7 @@ class StepLog:
             "step": step,
             "learning_rate": learning_rate,
             "tokens": step * self._tokens_per_step,
+            "elapsed": self.elapsed(),
             "seconds": {name: round(value, 6) for name, value in seconds.items()},
         } | others
         self._pending.append((loss, grad_norm, record))
@@ -116,9 +119,13 @@ class StepLog:
         if self._file is not None:
             lines = self._path.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+            elapsed = json.loads(kept[-1]).get("elapsed", 0.0) if kept else 0.0
+            self._began = time.monotonic() - elapsed
             self._file.close()
             write_atomically(self._path, b"".join(kept))
             self._file = self._path.open("ab", buffering=0)
+        if self._events is not None:
+            self._events.go_back(step)
 
     def sync(self) -> None:
         """Let the file reach the disk, with all steps so far. Every rank, at the same step."""
@@ -135,6 +142,10 @@ class StepLog:
         finish, self._underway = self._underway, None
         if finish is not None:
             finish()
+
+    def elapsed(self) -> float:
+        """Seconds that the run has gone on, without those between an interruption and its resumption."""
+        return round(time.monotonic() - self._began, 3)
 
     @property
     def latest(self) -> dict[str, float]:
@@ -153,6 +164,8 @@ class StepLog:
         if self._file is not None:
             lines = "".join(json.dumps(without_nan(record), allow_nan=False) + "\n" for record in records)
             self._file.write(lines.encode())
+        if self._events is not None:
+            self._events.write(records)
 
     def close(self) -> None:
         """Settle, and close the file."""
@@ -163,6 +176,42 @@ class StepLog:
         """Without the steps that have not been written yet."""
         if self._file is not None:
             self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+class Events:
+    """The numbers of a run once more, as TensorBoard reads them: `tensorboard --logdir runs`, where that is installed.
+
+    A file is made with the first numbers. A run that goes on after a step writes another, which says that what comes
+    after that step in the file before does not count.
+    """
+
+    SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "loss_scale")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._purge_step: int | None = None
+        self._writer: Any = None
+
+    def write(self, records: Iterable[dict[str, Any]]) -> None:
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step, flush_secs=10)
+        for record in records:
+            for name in self.SHOWN:
+                if name in record:
+                    self._writer.add_scalar(name, record[name], record["step"])
+
+    def go_back(self, step: int) -> None:
+        self.close()
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def without_nan(record: dict[str, Any]) -> dict[str, Any]:

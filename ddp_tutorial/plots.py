@@ -1,6 +1,7 @@
 """Every figure in one style. Legible in grey and for the colour-blind: a series has a colour of the Okabe-Ito palette,
 and also its own dash, marker or hatch."""
 
+import io
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
@@ -27,7 +28,13 @@ HATCHES = ["", "///", "...", "\\\\\\", "xx", "++"]
 INK, FAINT = "#222222", "#888888"
 
 # How the parts of a step look.
-_GANTT = {"forward": (SKY, ""), "backward": (BLUE, ""), "finish": ("#dddddd", "////"), "update": (GREEN, "...")}
+_GANTT = {
+    "data": (PURPLE, "xx"),
+    "forward": (SKY, ""),
+    "backward": (BLUE, ""),
+    "finish": ("#dddddd", "////"),
+    "update": (GREEN, "..."),
+}
 
 _STYLE: dict[Any, Any] = {
     "figure.dpi": 100,
@@ -56,6 +63,14 @@ def styled(draw: Callable[Args, Figure]) -> Callable[Args, Figure]:
             return draw(*args, **kwargs)
 
     return wrapped
+
+
+def as_png(figure: Figure) -> bytes:
+    """The figure as a file would hold it; it is closed, and takes no more memory."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    plt.close(figure)
+    return buffer.getvalue()
 
 
 @styled
@@ -195,7 +210,9 @@ def gantt(timelines: Mapping[str, Timeline], rank: int = 0, title: str = "") -> 
         told = f"  {100 * overlap.fraction:.0f} % of what could be\n  hidden is hidden" if overlap.communication else ""
         last = 1e3 * (max(span.end for span in spans) - zero)
         axes.annotate(told, (last, row), va="center", fontsize=8.5)
-    for name, (color, hatch) in _GANTT.items():
+    drawn = {span.name for timeline in timelines.values() for span in timeline.ranks[rank]}
+    shown = {name: look for name, look in _GANTT.items() if name in drawn}
+    for name, (color, hatch) in shown.items():
         label = "finish (waiting)" if name == "finish" else name
         axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=label)
     axes.barh(0, 0, color=ORANGE, edgecolor="white", label="all-reduce on the link")
@@ -205,7 +222,7 @@ def gantt(timelines: Mapping[str, Timeline], rank: int = 0, title: str = "") -> 
     axes.margins(x=0.16)
     axes.set(xlabel="milliseconds", title=title)
     axes.set_xlim(left=0)
-    figure.legend(ncols=len(_GANTT) + 1, loc="outside lower center")
+    figure.legend(ncols=len(shown) + 1, loc="outside lower center")
     return figure
 
 

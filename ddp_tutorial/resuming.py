@@ -8,10 +8,14 @@ from typing import Any
 from ddp_tutorial.checkpoint import agreed, latest_valid
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.manifest import CHECKPOINTS, MANIFEST, CheckpointError, claimed, differences, read_manifest
+from ddp_tutorial.rank_logs import LOG
 from ddp_tutorial.world import World
 
 # Settings that may differ from those of a checkpoint: they do not change what is computed.
-_FREE = ("name", "nprocs", "device", "resume", "resume_allow", "resume_without", "checkpoint", "log_every", "eval_")
+_FREE = (
+    *("name", "nprocs", "device", "resume", "resume_allow", "resume_without", "checkpoint"),
+    *("log_every", "eval_", "early_stopping", "best_model", "tensorboard", "memory_limit_mb", "profile"),
+)
 
 
 def find_checkpoint(
@@ -31,7 +35,7 @@ def find_checkpoint(
         folder, problems = latest_valid(world, path / CHECKPOINTS)
         if world.is_main:
             for problem in problems:
-                print(f"passed over: {problem}")
+                LOG.info("passed over: %s", problem)
         if folder is None and resume != "auto":
             raise ConfigError(f"'resume' {resume}: there is no checkpoint, and no run that has a valid one")
     if folder is None:

@@ -25,6 +25,8 @@ class Run:
 
 
 STOP_REQUEST = "stop"  # a file in the folder of a run that should stop; see stopping.py
+BEST = "best"  # a folder in it: the weights of the step with the lowest held-out loss, as step_00000120/
+FAILURE = "failed.json"  # who failed first, and how; see rank_logs.py
 
 
 def folder_of(path: str | Path) -> Path:

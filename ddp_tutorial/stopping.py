@@ -1,8 +1,9 @@
-"""Stop early, all ranks at the same step: on a signal, or because somebody has asked for it."""
+"""Stop early, all ranks at the same step: on a signal, because somebody has asked for it, or for lack of progress."""
 
+import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -84,3 +85,25 @@ class Stopping:
         if work is not None:
             work.wait()
         return _WISHES[int(wish)]
+
+
+def without_progress(losses: Mapping[int, float], minimum_delta: float = 0.0, grace_steps: int = 0) -> int:
+    """Evaluations in a row that were not better than the best before them, up to the last. `losses` are by step.
+
+    Better means lower by more than `minimum_delta`; a NaN never is. Evaluations of the first `grace_steps` steps may be
+    the best, but are not held against the run. All there is to know is in the losses, so a resumed run decides as the
+    uninterrupted one.
+    """
+    best, count = math.inf, 0
+    for step in sorted(losses):
+        if losses[step] < best - minimum_delta:
+            best, count = losses[step], 0
+        elif step > grace_steps:
+            count += 1
+    return count
+
+
+def best_step(losses: Mapping[int, float]) -> int | None:
+    """The step with the lowest loss, the first of equals; None where there is no finite one."""
+    finite = [step for step in sorted(losses) if math.isfinite(losses[step])]
+    return min(finite, key=losses.__getitem__, default=None)

@@ -7,6 +7,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation import Batch, accumulate
 from ddp_tutorial.ddp import DDPConfig, data_parallel
+from ddp_tutorial.link import Link
 from ddp_tutorial.metrics import Mean
 from ddp_tutorial.precision import Precision
 from ddp_tutorial.world import World
@@ -15,6 +16,8 @@ from ddp_tutorial.world import World
 class Strategy(Protocol):
     """After `backward`, every rank holds the gradient of the mean loss over the tokens of all ranks, times the scale of
     its `Precision`."""
+
+    link: Link | None  # what carries the gradients, where Python sees it
 
     def backward(self, batches: Sequence[Batch]) -> Mean:
         """Fill `.grad`; return this rank's loss, as a sum and a count."""
@@ -28,6 +31,7 @@ class DDPStrategy:
         self, model: nn.Module, world: World, config: DDPConfig | None = None, precision: Precision | None = None
     ) -> None:
         self.model = data_parallel(model, world, config)
+        self.link = self.model.link
         self.precision = precision or Precision()
 
     def backward(self, batches: Sequence[Batch]) -> Mean:

@@ -34,6 +34,7 @@ from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.world import World, require_group
 
 COMPUTE, LINK = "compute", "link"
+TORCHS_OWN = "torch's own all-reduces, from its profiler"
 
 
 class Span(NamedTuple):
@@ -148,18 +149,22 @@ def record_torch() -> Iterator[Recorder]:
 
     The profiler has a clock of its own. Phases are in both records, and so say how far apart the two clocks are.
     """
-    recorder = Recorder("torch's own all-reduces, from its profiler")
+    recorder = Recorder(TORCHS_OWN)
     with ExitStack() as stack:
         stack.enter_context(observe(recorder.on_edge))
         profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU], acc_events=True))
         yield recorder
-    events = profiler.events() or []
+    add_transfers_of_torch(recorder, profiler.events() or [])
+    recorder.close()
+
+
+def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
+    """The all-reduces among the events of torch's profiler, which has watched the same phases as `recorder`."""
     ahead = _ahead_of_profiler(recorder.spans, events)
     reduced = [event.time_range for event in events if event.name.endswith(":all_reduce")]
     for number, times in enumerate(sorted(reduced, key=lambda times: times.start)):
         start, end = ahead + times.start / 1e6, ahead + times.end / 1e6
         recorder.on_transfer(Transfer(f"bucket {number}", 0, start, start, end))
-    recorder.close()
 
 
 def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:

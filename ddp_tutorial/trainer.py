@@ -7,7 +7,7 @@ One process and N ranks do the same work: `batch_size` counts the samples of a s
 """
 
 import math
-import re
+import os
 import shutil
 import statistics
 import time
@@ -15,128 +15,40 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
-from pydantic import Field, field_validator, model_validator
 
 from ddp_tutorial.accumulation import Batch, blame, next_token, split
-from ddp_tutorial.checkpoint import Check, Checkpointer, Component, RandomState, StateOf
-from ddp_tutorial.collectives import assert_same, digest, from_rank_zero, rank_zero_first
-from ddp_tutorial.config import Config, ConfigError
+from ddp_tutorial.checkpoint import Checkpointer, Component, RandomState, StateOf
+from ddp_tutorial.collectives import any_rank, assert_same, digest, from_rank_zero, rank_zero_first
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.console import describe
 from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.data import Windows
-from ddp_tutorial.ddp import DDPConfig
 from ddp_tutorial.dice import reseed, seed_of
 from ddp_tutorial.environment import describe_environment
+from ddp_tutorial.evaluation import held_out_loss
 from ddp_tutorial.files import RUNS, directory_written_atomically, new_directory, write_json
 from ddp_tutorial.invariant import InvariantStrategy
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.manifest import CHECKPOINTS
-from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks, without_nan
-from ddp_tutorial.model import GPT, loss_sum
+from ddp_tutorial.metrics import Mean, StepLog, without_nan
+from ddp_tutorial.model import GPT
 from ddp_tutorial.phases import Stopwatch, observe, phase
-from ddp_tutorial.precision import NotFiniteError, Precision, PrecisionConfig
+from ddp_tutorial.precision import NotFiniteError, Precision
+from ddp_tutorial.profiling import StepProfiler
 from ddp_tutorial.rank import progress
+from ddp_tutorial.rank_logs import LOG, failure_noted, rank_log
 from ddp_tutorial.resuming import claimed_by_rank_zero, find_checkpoint
-from ddp_tutorial.sharded import Share, to_device
-from ddp_tutorial.sharding import deal
-from ddp_tutorial.sources import SourceConfig, make_source
-from ddp_tutorial.stopping import SIGNALS, Stopping, Wish
+from ddp_tutorial.runs import BEST, FAILURE
+from ddp_tutorial.sharded import Share
+from ddp_tutorial.sources import make_source
+from ddp_tutorial.stopping import SIGNALS, Stopping, Wish, best_step, without_progress
 from ddp_tutorial.strategy import DDPStrategy, Strategy
+from ddp_tutorial.train_config import TrainConfig
+from ddp_tutorial.usage import Usage
 from ddp_tutorial.world import World, require_group
-
-
-class ModelConfig(Config):
-    layers: int = Field(4, ge=1)
-    heads: int = Field(4, ge=1)
-    width: int = Field(128, ge=1)
-    context: int = Field(128, ge=1, description="tokens that the model sees at once")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    recompute: bool = Field(False, description="activations of a block in backward, instead of keeping them")
-
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> "ModelConfig":
-        if self.width % self.heads:
-            raise ValueError(f"'model.width' {self.width} should be a multiple of 'model.heads' {self.heads}")
-        return self
-
-
-class CheckpointConfig(Config):
-    """When the state of a run is saved, and what is kept."""
-
-    every: int = Field(0, ge=0, description="steps between saves, with one at the end; 0 for none")
-    keep_last: int = Field(2, ge=1)
-    keep_best: int = Field(0, ge=0, description="by the metric `best`, besides the last ones")
-    best: str = "eval_loss"
-    best_is: Literal["min", "max"] = "min"
-    check: Check = Field("tensor", description="that ranks are equal before it is written; none, quick, tensor, full")
-    background: bool = Field(False, description="training waits for a copy in memory only, not for the disk")
-
-
-class TrainConfig(Config):
-    """Everything that decides what a run does. Same config, same world size, same machine: same bits."""
-
-    name: str = Field("", description="folder below runs/; by default made from corpus and time")
-    corpus: str = "python"
-    model: ModelConfig = ModelConfig()
-    seed: int = Field(0, ge=0, lt=2**31)
-
-    nprocs: int = Field(2, ge=1, description="ranks to start on this machine; torchrun and Slurm have their own say")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    strategy: Literal["ddp", "invariant"] = "ddp"
-    ddp: DDPConfig = DDPConfig()
-    micro_batches: int = Field(4, ge=1, description="strategy invariant only: of a step, over all ranks")
-    accumulation: int = Field(1, ge=1, description="strategy ddp only: micro-batches of a step, on each rank")
-    source: SourceConfig = SourceConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-
-    steps: int = Field(200, ge=1)
-    batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
-    learning_rate: float = Field(3e-3, gt=0, description="the highest; of a batch of `learning_rate_batch`, if scaled")
-    learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field("fixed", description="how it grows with batch_size")
-    learning_rate_batch: int = Field(16, ge=1, description="batch_size that learning_rate was chosen for")
-    warmup_steps: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
-    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="at the last step, as a part of the highest")
-    weight_decay: float = Field(0.1, ge=0)
-    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
-
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: str = Field("never", description="never; auto: from the run's own last checkpoint; or the path of one")
-    resume_allow: tuple[str, ...] = Field(
-        (), strict=False, description="settings that may differ from the checkpoint's"
-    )
-    resume_without: tuple[str, ...] = Field((), strict=False, description="components to begin anew, such as optimizer")
-
-    log_every: int = Field(10, ge=1, description="steps between writes to the log, which holds every step")
-    eval_every: int = Field(50, ge=1)
-    eval_samples: int = Field(256, ge=1, description="held-out samples in one evaluation, over all ranks")
-
-    @model_validator(mode="after")
-    def _options_belong_to_the_strategy(self) -> "TrainConfig":
-        if self.strategy == "invariant" and self.source.kind == "streamed":
-            raise ValueError("'strategy' invariant needs samples by number: use another 'source.kind' than streamed")
-        if self.strategy == "invariant" and self.accumulation != 1:
-            raise ValueError("'accumulation' is of strategy ddp; invariant has 'micro_batches', over all ranks")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_resumed(self) -> "TrainConfig":
-        if self.resume == "auto" and not self.name:
-            raise ValueError("'resume' auto goes on with the run of the same 'name': give it one")
-        if self.checkpoint.every and self.ddp.hook == "powersgd":
-            raise ValueError("'ddp.hook' powersgd keeps what it has left out in memory, and no checkpoint has it")
-        return self
-
-    @field_validator("name")
-    @classmethod
-    def _stays_below_runs(cls, name: str) -> str:
-        if not re.fullmatch(r"([\w][\w.-]*(/[\w][\w.-]*)*)?", name):
-            raise ValueError(
-                f"'name' {name!r} should be a folder below runs/, of letters, digits, '-', '_', '.' and '/'"
-            )
-        return name
 
 
 @dataclass(frozen=True)
@@ -190,18 +102,17 @@ class Trainer:
             self.strategy = DDPStrategy(self.model, world, config.ddp, self.precision)
             self.parts = config.accumulation
         self.optimizer = make_optimizer(self.model, config)
-        if world.is_main and config.learning_rate_rule != "fixed":
-            print(
-                f"learning rate {highest_learning_rate(config):g}: {config.learning_rate:g}, scaled from batch_size "
-                f"{config.learning_rate_batch} to {config.batch_size} by the rule {config.learning_rate_rule!r}"
-            )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
         self.watch = Stopwatch()
         self.step = 0
         self.eval_losses: dict[int, float] = {}
+        self.stalled = False
         self.run = _open_run(world, config)
         tokens = config.batch_size * config.model.context
-        self.log = StepLog(world, self.run / "metrics.jsonl", tokens)
+        self.log = StepLog(world, self.run / "metrics.jsonl", tokens, events=config.tensorboard)
+        self.usage = Usage(world, config.memory_limit_mb)
+        first, last = config.profile.first_step, config.profile.first_step + config.profile.steps - 1
+        self.profiler = StepProfiler(world, self.run, first, min(last, config.steps), self.strategy.link)
         self.stopping = Stopping(world, self.run)
         options = config.checkpoint
         self.checkpoints = Checkpointer(
@@ -223,11 +134,17 @@ class Trainer:
         with ExitStack() as stack:
             stack.callback(self.log.close_file)  # also when a step fails
             stack.enter_context(claimed_by_rank_zero(self.world, self.run))
+            stack.enter_context(rank_log(self.world, self.run))
+            stack.enter_context(failure_noted(self.world, self.run, lambda: self.step))
             stack.enter_context(observe(self.watch))
             stack.enter_context(self.stopping.listening())
+            stack.callback(self.profiler.close)
+            self.begin()
             self.resume()
-            while self.step < self.config.steps and not wish:
+            while self.step < self.config.steps and not self.stalled and not wish:
+                self.profiler.before(self.step + 1)
                 self.advance()
+                self.profiler.after(self.step)
                 wish = self.stopping.wish()
             self.stopping.close()
             if wish == "save":
@@ -243,18 +160,38 @@ class Trainer:
         with phase("update"):
             norm, made = self.update(loss, batches)
         self.step += 1
-        rate = float(self.scheduler.get_last_lr()[0])
-        self.log.add(self.step, loss, norm, rate, self.watch.take(), loss_scale=self.precision.loss_scale)
+        rate, seconds = float(self.scheduler.get_last_lr()[0]), self.watch.take()
+        self.log.add(self.step, loss, norm, rate, seconds, loss_scale=self.precision.loss_scale)
+        self.usage.add(seconds)
         if made:  # else the rate would move on, and the weights have not
             self.scheduler.step()
         if self.due(self.config.log_every):
             self.log.flush()
+            self.usage.watch_memory()
+            if self.log.latest:
+                LOG.debug("step %d: %s", self.step, describe(self.log.latest))
             progress(self.step, self.config.steps, **self.log.latest)
         if self.due(self.config.eval_every):
             self.evaluate()
         self.checkpoints.poll()
         if self.config.checkpoint.every and self.due(self.config.checkpoint.every):
             self.save()
+
+    def begin(self) -> None:
+        """Say what is about to happen; forget how an earlier attempt has failed."""
+        config = self.config
+        LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
+        if config.learning_rate_rule != "fixed":
+            LOG.info(
+                "learning rate %g: %g, scaled from batch_size %d to %d by the rule %r",
+                highest_learning_rate(config),
+                config.learning_rate,
+                config.learning_rate_batch,
+                config.batch_size,
+                config.learning_rate_rule,
+            )
+        if self.world.is_main:
+            (self.run / FAILURE).unlink(missing_ok=True)
 
     def components(self) -> dict[str, Component]:
         """All that a run needs to go on as if nothing had happened, and who has the same of it."""
@@ -285,6 +222,8 @@ class Trainer:
 
     def set_progress(self, state: dict[str, Any]) -> None:
         self.step, self.eval_losses = state["step"], dict(state["eval_losses"])
+        self.stalled = self.is_stalled()
+        self.drop_best(after=self.step)
         self.log.go_back(self.step, state["losses"].tolist())
 
     def save(self) -> None:
@@ -310,9 +249,8 @@ class Trainer:
             return
         self.warm_up()
         manifest = self.checkpoints.load(folder, self.config.resume_without)
-        if self.world.is_main:
-            left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
-            print(f"going on after step {manifest.step}, from {folder}{left_out}")
+        left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
+        LOG.info("going on after step %d, from %s%s", manifest.step, folder, left_out)
 
     def warm_up(self) -> None:
         """One backward of nothing in particular. After the first one of a process, DDP cuts its buckets anew, in the
@@ -323,7 +261,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.steps
+        return self.step % every == 0 or self.step == self.config.steps or self.stalled
 
     def update(self, loss: Mean, batches: list[Batch]) -> tuple[torch.Tensor, bool]:
         """Clip by the norm over all parameters, step, zero. Returns the norm before clipping, and whether the weights
@@ -338,27 +276,52 @@ class Trainer:
             raise NotFiniteError(f"step {self.step + 1}: the gradient is not finite. {where[0].upper()}{where[1:]}.")
         return norm, made
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the first `eval_samples` held-out samples, each seen by exactly one rank."""
         self.log.settle()
         with phase("evaluate"), self.log.paused():
-            self.model.eval()
-            count = min(self.config.eval_samples, len(self.held_out))
-            mine = deal(np.arange(count), self.world.rank, self.world.size)
-            loss = Mean(torch.zeros((), device=self.world.device), 0)
             size = max(1, self.config.batch_size // self.world.size)
-            for start in range(0, len(mine), size):
-                indices = mine[start : start + size]
-                samples = to_device(self.held_out.fetch(indices), self.world.device)
-                batch = next_token(Share(samples, len(indices), count))
-                with self.precision.autocast():
-                    loss += Mean(loss_sum(self.model(batch.inputs), batch.targets), batch.tokens)
-            self.model.train()
-            [value] = mean_over_ranks(self.world, [loss])
-        self.eval_losses[self.step] = value
-        self.log.write({"step": self.step, "eval_loss": value, "seconds": self.watch.take()})
+            value = held_out_loss(self.world, self.model, self.held_out, self.config.eval_samples, size, self.precision)
+            used = self.usage.of_ranks()
+            self.eval_losses[self.step] = value
+            # The value is the same on all ranks. But whoever leaves the loop alone makes the others wait for ever.
+            self.stalled = any_rank(self.world, self.is_stalled())
+            self.keep_best()
+        seconds = self.watch.take()
+        self.log.write(
+            {
+                "step": self.step,
+                "eval_loss": value,
+                "elapsed": self.log.elapsed(),
+                "seconds": seconds,
+                "ranks": used,
+            }
+        )
+        LOG.debug("step %d: held out %.4f", self.step, value)
         return value
+
+    def is_stalled(self) -> bool:
+        """Has the held-out loss stopped to fall, as `early_stopping` defines it?"""
+        options = self.config.early_stopping
+        if not options.patience:
+            return False
+        return without_progress(self.eval_losses, options.minimum_delta, options.grace_steps) >= options.patience
+
+    def keep_best(self) -> None:
+        """The weights of the step with the lowest held-out loss so far, if it is this one, take the place of others."""
+        if self.config.best_model and self.world.is_main and best_step(self.eval_losses) == self.step:
+            before = list((self.run / BEST).glob("step_*"))
+            with directory_written_atomically(self.run / BEST / f"step_{self.step:08d}") as folder:
+                self.model.save_pretrained(folder)
+            for old in before:
+                shutil.rmtree(old)
+
+    def drop_best(self, after: int) -> None:
+        """A run that goes back to step `after` has not found yet what it found later."""
+        if self.world.is_main:
+            for folder in (self.run / BEST).glob("step_*"):
+                if int(folder.name.removeprefix("step_")) > after:
+                    shutil.rmtree(folder)
 
     def finish(self) -> TrainResult:
         """Check that the ranks ended up with the same weights; rank 0 writes the model, and the result last."""
@@ -368,26 +331,31 @@ class Trainer:
         self.checkpoints.close()
         self.source.close()
         self.log.close()
+        used = self.usage.of_ranks_in_all()
+        if used["straggler"]:
+            LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
         result = TrainResult(
             run=self.run,
             losses=self.log.losses,
             eval_losses=self.eval_losses,
             tokens_per_second=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first warms up
             weights=digest(weights),
-            stopped_at=self.step if self.step < self.config.steps else None,
+            stopped_at=self.step if self.step < self.config.steps and not self.stalled else None,
         )
         if self.world.is_main:
             shutil.rmtree(self.run / "model", ignore_errors=True)  # of before it was resumed
             with directory_written_atomically(self.run / "model") as folder:
                 self.model.save_pretrained(folder)
-            write_json(self.run / "result.json", self.summary(result))
+            write_json(self.run / "result.json", self.summary(result, used))
         return result
 
-    def summary(self, result: TrainResult) -> dict[str, Any]:
-        """What `result.json` says."""
+    def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:
+        """What `result.json` says; `used` is of all ranks."""
+        best = best_step(self.eval_losses)
         return {
             "schema": 1,
             "status": "finished" if result.stopped_at is None else "stopped",
+            "reason": f"no better since step {best}" if self.stalled else "",
             "step": self.step,
             "parameters": self.config.model_dump(),
             "world_size": self.world.size,
@@ -396,10 +364,13 @@ class Trainer:
                 {
                     "loss": result.losses[-1],
                     "eval_loss": self.eval_losses.get(self.step),
+                    "best_eval_loss": None if best is None else self.eval_losses[best],
+                    "best_step": best,
                     "tokens_per_second": round(result.tokens_per_second, 1),
                     "weights": result.weights,
                 }
             ),
+            "ranks": used,
         }
 
 
@@ -444,7 +415,7 @@ def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
-        done = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+        done = (step - config.warmup_steps) / max(1, (config.schedule_steps or config.steps) - 1 - config.warmup_steps)
         low = config.final_lr_fraction
         return low + (1 - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 

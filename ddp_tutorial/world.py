@@ -69,6 +69,11 @@ class World:
         return f"rank {self.rank} of {self.size} on {self.device}, {self.backend}"
 
 
+def joins_others(environ: Mapping[str, str] = os.environ) -> bool:
+    """Has torchrun, or srun with several tasks, started this process? Then it is one rank, and need not start any."""
+    return "RANK" in environ or World.detect(environ, device="cpu").size > 1
+
+
 def choose_device(device: str, local_rank: int = 0, local_size: int = 1, gpus: int | None = None) -> torch.device:
     """The device of one rank: a GPU of its own where there is one for each rank of the machine, else the CPU."""
     if device not in {"auto", "cpu", "cuda"}:

@@ -25,7 +25,8 @@ from ddp_tutorial.model import GPT
 from ddp_tutorial.sharded import Share
 from ddp_tutorial.sharding import deal
 from ddp_tutorial.strategy import DDPStrategy
-from ddp_tutorial.trainer import ModelConfig, TrainConfig, launch_training
+from ddp_tutorial.train_config import ModelConfig, TrainConfig
+from ddp_tutorial.trainer import launch_training
 from ddp_tutorial.world import World
 
 CONTEXT = 8

@@ -324,6 +324,7 @@ def test_a_record_says_all_about_its_step(log: StepLog, tmp_path: Path) -> None:
     first, second = records(tmp_path / "log.jsonl")
     rate = first.pop("tokens_per_second")
     assert rate == second.pop("tokens_per_second") == round(log.rates[0], 1) > 0
+    assert 0 <= first.pop("elapsed") <= second.pop("elapsed") < 60
     rest = {"learning_rate": 0.125, "grad_norm": 0.25, "seconds": {"data": 0.123457, "grads": 1.0}}
     assert first == {"step": 1, "loss": 2.5, "tokens": 100, **rest}
     assert second == {"step": 2, "loss": 1.5, "tokens": 200, **rest}

@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from ddp_tutorial.config import CONFIGS, Config, ConfigError, did_you_mean, find, load, merge, names
-from ddp_tutorial.trainer import TrainConfig
+from ddp_tutorial.train_config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("workdir")
 

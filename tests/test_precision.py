@@ -16,7 +16,8 @@ from ddp_tutorial.launcher import launch
 from ddp_tutorial.model import GPT
 from ddp_tutorial.precision import NotFiniteError, Precision, PrecisionConfig, Scale
 from ddp_tutorial.sharded import Share
-from ddp_tutorial.trainer import ModelConfig, TrainConfig, Trainer, train
+from ddp_tutorial.train_config import ModelConfig, TrainConfig
+from ddp_tutorial.trainer import Trainer, train
 from ddp_tutorial.world import World
 from ranks import error_of
 

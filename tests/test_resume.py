@@ -22,7 +22,8 @@ from ddp_tutorial.launcher import RankError, launch
 from ddp_tutorial.manifest import claimed, folders, name_of, read_manifest
 from ddp_tutorial.runs import request_stop
 from ddp_tutorial.stopping import EXIT_CODE, Stopping
-from ddp_tutorial.trainer import ModelConfig, TrainConfig, Trainer, train
+from ddp_tutorial.train_config import ModelConfig, TrainConfig
+from ddp_tutorial.trainer import Trainer, train
 from ddp_tutorial.world import World
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -63,10 +64,13 @@ def config_of(flavour: str = "plain", **values: Any) -> TrainConfig:
     return TrainConfig.model_validate(BASE | FLAVOURS[flavour] | values)
 
 
+VARYING = {"seconds", "tokens_per_second", "elapsed", "ranks"}
+
+
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """What has to be the same of each step, so all but times."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in {"seconds", "tokens_per_second"}} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in VARYING} for line in lines]
 
 
 def outcome(config: TrainConfig, world: World) -> dict[str, Any]:
@@ -205,7 +209,7 @@ def test_a_component_can_be_left_out_by_name(capsys: pytest.CaptureFixture[str])
     start = f"runs/first/checkpoints/{name_of(3)}"
     exact = train(World(), config_of(name="exact", resume=start))
     without = train(World(), config_of(name="without", resume=start, resume_without=("optimizer",)))
-    assert f"going on after step 3, from {start}, without optimizer" in capsys.readouterr().out
+    assert f"going on after step 3, from {start}, without optimizer" in capsys.readouterr().err
     assert without.losses[:4] == exact.losses[:4], "the loss of step 4 is from before its update"
     assert without.losses[4:] != exact.losses[4:]
 
@@ -244,7 +248,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(capsys: pytest.C
     for step in (STEPS, STEPS - 1):
         (first.run / "checkpoints" / name_of(step) / "optimizer.pt").write_bytes(b"")
     assert train(World(), config).weights == first.weights
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert said.count("passed over: ") == 2
     assert f"{name_of(STEPS)}/optimizer.pt has 0 bytes" in said
     assert f"going on after step {STEPS - 2}" in said

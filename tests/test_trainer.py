@@ -19,10 +19,10 @@ from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.launcher import RankError, launch
 from ddp_tutorial.model import GPT
 from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.rank_logs import rank_log
 from ddp_tutorial.sharding import Order
+from ddp_tutorial.train_config import ModelConfig, TrainConfig
 from ddp_tutorial.trainer import (
-    ModelConfig,
-    TrainConfig,
     Trainer,
     TrainResult,
     launch_training,
@@ -208,12 +208,18 @@ def test_fewer_held_out_samples_than_ranks_can_be_evaluated() -> None:
 # ------------------------------------------------------------------------------------------- what a run leaves behind
 
 
+def files_of(run: Path) -> set[str]:
+    """TensorBoard's file has the time and the host in its name, too."""
+    return {path.name if "tfevents" not in path.name else "events.out.tfevents" for path in run.iterdir()}
+
+
 def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
     config = changed(QUICK, name="mine", steps=14, learning_rate=1e-3)
     result = launch_training(config, echo=False)
     run = Path("runs/mine")
     assert result.run == run
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "model", "result.json"}
+    logs = {"metrics.jsonl", "rank_0.log", "rank_1.log", "events.out.tfevents"}
+    assert files_of(run) == {"config.json", "model", "result.json"} | logs
     assert TrainConfig(**json.loads((run / "config.json").read_text())) == config
 
     lines = log_of(run)
@@ -221,7 +227,7 @@ def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
     assert [line["step"] for line in steps] == list(range(1, 15))
     assert [line["loss"] for line in steps] == result.losses
     for line in steps:
-        measured = {"loss", "grad_norm", "tokens_per_second", "seconds"}
+        measured = {"loss", "grad_norm", "tokens_per_second", "seconds", "elapsed"}
         assert set(line) == {"step", "tokens", "learning_rate", "loss_scale"} | measured
         assert set(line["seconds"]) >= {"data", "grads", "update"}
         assert all(value >= 0 for value in line["seconds"].values())
@@ -235,7 +241,9 @@ def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
     assert len(lines) == 14 + 3
 
     summary = json.loads((run / "result.json").read_text())
-    assert set(summary) == {"schema", "status", "step", "parameters", "world_size", "environment", "metrics"}
+    told = {"schema", "status", "reason", "step", "parameters", "world_size", "environment", "metrics", "ranks"}
+    assert set(summary) == told
+    assert summary["reason"] == ""
     assert (summary["schema"], summary["status"], summary["world_size"]) == (1, "finished", 2)
     assert summary["step"] == 14
     assert summary["parameters"] == config.model_dump(mode="json")
@@ -243,6 +251,8 @@ def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
     assert summary["metrics"] == {
         "loss": result.losses[-1],
         "eval_loss": result.eval_losses[14],
+        "best_eval_loss": min(result.eval_losses.values()),
+        "best_step": min(result.eval_losses, key=result.eval_losses.__getitem__),
         "tokens_per_second": round(result.tokens_per_second, 1),
         "weights": result.weights,
     }
@@ -277,7 +287,7 @@ def test_a_run_that_is_killed_leaves_whole_lines_and_no_result() -> None:
     with pytest.raises(RankError, match="SIGKILL"):
         launch(train_until_killed, 2, config, device="cpu", echo=False)
     run = Path("runs/killed")
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl"}
+    assert files_of(run) == {"config.json", "metrics.jsonl", "rank_0.log", "rank_1.log", "events.out.tfevents"}
     lines = log_of(run)
     # seven steps were done; flushed after 2, 4 and 6, and the file is one flush behind
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -288,8 +298,7 @@ def test_a_run_that_diverges_is_told_when_and_by_which_weight_on_which_rank() ->
     told = r"step \d+: the gradient is not finite\. On rank 0, (parameter|the (loss|gradient)) .*; on rank 1, "
     with pytest.raises(RankError, match=told):
         launch(train, 2, changed(QUICK, name="wild", learning_rate=1e30), device="cpu", echo=False)
-    run = Path("runs/wild")
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl"}
+    assert files_of(Path("runs/wild")) == {"config.json", "metrics.jsonl", "rank_0.log", "rank_1.log", "failed.json"}
 
 
 # --------------------------------------------------------------------------------------------------------- one step
@@ -312,7 +321,9 @@ def test_the_learning_rate_is_scaled_to_the_batch_by_the_rule_and_says_so(
     trainer = Trainer(changed(config, warmup_steps=0), World())
     assert trainer.scheduler.get_last_lr() == pytest.approx([rate, rate])
     trainer.log.close()
-    said = capsys.readouterr().out
+    with rank_log(World(), trainer.run):
+        trainer.begin()
+    said = capsys.readouterr().err
     assert said == (
         ""
         if rule == "fixed"

@@ -24,7 +24,8 @@ from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.manifest import CHECKPOINTS, latest
 from ddp_tutorial.phases import Edge, observe
-from ddp_tutorial.trainer import ModelConfig, TrainConfig, train
+from ddp_tutorial.train_config import ModelConfig, TrainConfig
+from ddp_tutorial.trainer import train
 from ddp_tutorial.world import World, process_group
 
 RANKS = 2

@@ -18,7 +18,8 @@ from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.model import GPT
 from ddp_tutorial.phases import observe
-from ddp_tutorial.trainer import ModelConfig, TrainConfig, Trainer, learning_rate_factor, make_optimizer
+from ddp_tutorial.train_config import ModelConfig, TrainConfig
+from ddp_tutorial.trainer import Trainer, learning_rate_factor, make_optimizer
 from ddp_tutorial.world import World
 
 # Name -> (model, samples a rank and step, steps a repeat). The steps make a repeat last about a second or two.

@@ -1,0 +1,267 @@
+"""Who uses how much memory and time, what each rank says, and when a run ends for lack of progress."""
+
+import json
+import logging
+import math
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_tutorial.launcher import RankError, launch
+from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.rank_logs import LOG
+from ddp_tutorial.runs import load_run
+from ddp_tutorial.saved import evaluate
+from ddp_tutorial.stopping import best_step, without_progress
+from ddp_tutorial.train_config import EarlyStoppingConfig, ModelConfig, ProfileConfig, TrainConfig
+from ddp_tutorial.trainer import Trainer, TrainResult, train
+from ddp_tutorial.usage import straggler
+from ddp_tutorial.world import World
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+QUICK = TrainConfig(
+    corpus="tales",
+    model=ModelConfig(layers=1, heads=2, width=32, context=32),
+    steps=6,
+    batch_size=8,
+    warmup_steps=2,
+    log_every=2,
+    eval_every=2,
+    eval_samples=8,
+)
+
+
+def config_of(**changed: object) -> TrainConfig:
+    return TrainConfig.model_validate(QUICK.model_dump() | changed)
+
+
+# ----------------------------------------------------------------------------------------------- lack of progress
+
+
+def test_evaluations_without_progress_are_counted_from_the_best() -> None:
+    losses = {10: 3.0, 20: 2.0, 30: 2.5, 40: 1.9, 50: 2.0, 60: 1.95}
+    assert [without_progress(dict(list(losses.items())[:n])) for n in range(7)] == [0, 0, 0, 1, 0, 1, 2]
+    # lower by 0.1 is not lower by more than 0.2, measured from the last one that counted: 2.0
+    assert without_progress(losses, minimum_delta=0.2) == 4
+    assert without_progress(losses, minimum_delta=0.2, grace_steps=40) == 2
+    assert best_step(losses) == 40
+
+
+def test_a_loss_that_is_not_finite_is_no_progress() -> None:
+    assert without_progress({1: 2.0, 2: math.nan, 3: math.inf}) == 2
+    assert best_step({1: math.nan, 2: 5.0, 3: math.inf}) == 2
+    assert best_step({1: math.nan}) is None
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=20))
+def test_the_count_is_the_distance_to_the_first_best(values: list[float]) -> None:
+    losses = dict(enumerate(values))
+    best = best_step(losses)
+    assert best == values.index(min(values))
+    assert without_progress(losses) == len(values) - 1 - values.index(min(values))
+
+
+def test_all_ranks_stop_at_the_same_step_when_the_loss_falls_no_more() -> None:
+    # nothing is as much as 100 lower: the first evaluation is the best, and two others come after it
+    stopping = EarlyStoppingConfig(patience=2, minimum_delta=100.0).model_dump()
+    config = config_of(early_stopping=stopping, steps=50, name="early", best_model=True)
+    results = launch(train, 2, config, device="cpu", echo=False)
+    assert [sorted(result.eval_losses) for result in results] == [[2, 4, 6]] * 2
+    assert {len(result.losses) for result in results} == {6}
+    assert {result.stopped_at for result in results} == {None}
+    told = load_run("runs/early").result
+    assert told is not None
+    assert (told["status"], told["step"]) == ("finished", 6)
+    losses = results[0].eval_losses
+    assert told["metrics"]["best_step"] == min(losses, key=losses.__getitem__)
+    assert told["reason"] == f"no better since step {told['metrics']['best_step']}"
+
+
+def test_the_grace_steps_are_not_held_against_a_run() -> None:
+    stopping = EarlyStoppingConfig(patience=1, minimum_delta=100.0, grace_steps=7).model_dump()
+    result = train(World(), config_of(early_stopping=stopping, steps=50))
+    assert sorted(result.eval_losses) == [2, 4, 6, 8]
+
+
+def test_a_resumed_run_stalls_at_the_step_where_the_uninterrupted_one_does() -> None:
+    stopping = EarlyStoppingConfig(patience=3, minimum_delta=100.0).model_dump()
+    saving = {"checkpoint": {"every": 2, "keep_last": 10}, "early_stopping": stopping, "steps": 50}
+    whole = train(World(), config_of(name="whole", **saving))
+    again = train(World(), config_of(name="again", resume="runs/whole/checkpoints/step_00000004", **saving))
+    assert sorted(whole.eval_losses) == sorted(again.eval_losses) == [2, 4, 6, 8]
+    assert whole.weights == again.weights
+
+
+# ------------------------------------------------------------------------------------------------- the best model
+
+
+def test_the_best_model_is_the_one_with_the_lowest_held_out_loss() -> None:
+    # a learning rate that soon does harm
+    result = train(World(), config_of(name="best", best_model=True, steps=12, learning_rate=0.3, warmup_steps=6))
+    best = best_step(result.eval_losses)
+    assert best is not None
+    assert best < 12
+    assert [path.name for path in (result.run / "best").iterdir()] == [f"step_{best:08d}"]
+    assert evaluate(result.run, best=True)["eval_loss"] == pytest.approx(result.eval_losses[best], rel=1e-6)
+    assert evaluate(result.run)["eval_loss"] == pytest.approx(result.eval_losses[12], rel=1e-6)
+
+
+def test_a_run_that_goes_back_forgets_a_best_model_of_later() -> None:
+    saving = {"checkpoint": {"every": 2, "keep_last": 10}, "best_model": True, "name": "back", "steps": 6}
+    first = train(World(), config_of(**saving))
+    assert best_step(first.eval_losses) == 6
+    for later in ("step_00000004", "step_00000006"):
+        folder = first.run / "checkpoints" / later
+        (folder / "manifest.json").write_text("{}")
+    again = train(World(), config_of(**saving, resume="auto"))
+    assert again.weights == first.weights
+    assert [path.name for path in (first.run / "best").iterdir()] == ["step_00000006"]
+
+
+# ----------------------------------------------------------------------------------------------------- stragglers
+
+
+def test_the_straggler_is_the_rank_whose_own_work_takes_longest() -> None:
+    even = {"data": [0.1, 0.1], "forward": [1.0, 1.1], "backward": [2.0, 2.0], "grads": [3.0, 3.1]}
+    assert straggler(even) is None
+    slow = even | {"forward": [1.0, 3.0], "backward": [4.0, 2.0]}  # backward is where the quick one waits
+    assert straggler(slow) == {"rank": 1, "phase": "forward", "times": 3.0, "seconds": 2.0}
+
+
+def test_a_slow_rank_that_costs_next_to_nothing_is_not_told() -> None:
+    assert straggler({"data": [0.001, 0.004], "grads": [3.0, 3.0]}) is None
+    assert straggler({"data": [1.0], "forward": [2.0]}) is None
+    assert straggler({}) is None
+
+
+def _with_rank_one_slow(world: World, config: TrainConfig) -> TrainResult:
+    trainer = Trainer(config, world)
+    if world.rank == 1:
+        trainer.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
+    return trainer.train()
+
+
+def test_a_run_names_its_straggler_and_the_memory_of_each_rank() -> None:
+    launch(_with_rank_one_slow, 2, config_of(name="slow", eval_every=6), device="cpu", echo=False)
+    run = load_run("runs/slow")
+    assert run.result is not None
+    used = run.result["ranks"]
+    assert (used["straggler"]["rank"], used["straggler"]["phase"]) == (1, "forward")
+    assert used["straggler"]["seconds"] > 0.2
+    assert all(mb > 50 for mb in used["rss_mb"])
+    assert {len(each) for each in used["seconds"].values()} == {2}
+    [evaluation] = [row for row in run.steps if "eval_loss" in row]
+    assert evaluation["ranks"]["seconds"]["forward"][1] > 6 * 0.05
+    assert "the others waited for rank 1, in forward" in Path("runs/slow/rank_0.log").read_text()
+
+
+# ------------------------------------------------------------------------------------------- what each rank says
+
+
+def test_every_rank_has_a_log_and_the_console_shows_what_matters(capfd: pytest.CaptureFixture[str]) -> None:
+    launch(train, 2, config_of(name="mine", memory_limit_mb=1.0, learning_rate_rule="sqrt"), device="cpu")
+    shown = capfd.readouterr().out
+    logs = [Path(f"runs/mine/rank_{rank}.log").read_text() for rank in range(2)]
+    for rank, log in enumerate(logs):
+        assert f"rank {rank} of 2 on cpu, gloo" in log
+        assert "step 6: held out" in log
+        assert log.count(f"rank {rank} uses ") == 1, "warned once, not at every look"
+        assert f"[rank {rank}] rank {rank} uses " in shown
+    assert "more than memory_limit_mb=1" in logs[1]
+    assert shown.count("learning rate 0.00212132: 0.003, scaled from batch_size 16 to 8") == 1
+    assert "held out" not in shown, "details are for the file"
+
+
+def test_the_logger_is_left_as_it_was() -> None:
+    before = LOG.level, LOG.propagate, list(LOG.handlers), list(logging.getLogger("py.warnings").handlers)
+    train(World(), QUICK)
+    assert (LOG.level, LOG.propagate, list(LOG.handlers), list(logging.getLogger("py.warnings").handlers)) == before
+
+
+def _failing(world: World, config: TrainConfig) -> TrainResult:
+    def fail(edge: Edge) -> None:
+        failing.append(edge.entered and edge.name == "update")
+        if world.rank == 1 and sum(failing) == 3:
+            raise ValueError("the third update, on rank 1")
+
+    failing: list[bool] = []
+    with observe(fail):
+        return train(world, config)
+
+
+def test_the_first_rank_to_fail_leaves_a_note_and_each_its_traceback() -> None:
+    with pytest.raises(RankError, match="rank 1 raised ValueError: the third update"):
+        launch(_failing, 2, config_of(name="bad"), device="cpu", echo=False)
+    note = json.loads(Path("runs/bad/failed.json").read_text())
+    assert note == {"rank": 1, "step": 2, "error": "ValueError: the third update, on rank 1"}
+    log = Path("runs/bad/rank_1.log").read_text()
+    assert "ERROR   failed after step 2" in log
+    assert "ValueError: the third update, on rank 1" in log
+    assert not Path("runs/bad/result.json").exists()
+
+
+def test_a_run_that_goes_on_is_not_a_failed_one_any_more() -> None:
+    with pytest.raises(RankError):
+        launch(_failing, 2, config_of(name="bad", checkpoint={"every": 2}), device="cpu", echo=False)
+    launch(train, 2, config_of(name="bad", checkpoint={"every": 2}, resume="auto"), device="cpu", echo=False)
+    assert not Path("runs/bad/failed.json").exists()
+    run = load_run("runs/bad")
+    assert run.result is not None
+    elapsed = [row["elapsed"] for row in run.steps]
+    assert elapsed == sorted(elapsed)
+
+
+# ------------------------------------------------------------------------------------------ TensorBoard, profiler
+
+
+def events_of(folder: Path) -> list[tuple[str, int, float]]:
+    """Tag, step and value of the scalars, in the order of the files. A record: length, checksum, protobuf, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data = path.read_bytes()
+        while data:
+            [length] = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+    return found
+
+
+def test_tensorboard_gets_the_numbers_of_the_log() -> None:
+    result = train(World(), config_of(name="events"))
+    found = events_of(result.run)
+    losses = [(step, value) for tag, step, value in found if tag == "loss"]
+    assert losses == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in enumerate(result.losses, 1)]
+    evals = {step: value for tag, step, value in found if tag == "eval_loss"}
+    assert evals == pytest.approx(result.eval_losses, rel=1e-6)
+    assert {"learning_rate", "grad_norm", "tokens_per_second"} <= {tag for tag, _, _ in found}
+
+
+def test_tensorboard_can_be_left_out() -> None:
+    assert not list(train(World(), config_of(tensorboard=False)).run.glob("events*"))
+
+
+def test_profiled_steps_leave_a_trace_of_each_rank_and_their_timeline() -> None:
+    profile = ProfileConfig(first_step=3, steps=2).model_dump()
+    launch(train, 2, config_of(name="profiled", profile=profile), device="cpu", echo=False)
+    folder = Path("runs/profiled/profile")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"rank_0.json.gz", "rank_1.json.gz", "timeline.json", "timeline.png"}
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    for rank in range(2):
+        spans = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank]
+        assert spans.count("forward") == spans.count("update") == 2
+        assert any(name.startswith("bucket ") for name in spans), "the all-reduces of torch's DDP"
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_profile_that_the_run_does_not_reach_is_left_out() -> None:
+    result = train(World(), config_of(profile={"first_step": 7, "steps": 3}))
+    assert not (result.run / "profile").exists()
