@@ -1,0 +1,107 @@
+"""Every config that comes with the package: loads, trains, serves papermill as parameters, and does what it says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ddp_tutorial.config import CONFIGS, ConfigError, load, names
+from ddp_tutorial.experiments import read_parameters
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.train_config import TrainConfig
+from ddp_tutorial.trainer import TrainResult, launch_training, train
+from ddp_tutorial.world import World
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+# Little of everything, so that each of them takes a second.
+LITTLE = [
+    *("device=cpu", "corpus=tales", "model.layers=1", "model.heads=2", "model.width=16", "model.context=16"),
+    *("batch_size=16", "steps=2", "warmup_steps=1", "eval_samples=4", "checkpoint.every=0", "resume=never"),
+]
+ASKED_FOR = {
+    *("single_process", "2proc", "4proc", "2gpu", "4gpu", "4cpu", "grad_accum", "mixed_precision", "invariant"),
+    *("sharded_dataset", "dispatched_dataset", "iterable_dataset", "sharded_iterable_dataset", "sharded_fast_dataset"),
+    *("checkpoint_train", "checkpoint_resume", "early_stopping"),
+}
+RANKS = {name: load(name, TrainConfig).nprocs for name in names()}
+
+
+def test_the_configs_that_are_promised_are_there() -> None:
+    assert set(names()) >= ASKED_FOR
+    assert RANKS["single_process"] == RANKS["iterable_dataset"] == 1
+    assert RANKS["4proc"] == RANKS["4cpu"] == RANKS["4gpu"] == 4
+    assert RANKS["sharded_dataset"] == RANKS["2gpu"] == 2
+
+
+@pytest.mark.parametrize("name", sorted(set(names()) - {"base"}))
+def test_a_config_is_a_few_lines_over_another_and_says_what_it_is_for(name: str) -> None:
+    lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert any(line.startswith("extends: ") for line in lines)
+    assert len(lines) <= 12
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_config_is_a_file_of_parameters_for_papermill(name: str) -> None:
+    """papermill sets every key of the file as a variable of the notebook."""
+    injected = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    assert read_parameters(TrainConfig, injected) == load(name, TrainConfig)
+
+
+def _train_all(world: World, configs: dict[str, TrainConfig]) -> dict[str, TrainResult]:
+    return {name: train(world, config) for name, config in configs.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_config_trains(size: int) -> None:
+    configs = {
+        name: load(name, TrainConfig, [*LITTLE, f"name={name}"]) for name, ranks in RANKS.items() if ranks == size
+    }
+    assert configs
+    for results in launch(_train_all, size, configs, device="cpu", echo=False, threads=1):
+        assert {name: len(result.losses) for name, result in results.items()} == dict.fromkeys(configs, 2)
+        assert all(0 < loss < 10 for result in results.values() for loss in result.losses)
+    for name in configs:
+        assert json.loads(Path(f"runs/{name}/result.json").read_text())["world_size"] == size
+
+
+def test_the_four_kinds_of_data_are_told_apart() -> None:
+    kinds = {name: load(name, TrainConfig).source.kind for name in names() if name.endswith("_dataset")}
+    assert kinds == {
+        "sharded_dataset": "sharded",
+        "dispatched_dataset": "dispatched",
+        "iterable_dataset": "streamed",
+        "sharded_iterable_dataset": "streamed",
+        "sharded_fast_dataset": "fast_stream",
+    }
+
+
+def test_two_halves_with_checkpoints_end_with_the_weights_of_one_run() -> None:
+    little = [*LITTLE[:-4], "eval_samples=4", "warmup_steps=2", "schedule_steps=8", "checkpoint.every=2"]
+    first = launch_training(load("checkpoint_train", TrainConfig, [*little, "steps=4"]), echo=False)
+    second = launch_training(load("checkpoint_resume", TrainConfig, [*little, "steps=8"]), echo=False)
+    assert first.run == second.run == Path("runs/checkpoint")
+    assert len(second.losses) == 8
+    assert second.losses[:4] == first.losses
+    whole = launch_training(load("checkpoint_train", TrainConfig, [*little, "steps=8", "name=whole"]), echo=False)
+    assert whole.weights == second.weights
+    assert whole.losses == second.losses
+
+
+def test_early_stopping_is_on_and_keeps_the_best() -> None:
+    config = load("early_stopping", TrainConfig)
+    assert config.early_stopping.patience > 0
+    assert config.best_model
+    assert config.steps > config.early_stopping.grace_steps
+
+
+@pytest.mark.parametrize("name", ["2gpu", "4gpu"])
+def test_a_config_for_gpus_is_refused_where_there_are_none(name: str) -> None:
+    if torch.cuda.device_count() >= RANKS[name]:
+        pytest.skip("this machine has the GPUs")
+    with pytest.raises(ConfigError, match="device='cuda' needs one GPU for each"):
+        launch_training(load(name, TrainConfig), echo=False)
+    assert not Path("runs").exists()
