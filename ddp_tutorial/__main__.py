@@ -8,24 +8,34 @@ import sys
 
 import click
 
-from ddp_tutorial.commands import checkpoint, project, training
+from ddp_tutorial.commands import checkpoint, machine, model, project, training
 from ddp_tutorial.config import ConfigError, FailedError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ddp-tutorial")
 def cli() -> None:
-    """Learn and practise PyTorch distributed data-parallel training: real ranks, on any machine."""
+    """Learn and practise PyTorch distributed data-parallel training: real ranks, on any machine.
+
+    \b
+    Exit codes: 0 done; 1 something failed while running; 2 something in the command or a
+    config is wrong, and nothing was started; 75 stopped before the last step; 130 interrupted.
+    """
 
 
 for command in (
     training.train,
     training.stop,
+    model.evaluate,
+    model.sample,
+    model.export,
     checkpoint.checkpoint,
     project.run,
     project.notebooks,
     project.tales,
     project.bench,
+    machine.doctor,
+    machine.completion,
 ):
     cli.add_command(command)
 

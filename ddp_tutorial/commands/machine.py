@@ -1,0 +1,43 @@
+"""Commands about the machine, and the shell."""
+
+import json
+import sys
+from dataclasses import asdict
+
+import click
+from click.shell_completion import get_completion_class
+
+from ddp_tutorial.config import ConfigError
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Look at this machine, and say what will work on it. Exit code 1 if something will not."""
+    from ddp_tutorial.doctor import examine, verdict
+
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps({"verdict": verdict(findings), "findings": [asdict(each) for each in findings]}))
+    else:
+        for each in findings:
+            mark = {True: "ok", False: "no", None: "--"}[each.ok]
+            click.echo(f"{mark}  {each.name:14} {each.text}" + (f"\n{'':18} {each.advice}" if each.advice else ""))
+        click.echo(verdict(findings))
+    if any(each.ok is False for each in findings):
+        sys.exit(1)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes SHELL complete the commands, configs and settings of `ddp-tutorial`.
+
+    \b
+    ddp-tutorial completion bash >> ~/.bashrc
+    """
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise ConfigError(f"there is no completion for {shell}")
+    context = click.get_current_context().find_root()
+    click.echo(kind(context.command, {}, "ddp-tutorial", "_DDP_TUTORIAL_COMPLETE").source())

@@ -1,0 +1,101 @@
+"""A dry run says what a run would do; and the run does that."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_tutorial.config import ConfigError, check, flat, layers, load, merged
+from ddp_tutorial.memory import bytes_kept
+from ddp_tutorial.model import GPT, loss_sum
+from ddp_tutorial.plan import as_text, memory, plan, settings
+from ddp_tutorial.train_config import ModelConfig, TrainConfig
+from ddp_tutorial.trainer import launch_training
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+
+def planned(source: str, *overrides: str, **environ: str):  # type: ignore[no-untyped-def]
+    return plan(load(source, TrainConfig, overrides), layers(source, overrides), environ)
+
+
+def test_every_setting_is_told_with_the_place_that_set_it_last() -> None:
+    Path("mine.yaml").write_text("extends: tiny\nsteps: 30\nmodel: {layers: 2}\n")
+    overrides = ["seed=7", "model.heads=4"]
+    found = settings(load("mine.yaml", TrainConfig, overrides), layers("mine.yaml", overrides))
+    assert found["steps"] == {"value": 30, "from": "mine.yaml"}
+    assert found["model.layers"] == {"value": 2, "from": "mine.yaml"}
+    assert found["model.width"] == {"value": 32, "from": "tiny.yaml"}
+    assert found["model.heads"] == {"value": 4, "from": "command line"}
+    assert found["seed"] == {"value": 7, "from": "command line"}
+    assert found["clip"] == {"value": 1.0, "from": "base.yaml"}
+    assert found["source.window"] == {"value": 65536, "from": "default"}
+
+
+@pytest.mark.parametrize("source", ["2proc", "invariant", "grad_accum", "checkpoint_resume"])
+def test_the_values_told_are_the_config(source: str) -> None:
+    config = load(source, TrainConfig)
+    told = {name: each["value"] for name, each in settings(config, layers(source)).items()}
+    assert told == flat(config.model_dump(mode="json"))
+    assert check(TrainConfig, merged(layers(source)), origin="layers") == config
+
+
+def test_the_plan_is_what_the_run_does() -> None:
+    overrides = ("name=mine", "accumulation=2", "steps=5", "eval_every=2", "checkpoint.every=2")
+    found = planned("tiny", *overrides)
+    result = launch_training(load("tiny", TrainConfig, overrides), echo=False)
+    told = json.loads((result.run / "result.json").read_text())
+    assert found["directory"] == str(result.run)
+    assert (found["world"]["ranks"], found["world"]["backend"]) == (told["world_size"], "gloo")
+    rows = [json.loads(line) for line in (result.run / "metrics.jsonl").read_text().splitlines()]
+    assert found["work"]["steps"] == len([row for row in rows if "loss" in row])
+    assert found["work"]["evaluations"] == len([row for row in rows if "eval_loss" in row]) == 3
+    assert found["work"]["tokens"] == max(row.get("tokens", 0) for row in rows)
+    assert found["batch"]["samples_per_micro_batch"] == 2  # 8 samples, 2 ranks, 2 micro-batches
+    assert found["memory_per_rank"]["parameters"] == sum(p.numel() for p in GPT(1, 2, 32, 32).parameters())
+
+
+def test_under_torchrun_the_world_is_the_one_that_is_there() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    found = planned("2proc", "device=cpu", **environ)
+    assert found["world"] == {"ranks": 4, "device": "cpu", "backend": "gloo", "started_by": "torchrun or Slurm"}
+    assert found["batch"]["samples_per_micro_batch"] == 4
+
+
+def test_one_process_has_no_backend() -> None:
+    assert planned("single_process", "device=cpu")["world"]["backend"] == "none"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> None:
+    config = TrainConfig(model=ModelConfig(layers=3, heads=2, width=64, context=64, recompute=recompute))
+    model = GPT(**config.model.model_dump())
+    tokens = torch.randint(256, (8, 64))
+    with bytes_kept(model) as kept:
+        loss_sum(model(tokens), tokens)
+    assert 0.9 * kept.nbytes < memory(config, samples=8)["activations"] < 1.6 * kept.nbytes
+
+
+def test_a_device_that_is_not_there_is_refused_by_the_plan_already() -> None:
+    if torch.cuda.device_count() >= 4:
+        pytest.skip("this machine has the GPUs")
+    with pytest.raises(ConfigError, match="needs one GPU for each of the 4 ranks on this machine"):
+        planned("4gpu")
+
+
+def test_a_dry_run_writes_nothing_and_reads_well() -> None:
+    command = [sys.executable, "-m", "ddp_tutorial", "train", "grad_accum", "steps=7", "device=cpu", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert list(Path().iterdir()) == []
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("steps: 7 ") and line.endswith("# command line") for line in lines)
+    assert any(line.startswith("accumulation: 4 ") and line.endswith("# grad_accum.yaml") for line in lines)
+    assert "batch    64 samples, 8,192 tokens; on each rank 4 micro-batches of 8 samples" in lines
+    assert "world    2 ranks on cpu, gloo, started by train, on this machine" in lines
+    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(as_json.stdout)
+    assert found["settings"]["steps"] == {"value": 7, "from": "command line"}
+    assert as_text(found) == done.stdout.rstrip("\n")

@@ -1,0 +1,131 @@
+"""A run's model after the run: judged, asked to write, exported, and the same when it is loaded again."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_tutorial.config import ConfigError, load
+from ddp_tutorial.manifest import CheckpointError
+from ddp_tutorial.model import GPT
+from ddp_tutorial.saved import evaluate, export, load_model, sample
+from ddp_tutorial.train_config import TrainConfig
+from ddp_tutorial.trainer import TrainResult, launch_training
+
+COMMAND = [sys.executable, "-m", "ddp_tutorial"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """One run on two ranks for all tests of this file, which only read it."""
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        config = load("tiny", TrainConfig, ["name=mine", "checkpoint.every=10", "device=cpu"])
+        made = launch_training(config, echo=False)
+    return TrainResult(**{**vars(made), "run": folder / made.run})
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_one_process_finds_the_loss_that_two_ranks_have_logged(result: TrainResult) -> None:
+    found = evaluate(result.run)
+    assert found["eval_loss"] == pytest.approx(result.eval_losses[20], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+    assert found["bits_per_byte"] == pytest.approx(found["eval_loss"] / math.log(2))
+    assert (found["samples"], found["tokens"]) == (32, 32 * 32)
+    assert evaluate(result.run, samples=64)["eval_loss"] != found["eval_loss"]
+
+
+def test_an_export_gives_the_same_logits_when_it_is_loaded(result: TrainResult, tmp_path: Path) -> None:
+    export(result.run, tmp_path / "exported")
+    tokens = torch.randint(256, (2, 16))
+    with torch.no_grad():
+        expected = load_model(result.run)(tokens)
+        assert torch.equal(GPT.from_pretrained(tmp_path / "exported")(tokens), expected)
+    names = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert {"model.safetensors", "config.json", "training.json"} <= names
+    assert json.loads((tmp_path / "exported" / "training.json").read_text())["steps"] == 20
+
+
+def test_an_export_never_replaces_a_folder(result: TrainResult, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is there already: name a new folder"):
+        export(result.run, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_run_without_a_model_gives_that_of_its_newest_valid_checkpoint(result: TrainResult, tmp_path: Path) -> None:
+    import shutil
+
+    killed = tmp_path / "killed"
+    shutil.copytree(result.run, killed)
+    shutil.rmtree(killed / "model")
+    whole = load_model(result.run).state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in load_model(killed).state_dict().items())
+    (killed / "checkpoints" / "step_00000020" / "model.safetensors").write_bytes(b"")
+    early = load_model(killed).state_dict()
+    assert not torch.equal(early["tokens.weight"], whole["tokens.weight"])
+    shutil.rmtree(killed / "checkpoints")
+    with pytest.raises(ConfigError, match="no model yet, and no valid checkpoint"):
+        load_model(killed)
+
+
+def test_what_was_not_kept_is_told(result: TrainResult) -> None:
+    from ddp_tutorial.checkpoint import stored
+
+    with pytest.raises(ConfigError, match="train with best_model=true"):
+        load_model(result.run, best=True)
+    folder = result.run / "checkpoints" / "step_00000020"
+    with pytest.raises(CheckpointError, match="no one 'rng' for all ranks"):
+        stored(folder, "rng")
+
+
+def test_the_same_seed_writes_the_same_text(result: TrainResult) -> None:
+    first = sample(result.run, "Once", length=30, seed=1)
+    assert first.startswith("Once")
+    assert first == sample(result.run, "Once", length=30, seed=1)
+    assert first != sample(result.run, "Once", length=30, seed=2)
+    assert sample(result.run, "Once", length=9, temperature=0, seed=1) == sample(
+        result.run, "Once", length=9, temperature=0, seed=2
+    )
+
+
+def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_path: Path) -> None:
+    done = run("evaluate", str(result.run), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"run": str(result.run), **evaluate(result.run)}
+    assert run("evaluate", str(result.run)).stdout.startswith("held out ")
+    done = run("sample", str(result.run), "--prompt", "Once", "--length", "12", "--seed", "3")
+    assert done.stdout == sample(result.run, "Once", length=12, seed=3) + "\n"
+    done = run("export", str(result.run), str(tmp_path / "out"))
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("evaluate", "runs/gone"), "'runs/gone' is not the folder of a run"),
+        (("sample", "tests", "--prompt", "x"), "'tests' is not the folder of a run"),
+        (("export", "runs/gone", "out"), "'runs/gone' is not the folder of a run"),
+        (("stop", "runs/gone"), "'runs/gone' is not the folder of a run"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not Path("out").exists()
+
+
+def test_an_empty_prompt_is_told(result: TrainResult) -> None:
+    done = run("sample", str(result.run), "--prompt", "")
+    assert (done.returncode, done.stderr.startswith("error: an empty prompt")) == (2, True)
