@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from ddp_tutorial.commands import checkpoint, machine, model, project, training
+from ddp_tutorial.commands import checkpoint, logs, machine, model, project, training
 from ddp_tutorial.config import ConfigError, FailedError
 
 
@@ -30,6 +30,7 @@ for command in (
     model.sample,
     model.export,
     checkpoint.checkpoint,
+    logs.logs,
     project.run,
     project.notebooks,
     project.tales,

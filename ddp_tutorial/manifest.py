@@ -41,15 +41,33 @@ def claimed(folder: Path) -> Iterator[None]:
     however that ends."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{folder} is in use by another run. Wait until that one has ended, or use another name."
-            ) from None
+        deadline = time.monotonic() + 0.2
+        while not _locked(fd, fcntl.LOCK_EX):  # somebody may just be looking, as `is_claimed` does
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{folder} is in use by another run. Wait until that one has ended, or use another name."
+                )
+            time.sleep(0.01)
         yield
     finally:
         os.close(fd)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Is it somebody's now? Looking takes a lock that many can share, for an instant, and `claimed` waits for that."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        return not _locked(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Record(BaseModel):

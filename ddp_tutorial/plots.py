@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from itertools import cycle, pairwise
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import matplotlib.pyplot as plt
 from cycler import cycler
@@ -15,9 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import EngFormatter
 
-from ddp_tutorial.collectives import Message
 from ddp_tutorial.runs import Run, smooth
-from ddp_tutorial.timeline import COMPUTE, Span, Timeline
+
+if TYPE_CHECKING:  # what draws the curves of a run starts without torch
+    from ddp_tutorial.collectives import Message
+    from ddp_tutorial.timeline import Span, Timeline
 
 Args = ParamSpec("Args")
 
@@ -163,7 +165,9 @@ def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], gap: float 
 
 
 @styled
-def swimlane(spans: Sequence[Span], title: str, xlabel: str = "seconds since the first process was started") -> Figure:
+def swimlane(
+    spans: Sequence["Span"], title: str, xlabel: str = "seconds since the first process was started"
+) -> Figure:
     """Who did what when: a lane for each process, a bar for each span. The first start is time zero."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
     names = list(dict.fromkeys(span.name for span in spans))
@@ -190,11 +194,13 @@ def swimlane(spans: Sequence[Span], title: str, xlabel: str = "seconds since the
 
 
 @styled
-def gantt(timelines: Mapping[str, Timeline], rank: int = 0, title: str = "") -> Figure:
+def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -> Figure:
     """What one rank computed, and what its link carried meanwhile, for each of several runs on one time axis.
 
     Numbers on the link are buckets. The shaded stretch is backward: what is carried there is hidden.
     """
+    from ddp_tutorial.timeline import COMPUTE
+
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.95 * len(timelines)))
     for row, timeline in enumerate(timelines.values()):
         spans = timeline.ranks[rank]
@@ -267,7 +273,7 @@ def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) ->
 
 
 @styled
-def messages(sent: Mapping[str, Sequence[Message]], size: int, title: str) -> Figure:
+def messages(sent: Mapping[str, Sequence["Message"]], size: int, title: str) -> Figure:
     """Who sent to whom in which round: an arrow for each message, thick where it has many bytes. Each algorithm has a
     panel, where each rank is told how many bytes it sent in all."""
     figure, grid = plt.subplots(1, len(sent), figsize=(10, 0.9 + 0.62 * size), squeeze=False)

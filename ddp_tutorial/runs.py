@@ -45,13 +45,19 @@ def request_stop(path: str | Path, wish: Literal["stop", "save"]) -> None:
 def load_run(path: str | Path) -> Run:
     """Read a run's folder. Raises `ConfigError` if it is not one."""
     folder = folder_of(path)
-    result = folder / "result.json"
-    return Run(
-        path=folder,
-        config=json.loads((folder / "config.json").read_text()),
-        steps=read_lines(folder / "metrics.jsonl"),
-        result=json.loads(result.read_text()) if result.is_file() else None,
-    )
+    config = read_object(folder / "config.json")
+    if config is None:
+        raise ConfigError(f"{str(path)!r} is not the folder of a run: its config.json is not a JSON object")
+    return Run(folder, config, read_lines(folder / "metrics.jsonl"), read_object(folder / "result.json"))
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no such file, or something else in it."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -61,7 +67,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         for line in path.read_bytes().split(b"\n"):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 rows.append(row)

@@ -17,7 +17,7 @@ PACKAGE = Path(ddp_tutorial.__file__).parent
 LEVELS = [
     ["phases", "config", "files", "environment", "dice", "memory"],
     ["world", "console", "transport", "runs", "tales", "manifest"],
-    ["rank", "collectives", "buckets", "sync_bn", "stopping", "rank_logs"],
+    ["rank", "collectives", "buckets", "sync_bn", "stopping", "logs", "rank_logs"],
     ["launcher", "link", "sharding", "corpus", "model", "checkpoint", "usage"],
     ["data", "metrics", "hooks", "timeline", "resuming"],
     ["sharded", "ddp", "precision", "plots"],
@@ -27,7 +27,7 @@ LEVELS = [
     ["train_config"],
     ["trainer", "plan", "saved", "doctor"],
     ["notebooks", "benches", "benches.bare_rank", "exercises", "live", "configs"],
-    ["benches.step"],
+    ["benches.step", "run_plots"],
     ["experiments", "benches.*", "exercises.*"],
     ["commands"],
     ["commands.*"],
@@ -141,7 +141,7 @@ def test_the_package_alone_loads_neither_torch_nor_anything_else_of_size() -> No
 
 
 def test_the_parts_that_read_logs_and_configs_do_not_load_torch() -> None:
-    modules = [name for name in ("config", "files", "runs") if name in MODULES]
+    modules = [name for name in ("config", "files", "runs", "logs", "plots", "run_plots") if name in MODULES]
     imports = "; ".join(f"import ddp_tutorial.{name}" for name in modules)
     assert python(f"import sys; {imports}; print('torch' in sys.modules)") == "False"
 

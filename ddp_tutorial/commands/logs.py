@@ -1,0 +1,454 @@
+"""Read what runs have written. Nothing here imports torch, and only `plot` imports matplotlib: they start at once."""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddp_tutorial.config import ConfigError
+
+if TYPE_CHECKING:
+    from ddp_tutorial.logs import Summary, Values
+
+
+@click.group()
+def logs() -> None:
+    """List, sum up, draw and follow runs.
+
+    A RUN is the path of its folder, or its name below runs/.
+    """
+
+
+def _complete(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    from ddp_tutorial.files import RUNS
+    from ddp_tutorial.logs import find_runs
+
+    return [name for path in find_runs() if (name := str(path.relative_to(RUNS))).startswith(begun)]
+
+
+_some_runs = click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=_complete)
+
+
+# ---------------------------------------------------------------------------------------------------------------- list
+
+
+@logs.command("list")
+def list_runs() -> None:
+    """A line for each run, the newest last.
+
+    Of all below runs/. A run is finished; stopped before its last step, on request or by a signal; failed, where a rank
+    has raised; killed, where it ended without a word; or running.
+    """
+    from ddp_tutorial.logs import find_runs, summarise
+
+    rows = [_cells(summarise(folder)) for folder in find_runs()]
+    if not rows:
+        click.echo("no runs below runs/; start one with: python -m ddp_tutorial train 2proc", err=True)
+        return
+    head = ["state", "step", "loss", "held out", "tokens/s", "ranks", "took", "began", "run"]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    to_the_right = {1, 2, 3, 4, 5, 6}
+    for row in (head, *rows):
+        cells = [
+            cell.rjust(width) if column in to_the_right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _cells(run: "Summary") -> list[str]:
+    return [
+        run.state,
+        _progress(run),
+        _last(run.loss),
+        _last(run.eval_loss),
+        _rate(run.tokens_per_second),
+        str(run.ranks),
+        _duration(run.seconds),
+        _when(run.began),
+        run.path,
+    ]
+
+
+def _progress(run: "Summary") -> str:
+    return f"{run.step:,}/{run.steps:,}"
+
+
+def _last(values: "Values | None") -> str:
+    from ddp_tutorial.runs import shown
+
+    return "-" if values is None else shown(values.last)
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:,.0f}"
+
+
+def _duration(seconds: float | None) -> str:
+    """0.42 -> "0.4 s", 72 -> "1 min 12 s"."""
+    if seconds is None:
+        return "-"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    for unit, part, name, part_name in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
+        if round(seconds) >= unit:
+            whole, rest = divmod(round(seconds / part) * part, unit)
+            return f"{whole} {name} {rest // part:02} {part_name}"
+    return f"{seconds:.0f} s"
+
+
+def _when(began: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(began))
+
+
+# ------------------------------------------------------------------------------------------------------------- summary
+
+
+@logs.command("summary")
+@_some_runs
+@click.option("--all", "everything", is_flag=True, help="All runs below runs/.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "one-line", "md", "json"]),
+    default="text",
+    show_default=True,
+    help="A page for each run; a line of key=value for each; a table in Markdown; a list of JSON objects.",
+)
+def summary(runs: tuple[str, ...], everything: bool, form: str) -> None:
+    """Sum up runs, by default the newest.
+
+    What they were, how they ended, losses, speed, where the time went, memory, checkpoints.
+    """
+    from ddp_tutorial.logs import find_run, find_runs, summarise
+
+    if runs and everything:
+        raise ConfigError("give the names of runs, or --all, not both")
+    folders = [find_run(name) for name in runs] or find_runs()[0 if everything else -1 :]
+    if not folders:
+        raise ConfigError("no runs below runs/; start one with: python -m ddp_tutorial train 2proc")
+    summaries = [summarise(folder) for folder in folders]
+    if form == "json":
+        click.echo(json.dumps([asdict(run) for run in summaries], indent=2))
+    elif form == "md":
+        click.echo(_table(summaries))
+    elif form == "one-line":
+        click.echo("\n".join(map(_one_line, summaries)))
+    else:
+        click.echo("\n\n".join(map(_page, summaries)))
+
+
+def _one_line(run: "Summary") -> str:
+    """All on one line, as key=value with nothing for what is not known; `grep state=failed`."""
+    losses = {
+        "loss": run.loss and run.loss.last,
+        "eval_loss": run.eval_loss and run.eval_loss.last,
+        "best_eval_loss": run.eval_loss and run.eval_loss.best,
+    }
+    values = {
+        "state": run.state,
+        "step": f"{run.step}/{run.steps}",
+        **{name: None if value is None else f"{value:.4f}" for name, value in losses.items()},
+        "tokens_per_second": None if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}",
+        "ranks": run.ranks,
+        "seconds": None if run.seconds is None else f"{run.seconds:.1f}",
+        "corpus": run.config.get("corpus"),
+        "strategy": _strategy(run.config),
+        "source": _get(run.config, "source.kind"),
+        "batch_size": run.config.get("batch_size"),
+    }
+    if run.failure:
+        values |= {"failed_rank": run.failure.rank, "error": json.dumps(_shortened(run.failure.error))}
+    return " ".join([run.path, *(f"{key}={'' if value is None else value}" for key, value in values.items())])
+
+
+def _shortened(error: str, longest: int = 160) -> str:
+    """The first line of what a rank said, as one that fits."""
+    line = next((line.strip() for line in error.splitlines() if line.strip()), "")
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
+
+
+def _table(summaries: list["Summary"]) -> str:
+    """A row for each run, with the settings that are not the same in all of them."""
+    from ddp_tutorial.logs import differing
+
+    settings = {name: values for name, values in differing(summaries).items() if name != "nprocs"}
+    head = ["run", *settings, "state", "step", "loss", "held out", "best held out", "tokens/s", "ranks", "took"]
+    lines = [head, ["---"] * (1 + len(settings)) + ["---"] + ["---:"] * 7]
+    for number, run in enumerate(summaries):
+        best = run.eval_loss and run.eval_loss.best
+        state, step, loss, held_out, rate, ranks, took, _, path = _cells(run)
+        cells = [path, *(_plain(values[number]) for values in settings.values()), state, step, loss, held_out]
+        lines.append([*cells, "-" if best is None else f"{best:.3f}", rate, ranks, took])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _plain(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _page(run: "Summary") -> str:
+    """What a person wants to know of a run, a line for each thing; without those that are not known."""
+    lines = {
+        "state": _state(run),
+        "text": f"{_plain(run.config.get('corpus'))}, {_plain(_get(run.config, 'model.context'))} tokens at once",
+        "model": _model(run.config),
+        "ranks": _work(run),
+        "strategy": _strategy_in_words(run.config),
+        "source": _source(run.config),
+        "loss": _losses(run.loss),
+        "held out": _losses(run.eval_loss),
+        "speed": _speed(run),
+        "time": _time(run),
+        "memory": _memory(run),
+        "slowest": run.straggler
+        and f"rank {run.straggler.rank} took {run.straggler.ratio:.2f} times as long as the others for "
+        f"{run.straggler.phase!r}, and kept them waiting",
+        "checkpoints": f"{len(run.checkpoints)}, the last in {run.checkpoints[-1]}" if run.checkpoints else None,
+    }
+    page = [run.path, *(f"  {name:12}{line}" for name, line in lines.items() if line)]
+    if run.failure and _shortened(run.failure.error) != run.failure.error.strip():
+        page += ["", *(f"    {line}" for line in run.failure.error.strip().splitlines())]
+    return "\n".join(page)
+
+
+def _state(run: "Summary") -> str:
+    where = f"{run.state} {'at' if run.state == 'running' else 'after'} step {run.step:,} of {run.steps:,}"
+    if run.failure:
+        rank = "a rank" if run.failure.rank is None else f"rank {run.failure.rank}"
+        step = "" if run.failure.step is None else f" at step {run.failure.step:,}"
+        where = f"failed: {rank}{step}: {_shortened(run.failure.error)}"
+    if run.reason:
+        where += f": {run.reason}"
+    return f"{where} (began {_when(run.began)})"
+
+
+def _model(config: dict[str, Any]) -> str | None:
+    model = config.get("model")
+    if not isinstance(model, dict):
+        return None
+    return f"GPT, layers {model.get('layers')}, heads {model.get('heads')}, width {model.get('width')}"
+
+
+def _work(run: "Summary") -> str:
+    """How many ranks, where, and what each has of a step."""
+    words = [f"{run.ranks} on {_plain(run.config.get('device'))}"]
+    batch = run.config.get("batch_size")
+    if isinstance(batch, int):
+        words.append(f"{batch} samples a step" + (f", {batch / run.ranks:g} on each" if run.ranks > 1 else ""))
+    parts = run.config.get("accumulation")
+    if isinstance(parts, int) and parts > 1:
+        words.append(f"in {parts} micro-batches")
+    return ", ".join(words)
+
+
+def _strategy(config: dict[str, Any]) -> str | None:
+    """`"ddp:torch"`."""
+    strategy, variant = config.get("strategy"), _get(config, "ddp.variant")
+    return f"{strategy}:{variant}" if strategy == "ddp" and variant else strategy
+
+
+def _strategy_in_words(config: dict[str, Any]) -> str | None:
+    if config.get("strategy") is None:
+        return None
+    words = [str(config["strategy"])]
+    if words == ["ddp"]:
+        words += [f"variant {_plain(_get(config, 'ddp.variant'))}"]
+        words += [f"hook {hook}"] if (hook := _get(config, "ddp.hook")) not in {None, "none"} else []
+    words += [str(_get(config, "precision.dtype") or "fp32")]
+    link = _get(config, "ddp.simulated_link")
+    if isinstance(link, dict):
+        speed = f"{link.get('latency_ms')} ms, {link.get('megabytes_per_second')} MB/s"
+        words.append(f"over a simulated link ({speed})")
+    return ", ".join(words)
+
+
+def _source(config: dict[str, Any]) -> str | None:
+    source = config.get("source")
+    if not isinstance(source, dict):
+        return None
+    workers = source.get("workers")
+    return str(source.get("kind")) + (f", {workers} workers a rank" if workers else "")
+
+
+def _get(config: dict[str, Any], name: str) -> Any:
+    """`_get(config, "ddp.variant")`, None where a config of an older version has no such thing."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _losses(values: "Values | None") -> str | None:
+    from ddp_tutorial.runs import shown
+
+    if values is None:
+        return None
+    best = "" if values.best is None else f", best {values.best:.3f} at step {values.best_step:,}"
+    return f"{shown(values.first)} at first, {shown(values.last)} at last{best}"
+
+
+def _speed(run: "Summary") -> str | None:
+    if run.tokens_per_second is None:
+        return None
+    return f"{_rate(run.tokens_per_second)} tokens/s (median)" + (f", {run.tokens:,} tokens" if run.tokens else "")
+
+
+def _time(run: "Summary") -> str | None:
+    """Shares of the whole by phase; what is left is outside of all phases."""
+    if run.seconds is None:
+        return None
+    shares = [
+        f"{name} {_share(seconds, run.seconds)}{_parts(run) if name == 'grads' else ''}"
+        for name, seconds in run.phases.items()
+    ]
+    other = run.seconds - sum(run.phases.values())
+    if run.seconds_are == "measured" and other > 0.005 * run.seconds:
+        shares.append(f"other {_share(other, run.seconds)}")
+    whole = _duration(run.seconds) + ("" if run.seconds_are == "measured" else " in phases")
+    return f"{whole}: {', '.join(shares)}"
+
+
+def _parts(run: "Summary") -> str:
+    parts = [f"{name} {_share(seconds, run.seconds or 1)}" for name, seconds in run.inside_grads.items()]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _share(part: float, whole: float) -> str:
+    share = 100 * part / whole
+    return f"{share:.0f} %" if share >= 1 else "below 1 %"
+
+
+def _memory(run: "Summary") -> str | None:
+    """The highest of each rank; for many ranks only the range."""
+    words = []
+    for kind, name in (("rss", ""), ("cuda", "on GPUs ")):
+        values = run.memory_mb.get(kind, [])
+        if len(values) > 8:
+            words.append(f"{name}{min(values):,.0f} to {max(values):,.0f} MB a rank")
+        elif values:
+            words.append(f"{name}" + ", ".join(f"rank {rank} {value:,.0f} MB" for rank, value in enumerate(values)))
+    return "; ".join(words) or None
+
+
+# ---------------------------------------------------------------------------------------------------------------- plot
+
+
+@logs.command("plot")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=_complete)
+@click.option("--metrics", help="Names with commas between them.  [default: loss,grad_norm,learning_rate]")
+@click.option("--x", "axis", type=click.Choice(["step", "time", "tokens"]), default="step", show_default=True)
+@click.option(
+    "--smooth",
+    "window",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Draw each value averaged with those before it, as many in all; the values themselves stay as a shade.",
+)
+@click.option("--compare", is_flag=True, help="All runs on the same axes, and the settings in which they differ.")
+@click.option("--loss-curves", "with_losses", is_flag=True, help="A panel of training and held-out loss.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="A file .png, .svg or .pdf.")
+def plot(
+    runs: tuple[str, ...],
+    metrics: str | None,
+    axis: str,
+    window: int,
+    compare: bool,
+    with_losses: bool,
+    output: Path | None,
+) -> None:
+    """Draw the metrics of runs.
+
+    A panel for each metric, and for each run unless they are compared. Without -o it goes to runs/plot-RUN.png. Other
+    metrics are eval_loss, tokens_per_second, loss_scale, and seconds.PHASE, such as seconds.data.
+    """
+    from ddp_tutorial.files import RUNS
+    from ddp_tutorial.logs import find_run
+
+    endings = [".png", ".svg", ".pdf"]
+    if output is not None and output.suffix not in endings:
+        raise ConfigError(f"'-o' {output}: the ending says what to write, one of {', '.join(endings)}")
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"'-o' {output}: there is no folder {str(output.parent)!r}")
+    folders = list(dict.fromkeys(find_run(name) for name in runs))
+
+    import matplotlib as mpl
+
+    mpl.use("agg")  # no window, whatever the environment asks for
+
+    from ddp_tutorial.run_plots import LOSSES, draw_runs, write_figure
+
+    default = [] if with_losses else ["loss", "grad_norm", "learning_rate"]
+    names = [name.strip() for name in metrics.split(",")] if metrics is not None else default
+    panels = [LOSSES] * with_losses + [name for name in names if not (with_losses and name in {"loss", "eval_loss"})]
+    figure = draw_runs(folders, panels, axis, window, compare)  # type: ignore[arg-type]
+    path = output or RUNS / f"plot-{_joined(folders)}.png"
+    path.parent.mkdir(exist_ok=True)  # runs/, where all runs are elsewhere
+    write_figure(figure, path)
+    click.echo(str(path))
+
+
+def _joined(folders: list[Path]) -> str:
+    """A name for several runs: the same runs, the same name."""
+    from ddp_tutorial.files import RUNS
+
+    names = [str(folder.relative_to(RUNS) if folder.is_relative_to(RUNS) else folder.name) for folder in folders]
+    more = f"-and-{len(names) - 3}-more" if len(names) > 3 else ""
+    return "-".join(names[:3]).replace("/", "-") + more
+
+
+# ---------------------------------------------------------------------------------------------------------------- tail
+
+
+@logs.command("tail")
+@click.argument("run", shell_complete=_complete)
+@click.option(
+    "-n", "count", type=click.IntRange(min=0), default=10, show_default=True, help="Last lines to begin with."
+)
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--metrics", is_flag=True, help="The numbers of its steps, rather than what the rank has said.")
+def tail(run: str, count: int, rank: int, metrics: bool) -> None:
+    """Follow the log of a run until it has ended.
+
+    It is what one rank has said; of a run that kept no such log, the numbers of its steps.
+    """
+    from ddp_tutorial.logs import find_run, follow, state_of, summarise
+
+    folder = find_run(run)
+    log = folder / f"rank_{rank}.log"
+    if metrics or (rank == 0 and not log.is_file()):
+        log = folder / "metrics.jsonl"
+    if not log.is_file() and rank > 0:
+        there = sorted(int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.log"))
+        told = f"; there are those of {', '.join(map(str, there))}" if there else ", nor of any other"
+        raise ConfigError(f"there is no log of rank {rank} in {folder}{told}")
+    try:
+        for line in follow(log, lambda: state_of(folder) != "running", count):
+            click.echo(_step(line) if log.suffix == ".jsonl" else line)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    click.echo(_state(summarise(folder)), err=True)
+
+
+def _step(line: str) -> str:
+    """A row of metrics for people; any other line as it is."""
+    from ddp_tutorial.logs import number
+    from ddp_tutorial.runs import shown
+
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(row, dict) or "step" not in row:
+        return line
+    losses = {"loss": "loss", "eval_loss": "held out"}
+    words = [f"{name} {shown(number(row, key))}" for key, name in losses.items() if key in row]
+    numbers = {"grad_norm": "grad norm {:.3f}", "learning_rate": "learning rate {:.3g}"}
+    numbers |= {"tokens_per_second": "{:,.0f} tokens/s"}
+    words += [form.format(value) for key, form in numbers.items() if (value := number(row, key)) is not None]
+    return f"step {row['step']}: {', '.join(words)}"
