@@ -7,7 +7,6 @@ A log may have lost its last line, and an older run has fewer numbers in it: wha
 """
 
 import difflib
-import math
 import os
 import statistics
 import time
@@ -26,13 +25,20 @@ from ddp_tutorial.runs import Run, load_run, read_object
 State = Literal["running", "finished", "stopped", "failed", "killed"]
 
 # Folders that a run makes in its own; and one that runs share, where there are none.
-_OWN = {"model", CHECKPOINTS, "profile", "tensorboard"}
+_OWN = {"model", "best", CHECKPOINTS, "profile", "tensorboard"}
 _SHARED = RUNS / "cache"
 
 # Phases inside `grads`; other phases with parts of their own name these "save: write".
 _IN_GRADS = ("forward", "backward", "finish")
-# Phases in which a rank waits for nobody. In the others the slow one keeps the fast ones, and all take equally long.
-_OWN_WORK = ("data", "forward", "update")
+# Phases in which a rank works by itself. In backward and finish the quick ones wait for the slow.
+_OWN_WORK = ("data", "forward")
+# A rank is called slow when its own work takes this many times what it takes the others,
+_SLOW = 1.5
+# and when that costs at least this part of the time that was measured.
+_WORTH_TELLING = 0.05
+
+# Above it, a number is not one that a run has measured, and too large for a float.
+_LARGEST = 1e300
 
 Row = dict[str, Any]
 
@@ -73,7 +79,7 @@ def find_run(name: str) -> Path:
             raise ConfigError(f"{name!r} is no run, but the folder of some: {', '.join(map(str, below[-5:]))}")
     known = [str(folder.relative_to(RUNS)) for folder in find_runs()]
     if not known:
-        raise ConfigError(f"no run is called {name!r}: there are none below {RUNS}/ of this folder")
+        raise ConfigError(f"no run is called {name!r}: there are no runs below {RUNS}/")
     close = difflib.get_close_matches(name, known, n=1)
     raise ConfigError(f"no run is called {name!r}.{did_you_mean(name, known if close else known[-5:])}")
 
@@ -92,17 +98,22 @@ def state_of(folder: Path) -> State:
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
-    """A number in a row, "seconds.data" for one inside; None where there is none, or what is there is not finite."""
-    value: Any = row
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+    """A number in a row; None where there is none, or what is there is not finite."""
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if -_LARGEST < value < _LARGEST else None  # not so for NaN
+
+
+def metric(row: Row, name: str) -> float | None:
+    """The same for a metric of `metrics_of`: "loss", or "seconds.data" for one inside."""
+    group, _, key = name.rpartition(".")
+    return number(_mapping(row, group) if group else row, key)
 
 
 def rows_of(run: Run) -> list[Row]:
     """The rows of its log that belong to a step, in order."""
-    return [row for row in run.steps if isinstance(row.get("step"), int)]
+    return [row for row in run.steps if isinstance(number(row, "step"), int)]
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
@@ -123,7 +134,7 @@ def clock(rows: Sequence[Row]) -> list[float]:
     for row in rows:
         elapsed = number(row, "elapsed")
         if elapsed is None:
-            now += sum(phases_of([row], inner=False).values())
+            now += sum(phases_of([row])[0].values())
             before = now - offset
         else:
             if elapsed < before / 2:  # another process, which counts from zero
@@ -133,15 +144,21 @@ def clock(rows: Sequence[Row]) -> list[float]:
     return times
 
 
-def phases_of(rows: Sequence[Row], *, inner: bool) -> dict[str, float]:
-    """Seconds of rank 0 by phase, over all rows: of the outer phases, or of those inside `grads`."""
-    sums: defaultdict[str, float] = defaultdict(float)
+def phases_of(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of rank 0 by phase, over all rows, the longest first: of the outer phases, and of those in `grads`."""
+    outer: defaultdict[str, float] = defaultdict(float)
+    in_grads: defaultdict[str, float] = defaultdict(float)
     for row in rows:
         seconds = _mapping(row, "seconds")
         for name in seconds:
-            if _is_outer(name, seconds) != inner and ": " not in name:
+            if ": " not in name:
+                sums = outer if _is_outer(name, seconds) else in_grads
                 sums[name] += number(seconds, name) or 0.0
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+    return _longest_first(outer), _longest_first(in_grads)
+
+
+def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _is_outer(name: str, seconds: Mapping[str, Any]) -> bool:
@@ -149,9 +166,9 @@ def _is_outer(name: str, seconds: Mapping[str, Any]) -> bool:
     return ": " not in name and not (name in _IN_GRADS and "grads" in seconds)
 
 
-def _mapping(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _mapping(row: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = row.get(key)
-    return value if isinstance(value, Mapping) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _of_ranks(row: Mapping[str, Any], key: str) -> list[float]:
@@ -172,15 +189,6 @@ class Values:
     last: float | None
     best: float | None
     best_step: int | None
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that takes `ratio` times as long for a phase as the others (their median), and keeps them waiting."""
-
-    rank: int
-    phase: str
-    ratio: float
 
 
 @dataclass(frozen=True)
@@ -211,7 +219,7 @@ class Summary:
     phases: dict[str, float]  # seconds of rank 0
     inside_grads: dict[str, float]
     memory_mb: dict[str, list[float]]  # "rss", and "cuda" on GPUs: the highest of each rank
-    straggler: Straggler | None
+    straggler: dict[str, Any] | None  # see `straggler`
     failure: Failure | None
     reason: str | None  # why it was stopped, where it says so
     checkpoints: list[str]
@@ -223,14 +231,14 @@ def summarise(folder: Path) -> Summary:
     state = state_of(folder)  # before its files: a run that ends meanwhile is shown as running, with all its steps
     run = load_run(folder)
     rows, result = rows_of(run), run.result if state != "running" and run.result else {}
-    times = clock(rows)
+    times, (phases, inside_grads) = clock(rows), phases_of(rows)
     in_ranks = [_mapping(row, "ranks") for row in rows if "ranks" in row]
-    last = max((row["step"] for row in rows), default=0)
+    failure = _failure(folder) if state == "failed" else None
     steps = run.config["steps"] if isinstance(run.config.get("steps"), int) else 0
     return Summary(
         path=str(folder),
         state=state,
-        step=int(number(result, "step") or last),
+        step=_last_step(rows, result, failure),
         steps=steps,
         ranks=_ranks(run, result, in_ranks),
         began=(folder / "config.json").stat().st_mtime,
@@ -238,17 +246,30 @@ def summarise(folder: Path) -> Summary:
         seconds_are="measured" if any("elapsed" in row for row in rows) else "sum of phases",
         loss=_values(rows, "loss"),
         eval_loss=_values(rows, "eval_loss"),
-        tokens=max((row["tokens"] for row in rows if isinstance(row.get("tokens"), int)), default=None),
-        tokens_per_second=number(result, "metrics.tokens_per_second") or _median_rate(rows),
-        phases=phases_of(rows, inner=False),
-        inside_grads=phases_of(rows, inner=True),
-        memory_mb=_memory(in_ranks),
-        straggler=_straggler(in_ranks),
-        failure=_failure(folder) if state == "failed" else None,
+        tokens=_tokens(rows),
+        tokens_per_second=number(_mapping(result, "metrics"), "tokens_per_second") or _median_rate(rows),
+        phases=phases,
+        inside_grads=inside_grads,
+        memory_mb=_memory([*in_ranks, _mapping(result, "ranks")]),
+        straggler=straggler(_seconds_of_ranks(in_ranks or [_mapping(result, "ranks")])),
+        failure=failure,
         reason=str(result["reason"]) if result.get("reason") else None,
         checkpoints=[str(path) for path in folders(folder / CHECKPOINTS)],
         config=run.config,
     )
+
+
+def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure | None) -> int:
+    """The log of a run that failed or was killed may lack the last steps."""
+    told = number(result, "step")
+    if told is not None:
+        return int(told)
+    return max([row["step"] for row in rows] + [failure.step or 0 if failure else 0])
+
+
+def _tokens(rows: Sequence[Row]) -> int | None:
+    found = [tokens for row in rows if (tokens := number(row, "tokens")) is not None]
+    return int(max(found)) if found else None
 
 
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
@@ -284,20 +305,24 @@ def _memory(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return highest
 
 
-def _straggler(in_ranks: Sequence[Mapping[str, Any]]) -> Straggler | None:
-    """The rank and phase that cost the others the most, if it is worth the name: a fifth longer than they take, and two
-    hundredths of all their time."""
-    sums = _seconds_of_ranks(in_ranks)
-    outer = [seconds for name, seconds in sums.items() if _is_outer(name, sums)]
-    worst, lost = None, 0.02 * max(map(sum, zip(*outer, strict=True)), default=0.0)
+def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
+    """The rank that the others wait for, if there is one: `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
+
+    `seconds` are those of each rank, by phase. Judged by the work that a rank does by itself, against the median of the
+    other ranks.
+    """
+    worst: dict[str, Any] | None = None
+    measured = sum(statistics.median(each) for name, each in seconds.items() if name in {"data", "grads", "update"})
     for name in _OWN_WORK:
-        seconds = sums.get(name, [])
-        if len(seconds) < 2:
+        each = list(seconds.get(name, ()))
+        if len(each) < 2:
             continue
-        slowest = seconds.index(max(seconds))
-        others = statistics.median(seconds[:slowest] + seconds[slowest + 1 :])
-        if seconds[slowest] - others > lost and 0 < 1.2 * others <= seconds[slowest]:
-            worst, lost = Straggler(slowest, name, seconds[slowest] / others), seconds[slowest] - others
+        slowest = each.index(max(each))
+        others = statistics.median(each[:slowest] + each[slowest + 1 :])
+        lost = each[slowest] - others
+        if each[slowest] > _SLOW * others and lost > max(_WORTH_TELLING * measured, worst["seconds"] if worst else 0.0):
+            times = round(each[slowest] / others, 2) if others else None
+            worst = {"rank": slowest, "phase": name, "times": times, "seconds": round(lost, 3)}
     return worst
 
 
@@ -307,7 +332,8 @@ def _seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[f
     for each in in_ranks:
         seconds = _mapping(each, "seconds")
         for name in seconds:
-            by_phase[name].append(_of_ranks(seconds, name))
+            if of_ranks := _of_ranks(seconds, name):
+                by_phase[name].append(of_ranks)
     size = max((len(values[-1]) for values in by_phase.values()), default=0)
     return {
         name: [sum(of_rank) for of_rank in zip(*(each for each in values if len(each) == size), strict=True)]

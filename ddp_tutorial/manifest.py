@@ -55,9 +55,14 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def is_claimed(folder: Path) -> bool:
     """Is it somebody's now? Looking takes a lock that many can share, for an instant, and `claimed` waits for that."""
-    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:  # gone, or not ours to read
+        return False
     try:
         return not _locked(fd, fcntl.LOCK_SH)
+    except OSError:  # a file system without locks: nobody can claim there
+        return False
     finally:
         os.close(fd)
 

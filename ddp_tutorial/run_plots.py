@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.files import write_atomically
-from ddp_tutorial.logs import Row, Summary, clock, differing, metrics_of, number, rows_of, summarise
+from ddp_tutorial.logs import Row, Summary, clock, differing, metric, metrics_of, number, rows_of, summarise
 from ddp_tutorial.plots import COLORS, DASHES, FAINT, styled
 from ddp_tutorial.runs import load_run, smooth
 
@@ -127,14 +127,14 @@ def _draw(
     axes: Axes, panel: str, rows: Sequence[Row], places: Sequence[float], window: int, look: dict[str, Any]
 ) -> None:
     """One panel of one run. Values that are not finite leave a gap."""
-    for metric in _metrics(panel):
-        points = [(x, number(row, metric)) for x, row in zip(places, rows, strict=True) if _is_in(row, metric)]
+    for name in _metrics(panel):
+        points = [(x, metric(row, name)) for x, row in zip(places, rows, strict=True) if _is_in(row, name)]
         xs = [x for x, _ in points]
         ys = [math.nan if y is None else y for _, y in points]
-        if metric == "eval_loss":
+        if name == "eval_loss":
             axes.plot(xs, ys, **_as_points(look))
             continue
-        if window > 1 and metric not in _SET:
+        if window > 1 and name not in _SET:
             axes.plot(xs, ys, color=look["color"], linewidth=0.8, alpha=0.25)
             ys = _smoothed(ys, window)
         axes.plot(xs, ys, **look)
@@ -146,11 +146,11 @@ def _as_points(look: dict[str, Any]) -> dict[str, Any]:
     return look | {"linewidth": 0.8, "marker": "o", "markersize": size, "markeredgewidth": 0, "zorder": 3}
 
 
-def _is_in(row: Row, metric: str) -> bool:
+def _is_in(row: Row, name: str) -> bool:
     """Null counts: it stands for a value that is not finite, and leaves a gap."""
-    group, _, name = metric.rpartition(".")
+    group, _, key = name.rpartition(".")
     inside = row.get(group) if group else row
-    return isinstance(inside, dict) and name in inside
+    return isinstance(inside, dict) and key in inside
 
 
 def _smoothed(values: Sequence[float], window: int) -> list[float]:

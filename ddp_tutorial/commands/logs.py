@@ -195,6 +195,7 @@ def _page(run: "Summary") -> str:
     """What a person wants to know of a run, a line for each thing; without those that are not known."""
     lines = {
         "state": _state(run),
+        "error": run.failure and f"\n{'':14}".join(run.failure.error.strip().splitlines()),
         "text": f"{_plain(run.config.get('corpus'))}, {_plain(_get(run.config, 'model.context'))} tokens at once",
         "model": _model(run.config),
         "ranks": _work(run),
@@ -205,26 +206,17 @@ def _page(run: "Summary") -> str:
         "speed": _speed(run),
         "time": _time(run),
         "memory": _memory(run),
-        "slowest": run.straggler
-        and f"rank {run.straggler.rank} took {run.straggler.ratio:.2f} times as long as the others for "
-        f"{run.straggler.phase!r}, and kept them waiting",
+        "slowest": _slowest(run.straggler),
         "checkpoints": f"{len(run.checkpoints)}, the last in {run.checkpoints[-1]}" if run.checkpoints else None,
     }
-    page = [run.path, *(f"  {name:12}{line}" for name, line in lines.items() if line)]
-    if run.failure and _shortened(run.failure.error) != run.failure.error.strip():
-        page += ["", *(f"    {line}" for line in run.failure.error.strip().splitlines())]
-    return "\n".join(page)
+    return "\n".join([run.path, *(f"  {name:12}{line}" for name, line in lines.items() if line)])
 
 
 def _state(run: "Summary") -> str:
     where = f"{run.state} {'at' if run.state == 'running' else 'after'} step {run.step:,} of {run.steps:,}"
-    if run.failure:
-        rank = "a rank" if run.failure.rank is None else f"rank {run.failure.rank}"
-        step = "" if run.failure.step is None else f" at step {run.failure.step:,}"
-        where = f"failed: {rank}{step}: {_shortened(run.failure.error)}"
-    if run.reason:
-        where += f": {run.reason}"
-    return f"{where} (began {_when(run.began)})"
+    if run.failure and run.failure.rank is not None:
+        where += f", rank {run.failure.rank} first"
+    return f"{where}{f': {run.reason}' if run.reason else ''} (began {_when(run.began)})"
 
 
 def _model(config: dict[str, Any]) -> str | None:
@@ -281,6 +273,13 @@ def _get(config: dict[str, Any], name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def _slowest(straggler: dict[str, Any] | None) -> str | None:
+    if straggler is None:
+        return None
+    times = "" if straggler["times"] is None else f"{straggler['times']:g} times as long as the others, "
+    return f"rank {straggler['rank']}, in {straggler['phase']}: {times}{straggler['seconds']:.1f} s that they waited"
 
 
 def _losses(values: "Values | None") -> str | None:
@@ -432,7 +431,8 @@ def tail(run: str, count: int, rank: int, metrics: bool) -> None:
             click.echo(_step(line) if log.suffix == ".jsonl" else line)
     except KeyboardInterrupt:
         sys.exit(130)
-    click.echo(_state(summarise(folder)), err=True)
+    ended = summarise(folder)
+    click.echo(_state(ended) + (f": {_shortened(ended.failure.error)}" if ended.failure else ""), err=True)
 
 
 def _step(line: str) -> str:
