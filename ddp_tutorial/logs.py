@@ -17,15 +17,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.config import ConfigError, did_you_mean, flat
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.manifest import CHECKPOINTS, folders, is_claimed
-from ddp_tutorial.runs import Run, load_run, read_object
+from ddp_tutorial.runs import BEST, FAILURE, Run, load_run, read_object
 
 State = Literal["running", "finished", "stopped", "failed", "killed"]
 
 # Folders that a run makes in its own; and one that runs share, where there are none.
-_OWN = {"model", "best", CHECKPOINTS, "profile", "tensorboard"}
+_OWN = {"model", BEST, CHECKPOINTS, "profile"}
 _SHARED = RUNS / "cache"
 
 # Phases inside `grads`; other phases with parts of their own name these "save: write".
@@ -91,7 +91,7 @@ def state_of(folder: Path) -> State:
     result = read_object(folder / "result.json")
     if result is not None:
         return "stopped" if result.get("status") == "stopped" else "finished"
-    return "failed" if (folder / "failed.json").is_file() else "killed"
+    return "failed" if (folder / FAILURE).is_file() else "killed"
 
 
 # ---------------------------------------------------------------------------------------------------- numbers of a log
@@ -343,7 +343,7 @@ def _seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[f
 
 
 def _failure(folder: Path) -> Failure:
-    said = read_object(folder / "failed.json") or {}
+    said = read_object(folder / FAILURE) or {}
     rank, step = number(said, "rank"), number(said, "step")
     return Failure(
         None if rank is None else int(rank),
@@ -362,7 +362,7 @@ def differing(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
     ranks that there were.
     """
     configs = [summary.config | {"nprocs": summary.ranks} for summary in summaries]
-    names = dict.fromkeys(name for config in configs for name in _leaves(config))
+    names = dict.fromkeys(name for config in configs for name in flat(config))
     found: dict[str, list[Any]] = {}
     for name in names:
         values = [_setting(config, name) for config in configs]
@@ -374,14 +374,6 @@ def differing(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
 
 _ABSENT = object()
 _NOT_COMPARED = {"name", "resume", "resume_allow", "resume_without"}  # how a run is called, and where it went on
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _setting(config: Mapping[str, Any], name: str) -> Any:

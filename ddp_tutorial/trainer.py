@@ -178,7 +178,7 @@ class Trainer:
             self.save()
 
     def begin(self) -> None:
-        """Say what is about to happen; forget how an earlier attempt has failed."""
+        """Say what is about to happen; forget how an earlier attempt has ended."""
         config = self.config
         LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
         if config.learning_rate_rule != "fixed":
@@ -191,7 +191,8 @@ class Trainer:
                 config.learning_rate_rule,
             )
         if self.world.is_main:
-            (self.run / FAILURE).unlink(missing_ok=True)
+            for ending in (FAILURE, "result.json"):
+                (self.run / ending).unlink(missing_ok=True)
 
     def components(self) -> dict[str, Component]:
         """All that a run needs to go on as if nothing had happened, and who has the same of it."""

@@ -1,24 +1,18 @@
 """What each rank uses: memory, and seconds by phase. Whoever is slow, or grows, has a name."""
 
-import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
 import torch
 
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.logs import straggler
 from ddp_tutorial.rank_logs import LOG
 from ddp_tutorial.world import World
 
 MB = 1e6
-# A rank is called slow when its own work takes this many times what it takes the others,
-SLOW = 1.5
-# and when that costs at least this part of the time that was measured.
-WORTH_TELLING = 0.05
-# Phases in which a rank works by itself. In backward and finish the quick ones wait for the slow.
-OWN_WORK = ("data", "forward")
 
 
 class Usage:
@@ -74,24 +68,3 @@ class Usage:
         if is_gpu:
             used["cuda_mb"] = [round(cuda, 1) for _, cuda, _ in ranks]
         return used
-
-
-def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
-    """The rank that the others wait for, if there is one: `{"rank": 1, "phase": "forward", "times": 1.8}`.
-
-    `seconds` are those of each rank, by phase. Judged by the work that a rank does by itself, against the median of the
-    other ranks.
-    """
-    worst = None
-    measured = sum(statistics.median(each) for name, each in seconds.items() if name in {"data", "grads", "update"})
-    for name in OWN_WORK:
-        each = seconds.get(name, ())
-        if len(each) < 2:
-            continue
-        slowest = max(range(len(each)), key=each.__getitem__)
-        others = statistics.median([value for rank, value in enumerate(each) if rank != slowest])
-        lost = each[slowest] - others
-        if each[slowest] > SLOW * others and lost > WORTH_TELLING * measured and (not worst or lost > worst[0]):
-            times = round(each[slowest] / others, 2) if others else None
-            worst = lost, {"rank": slowest, "phase": name, "times": times, "seconds": round(lost, 3)}
-    return worst[1] if worst else None

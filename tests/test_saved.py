@@ -111,10 +111,10 @@ def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("evaluate", "runs/gone"), "'runs/gone' is not the folder of a run"),
-        (("sample", "tests", "--prompt", "x"), "'tests' is not the folder of a run"),
-        (("export", "runs/gone", "out"), "'runs/gone' is not the folder of a run"),
-        (("stop", "runs/gone"), "'runs/gone' is not the folder of a run"),
+        (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
+        (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
+        (("export", "runs/gone", "out"), "no run is called 'runs/gone'"),
+        (("stop", "runs/gone"), "no run is called 'runs/gone'"),
     ],
 )
 def test_a_folder_that_is_no_run_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_tutorial.launcher import RankError, launch
+from ddp_tutorial.logs import straggler
 from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.rank_logs import LOG
 from ddp_tutorial.runs import load_run
@@ -19,7 +20,6 @@ from ddp_tutorial.saved import evaluate
 from ddp_tutorial.stopping import best_step, without_progress
 from ddp_tutorial.train_config import EarlyStoppingConfig, ModelConfig, ProfileConfig, TrainConfig
 from ddp_tutorial.trainer import Trainer, TrainResult, train
-from ddp_tutorial.usage import straggler
 from ddp_tutorial.world import World
 
 pytestmark = pytest.mark.usefixtures("workdir")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddp_tutorial.commands import a_run, runs_begun
 from ddp_tutorial.config import ConfigError
 
 if TYPE_CHECKING:
@@ -23,14 +24,7 @@ def logs() -> None:
     """
 
 
-def _complete(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    from ddp_tutorial.files import RUNS
-    from ddp_tutorial.logs import find_runs
-
-    return [name for path in find_runs() if (name := str(path.relative_to(RUNS))).startswith(begun)]
-
-
-_some_runs = click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=_complete)
+_some_runs = click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=runs_begun)
 
 
 # ---------------------------------------------------------------------------------------------------------------- list
@@ -338,7 +332,7 @@ def _memory(run: "Summary") -> str | None:
 
 
 @logs.command("plot")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=_complete)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=runs_begun)
 @click.option("--metrics", help="Names with commas between them.  [default: loss,grad_norm,learning_rate]")
 @click.option("--x", "axis", type=click.Choice(["step", "time", "tokens"]), default="step", show_default=True)
 @click.option(
@@ -405,7 +399,7 @@ def _joined(folders: list[Path]) -> str:
 
 
 @logs.command("tail")
-@click.argument("run", shell_complete=_complete)
+@a_run
 @click.option(
     "-n", "count", type=click.IntRange(min=0), default=10, show_default=True, help="Last lines to begin with."
 )

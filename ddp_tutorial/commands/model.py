@@ -1,24 +1,26 @@
-"""Commands for the model that a run has made."""
+"""Commands for the model that a run has made. RUN is its folder, or its name below runs/."""
 
 import json
 from pathlib import Path
 
 import click
 
-_run = click.argument("run", type=click.Path(path_type=Path))
+from ddp_tutorial.commands import a_run
+
 _best = click.option("--best", is_flag=True, help="The weights that best_model=true has kept, not the last ones.")
 
 
 @click.command()
-@_run
+@a_run
 @_best
 @click.option("--samples", type=click.IntRange(min=1), help="Held-out samples; by default, as many as in training.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def evaluate(run: Path, best: bool, samples: int | None, as_json: bool) -> None:
+def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
     """The loss of RUN's model on text that it has not learnt from."""
+    from ddp_tutorial.logs import find_run
     from ddp_tutorial.saved import evaluate as judge
 
-    found = judge(run, samples=samples, best=best)
+    found = judge(find_run(run), samples=samples, best=best)
     text = (
         f"held out {found['eval_loss']:.4f} nats per token, perplexity {found['perplexity']:.2f}, "
         f"{found['bits_per_byte']:.3f} bits per byte, over {found['tokens']:,} tokens"
@@ -27,29 +29,31 @@ def evaluate(run: Path, best: bool, samples: int | None, as_json: bool) -> None:
 
 
 @click.command()
-@_run
+@a_run
 @_best
 @click.option("--prompt", default="def ", show_default=True, help="What to go on from.")
 @click.option("--length", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens (bytes) to write.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: no dice.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
-def sample(run: Path, best: bool, prompt: str, length: int, temperature: float, seed: int) -> None:
+def sample(run: str, best: bool, prompt: str, length: int, temperature: float, seed: int) -> None:
     """Let RUN's model write."""
+    from ddp_tutorial.logs import find_run
     from ddp_tutorial.saved import sample as write
 
-    click.echo(write(run, prompt, length=length, temperature=temperature, seed=seed, best=best))
+    click.echo(write(find_run(run), prompt, length=length, temperature=temperature, seed=seed, best=best))
 
 
 @click.command()
-@_run
+@a_run
 @click.argument("folder", type=click.Path(path_type=Path))
 @_best
-def export(run: Path, folder: Path, best: bool) -> None:
+def export(run: str, folder: Path, best: bool) -> None:
     """Write RUN's model to a new FOLDER, as safetensors and JSON.
 
     GPT.from_pretrained(FOLDER) has it back.
     """
+    from ddp_tutorial.logs import find_run
     from ddp_tutorial.saved import export as write
 
-    write(run, folder, best=best)
+    write(find_run(run), folder, best=best)
     click.echo(f"{folder}: GPT.from_pretrained({str(folder)!r})")

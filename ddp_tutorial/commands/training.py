@@ -10,6 +10,7 @@ import yaml
 from click.shell_completion import CompletionItem
 
 from ddp_tutorial import config as configs
+from ddp_tutorial.commands import a_run
 
 if TYPE_CHECKING:
     from ddp_tutorial.train_config import TrainConfig
@@ -99,11 +100,13 @@ def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@a_run
 @click.option("--save", is_flag=True, help="With a checkpoint of the step that it stops after.")
-def stop(run: Path, save: bool) -> None:
-    """Ask a run, by its folder, to stop after the step that it is at."""
+def stop(run: str, save: bool) -> None:
+    """Ask RUN, a folder or a name below runs/, to stop after the step that it is at."""
+    from ddp_tutorial.logs import find_run
     from ddp_tutorial.runs import request_stop
 
-    request_stop(run, "save" if save else "stop")
-    click.echo(f"{run} will stop{' and save' if save else ''} after its step")
+    folder = find_run(run)
+    request_stop(folder, "save" if save else "stop")
+    click.echo(f"{folder} will stop{' and save' if save else ''} after its step")
