@@ -11,7 +11,7 @@ from typing import Any
 
 # Each is a module beside this one, with a function `measure(repeats)`. They are imported when asked for: ranks
 # that a benchmark starts import its module too, and should not load more than what it measures.
-NAMES = ["launch", "overhead", "ddp", "buckets", "sources", "accumulation", "checkpoint"]
+NAMES = ["launch", "overhead", "ddp", "buckets", "sources", "accumulation", "checkpoint", "scaling"]
 
 # Arm -> its value in each repeat.
 Samples = dict[str, list[float]]
@@ -64,4 +64,6 @@ def as_text(result: dict[str, Any]) -> str:
         for name, arm in result["arms"].items()
     ]
     lines += [f"  {name} = {value:.3f}" for name, value in result["ratios"].items()]
+    if crowded := result.get("oversubscribed"):
+        lines.append(f"  more processes than cores, so no measure of speed: {', '.join(crowded)}")
     return "\n".join(lines)

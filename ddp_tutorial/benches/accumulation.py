@@ -1,14 +1,13 @@
 """What cutting a step into micro-batches costs, and what it costs to have the same bits on any number of ranks."""
 
 import statistics
-import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddp_tutorial.accumulation import Batch, next_token, split
 from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.benches.step import take_turns
 from ddp_tutorial.ddp import DDPConfig, LinkConfig
 from ddp_tutorial.invariant import InvariantStrategy
 from ddp_tutorial.launcher import launch
@@ -25,7 +24,7 @@ _TURNS, _STEPS = 2, 2  # turns of an arm in a repeat, steps in a turn
 
 def measure(repeats: int) -> dict[str, Any]:
     """Tokens per second, two ranks with one thread each. The same samples in each step of all arms."""
-    samples = launch(_take_turns, 2, repeats, device="cpu", threads=1, echo=False)[0]
+    samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     ratios = {"invariant_vs_ddp": ("invariant", "ddp")} | {f"k{k}_vs_k1": (f"k{k}", "k1") for k in KS[1:]}
     return report("accumulation", samples, "tokens/s", ratios)
 
@@ -51,26 +50,13 @@ class _Step:
         self.optimizer.zero_grad()
 
 
-def _take_turns(world: World, repeats: int) -> Samples:
-    """All arms live in the same two ranks and take turns, so that whatever slows the machine down falls on all."""
+def _measure(world: World, repeats: int) -> Samples:
     arms = {f"k{k}": _Step(world, k) for k in KS}
     arms["ddp"], arms["invariant"] = _Step(world, V // world.size), _Step(world, V // world.size, invariant=True)
     samples: Samples = {name: [] for name in arms}
     for repeat in range(repeats + 1):
-        seconds: Samples = {name: [] for name in arms}
-        for turn in range(_TURNS):
-            for name in sorted(arms, reverse=bool(turn % 2)):
-                seconds[name].append(_time(arms[name]))
+        seconds = take_turns(arms, _TURNS, _STEPS)
         if repeat:  # the first is not counted: buckets are rebuilt, memory is allocated
             for name in arms:
                 samples[name].append(world.size * SAMPLES * CONTEXT * _STEPS / statistics.median(seconds[name]))
     return samples
-
-
-def _time(step: _Step) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(_STEPS):
-        step()
-    dist.barrier()
-    return time.perf_counter() - start

@@ -1,13 +1,12 @@
 """The variants of ddp.py side by side, and how much of its communication `BucketDDP` hides behind backward."""
 
 import statistics
-import time
 from typing import Any
 
 import torch.distributed as dist
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.benches.step import CONTEXT, SAMPLES, Step
+from ddp_tutorial.benches.step import CONTEXT, SAMPLES, Step, take_turns
 from ddp_tutorial.ddp import DDPConfig, LinkConfig
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.timeline import overlap, record
@@ -29,22 +28,18 @@ _SLOW = DDPConfig(
 def measure(repeats: int) -> dict[str, Any]:
     """Tokens per second of each variant on the link that is there, and seconds of communication that a simulated,
     bandwidth-bound link had hidden, and could have hidden. Two ranks with one thread each."""
-    samples = launch(_take_turns, 2, repeats, device="cpu", threads=1, echo=False)[0]
+    samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     units = dict.fromkeys(_VARIANTS, "tokens/s") | {"hidden": "s", "hideable": "s"}
     ratios = {f"{name}_vs_torch": (name, "torch") for name in ("naive", "flat", "bucket")}
     return report("ddp", samples, units, ratios | {"hidden_of_hideable": ("hidden", "hideable")})
 
 
-def _take_turns(world: World, repeats: int) -> Samples:
-    """All arms live in the same two ranks and take turns, so that whatever slows the machine down falls on all."""
+def _measure(world: World, repeats: int) -> Samples:
     arms = {name: Step(world, config) for name, config in _VARIANTS.items()}
     slow = Step(world, _SLOW)
     samples: Samples = {name: [] for name in (*arms, "hidden", "hideable")}
     for repeat in range(repeats + 1):
-        seconds: Samples = {name: [] for name in arms}
-        for turn in range(_TURNS):
-            for name in sorted(arms, reverse=bool(turn % 2)):
-                seconds[name].append(_time(arms[name]))
+        seconds = take_turns(arms, _TURNS, _STEPS)
         slow()
         dist.barrier()
         with record(slow.model.link) as recorder:
@@ -56,12 +51,3 @@ def _take_turns(world: World, repeats: int) -> Samples:
             samples["hidden"].append(of.hidden)
             samples["hideable"].append(of.hideable)
     return samples
-
-
-def _time(step: Step) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(_STEPS):
-        step()
-    dist.barrier()
-    return time.perf_counter() - start

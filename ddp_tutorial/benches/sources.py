@@ -10,24 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_tutorial.accumulation import next_token
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.data import ArrowShards, Windows, write_arrow
-from ddp_tutorial.ddp import DDPConfig
+from ddp_tutorial.benches.step import CONTEXT, Training, random_text, take_turns, timed
+from ddp_tutorial.data import ArrowShards, as_shards, write_arrow
 from ddp_tutorial.launcher import launch
-from ddp_tutorial.model import GPT
-from ddp_tutorial.phases import Stopwatch, observe, phase
 from ddp_tutorial.sharded import ShardedSource, Source
 from ddp_tutorial.sharding import Order, Sharding
 from ddp_tutorial.sources import ALONE, SourceConfig, make_source
-from ddp_tutorial.strategy import DDPStrategy
 from ddp_tutorial.world import World
 
-CONTEXT, BATCH = 64, 16  # tokens of a sample, samples of a step over all ranks
+BATCH = 16  # samples of a step over all ranks
 SAMPLES = 20_000
 _TURNS, _STEPS = 4, 10  # turns of an arm in a repeat, steps in a turn
 _LOADED = 2_000  # samples that one turn of a loader reads
@@ -48,44 +42,21 @@ def measure(repeats: int) -> dict[str, Any]:
     return report("sources", samples, units, ratios | {"fast_vs_iterable": ("load_fast_stream", "load_iterable")})
 
 
-def corpus() -> Windows:
-    """Random bytes: what they say does not matter here."""
-    generator = torch.Generator().manual_seed(0)
-    return Windows(torch.randint(256, (SAMPLES * CONTEXT + 1,), dtype=torch.uint8, generator=generator), CONTEXT)
-
-
 def _sources(world: World) -> dict[str, Source]:
     configs = {kind: SourceConfig.model_validate({"kind": kind}) for kind in KINDS}
-    return {kind: make_source(config, corpus(), BATCH, 0, world) for kind, config in configs.items()}
-
-
-class _Training:
-    """One model and one source, and steps of them."""
-
-    def __init__(self, world: World, source: Source) -> None:
-        torch.manual_seed(0)
-        self.source, module = source, GPT(layers=4, heads=4, width=128, context=CONTEXT)
-        self.strategy = DDPStrategy(module, world, DDPConfig(variant="bucket"))
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
-
-    def __call__(self) -> None:
-        with phase("wait"):
-            batch = next_token(next(self.source))
-        self.strategy.backward([batch])
-        with phase("update"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+    return {kind: make_source(config, random_text(SAMPLES), BATCH, 0, world) for kind, config in configs.items()}
 
 
 def _train(world: World, folder: str, repeats: int) -> Samples:
     """All sources live in the same two ranks and take turns, with a model each, and the same samples in the end."""
     with chdir(folder):
-        arms = {kind: _Training(world, source) for kind, source in _sources(world).items()}
+        arms = {kind: Training(source, world) for kind, source in _sources(world).items()}
     samples: Samples = {}
     for repeat in range(repeats + 1):
-        for kind, (seconds, parts) in _take_turns(arms).items():
+        for kind, seconds in take_turns(arms, _TURNS, _STEPS).items():
+            parts = arms[kind].watch.take()
             if repeat:  # the first is not counted: files are opened, memory is allocated
-                samples.setdefault(kind, []).append(BATCH * _STEPS / seconds)
+                samples.setdefault(kind, []).append(BATCH * _STEPS / statistics.median(seconds))
                 for part, names in _PARTS.items():
                     spent = sum(parts.get(name, 0.0) for name in names) / _STEPS / _TURNS
                     samples.setdefault(f"{kind}_{part}", []).append(spent)
@@ -94,29 +65,7 @@ def _train(world: World, folder: str, repeats: int) -> Samples:
     return samples
 
 
-_PARTS = {"wait": ["wait"], "compute": ["forward", "backward", "update"], "sync": ["finish"]}
-
-
-def _take_turns(arms: dict[str, _Training]) -> dict[str, tuple[float, dict[str, float]]]:
-    """Of each arm, the median seconds of its turns, and seconds by phase over all of them."""
-    seconds: Samples = {kind: [] for kind in arms}
-    parts: dict[str, dict[str, float]] = {kind: {} for kind in arms}
-    for turn in range(_TURNS):
-        for kind in sorted(arms, reverse=bool(turn % 2)):
-            with observe(Stopwatch()) as watch:
-                seconds[kind].append(_time(arms[kind], _STEPS))
-            for name, spent in watch.take().items():
-                parts[kind][name] = parts[kind].get(name, 0.0) + spent
-    return {kind: (statistics.median(seconds[kind]), parts[kind]) for kind in arms}
-
-
-def _time(step: Callable[[], object], times: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(times):
-        step()
-    dist.barrier()
-    return time.perf_counter() - start
+_PARTS = {"wait": ["data"], "compute": ["forward", "backward", "update"], "sync": ["finish"]}
 
 
 def _load(world: World, folder: str, repeats: int) -> Samples:
@@ -129,7 +78,7 @@ def _load(world: World, folder: str, repeats: int) -> Samples:
     samples: Samples = {f"load_{name}": [] for name in arms}
     for repeat in range(repeats + 1):
         for name in sorted(arms, reverse=bool(repeat % 2)):
-            seconds = _time(arms[name], _LOADED // BATCH)
+            seconds = timed(arms[name], _LOADED // BATCH)
             if repeat:
                 samples[f"load_{name}"].append(_LOADED / seconds)
     for source in sources.values():
@@ -141,10 +90,9 @@ def _iterable(world: World) -> Iterator[Any]:
     from datasets.distributed import split_dataset_by_node
 
     from ddp_tutorial.corpus import CACHE
-    from ddp_tutorial.data import as_shards
     from ddp_tutorial.streamed import iterable
 
-    dataset = iterable(as_shards(corpus(), CACHE)).shuffle(seed=0, buffer_size=1000)
+    dataset = iterable(as_shards(random_text(SAMPLES), CACHE)).shuffle(seed=0, buffer_size=1000)
     dataset = split_dataset_by_node(dataset, world.rank, world.size)
     for epoch in range(10**6):
         dataset.set_epoch(epoch)

@@ -50,7 +50,7 @@ def tales(count: int, folder: Path, files: int, seed: int) -> None:
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
 @click.option("--kills", type=click.IntRange(min=1), default=200, show_default=True, help="Of chaos only.")
 def bench(name: str, as_json: bool, repeats: int, kills: int) -> None:
-    """Measure a claim of the project: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, or chaos.
+    """Measure a claim: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, or chaos.
 
     chaos kills ranks of small runs at random, and sees whether each run ends as if nothing had happened.
     """
