@@ -19,7 +19,7 @@ LEVELS = [
     ["world", "console", "transport", "runs", "tales", "manifest"],
     ["rank", "collectives", "buckets", "sync_bn", "stopping", "logs", "rank_logs"],
     ["launcher", "link", "sharding", "corpus", "model", "checkpoint", "usage"],
-    ["data", "metrics", "hooks", "timeline", "resuming"],
+    ["data", "metrics", "hooks", "timeline", "resuming", "scaling"],
     ["sharded", "ddp", "precision", "plots"],
     ["dispatched", "streamed", "accumulation", "profiling"],
     ["evaluation"],

@@ -1,0 +1,281 @@
+"""The model of a step gives what one computes by hand, and the arms of the benchmark do the same work."""
+
+import json
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_tutorial.benches import as_text
+from ddp_tutorial.benches.scaling import FOUR_RANK_ARMS, Arm, race, training_of, two_rank_arms
+from ddp_tutorial.benches.step import Training, take_turns, timed
+from ddp_tutorial.launcher import launch
+from ddp_tutorial.link import LinkModel
+from ddp_tutorial.scaling import BACKWARD, NETWORKS, StepModel, bootstrap, fit_step
+from ddp_tutorial.world import World
+
+# ------------------------------------------------------------------------------------------------------- the model
+
+# A fixed second, a second a sample; 8 bytes at 2 bytes a second and no latency: 4 seconds a pass over two ranks.
+BY_HAND = StepModel(fixed=1, per_sample=1, nbytes=8, link=LinkModel(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "ranks", "cores", "seconds"),
+    [
+        (BY_HAND, 8, 1, None, 9.0),  # 1 + 8, and nobody to talk to
+        (BY_HAND, 8, 2, None, 5.0 + 4.0),  # 1 + 4; 2 * 1/2 of 8 bytes at 2 a second
+        (BY_HAND, 8, 4, None, 3.0 + 6.0),  # 1 + 2; 2 * 3/4 of 8 bytes
+        (BY_HAND, 7, 2, None, 5.0 + 4.0),  # one rank has 4 of the 7, and the other waits for it
+        (BY_HAND, 8, 4, 2, 2 * (3.0 + 6.0)),  # two turns
+        (BY_HAND, 8, 4, 4, 9.0),
+        (BY_HAND, 8, 1, 4, 9.0),  # idle cores do not help
+        (replace(BY_HAND, overlap=1.0), 8, 2, None, 5.0 + 4.0 - 10 / 3),  # hides 2/3 of 5 seconds, of 4
+        (replace(BY_HAND, overlap=0.5), 8, 2, None, 5.0 + 4.0 - 5 / 3),
+        (replace(BY_HAND, overlap=1.0), 16, 2, None, 9.0),  # 2/3 of 9 seconds hide all of 4
+        (replace(BY_HAND, sharing=1.2), 8, 2, None, 6.0 + 4.0),
+        (replace(BY_HAND, sharing=1.2), 8, 1, None, 9.0),  # alone it shares nothing
+        (replace(BY_HAND, link=LinkModel(0.5, 2)), 8, 4, None, 9.0 + 3.0),  # 2 * 3 rounds of half a second
+        (replace(BY_HAND, link=LinkModel(0.5, 2), buckets=2), 8, 4, None, 9.0 + 6.0),  # and for each bucket
+    ],
+)
+def test_seconds_of_a_step_are_what_one_computes_by_hand(
+    model: StepModel, batch: int, ranks: int, cores: int | None, seconds: float
+) -> None:
+    assert model.seconds(batch, ranks, cores) == pytest.approx(seconds)
+
+
+def test_efficiencies_are_what_one_computes_by_hand() -> None:
+    assert BY_HAND.strong_efficiency(8, 2) == pytest.approx(9 / (2 * 9))
+    assert BY_HAND.strong_efficiency(8, 4, cores=2) == pytest.approx(9 / (2 * 18))  # by cores, not by ranks
+    assert BY_HAND.weak_efficiency(8, 2) == pytest.approx(9 / 13)  # 16 samples in 9 + 4 seconds, against 8 in 9
+    assert BY_HAND.weak_efficiency(8, 4, cores=2) == pytest.approx(4 * 9 / (2 * 2 * 15))
+
+
+def test_in_a_cluster_there_is_a_machine_for_each_rank() -> None:
+    model = replace(BY_HAND, sharing=1.5).on(LinkModel(0, 8), faster=10)
+    assert model.seconds(8, 1) == pytest.approx(0.9)
+    assert model.seconds(8, 2) == pytest.approx(0.5 + 1.0)
+
+
+models = st.builds(
+    StepModel,
+    fixed=st.floats(0, 1),
+    per_sample=st.floats(1e-6, 1),
+    nbytes=st.floats(0, 1e9),
+    link=st.builds(LinkModel, st.floats(0, 1e-2), st.floats(1e6, 1e12)),
+    buckets=st.integers(1, 50),
+    overlap=st.floats(0, 1),
+    sharing=st.floats(1, 3),
+)
+ROUNDING = 1 + 1e-9
+
+
+@given(models, st.integers(1, 4096), st.integers(1, 4096), st.one_of(st.none(), st.integers(1, 64)))
+def test_no_efficiency_is_above_one(model: StepModel, batch: int, ranks: int, cores: int | None) -> None:
+    assert 0 < model.strong_efficiency(batch, ranks, cores) <= ROUNDING
+    assert 0 < model.weak_efficiency(batch, ranks, cores) <= ROUNDING
+
+
+@given(models, st.integers(1, 512), st.integers(1, 2048))
+def test_weak_efficiency_falls_as_ranks_are_added(model: StepModel, batch: int, ranks: int) -> None:
+    assert model.weak_efficiency(batch, ranks + 1) <= model.weak_efficiency(batch, ranks) * ROUNDING
+
+
+@given(models, st.integers(1, 512), st.integers(1, 2048))
+def test_a_link_that_costs_nothing_scales_without_loss(model: StepModel, batch: int, ranks: int) -> None:
+    free = model.on(LinkModel(0, float("inf")))
+    assert free.weak_efficiency(batch, ranks) == pytest.approx(1)
+    assert replace(free, fixed=0).strong_efficiency(batch * ranks, ranks) == pytest.approx(1)
+
+
+@given(models, st.integers(1, 512), st.integers(2, 2048))
+def test_a_better_network_is_never_slower(model: StepModel, batch: int, ranks: int) -> None:
+    seconds = [model.on(link).seconds(batch, ranks) for link in NETWORKS.values()]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@given(models.filter(lambda model: model.nbytes > 1e5))
+def test_the_fit_finds_the_model_that_made_the_measurements(model: StepModel) -> None:
+    found = fit_step(
+        alone={samples: model.compute(samples) for samples in (4, 32)},
+        side_by_side=(32, model.compute(16, ranks=2)),
+        all_reduces={n: model.link.ring_seconds(n, 2) for n in (1e3, 1e6, 1e8)},
+        trained=(32, model.seconds(32, 2)),
+        nbytes=model.nbytes,
+        buckets=model.buckets,
+    )
+    assert found.seconds(32, 2) == pytest.approx(model.seconds(32, 2), rel=1e-3)
+    assert found.seconds(24, 1) == pytest.approx(model.seconds(24, 1), rel=1e-3)
+    assert found.communication(8) == pytest.approx(model.communication(8), rel=1e-3, abs=1e-6)
+    assert found.sharing == pytest.approx(model.sharing, rel=1e-3)
+
+
+def test_noise_does_not_make_a_fit_impossible() -> None:
+    """Two ranks that were quicker than one, as happens on a busy machine: no sharing, and all is hidden."""
+    found = fit_step({8: 1.0, 32: 4.0}, (32, 1.5), {1000: 0.1, 10**6: 0.2}, (32, 1.5), nbytes=10**6)
+    assert (found.sharing, found.overlap) == (1.0, 1.0)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not take longer for more samples"):
+        fit_step({8: 2.0, 32: 1.0}, (32, 1.0), {1000: 0.1, 10**6: 0.2}, (32, 1.0), nbytes=10**6)
+    with pytest.raises(ValueError, match="overlap is from 0 to 1"):
+        replace(BY_HAND, overlap=1.1)
+    with pytest.raises(ValueError, match="takes some time for a sample"):
+        replace(BY_HAND, per_sample=0)
+    with pytest.raises(ValueError, match="at least 1; found 0, 2 and None"):
+        BY_HAND.seconds(0, 2)
+    assert BACKWARD < 1
+
+
+def test_a_bootstrap_band_holds_the_statistic_and_grows_with_the_spread() -> None:
+    narrow, wide = bootstrap([9, 10, 10, 10, 11]), bootstrap([5, 8, 10, 12, 15])
+    assert (narrow.middle, wide.middle) == (10, 10)
+    assert 9 <= narrow.low <= 10 <= narrow.high <= 11
+    assert wide.high - wide.low > narrow.high - narrow.low
+    assert bootstrap([3.0]) == (3.0, 3.0, 3.0)
+    assert bootstrap([1, 2, 9], statistic=statistics.mean).middle == 4
+    with pytest.raises(ValueError, match="no values"):
+        bootstrap([])
+
+
+# ---------------------------------------------------------------------------------------------------- the benchmark
+
+
+def sent_in(step: Training, times: int) -> list[str]:
+    """The collectives of `times` steps on this rank, as torch's flight recorder has them."""
+
+    def recorded() -> list[str]:
+        entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
+        return [entry["profiling_name"] for entry in entries]
+
+    before = len(recorded())
+    for _ in range(times):
+        step()
+    return recorded()[before:]
+
+
+def flat(training: Training) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in training.module.parameters()])
+
+
+def work_of(world: World, arms: dict[str, Arm], steps: int) -> dict[str, Any]:
+    """Of each arm: this rank's steps, samples, bytes of each sample, collectives; and where its weights went."""
+    found: dict[str, Any] = {}
+    for name, arm in arms.items():
+        training = training_of(arm, world)
+        if training is None:
+            continue
+        read: list[bytes] = []
+        inner = training.source
+
+        class Noting:
+            def __next__(self, inner: Any = inner, read: list[bytes] = read) -> Any:
+                share = next(inner)
+                read.extend(sample.numpy().tobytes() for sample in share.samples["tokens"])
+                return share
+
+        training.source = Noting()  # type: ignore[assignment]
+        start = flat(training)
+        sent = sent_in(training, steps)
+        found[name] = {
+            "steps": training.steps,
+            "samples": training.samples,
+            "read": read,
+            "sent": sent,
+            "moved": flat(training) - start,
+        }
+    return found
+
+
+@pytest.fixture
+def flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+
+
+@pytest.mark.parametrize(("arms", "size"), [(two_rank_arms(), 2), (FOUR_RANK_ARMS, 4)], ids=["two", "four"])
+def test_all_arms_do_the_same_work_and_only_those_that_talk_send(
+    arms: dict[str, Arm], size: int, flight_recorder: None
+) -> None:
+    steps = 3
+    ranks = launch(work_of, size, arms, steps, device="cpu", threads=1, echo=False)
+    alone = ranks[0]["one_thread" if size == 2 else "one_thread_of_four"]
+    for name, arm in arms.items():
+        of_ranks = [rank[name] for rank in ranks if name in rank]
+        assert len(of_ranks) == arm.readers
+        assert {each["steps"] for each in of_ranks} == {steps}
+        assert [each["samples"] for each in of_ranks] == [steps * arm.batch // arm.readers] * arm.readers
+        talks = arm.talk and arm.readers > 1
+        for each in of_ranks:
+            assert bool(each["sent"]) == talks, f"{name}: {each['sent']}"
+        if arm.batch == 32:  # the weak arms have twice the samples
+            assert sorted(sample for each in of_ranks for sample in each["read"]) == sorted(alone["read"])
+        if talks:
+            assert all(torch.equal(each["moved"], of_ranks[0]["moved"]) for each in of_ranks)
+        # AdamW takes steps of one size wherever a gradient is not zero, also where its sign is a matter of rounding.
+        apart = float((of_ranks[0]["moved"] - alone["moved"]).norm() / alone["moved"].norm())
+        if arm.batch == 32 and (talks or arm.readers == 1):
+            assert apart < 0.05, f"{name}: other steps than those of one process"
+        else:
+            assert apart > 0.2, f"{name}: trained on other samples, it should have gone elsewhere"
+
+
+def test_the_race_returns_a_value_for_each_repeat_and_ranks_end_equal() -> None:
+    arms = {"one": Arm(1, batch=4), "two": Arm(2, batch=4), "apart": Arm(2, batch=4, talk=False)}
+    samples = launch(race, 2, arms, 2, 1, 1, device="cpu", threads=1, echo=False)[0]
+    assert {name: len(values) for name, values in samples.items()} == {"one": 2, "two": 2, "apart": 2}
+    assert all(value > 0 for values in samples.values() for value in values)
+
+
+def _threads(world: World) -> tuple[int, int]:
+    many, one = training_of(Arm(1, batch=4, threads=2), world), training_of(Arm(1, batch=4), world)
+    found = []
+    for training in (many, one):
+        if training is not None:
+            training()
+        found.append(torch.get_num_threads())
+    return found[0], found[1]
+
+
+def test_each_arm_sets_its_own_number_of_threads() -> None:
+    assert launch(_threads, 2, device="cpu", threads=1, echo=False) == [(2, 1), (1, 1)]
+
+
+def _turns(world: World) -> tuple[list[str], dict[str, list[float]]]:
+    order: list[str] = []
+    return order, take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, turns=2, steps=2)
+
+
+def test_who_goes_first_alternates() -> None:
+    for order, seconds in launch(_turns, 2, device="cpu", threads=1, echo=False):
+        assert order == ["a", "a", "b", "b", "b", "b", "a", "a"]
+        assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+
+
+def _slow_rank(world: World) -> tuple[float, float]:
+    def sleep() -> None:
+        if world.rank == 1:
+            time.sleep(0.05)
+
+    used = time.process_time()
+    seconds = timed(sleep, times=4)
+    return seconds, time.process_time() - used
+
+
+def test_a_turn_lasts_until_the_slowest_rank_is_done_and_waiting_takes_no_core() -> None:
+    for seconds, used in launch(_slow_rank, 2, device="cpu", threads=1, echo=False):
+        assert 0.2 <= seconds < 2
+        assert used < 0.1, "a rank that waits in a barrier should sleep, or it takes cores from those who work"
+
+
+def test_the_table_says_which_arms_have_more_processes_than_cores() -> None:
+    arm = {"median": 1.0, "low": 1.0, "high": 1.0, "unit": "samples/s", "repeats": 5}
+    result = {"bench": "scaling", "environment": {}, "arms": {"four_ranks": arm}, "ratios": {}}
+    assert "cores" not in as_text(result)
+    assert as_text(result | {"oversubscribed": ["four_ranks"]}).endswith("no measure of speed: four_ranks")
