@@ -460,3 +460,58 @@ def bars_by_group(
     grid[0][0].invert_yaxis()
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
+
+
+@styled
+def intervals(
+    values: Mapping[str, tuple[float, float, float]],
+    title: str,
+    xlabel: str,
+    note: Callable[[float], str] = "{:.2f}".format,
+    hollow: Collection[str] = (),
+    model: Mapping[str, float] | None = None,
+    mark: float | None = None,
+) -> Figure:
+    """A point for each value and the band (low, middle, high) where it may lie. `hollow` ones are points of another
+    kind. `model` has what was predicted: a diamond, with its error. `mark` is a vertical line to compare with."""
+    figure, axes = plt.subplots(figsize=(9, 0.9 + 0.48 * len(values)))
+    for row, (name, (low, middle, high)) in enumerate(values.items()):
+        axes.plot([low, high], [row, row], color=SKY, linewidth=9, solid_capstyle="butt")
+        face = "white" if name in hollow else BLUE
+        axes.plot(middle, row, "o", color=BLUE, markerfacecolor=face, markersize=9, markeredgewidth=1.8)
+        told = note(middle)
+        if model and name in model:
+            axes.plot(model[name], row, "D", color=ORANGE, markersize=8, markeredgecolor=INK)
+            told += f", model {note(model[name])} ({model[name] / middle - 1:+.0%})"
+        axes.annotate(told, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5)
+    if mark is not None:
+        axes.axvline(mark, color=FAINT, linestyle=(0, (5, 2)), linewidth=1.4)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.grid(visible=False, axis="y")
+    axes.set(title=title, xlabel=xlabel)
+    return figure
+
+
+@styled
+def stacked(parts: Mapping[str, Mapping[str, float]], title: str, xlabel: str) -> Figure:
+    """What a whole is made of: a bar for each whole, in it a piece for each named part. The total is at its end."""
+    names = list(dict.fromkeys(name for each in parts.values() for name in each))
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(parts)))
+    for row, each in enumerate(parts.values()):
+        left = 0.0
+        for name, color, hatch in zip(names, cycle(COLORS), cycle(HATCHES)):
+            value = each.get(name, 0.0)
+            axes.barh(row, value, left=left, color=color, hatch=hatch, edgecolor="white", height=0.7)
+            left += value
+        axes.annotate(f"  {left:,.0f}", (left, row), va="center")
+    for name, color, hatch in zip(names, cycle(COLORS), cycle(HATCHES)):
+        axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=name)
+    axes.set_yticks(range(len(parts)), list(parts))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.1)
+    axes.set(title=title, xlabel=xlabel)
+    figure.legend(ncols=len(names), loc="outside lower center")
+    return figure

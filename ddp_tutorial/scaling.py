@@ -16,6 +16,7 @@ from ddp_tutorial.link import LinkModel, fit_link
 
 # The part of computing that is backward, and can hide communication. It does about twice the work of forward.
 BACKWARD = 2 / 3
+BUCKET = 25 * 2**20  # bytes: torch's default
 
 # Assumptions, in round numbers: latency of a message in seconds, bytes a second in one direction.
 NETWORKS = {
@@ -85,9 +86,19 @@ class StepModel:
         working = min(ranks, cores or ranks)
         return ranks * self.seconds(batch) / (working * self.seconds(batch * ranks, ranks, cores))
 
-    def on(self, link: LinkModel, faster: float = 1.0) -> "StepModel":
-        """The same step in a cluster: a machine for each rank that computes so many times faster, and this link."""
-        return replace(self, fixed=self.fixed / faster, per_sample=self.per_sample / faster, link=link, sharing=1.0)
+    def on(self, link: LinkModel, faster: float = 1.0, larger: float = 1.0) -> "StepModel":
+        """The same step in a cluster of one rank a machine, on this link. The machines compute so many times faster,
+        and the model has so many times the parameters: as many times the bytes, and the work for each sample."""
+        nbytes, work = self.nbytes * larger, larger / faster
+        return replace(
+            self,
+            fixed=self.fixed * work,
+            per_sample=self.per_sample * work,
+            nbytes=nbytes,
+            link=link,
+            buckets=max(self.buckets, math.ceil(nbytes / BUCKET)),
+            sharing=1.0,
+        )
 
 
 def fit_step(

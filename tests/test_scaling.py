@@ -61,6 +61,9 @@ def test_in_a_cluster_there_is_a_machine_for_each_rank() -> None:
     model = replace(BY_HAND, sharing=1.5).on(LinkModel(0, 8), faster=10)
     assert model.seconds(8, 1) == pytest.approx(0.9)
     assert model.seconds(8, 2) == pytest.approx(0.5 + 1.0)
+    larger = BY_HAND.on(LinkModel(0, 2), faster=10, larger=10)
+    assert larger.seconds(8, 2) == pytest.approx(5.0 + 40.0)  # as much computing, ten times the bytes
+    assert replace(BY_HAND, nbytes=1e6).on(LinkModel(0, 2), larger=105).buckets == 5  # of 25 MiB
 
 
 models = st.builds(

@@ -6,11 +6,12 @@ no log. They live in the same ranks and take turns; while rank 0 works alone, th
 
 import statistics
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.benches.step import Training, random_text, take_turns
+from ddp_tutorial.benches.step import Training, random_text, rest, take_turns
 from ddp_tutorial.collectives import assert_same
+from ddp_tutorial.ddp import DDPConfig
 from ddp_tutorial.environment import cores
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.sharded import ShardedSource
@@ -24,13 +25,14 @@ _TURNS, _STEPS = 2, 5  # turns of an arm in a repeat, steps in a turn
 
 
 class Arm(NamedTuple):
-    """How one arm trains. `readers` share out each batch of `batch` samples; their gradients are averaged if they
-    `talk`. One reader is a process alone, with `threads` threads."""
+    """How one arm trains. `readers` share out each batch of `batch` samples; their gradients are averaged, as `ddp`
+    says, if they `talk`. One reader is a process alone, with `threads` threads."""
 
     readers: int
     batch: int = BATCH
     talk: bool = True
     threads: int = 1
+    ddp: DDPConfig = DDPConfig()
 
 
 def two_rank_arms() -> dict[str, Arm]:
@@ -70,21 +72,21 @@ def measure(repeats: int) -> dict[str, Any]:
     return report("scaling", two | four, "samples/s", ratios) | {"oversubscribed": crowded}
 
 
-def training_of(arm: Arm, world: World, variant: Literal["bucket", "torch"] = "torch") -> Training | None:
+def training_of(arm: Arm, world: World) -> Training | None:
     """This rank's part in an arm; None if it has none."""
     if world.rank >= arm.readers:
         return None
     reader = world if arm.readers > 1 else ALONE
     sharding = Sharding(Order(SAMPLES, seed=0), arm.batch, "carry", reader.size)
     source = ShardedSource(random_text(SAMPLES), sharding, reader)
-    return Training(source, reader if arm.talk else ALONE, variant, arm.threads)
+    return Training(source, reader if arm.talk else ALONE, arm.ddp, arm.threads)
 
 
 def race(world: World, arms: dict[str, Arm], repeats: int, turns: int = _TURNS, steps: int = _STEPS) -> Samples:
     """Samples per second of each arm in each repeat, by the median of its turns. Collective, the same on each rank but
     for what their clocks say."""
     trainings = {name: training_of(arm, world) for name, arm in arms.items()}
-    calls: dict[str, Callable[[], object]] = {name: each or _rest for name, each in trainings.items()}
+    calls: dict[str, Callable[[], object]] = {name: each or rest for name, each in trainings.items()}
     samples: Samples = {name: [] for name in arms}
     for repeat in range(repeats + 1):
         seconds = take_turns(calls, turns, steps)
@@ -95,7 +97,3 @@ def race(world: World, arms: dict[str, Arm], repeats: int, turns: int = _TURNS, 
         if (training := trainings[name]) and arm.talk and arm.readers > 1:
             assert_same(world, dict(training.module.named_parameters()), f"{name}: parameter")
     return samples
-
-
-def _rest() -> None:
-    """What a rank does that has no part in an arm."""

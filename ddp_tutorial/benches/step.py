@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,17 @@ CONTEXT, SAMPLES = 64, 8  # tokens of a sample, samples of a rank
 
 def timed(step: Callable[[], object], times: int) -> float:
     """Seconds until all ranks have done `times` steps, from when all were ready. A rank that has nothing to do calls
-    with a step that does nothing: gloo's barrier sleeps, and leaves the cores to those who work. Collective."""
+    with `rest`: gloo's barrier sleeps, and leaves the cores to those who work. Collective."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(times):
         step()
     dist.barrier()
     return time.perf_counter() - start
+
+
+def rest() -> None:
+    """The step of a rank that has no part in an arm."""
 
 
 def take_turns(arms: Mapping[str, Callable[[], object]], turns: int, steps: int) -> Samples:
@@ -84,11 +87,11 @@ class Training:
     backward, finish (waiting for the others), update.
     """
 
-    def __init__(self, source: Source, team: World, variant: Literal["bucket", "torch"] = "bucket", threads: int = 1):
+    def __init__(self, source: Source, team: World, config: DDPConfig | None = None, threads: int = 1) -> None:
         torch.manual_seed(0)
         self.source, self.team, self.threads = source, team, threads
         self.module = GPT(layers=4, heads=4, width=128, context=CONTEXT)
-        self.strategy = DDPStrategy(self.module, team, DDPConfig(variant=variant))
+        self.strategy = DDPStrategy(self.module, team, config or DDPConfig(variant="bucket"))
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3, fused=True)
         self.watch = Stopwatch()
         self.steps = self.samples = 0  # of this rank

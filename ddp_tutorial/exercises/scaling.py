@@ -295,6 +295,6 @@ smallest_batch = Exercise(
     hints=(
         "A step is computing, and what of sending is not hidden. More samples make the first longer, not the second.",
         "Efficiency of s samples: compute(s) / (compute(s) + exposed(s, ranks)). Try 1, 2, 3, ... until it is enough.",
-        "Tens of thousands of tries are fine. Who wants fewer doubles until it is enough, and then halves the interval.",
+        "Tens of thousands of tries are fine. For fewer, double until it is enough, and then halve the interval.",
     ),
 )
