@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import EngFormatter
 
@@ -134,6 +135,7 @@ def curves(
     ylabel: str,
     xscale: str = "linear",
     yscale: str = "linear",
+    ylim: tuple[float, float] | None = None,
 ) -> Figure:
     """A line through the points (xs, ys) of each series, with its name at its right end, where a legend would make
     one search. A scale may be "log": then every value should be positive."""
@@ -142,6 +144,8 @@ def curves(
         axes.plot(xs, ys, color=color, linestyle=dash, linewidth=2.2)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
     axes.margins(x=0)
+    if ylim is not None:
+        axes.set_ylim(ylim)
     _label_ends(axes, {name: (xs[-1], ys[-1]) for name, (xs, ys) in series.items()})
     return figure
 
@@ -472,16 +476,17 @@ def intervals(
     model: Mapping[str, float] | None = None,
     mark: float | None = None,
 ) -> Figure:
-    """A point for each value and the band (low, middle, high) where it may lie. `hollow` ones are points of another
-    kind. `model` has what was predicted: a diamond, with its error. `mark` is a vertical line to compare with."""
-    figure, axes = plt.subplots(figsize=(9, 0.9 + 0.48 * len(values)))
+    """A point for each value, in the 90 % band (low, middle, high) where it may lie. The names in `hollow` had more
+    ranks than cores. `model` has what was predicted, with its error. `mark` is a vertical line to compare with."""
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.48 * len(values)))
+    dot: dict[str, Any] = {"marker": "o", "color": BLUE, "markersize": 9, "markeredgewidth": 1.8}
+    diamond: dict[str, Any] = {"marker": "D", "color": ORANGE, "markersize": 8, "markeredgecolor": INK}
     for row, (name, (low, middle, high)) in enumerate(values.items()):
         axes.plot([low, high], [row, row], color=SKY, linewidth=9, solid_capstyle="butt")
-        face = "white" if name in hollow else BLUE
-        axes.plot(middle, row, "o", color=BLUE, markerfacecolor=face, markersize=9, markeredgewidth=1.8)
+        axes.plot(middle, row, **dot, markerfacecolor="white" if name in hollow else BLUE)
         told = note(middle)
         if model and name in model:
-            axes.plot(model[name], row, "D", color=ORANGE, markersize=8, markeredgecolor=INK)
+            axes.plot(model[name], row, **diamond)
             told += f", model {note(model[name])} ({model[name] / middle - 1:+.0%})"
         axes.annotate(told, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5)
     if mark is not None:
@@ -491,6 +496,13 @@ def intervals(
     axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
     axes.set(title=title, xlabel=xlabel)
+    none: dict[str, Any] = {"xdata": [], "ydata": [], "linestyle": "none"}
+    keys = [Line2D(**none, **dot, label="measured"), Line2D([], [], color=SKY, linewidth=9, label="90 % band")]
+    if hollow:
+        keys.insert(1, Line2D(**none, **dot, markerfacecolor="white", label="measured, more ranks than cores"))
+    if model:
+        keys.append(Line2D(**none, **diamond, label="model"))
+    figure.legend(handles=keys, ncols=len(keys), loc="outside lower center")
     return figure
 
 

@@ -31,6 +31,7 @@ SMALL = {
     "07_gradient_accumulation": ["-p", "steps", "15", "-p", "repeats", "3"],
     "08_what_is_not_synced": ["-p", "steps", "40", "-p", "samples", "2000"],
     "09_checkpointing": ["-p", "kills", "2", "-p", "steps", "16"],
+    "12_scaling": ["-p", "repeats", "3", "-p", "batch", "16"],
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
 }
 ROOT = Path(__file__).parent.parent

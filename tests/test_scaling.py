@@ -103,15 +103,16 @@ def test_a_better_network_is_never_slower(model: StepModel, batch: int, ranks: i
     assert seconds == sorted(seconds, reverse=True)
 
 
-@given(models.filter(lambda model: model.nbytes > 1e5))
-def test_the_fit_finds_the_model_that_made_the_measurements(model: StepModel) -> None:
+@given(models.filter(lambda model: model.nbytes > 1e5), st.sampled_from([None, LinkModel(1e-3, 1e6)]))
+def test_the_fit_finds_the_model_that_made_the_measurements(model: StepModel, slow: LinkModel | None) -> None:
     found = fit_step(
         alone={samples: model.compute(samples) for samples in (4, 32)},
         side_by_side=(32, model.compute(16, ranks=2)),
         all_reduces={n: model.link.ring_seconds(n, 2) for n in (1e3, 1e6, 1e8)},
-        trained=(32, model.seconds(32, 2)),
+        trained=(32, replace(model, link=slow or model.link).seconds(32, 2)),
         nbytes=model.nbytes,
         buckets=model.buckets,
+        trained_on=slow,
     )
     assert found.seconds(32, 2) == pytest.approx(model.seconds(32, 2), rel=1e-3)
     assert found.seconds(24, 1) == pytest.approx(model.seconds(24, 1), rel=1e-3)
