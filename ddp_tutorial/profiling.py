@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp_tutorial.files import write_atomically
 from ddp_tutorial.link import Link
-from ddp_tutorial.phases import observe
+from ddp_tutorial.phases import observe, phase
 from ddp_tutorial.rank_logs import LOG
 from ddp_tutorial.timeline import TORCHS_OWN, Recorder, Timeline, add_transfers_of_torch, gather
 from ddp_tutorial.world import World
@@ -48,6 +48,10 @@ class StepProfiler:
             return
         recorder, self._recorder = self._recorder, None
         self._watching.close()
+        with phase("profile"):
+            self._write(recorder)
+
+    def _write(self, recorder: Recorder) -> None:
         if not self.link:
             add_transfers_of_torch(recorder, self._profiler.events() or [])
         recorder.close()
