@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from ddp_tutorial.commands import checkpoint, logs, machine, model, project, training
+from ddp_tutorial.commands import checkpoint, logs, machine, model, project, sweep, training
 from ddp_tutorial.config import ConfigError, FailedError
 
 
@@ -26,6 +26,7 @@ def cli() -> None:
 for command in (
     training.train,
     training.stop,
+    sweep.sweep,
     model.evaluate,
     model.sample,
     model.export,

@@ -5,23 +5,31 @@ the notebook's own metadata says "completed" even when its kernel has died.
 """
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+import yaml
+
 from ddp_tutorial.config import ConfigError, FailedError, SomeConfig, check, did_you_mean, load, merge
-from ddp_tutorial.files import RUNS, new_directory
+from ddp_tutorial.files import RUNS, new_directory, write_atomically
 from ddp_tutorial.notebooks import NOTEBOOKS
 from ddp_tutorial.runs import read_lines, shown
 
 # What a fresh IPython kernel has among its globals, besides names that begin with an underscore.
 _KERNEL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
+_LOG = "papermill.log"
+_MARK = "DDP_TUTORIAL_NOTEBOOK"  # in the environment of all processes of an execution: the folder that it is for
+_END_SECONDS = 3.0  # that papermill has to shut its kernel down
 
 
 class NotebookError(FailedError):
@@ -96,38 +104,81 @@ def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) ->
 
     The notebook is told to train below `folder` (parameter `name`) and to write `folder/result.json` last.
     """
+    with _Follower(folder) as follower:
+        code = execute(notebook, folder, parameters, follower.look)
     executed = folder / notebook.name
-    settings = [part for key, value in parameters.items() for part in ("-p", key, str(value))]
-    command = [sys.executable, "-m", "papermill", str(notebook), str(executed), *settings]
-    command += ["--cwd", str(Path.cwd()), "--no-progress-bar", "--execution-timeout", "3600", "--kernel", "python3"]
-    with (folder / "papermill.log").open("wb") as log:
-        environment = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        with _ended(process), _Follower(folder) as follower:
-            while process.poll() is None:
-                follower.look()
-                time.sleep(0.2)
-            follower.look()
-    if process.returncode or not (folder / "result.json").is_file():
-        tail = (folder / "papermill.log").read_text(errors="replace").strip().split("\n")[-15:]
+    if code or not (folder / "result.json").is_file():
         raise NotebookError(
-            f"{notebook.name} did not run to its end (papermill's exit code: {process.returncode}). "
-            f"It got as far as {executed}, and said:\n" + "\n".join(tail)
+            f"{notebook.name} did not run to its end (papermill's exit code: {code}). "
+            f"It got as far as {executed}, and said:\n" + "\n".join(last_lines(folder))
         )
     write_page(executed, executed.with_suffix(".html"))
 
 
+def execute(
+    notebook: Path,
+    folder: Path,
+    parameters: Mapping[str, Any],
+    look: Callable[[], object] = lambda: None,
+    limit: float | None = None,
+) -> int | None:
+    """Execute `notebook` with papermill into `folder`, and return papermill's exit code, or None if the time was up.
+
+    `look` is called several times a second meanwhile. Parameters are handed over in a file of YAML, where 2 is a
+    number; on a command line it would be guessed. On return, whatever was started has ended.
+    """
+    write_atomically(folder / "parameters.yaml", yaml.safe_dump(dict(parameters), sort_keys=False).encode())
+    command = [sys.executable, "-m", "papermill", str(notebook), str(folder / notebook.name), "-f"]
+    command += [str(folder / "parameters.yaml"), "--cwd", str(Path.cwd()), "--no-progress-bar", "--kernel", "python3"]
+    environment = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1", _MARK: str(folder.resolve())}
+    end = math.inf if limit is None else time.monotonic() + limit
+    with (folder / _LOG).open("wb") as log:
+        # In a session of its own an interrupt reaches it once, from here, and not from the terminal as well.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        with _ended(process, folder):
+            while process.poll() is None and time.monotonic() < end:
+                look()
+                time.sleep(0.1)
+            look()
+            return process.poll()
+
+
 @contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """On the way out, wait for papermill to shut its kernel down. An interrupt has reached it as well."""
+def _ended(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
+    """On the way out, papermill is interrupted if it still runs, and nothing that it has started is left."""
     try:
         yield
     finally:
         try:
-            process.wait(timeout=10)
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
+            pass  # a kernel in the middle of a cell takes longer to be shut down than anybody wants to wait
+        finally:
+            end_processes_of(folder)
             process.wait()
+
+
+def end_processes_of(folder: Path) -> None:
+    """End all processes of executions into `folder`, or into one below it, that are still there.
+
+    A kernel that dies leaves behind what it has started, and an execution outlives a parent that was killed. They have
+    inherited a variable of the environment, and are found by it, whosever children they are by now.
+    """
+    top = folder.resolve()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            mark = process.environ().get(_MARK)
+            if mark and process.pid != os.getpid() and Path(mark).is_relative_to(top):
+                process.kill()
+
+
+def last_lines(folder: Path, count: int = 15) -> list[str]:
+    """The end of what papermill said when it executed a notebook into `folder`."""
+    return (folder / _LOG).read_text(errors="replace").strip().split("\n")[-count:]
 
 
 class _Follower:

@@ -527,3 +527,56 @@ def stacked(parts: Mapping[str, Mapping[str, float]], title: str, xlabel: str) -
     axes.set(title=title, xlabel=xlabel)
     figure.legend(ncols=len(names), loc="outside lower center")
     return figure
+
+
+@styled
+def parts(
+    values: Mapping[str, Mapping[str, float]], xlabel: str, title: str, notes: Mapping[str, str] | None = None
+) -> Figure:
+    """A bar for each name, made of named parts one after another, with a note at its end."""
+    figure, axes = plt.subplots(figsize=(8.5, 1.5 + 0.5 * len(values)))
+    names = list(dict.fromkeys(part for bar in values.values() for part in bar))
+    looks = dict(zip(names, zip(cycle(COLORS), cycle(HATCHES)), strict=False))
+    for row, (name, bar) in enumerate(values.items()):
+        left = 0.0
+        for part, length in bar.items():
+            color, hatch = looks[part]
+            axes.barh(row, length, left=left, color=color, hatch=hatch, edgecolor="white", height=0.65)
+            left += length
+        axes.annotate(f"  {(notes or {}).get(name, '')}", (left, row), va="center")
+    for part, (color, hatch) in looks.items():
+        axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=part)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.2)
+    axes.set(xlabel=xlabel, title=title)
+    axes.set_xlim(left=0)
+    figure.legend(ncols=len(names), loc="outside lower center")
+    return figure
+
+
+@styled
+def repeats_and_medians(
+    series: Mapping[str, Mapping[str, Sequence[float]]], title: str, xlabel: str, ylabel: str
+) -> Figure:
+    """Every value of every repeat as a point, above the name of its group, with a dash at their median. With several
+    series, those of one stand side by side; the points of a group stand in the order of the repeats."""
+    figure, axes = plt.subplots(figsize=(8.5, 3.8))
+    places = list(dict.fromkeys(name for groups in series.values() for name in groups))
+    room = 0.8 / len(series)
+    for number, ((label, groups), color, marker) in enumerate(zip(series.items(), cycle(COLORS), cycle("os^Dv"))):
+        for name, values in groups.items():
+            center = places.index(name) + (number - (len(series) - 1) / 2) * room
+            xs = [center + 0.5 * room * ((i + 0.5) / len(values) - 0.5) for i in range(len(values))]
+            axes.plot(xs, values, marker, color=color, markersize=6, markeredgecolor="white")
+            ends = [center - 0.35 * room, center + 0.35 * room]
+            axes.plot(ends, [statistics.median(values)] * 2, color=INK, linewidth=2)
+        axes.plot([], [], marker, color=color, label=label)
+    axes.plot([], [], color=INK, linewidth=2, label="median")
+    axes.set_xticks(range(len(places)), places)
+    axes.set_xlim(-0.5, len(places) - 0.5)
+    axes.grid(visible=False, axis="x")
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    figure.legend(ncols=min(6, len(series) + 1), loc="outside lower center")
+    return figure

@@ -16,7 +16,7 @@ PACKAGE = Path(ddp_tutorial.__file__).parent
 # From the bottom to the top. A module imports from levels below its own; `a.*` stands for all modules of a folder.
 LEVELS = [
     ["phases", "config", "files", "environment", "dice", "memory"],
-    ["world", "console", "transport", "runs", "tales", "manifest"],
+    ["world", "console", "transport", "runs", "tales", "manifest", "tables"],
     ["rank", "collectives", "buckets", "sync_bn", "stopping", "logs", "rank_logs"],
     ["launcher", "link", "sharding", "corpus", "model", "checkpoint", "usage"],
     ["data", "metrics", "hooks", "timeline", "resuming", "scaling"],
@@ -26,9 +26,11 @@ LEVELS = [
     ["sources", "invariant", "strategy"],
     ["train_config"],
     ["trainer", "plan", "saved", "doctor"],
+    ["arms"],
     ["notebooks", "benches", "benches.bare_rank", "exercises", "live", "configs"],
     ["benches.step", "run_plots"],
     ["experiments", "benches.*", "exercises.*"],
+    ["sweeps"],
     ["commands"],
     ["commands.*"],
     ["__main__"],

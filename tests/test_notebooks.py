@@ -32,6 +32,10 @@ SMALL = {
     "08_what_is_not_synced": ["-p", "steps", "40", "-p", "samples", "2000"],
     "09_checkpointing": ["-p", "kills", "2", "-p", "steps", "16"],
     "12_scaling": ["-p", "repeats", "3", "-p", "batch", "16"],
+    "bucket_size": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "steps", "2", "-p", "repeats", "1"],
+    "compare": ["-p", "steps", "5"],
+    "data_strategies": ["-p", "steps", "5", "-p", "repeats", "2"],
+    "scaling": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "steps", "5", "-p", "repeats", "2"],
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
 }
 ROOT = Path(__file__).parent.parent

@@ -1,0 +1,423 @@
+"""Sweeps: a grid, its keys, the points in processes of their own, and the table that comes of them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_tutorial import sweeps, tables
+from ddp_tutorial.config import CONFIGS, ConfigError
+from ddp_tutorial.experiments import _MARK, end_processes_of
+from ddp_tutorial.manifest import claimed
+from ddp_tutorial.notebooks import NOTEBOOKS
+from ddp_tutorial.sweeps import Point, code_version, folder_of, key_of, nested, plan_sweep, points_of, read_grid
+
+COMMAND = [sys.executable, "-m", "ddp_tutorial", "sweep"]
+
+# A notebook to sweep: it does what it is told, in a moment, and keeps a list of who has been there.
+PARAMETERS = """
+name: str = ""  # folder below runs/
+how: str = "well"  # how it ends
+number: float = 1  # what it measures
+""".strip()
+BODY = """
+import json, os, subprocess, time
+from pathlib import Path
+folder = Path("runs") / name
+with open("visitors", "a") as file:
+    print(folder.name, file=file)
+""".strip()
+END = """
+# here it ends, one way or another
+subprocess.Popen(["sleep", "300"])
+if how == "badly":
+    raise ValueError("no such luck\\nin three\\nlines")
+if how == "dead":
+    os._exit(3)
+if how == "late" and not Path("hurry").exists():
+    time.sleep(300)
+""".strip()
+RESULT = """
+result = {"status": "finished", "metrics": {"value": 10.0 * number, "kind": type(number).__name__}}
+if how == "stopped":
+    result["status"] = "stopped"
+if how != "silent":
+    (folder / "result.json").write_text(json.dumps(result))
+""".strip()
+
+
+def write_notebook(path: Path, *cells: str) -> Path:
+    tags = [["parameters"], *([] for _ in cells[1:])]
+    code = [
+        nbformat.v4.new_code_cell(cell, metadata={"tags": tag} if tag else {})
+        for cell, tag in zip(cells, tags, strict=True)
+    ]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    nbformat.write(nbformat.v4.new_notebook(cells=code, metadata={"kernelspec": kernel}), path)
+    return path
+
+
+@pytest.fixture
+def notebook(workdir: Path) -> Path:
+    return write_notebook(workdir / "tiny.ipynb", PARAMETERS, BODY, END, RESULT)
+
+
+def visitors() -> list[str]:
+    return Path("visitors").read_text().split() if Path("visitors").exists() else []
+
+
+def left_behind(folder: Path) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(_MARK, "")
+            if process.pid != os.getpid() and mark.startswith(str(folder)):
+                found.append(" ".join(process.cmdline()))
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- grid, points, keys
+
+
+def test_values_are_typed_as_yaml_types_them() -> None:
+    assert read_grid(["steps=2,10", "rate=1e-3", "on=true,false", "none=~", "text=a,'b,c'"]) == {
+        "steps": [2, 10],
+        "rate": [0.001],
+        "on": [True, False],
+        "none": [None],
+        "text": ["a", "b,c"],
+    }
+
+
+def test_a_value_may_hold_commas() -> None:
+    assert read_grid(["sizes=[1,2],[3]", "corpus=parquet:a/b.c,hub:x/y"]) == {
+        "sizes": [[1, 2], [3]],
+        "corpus": ["parquet:a/b.c", "hub:x/y"],
+    }
+
+
+plain = st.one_of(
+    st.integers(-(10**6), 10**6), st.booleans(), st.floats(-1e9, 1e9), st.text("abc, [}:'#-*&", max_size=6)
+)
+
+
+@given(st.lists(st.one_of(plain, st.lists(plain, max_size=2)), min_size=1, max_size=4, unique_by=json.dumps))
+def test_what_yaml_writes_in_a_line_is_read_back(values: list[object]) -> None:
+    text = yaml.safe_dump(values, default_flow_style=True, width=10**6).strip()
+    assert read_grid([f"key={text[1:-1]}"]) == {"key": values}
+
+
+@given(st.lists(st.integers(1, 3), max_size=3), st.integers(1, 4))
+def test_every_combination_comes_once_in_each_repeat_and_repeats_are_outermost(sizes: list[int], repeats: int) -> None:
+    grid = {f"key{i}": list(range(size)) for i, size in enumerate(sizes)}
+    points = points_of(grid, repeats)
+    combinations = len(points) // repeats
+    assert [repeat for _, repeat in points] == [1 + i // combinations for i in range(len(points))]
+    for repeat in range(repeats):
+        block = [tuple(values.items()) for values, _ in points[repeat * combinations :][:combinations]]
+        assert len(set(block)) == combinations
+        assert block == [tuple(values.items()) for values, _ in points[:combinations]]
+
+
+def test_dotted_keys_are_nested() -> None:
+    assert nested({"steps": 3, "ddp.variant": "flat", "ddp.simulated_link.latency_ms": 1}) == {
+        "steps": 3,
+        "ddp": {"variant": "flat", "simulated_link": {"latency_ms": 1}},
+    }
+
+
+def test_a_key_stands_for_parameters_configs_repeat_and_code() -> None:
+    key = key_of({"a": 1, "b": 2}, {"config": {"steps": 3}}, 1, "code")
+    assert key == key_of({"b": 2, "a": 1}, {"config": {"steps": 3}}, 1, "code")
+    others = [
+        key_of({"a": 1, "b": "2"}, {"config": {"steps": 3}}, 1, "code"),
+        key_of({"a": 1, "b": 2}, {"config": {"steps": 4}}, 1, "code"),
+        key_of({"a": 1, "b": 2}, {"config": {"steps": 3}}, 2, "code"),
+        key_of({"a": 1, "b": 2}, {"config": {"steps": 3}}, 1, "other code"),
+    ]
+    assert len({key, *others}) == 5
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]\w{0,5}", fullmatch=True), plain, max_size=3), st.integers(1, 9))
+def test_a_folder_has_a_name_that_a_run_may_have(parameters: dict[str, object], repeat: int) -> None:
+    from ddp_tutorial.trainer import TrainConfig
+
+    name = f"sweeps/mine/{folder_of(parameters, repeat, '0123456789abcdef')}"
+    assert TrainConfig(name=name).name == name
+    assert f"repeat-{repeat}.01234567" in name
+
+
+def test_code_is_the_packages_sources_and_configs_and_the_notebooks_cells(notebook: Path) -> None:
+    source = nbformat.read(notebook, as_version=4)
+    package = Path("package")
+    (package / "configs").mkdir(parents=True)
+    (package / "a.py").write_text("x = 1")
+    (package / "configs" / "b.yaml").write_text("x: 1")
+    versions = [code_version(source, package)]
+    (package / "notes.txt").write_text("no code")
+    assert code_version(source, package) == versions[0]
+    (package / "a.py").write_text("x = 2")
+    versions.append(code_version(source, package))
+    (package / "configs" / "b.yaml").write_text("x: 2")
+    versions.append(code_version(source, package))
+    source.cells[1].source += "\n"
+    versions.append(code_version(source, package))
+    assert len(set(versions)) == 4
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["how"], "'how' is not of the form key=value,value"),
+        (["=1"], "'=1' is not of the form"),
+        (["a b=1"], "'a b=1' is not of the form"),
+        (["how="], "'how=' has an empty value"),
+        (["how=a,,b"], "has an empty value"),
+        (["how=a,"], "has an empty value"),
+        (["how=a]"], "not valid YAML"),
+        (["how=a", "how=b"], "'how' is set twice"),
+        (["how=a,a"], "'how' has the value \"a\" twice"),
+        (["number=.inf"], "inf is neither text nor a finite number"),
+        (["how=2024-01-01"], "is a date to YAML; write it in quotes"),
+        (["hwo=a"], "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),
+        (["name=a"], "'name' cannot be swept"),
+        (["repeat=2"], "'repeat' cannot be swept"),
+    ],
+)
+def test_a_mistake_in_the_grid_is_told_in_one_line(notebook: Path, settings: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_sweep(notebook, settings)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["stepz=3"], "unknown parameter 'stepz'. Did you mean 'steps'?"),
+        (["steps=3,many"], "'steps' should be a valid integer, found 'many'"),
+        (["ddp.variant=nave"], "'ddp.variant' should be 'naive', 'flat', 'bucket' or 'torch'"),
+        (["extends=gone"], "no config is called 'gone'"),
+    ],
+)
+def test_the_notebooks_own_check_is_asked_before_anything_runs(workdir: Path, settings: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_sweep(NOTEBOOKS / "experiments" / "train.ipynb", settings)
+    assert told in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_notebooks_that_cannot_be_swept(workdir: Path) -> None:
+    Path("text.ipynb").write_text("no JSON")
+    nameless = write_notebook(Path("nameless.ipynb"), "x: int = 1")
+    untagged = write_notebook(Path("untagged.ipynb"), PARAMETERS)
+    content = nbformat.read(untagged, as_version=4)
+    content.cells[0].metadata = {}
+    nbformat.write(content, untagged)
+    broken = write_notebook(Path("broken.ipynb"), PARAMETERS, "read_parameters(")
+    for path, told in [
+        (Path("gone.ipynb"), "there is no notebook 'gone.ipynb'"),
+        (Path("text.ipynb"), "text.ipynb is not a notebook"),
+        (nameless, "nameless.ipynb has no parameter 'name'"),
+        (untagged, "untagged.ipynb has 0 cells tagged 'parameters'"),
+        (broken, "the cell after the parameters raised SyntaxError"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            plan_sweep(path, [])
+    with pytest.raises(ConfigError, match=r"the name '../x' should be a folder below runs/sweeps/"):
+        plan_sweep(write_notebook(Path("good.ipynb"), PARAMETERS), [], name="../x")
+
+
+def test_the_command_refuses_in_one_line_with_exit_code_2(notebook: Path) -> None:
+    done = subprocess.run([*COMMAND, "tiny.ipynb", "hwo=x"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?\n"
+    assert not Path("runs").exists()
+
+
+def test_a_config_file_that_changes_makes_other_points(workdir: Path) -> None:
+    """It is named by a parameter, which stays the same."""
+    train = NOTEBOOKS / "experiments" / "train.ipynb"
+    shutil.copy(CONFIGS / "base.yaml", "mine.yaml")
+    [before] = plan_sweep(train, ["extends=mine.yaml"]).points
+    assert plan_sweep(train, ["extends=mine.yaml"]).points == [before]
+    with Path("mine.yaml").open("a") as file:
+        file.write("\neval_samples: 3\n".replace("eval_samples", "log_every"))
+    [after] = plan_sweep(train, ["extends=mine.yaml"]).points
+    assert (before.parameters, before.repeat) == (after.parameters, after.repeat)
+    assert before.key != after.key
+
+
+# -------------------------------------------------------------------------------------------------------- running
+
+
+def run(notebook: Path, *settings: str, timeout: float = 60, repeats: int = 1) -> tuple[sweeps.Outcome, list[str]]:
+    said: list[str] = []
+    return sweeps.run_sweep(plan_sweep(notebook, settings, repeats), timeout, said.append), said
+
+
+def test_failures_are_kept_and_told_with_their_cell_and_the_rest_goes_on(
+    notebook: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[dict[str, object]] = []
+    monkeypatch.setattr(sweeps, "run_notebook", lambda notebook, folder, parameters: compared.append(parameters))
+    outcome, said = run(notebook, "how=badly,dead,well")
+    assert [record["status"] for record in outcome.records] == ["failed", "failed", "finished"]
+    line = "# here it ends, one way or another"
+    assert [(record["cell"], record["error"]) for _, record in outcome.failures] == [
+        (f"[4] {line}", "ValueError: no such luck"),
+        (f"[4] {line}", "nbclient.exceptions.DeadKernelError: Kernel died"),
+    ]
+    assert said[0].startswith(f"failed: how=badly repeat=1 in cell [4] {line}: ValueError: no such luck (runs/sweeps/")
+    for point, _ in outcome.failures:
+        assert (point.folder / "tiny.ipynb").is_file()
+        assert (point.folder / "papermill.log").is_file()
+    assert compared == [{"name": "sweeps/tiny", "table": "runs/sweeps/tiny/results.parquet"}]
+    assert tables.read_table("runs/sweeps/tiny/results.parquet") == [
+        {"value": None, "kind": None} | row for row in outcome.rows
+    ]
+    assert left_behind(Path.cwd()) == []  # each has started a sleep
+    before = visitors()
+    again, _ = run(notebook, "how=well,badly")  # the one has finished, the other is tried anew
+    assert again.skipped == 1
+    assert visitors() == [*before, before[0]]
+
+
+@pytest.mark.parametrize(
+    ("code", "result", "status", "error"),
+    [
+        (0, {"status": "finished", "metrics": {"x": 1}}, "finished", None),
+        (0, None, "failed", "it has written no result.json"),
+        (0, {"status": "stopped", "metrics": {}}, "failed", "its result.json says 'stopped'"),
+        (0, {"status": "finished"}, "failed", "it has written no result.json"),
+        (0, ["no object"], "failed", "it has written no result.json"),
+        (1, {"status": "finished", "metrics": {}}, "failed", "the last thing it said"),
+        (138, {"status": "finished", "metrics": {}}, "failed", "the last thing it said"),
+        (None, {"status": "finished", "metrics": {}}, "timed out", "longer than 3 s"),
+    ],
+)
+def test_a_point_is_judged_by_papermills_exit_code_and_by_its_result(
+    code: int | None, result: object, status: str, error: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "papermill.log").write_text("much\nthe last thing it said\n")
+    if result is not None:
+        (tmp_path / "result.json").write_text(json.dumps(result))
+    judged = sweeps._judged(tmp_path, "gone.ipynb", code, 3.0)
+    assert (judged["status"], judged["error"]) == (status, error)
+    assert judged["metrics"] == ({"x": 1} if status == "finished" else {})
+
+
+def test_a_point_has_a_time_limit(notebook: Path) -> None:
+    outcome, _ = run(notebook, "how=late", timeout=8)
+    [(_, record)] = outcome.failures
+    assert (record["status"], record["error"]) == ("timed out", "longer than 8 s")
+    assert record["seconds"] < 30
+    assert left_behind(Path.cwd()) == []
+    assert not Path("runs/sweeps/tiny/compare.html").exists()  # there is nothing to compare
+    assert tables.read_table("runs/sweeps/tiny/results.parquet")[0]["status"] == "timed out"
+
+
+def test_changed_parameters_and_changed_code_run_anew(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "_run", lambda notebook, point, timeout, look: fake(point))
+    monkeypatch.setattr(sweeps, "run_notebook", lambda *_: None)
+    ran: list[Point] = []
+
+    def fake(point: Point) -> dict[str, object]:
+        ran.append(point)
+        point.folder.mkdir(parents=True)
+        record = {"key": point.key, "status": "finished", "seconds": 1.0, "metrics": {"value": 1}}
+        (point.folder / "point.json").write_text(json.dumps(record))
+        return record
+
+    run(notebook, "number=1,2")
+    assert run(notebook, "number=1,2")[0].skipped == len(ran) == 2
+    run(notebook, "number=1,2", repeats=2)
+    assert [point.repeat for point in ran] == [1, 1, 2, 2]
+    run(notebook, "number=2,3")
+    assert [point.parameters for point in ran[4:]] == [{"number": 3}]
+    write_notebook(notebook, PARAMETERS, BODY, END, RESULT + "\nprint()")
+    assert run(notebook, "number=1,2")[0].skipped == 0
+    assert len({point.folder for point in ran}) == len(ran) == 7
+
+
+def test_a_folder_in_use_is_refused(notebook: Path) -> None:
+    Path("runs/sweeps/tiny").mkdir(parents=True)
+    with claimed(Path("runs/sweeps/tiny")), pytest.raises(ConfigError, match="is in use by another run"):
+        run(notebook, "how=well")
+    assert visitors() == []
+
+
+def test_what_a_killed_sweep_has_left_is_ended_and_nothing_else(workdir: Path) -> None:
+    def sleeper(folder: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "300"], env=os.environ | {_MARK: str(workdir / folder)})
+
+    mine, point, other = sleeper("mine"), sleeper("mine/point"), sleeper("mine-2")
+    try:
+        end_processes_of(workdir / "mine")
+        assert mine.wait(10) == point.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (mine, point, other):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupt_loses_nothing_and_the_same_command_carries_on(notebook: Path) -> None:
+    """The whole way, as a person goes it: interrupt the second of two points, carry on, ask once more."""
+    command = [*COMMAND, "tiny.ipynb", "how=well,late", "number=2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    end = time.monotonic() + 120
+    while len(visitors()) < 2 or not any("sleep 300" in each for each in left_behind(Path.cwd())):
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    last = said.strip().splitlines()[-1]
+    assert last == "error: interrupted; 1 of 2 points are done and kept. The same command carries on."
+    assert "Traceback" not in said
+    assert left_behind(Path.cwd()) == []
+    assert not Path("runs/sweeps/tiny/results.parquet").exists()
+
+    Path("hurry").touch()
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["points"], told["skipped"], told["failed"]) == (2, 1, [])
+    came = visitors()
+    assert came[1] == came[2] != came[0]  # the interrupted one again, and none but it
+    assert len(came) == 3
+    rows = tables.read_table("runs/sweeps/tiny/results.parquet")
+    assert rows == told["rows"]
+    assert list(rows[0]) == ["how", "number", "repeat", "status", "seconds", "value", "kind", "key"]
+    assert [(row["how"], row["number"], row["value"]) for row in rows] == [("well", 2, 20.0), ("late", 2, 20.0)]
+    assert {row["kind"] for row in rows} == {"int"}  # as it was typed, not text
+    assert Path("runs/sweeps/tiny/results.csv").read_text().startswith('"how","number","repeat"')
+    for written in ("compare.ipynb", "compare.html", "result.json"):
+        assert (Path("runs/sweeps/tiny") / written).is_file()
+
+    executed = Path("runs/sweeps/tiny/compare.ipynb").stat().st_mtime_ns
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 points: 2 finished (2 of them before)\n")
+    assert visitors() == came
+    assert Path("runs/sweeps/tiny/compare.ipynb").stat().st_mtime_ns == executed  # of the very same table
