@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.accumulation import next_token, split
 from ddp_tutorial.collectives import rank_zero_first
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.corpus import load_corpus
 from ddp_tutorial.data import Windows
 from ddp_tutorial.model import GPT
@@ -39,13 +40,16 @@ PARTS = {"data": ["data"], "compute": ["forward", "backward", "update"], "sync":
 
 class Arm:
     """A model, its source and its optimiser, as `config` says, and one optimiser step of them at each call. Collective,
-    unless `world` has one rank only. `threads` are torch's during a step.
+    unless `world` has one rank only. `threads` are torch's during a step. Raises `ConfigError` for fewer samples in a
+    step than ranks.
 
     With `ddp.variant` torch, waiting for other ranks is a part of backward, and so of "compute".
     """
 
     def __init__(self, config: TrainConfig, world: World, threads: int = 1) -> None:
         self.config, self.world, self.threads = config, world, threads
+        if config.batch_size < world.size:
+            raise ConfigError(f"'batch_size' {config.batch_size} gives some of the {world.size} ranks nothing to do")
         with rank_zero_first(world):
             corpus = load_corpus(config.corpus)
         windows = Windows(corpus.train, config.model.context)

@@ -21,7 +21,7 @@ import psutil
 import yaml
 
 from ddp_tutorial.config import ConfigError, FailedError, SomeConfig, check, did_you_mean, load, merge
-from ddp_tutorial.files import RUNS, new_directory, write_atomically
+from ddp_tutorial.files import RUNS, new_directory, write_atomically, write_json
 from ddp_tutorial.notebooks import NOTEBOOKS
 from ddp_tutorial.runs import read_lines, shown
 
@@ -61,6 +61,26 @@ def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple
     base = names.get("extends")
     values = load(base, cls).model_dump() if base else {}
     return check(cls, merge(values, given), origin="parameters")
+
+
+def open_folder(name: str, kind: str) -> Path:
+    """The folder of an experiment, `runs/NAME`, or without a name a new one called by its kind and the time.
+
+    An earlier result there is removed: the one to come should stand for what is done now.
+    """
+    folder = RUNS / name if name else new_directory(RUNS, time.strftime(f"{kind}-%Y%m%d-%H%M%S"))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").unlink(missing_ok=True)
+    return folder
+
+
+def write_result(folder: Path, parameters: Mapping[str, Any], metrics: Mapping[str, Any], **others: Any) -> None:
+    """`result.json`, the last thing that an experiment writes. Metrics of one number each become columns of a sweep's
+    table; `others` is what else should be kept."""
+    from ddp_tutorial.environment import describe_environment
+
+    about = {"schema": 1, "status": "finished", "parameters": parameters, "environment": describe_environment()}
+    write_json(folder / "result.json", about | {"metrics": metrics} | others)
 
 
 def run_main_job(steps: int = 600) -> None:
