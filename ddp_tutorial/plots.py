@@ -569,7 +569,7 @@ def repeats_and_medians(
         for name, values in groups.items():
             center = places.index(name) + (number - (len(series) - 1) / 2) * room
             xs = [center + 0.5 * room * ((i + 0.5) / len(values) - 0.5) for i in range(len(values))]
-            axes.plot(xs, values, marker, color=color, markersize=6, markeredgecolor="white")
+            axes.plot(xs, values, marker, color=color, markersize=6, markeredgecolor="white", zorder=3)
             ends = [center - 0.35 * room, center + 0.35 * room]
             axes.plot(ends, [statistics.median(values)] * 2, color=INK, linewidth=2)
         axes.plot([], [], marker, color=color, label=label)

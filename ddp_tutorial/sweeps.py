@@ -320,7 +320,9 @@ def _run_points(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Ou
     before = {point.key: record for point in plan.points if (record := point.read()) and record["status"] == FINISHED}
     records = []
     seconds = 0.5 if sys.stderr.isatty() else 60.0  # between two lines: in a file, each is kept
-    with tqdm(total=len(plan.points), unit="point", mininterval=seconds, miniters=0, smoothing=0) as bar:
+    nothing_to_do = len(before) == len(plan.points)
+    options: dict[str, Any] = {"unit": "point", "mininterval": seconds, "miniters": 0, "smoothing": 0}
+    with tqdm(total=len(plan.points), disable=nothing_to_do, **options) as bar:
         for point in plan.points:
             if point.key not in before:
                 bar.set_description_str(point.label)
