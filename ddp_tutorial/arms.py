@@ -28,7 +28,8 @@ from ddp_tutorial.phases import Stopwatch, observe, phase
 from ddp_tutorial.precision import Precision
 from ddp_tutorial.sources import make_source
 from ddp_tutorial.strategy import DDPStrategy
-from ddp_tutorial.trainer import TrainConfig, make_optimizer
+from ddp_tutorial.train_config import TrainConfig
+from ddp_tutorial.trainer import make_optimizer
 from ddp_tutorial.world import World
 
 Name = TypeVar("Name", bound=Hashable)

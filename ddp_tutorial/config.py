@@ -126,7 +126,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _parse(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> Any:
+    """What a piece of YAML says. Raises `ConfigError`, with the place, for one that is malformed."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -146,7 +147,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
-    values = _parse(text, path.name)
+    values = parse_yaml(text, path.name)
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -166,7 +167,7 @@ def _override(text: str) -> dict[str, Any]:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"override {text!r} is not of the form key=value, such as steps=100 or model.layers=4")
-    nested: Any = _parse(value, f"override {text!r}")
+    nested: Any = parse_yaml(value, f"override {text!r}")
     for part in reversed(parts):
         nested = {part: nested}
     return dict(nested)

@@ -507,51 +507,27 @@ def intervals(
 
 
 @styled
-def stacked(parts: Mapping[str, Mapping[str, float]], title: str, xlabel: str) -> Figure:
-    """What a whole is made of: a bar for each whole, in it a piece for each named part. The total is at its end."""
+def stacked(
+    parts: Mapping[str, Mapping[str, float]], title: str, xlabel: str, notes: Mapping[str, str] | None = None
+) -> Figure:
+    """What a whole is made of: a bar for each whole, in it a piece for each named part. The total is at its end, or
+    the note on it."""
     names = list(dict.fromkeys(name for each in parts.values() for name in each))
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(parts)))
-    for row, each in enumerate(parts.values()):
+    for row, (whole, each) in enumerate(parts.items()):
         left = 0.0
         for name, color, hatch in zip(names, cycle(COLORS), cycle(HATCHES)):
             value = each.get(name, 0.0)
             axes.barh(row, value, left=left, color=color, hatch=hatch, edgecolor="white", height=0.7)
             left += value
-        axes.annotate(f"  {left:,.0f}", (left, row), va="center")
+        axes.annotate(f"  {notes[whole] if notes else f'{left:,.0f}'}", (left, row), va="center")
     for name, color, hatch in zip(names, cycle(COLORS), cycle(HATCHES)):
         axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=name)
     axes.set_yticks(range(len(parts)), list(parts))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.margins(x=0.1)
+    axes.margins(x=0.2 if notes else 0.1)
     axes.set(title=title, xlabel=xlabel)
-    figure.legend(ncols=len(names), loc="outside lower center")
-    return figure
-
-
-@styled
-def parts(
-    values: Mapping[str, Mapping[str, float]], xlabel: str, title: str, notes: Mapping[str, str] | None = None
-) -> Figure:
-    """A bar for each name, made of named parts one after another, with a note at its end."""
-    figure, axes = plt.subplots(figsize=(8.5, 1.5 + 0.5 * len(values)))
-    names = list(dict.fromkeys(part for bar in values.values() for part in bar))
-    looks = dict(zip(names, zip(cycle(COLORS), cycle(HATCHES)), strict=False))
-    for row, (name, bar) in enumerate(values.items()):
-        left = 0.0
-        for part, length in bar.items():
-            color, hatch = looks[part]
-            axes.barh(row, length, left=left, color=color, hatch=hatch, edgecolor="white", height=0.65)
-            left += length
-        axes.annotate(f"  {(notes or {}).get(name, '')}", (left, row), va="center")
-    for part, (color, hatch) in looks.items():
-        axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=part)
-    axes.set_yticks(range(len(values)), list(values))
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.2)
-    axes.set(xlabel=xlabel, title=title)
-    axes.set_xlim(left=0)
     figure.legend(ncols=len(names), loc="outside lower center")
     return figure
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import nbformat
 
-from ddp_tutorial.config import Config, ConfigError, _parse, did_you_mean, merge
+from ddp_tutorial.config import Config, ConfigError, did_you_mean, merge, parse_yaml
 from ddp_tutorial.experiments import end_processes_of, execute, last_lines, run_notebook
 from ddp_tutorial.files import RUNS, write_json
 from ddp_tutorial.manifest import CheckpointError, claimed, sha256_of_json
@@ -73,7 +73,7 @@ def _values(setting: str, text: str) -> list[Any]:
     if not text or text.endswith(","):
         raise ConfigError(empty)
     try:
-        return list(_parse(f"[{text}]", setting))
+        return list(parse_yaml(f"[{text}]", setting))
     except ConfigError as error:
         raise ConfigError(empty if "but found ','" in str(error) else str(error)) from None
 
