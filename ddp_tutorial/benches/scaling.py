@@ -19,9 +19,11 @@ from ddp_tutorial.sharding import Order, Sharding
 from ddp_tutorial.sources import ALONE
 from ddp_tutorial.world import World
 
-BATCH = 32  # samples of a step, over all that work together; in the weak arms, of each rank
+# Samples of a step, over all that work together; in the weak arms, of each rank. With fewer, ranks meet more often for
+# the same work, and have less to do between two meetings.
+BATCH = 64
 SAMPLES = 4096
-_TURNS, _STEPS = 2, 5  # turns of an arm in a repeat, steps in a turn
+_TURNS, _STEPS = 2, 4  # turns of an arm in a repeat, steps in a turn
 
 
 class Arm(NamedTuple):
