@@ -412,7 +412,7 @@ def test_a_folder_that_is_no_run_is_told_with_exit_code_2() -> None:
     assert told("checkpoint", "list", "empty") == (2, "error: there is no checkpoint in 'empty'\n")
     code, text = told("stop", "empty")
     assert code == 2
-    assert "'empty' is not the folder of a run" in text
+    assert text.startswith("error: no run is called 'empty'")
 
 
 def test_listing_takes_no_torch() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_tutorial.benches import as_text
-from ddp_tutorial.benches.scaling import FOUR_RANK_ARMS, Arm, race, training_of, two_rank_arms
+from ddp_tutorial.benches.scaling import BATCH, FOUR_RANK_ARMS, Arm, race, training_of, two_rank_arms
 from ddp_tutorial.benches.step import Training, take_turns, timed
 from ddp_tutorial.launcher import launch
 from ddp_tutorial.link import LinkModel
@@ -218,13 +218,13 @@ def test_all_arms_do_the_same_work_and_only_those_that_talk_send(
         talks = arm.talk and arm.readers > 1
         for each in of_ranks:
             assert bool(each["sent"]) == talks, f"{name}: {each['sent']}"
-        if arm.batch == 32:  # the weak arms have twice the samples
+        if arm.batch == BATCH:  # the weak arms have twice the samples
             assert sorted(sample for each in of_ranks for sample in each["read"]) == sorted(alone["read"])
         if talks:
             assert all(torch.equal(each["moved"], of_ranks[0]["moved"]) for each in of_ranks)
         # AdamW takes steps of one size wherever a gradient is not zero, also where its sign is a matter of rounding.
         apart = float((of_ranks[0]["moved"] - alone["moved"]).norm() / alone["moved"].norm())
-        if arm.batch == 32 and (talks or arm.readers == 1):
+        if arm.batch == BATCH and (talks or arm.readers == 1):
             assert apart < 0.05, f"{name}: other steps than those of one process"
         else:
             assert apart > 0.2, f"{name}: trained on other samples, it should have gone elsewhere"
