@@ -67,7 +67,7 @@ def settings(config: TrainConfig, layers: Iterable[Layer]) -> dict[str, dict[str
 
 
 def memory(config: TrainConfig, samples: int) -> dict[str, int]:
-    """Bytes of one rank, as estimated: four for each parameter and for its gradient, eight for what AdamW keeps, and
+    """Bytes of one rank, as estimated: four for each parameter and for its gradient, what the optimizer keeps, and
     what forward leaves for backward with `samples` in a micro-batch, computed on torch's meta device, without data.
 
     Attention may need less than that says. Python and torch themselves come on top: about 300 MB on a CPU.
@@ -78,13 +78,14 @@ def memory(config: TrainConfig, samples: int) -> dict[str, int]:
         with bytes_kept(model) as kept:
             loss_sum(model(tokens), tokens)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    kept_for_each = {"adamw": 8, "sgd": 4}[config.optimizer]  # two averages, or one, in float32
     return {
         "parameters": parameters,
         "weights": 4 * parameters,
         "gradients": 4 * parameters,
-        "optimizer": 8 * parameters,
+        "optimizer": kept_for_each * parameters,
         "activations": kept.nbytes,
-        "total": 16 * parameters + kept.nbytes,
+        "total": (8 + kept_for_each) * parameters + kept.nbytes,
     }
 
 

@@ -73,10 +73,12 @@ class TrainConfig(Config):
 
     steps: int = Field(200, ge=1)
     batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="see trainer.OPTIMIZERS")
     learning_rate: float = Field(3e-3, gt=0, description="the highest; of a batch of `learning_rate_batch`, if scaled")
     learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field("fixed", description="how it grows with batch_size")
     learning_rate_batch: int = Field(16, ge=1, description="batch_size that learning_rate was chosen for")
     warmup_steps: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="how it falls after that")
     schedule_steps: int | None = Field(None, ge=1, description="in which it goes up and down; by default, `steps`")
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="in the end, as a part of the highest")
     weight_decay: float = Field(0.1, ge=0)

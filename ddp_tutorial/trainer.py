@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,12 +391,25 @@ def launch_training(config: TrainConfig, **options: Any) -> TrainResult:
     return results[0]
 
 
-def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, 2019). Decay is for matrices; norms and biases are left to themselves."""
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True),  # Loshchilov & Hutter, 2019
+    "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
+}
+
+# How much of the way down is left, after the part `done` of it.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+}
+
+
+def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that `config` names. Decay is for matrices; norms and biases are left to themselves."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=highest_learning_rate(config), betas=(0.9, 0.95), fused=True)
+    return OPTIMIZERS[config.optimizer](groups, lr=highest_learning_rate(config))
 
 
 def highest_learning_rate(config: TrainConfig) -> float:
@@ -411,14 +425,14 @@ def highest_learning_rate(config: TrainConfig) -> float:
 
 
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
-    """A line up over the warm-up, then a cosine down to `final_lr_fraction` at the last step."""
+    """A line up over the warm-up, then as `schedule` says down to `final_lr_fraction` at the last step."""
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
         done = (step - config.warmup_steps) / max(1, (config.schedule_steps or config.steps) - 1 - config.warmup_steps)
         low = config.final_lr_fraction
-        return low + (1 - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+        return low + (1 - low) * SCHEDULES[config.schedule](min(1.0, done))
 
     return factor
 

@@ -13,7 +13,7 @@ from ddp_tutorial.memory import bytes_kept
 from ddp_tutorial.model import GPT, loss_sum
 from ddp_tutorial.plan import as_text, memory, plan, settings
 from ddp_tutorial.train_config import ModelConfig, TrainConfig
-from ddp_tutorial.trainer import launch_training
+from ddp_tutorial.trainer import launch_training, make_optimizer
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -77,6 +77,19 @@ def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> 
     with bytes_kept(model) as kept:
         loss_sum(model(tokens), tokens)
     assert 0.9 * kept.nbytes < memory(config, samples=8)["activations"] < 1.6 * kept.nbytes
+
+
+def test_the_memory_of_an_optimizer_is_what_it_keeps() -> None:
+    for name, kept in (("adamw", 8), ("sgd", 4)):
+        config = TrainConfig(model=ModelConfig(layers=1, heads=2, width=32, context=32), optimizer=name)
+        model = GPT(**config.model.model_dump())
+        optimizer = make_optimizer(model, config)
+        model(torch.randint(256, (2, 8))).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()["state"].values()
+        found = sum(t.nbytes for each in state for t in each.values() if torch.is_tensor(t) and t.dim() > 0)
+        estimate = memory(config, samples=2)
+        assert estimate["optimizer"] == kept * estimate["parameters"] == found
 
 
 def test_a_device_that_is_not_there_is_refused_by_the_plan_already() -> None:

@@ -51,7 +51,11 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "streamed": {"source": {"kind": "streamed", "shuffle_buffer": 20}},
     "fast stream": {"source": {"kind": "fast_stream", "window": 32}},
     "workers": {"source": {"workers": 1}},
-    "bucket": {"ddp": {"variant": "bucket", "bucket_cap_mb": 0.01}},
+    "bucket and sgd": {
+        "ddp": {"variant": "bucket", "bucket_cap_mb": 0.01},
+        "optimizer": "sgd",
+        "schedule": "linear",
+    },
     "invariant": {"strategy": "invariant", "micro_batches": 4, "batch_size": 8},
     "recomputed, in the background": {
         "model": BASE["model"].model_copy(update={"recompute": True}),
@@ -137,10 +141,10 @@ def test_a_run_that_goes_on_after_any_step_ends_with_the_same_bits(flavour: str,
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [1, 3, 4])
-@pytest.mark.parametrize("flavour", ["plain", "bucket"])
+@pytest.mark.parametrize("flavour", ["plain", "bucket and sgd"])
 def test_so_it_does_on_other_numbers_of_ranks(flavour: str, size: int, folder: Path) -> None:
     """Three and four add up in an order that depends on the buckets, and DDP cuts these anew after its first step."""
-    flavours = ("plain", "bucket")
+    flavours = ("plain", "bucket and sgd")
     for whole, resumed in zip(lives(folder, size, flavours, 0), lives(folder, size, flavours, 3), strict=True):
         assert resumed[flavour] == whole[flavour]
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,29 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_like_a_cosine() -> N
     rates = [factor(step) for step in range(4, 9)]
     assert rates == sorted(rates, reverse=True)
     assert factor(100) == pytest.approx(0.1)  # and stays there
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1.0, 1.0)]
+)
+def test_the_schedule_is_the_one_that_is_named(schedule: str, middle: float, last: float) -> None:
+    config = TrainConfig(steps=9, warmup_steps=4, final_lr_fraction=0.1, schedule=schedule)
+    factor = learning_rate_factor(config)
+    assert [factor(step) for step in (3, 6, 8, 100)] == pytest.approx([1.0, middle, last, last])
+    # half a run with the schedule of the whole is the first half of that
+    half = learning_rate_factor(changed(config, steps=5, schedule_steps=9))
+    assert [half(step) for step in range(5)] == [factor(step) for step in range(5)]
+    if schedule == "linear":
+        steps = [factor(step) for step in range(4, 9)]
+        assert [a - b for a, b in pairwise(steps)] == pytest.approx([0.225] * 4)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_the_optimizer_is_the_one_that_is_named_and_decays_matrices_only(name: str, kind: type) -> None:
+    optimizer = make_optimizer(GPT(**TINY.model_dump()), changed(QUICK, optimizer=name, weight_decay=0.25))
+    assert type(optimizer) is kind
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
+    assert all(p.dim() >= 2 for p in optimizer.param_groups[0]["params"])
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("fixed", 0.001), ("linear", 0.004), ("sqrt", 0.002)])
