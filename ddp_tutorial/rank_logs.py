@@ -6,11 +6,13 @@ warnings of all.
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from ddp_tutorial.console import in_notebook
 from ddp_tutorial.files import write_json
 from ddp_tutorial.runs import FAILURE
 from ddp_tutorial.world import World
@@ -24,7 +26,8 @@ def rank_log(world: World, run: Path) -> Iterator[None]:
     run.mkdir(parents=True, exist_ok=True)  # on another machine, without a common disk, it is not there yet
     file = logging.FileHandler(run / f"rank_{world.rank}.log", encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
-    console = logging.StreamHandler()
+    # A notebook shows stderr as an alarm; in a terminal, stdout is for results.
+    console = logging.StreamHandler(sys.stdout if in_notebook() else sys.stderr)
     console.setLevel(logging.INFO if world.is_main else logging.WARNING)
     console.addFilter(lambda record: not record.exc_info)  # whoever launched the ranks tells how one failed
     with ExitStack() as stack:

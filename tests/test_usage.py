@@ -265,3 +265,16 @@ def test_profiled_steps_leave_a_trace_of_each_rank_and_their_timeline() -> None:
 def test_a_profile_that_the_run_does_not_reach_is_left_out() -> None:
     result = train(World(), config_of(profile={"first_step": 7, "steps": 3}))
     assert not (result.run / "profile").exists()
+
+
+def test_in_a_notebook_what_is_told_is_no_alarm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(learning_rate_rule="sqrt", tensorboard=False)
+    train(World(), config)
+    told = capsys.readouterr()
+    assert (told.out, told.err.startswith("learning rate ")) == ("", True)
+    monkeypatch.setattr("ddp_tutorial.rank_logs.in_notebook", lambda: True)
+    train(World(), config)
+    told = capsys.readouterr()
+    assert (told.err, told.out.startswith("learning rate ")) == ("", True)
