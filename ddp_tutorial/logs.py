@@ -228,6 +228,11 @@ class Summary:
 
 def summarise(folder: Path) -> Summary:
     """Read a run's folder and sum it up. Raises `ConfigError` if it is none."""
+    return read_run(folder)[1]
+
+
+def read_run(folder: Path) -> tuple[list[Row], Summary]:
+    """The rows of its log, and what they come to. Raises `ConfigError` if it is no run."""
     state = state_of(folder)  # before its files: a run that ends meanwhile is shown as running, with all its steps
     run = load_run(folder)
     rows, result = rows_of(run), run.result if state != "running" and run.result else {}
@@ -235,7 +240,7 @@ def summarise(folder: Path) -> Summary:
     in_ranks = [_mapping(row, "ranks") for row in rows if "ranks" in row]
     failure = _failure(folder) if state == "failed" else None
     steps = run.config["steps"] if isinstance(run.config.get("steps"), int) else 0
-    return Summary(
+    summary = Summary(
         path=str(folder),
         state=state,
         step=_last_step(rows, result, failure),
@@ -257,6 +262,7 @@ def summarise(folder: Path) -> Summary:
         checkpoints=[str(path) for path in folders(folder / CHECKPOINTS)],
         config=run.config,
     )
+    return rows, summary
 
 
 def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure | None) -> int:

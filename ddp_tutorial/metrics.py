@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,15 +191,15 @@ class Events:
     SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "loss_scale")
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        from tensorboardX import SummaryWriter  # now, rather than in the time of a step
+
+        self._open = partial(SummaryWriter, str(folder), flush_secs=10)
         self._purge_step: int | None = None
         self._writer: Any = None
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         if self._writer is None:
-            from tensorboardX import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step, flush_secs=10)
+            self._writer = self._open(purge_step=self._purge_step)
         for record in records:
             for name in self.SHOWN:
                 if name in record:

@@ -16,9 +16,9 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.files import write_atomically
-from ddp_tutorial.logs import Row, Summary, clock, differing, metric, metrics_of, number, rows_of, summarise
+from ddp_tutorial.logs import Row, Summary, clock, differing, metric, metrics_of, number, read_run
 from ddp_tutorial.plots import COLORS, DASHES, FAINT, styled
-from ddp_tutorial.runs import load_run, smooth
+from ddp_tutorial.runs import smooth
 
 Axis = Literal["step", "time", "tokens"]
 
@@ -43,8 +43,8 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
 
     Raises `ConfigError` for a metric that no run has, and where no run says when its steps were.
     """
-    summaries = [summarise(folder) for folder in folders]
-    logs = [rows_of(load_run(folder)) for folder in folders]
+    read = [read_run(folder) for folder in folders]
+    logs, summaries = [rows for rows, _ in read], [summary for _, summary in read]
     known = list(dict.fromkeys(name for rows in logs for name in metrics_of(rows)))
     if not known:
         raise ConfigError(f"there are no steps yet in the log of {', '.join(map(str, folders))}")

@@ -20,19 +20,19 @@ class Usage:
 
     def __init__(self, world: World, limit_mb: float = 0) -> None:
         self.world, self.limit_mb = world, limit_mb
-        self.seconds: Counter[str] = Counter()  # of the whole run
-        self._since: Counter[str] = Counter()  # since they were brought together last
+        self._process = psutil.Process()
+        self._before: Counter[str] = Counter()  # seconds by phase, until they were brought together last
+        self._since: Counter[str] = Counter()  # and since then
         self._peak_mb = 0.0
         self._warned = False
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """The seconds of one step, by phase."""
-        self.seconds.update(seconds)
         self._since.update(seconds)
 
     def watch_memory(self) -> float:
         """The megabytes that this process has now, with a warning, once, where that is more than the limit."""
-        used = psutil.Process().memory_info().rss / MB
+        used = self._process.memory_info().rss / MB
         self._peak_mb = max(self._peak_mb, used)
         if self.limit_mb and used > self.limit_mb and not self._warned:
             self._warned = True
@@ -48,12 +48,15 @@ class Usage:
     def of_ranks(self) -> dict[str, Any]:
         """Of all ranks: memory now, and seconds by phase since the last call. Collective."""
         since, self._since = self._since, Counter()
+        self._before.update(since)
         return self._gather(self.watch_memory(), since)
 
     def of_ranks_in_all(self) -> dict[str, Any]:
         """Of all ranks, over the whole run: the most memory, seconds by phase, and who was slow. Collective."""
         self.watch_memory()
-        used = self._gather(self._peak_mb, self.seconds)
+        seconds = self._before.copy()
+        seconds.update(self._since)  # `+` would leave out what took no time
+        used = self._gather(self._peak_mb, seconds)
         return used | {"straggler": straggler(used["seconds"])}
 
     def _gather(self, rss_mb: float, seconds: Mapping[str, float]) -> dict[str, Any]:

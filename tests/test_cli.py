@@ -103,6 +103,10 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "a stream ends where it ends"),
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
         (("tales", "10", "."), "is there already: name a new folder"),
+        (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
+        (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
+        (("export", "runs/gone", "out"), "no run is called 'runs/gone'"),
+        (("stop", "runs/gone"), "no run is called 'runs/gone'"),
         (("bench", "lunch"), "no benchmark is called 'lunch'. Did you mean 'launch'?"),
     ],
 )
@@ -111,6 +115,7 @@ def test_a_mistake_is_told_in_one_line_and_leaves_nothing(arguments: tuple[str, 
     Path("bad.yaml").write_text("steps: 1: 2\n")
     done = run(*arguments)
     assert_refused_in_one_line(done, told)
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(

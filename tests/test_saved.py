@@ -108,24 +108,6 @@ def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_p
     assert (done.returncode, done.stdout.split(":")[0]) == (0, str(tmp_path / "out"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
-        (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
-        (("export", "runs/gone", "out"), "no run is called 'runs/gone'"),
-        (("stop", "runs/gone"), "no run is called 'runs/gone'"),
-    ],
-)
-def test_a_folder_that_is_no_run_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert told in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not Path("out").exists()
-
-
 def test_an_empty_prompt_is_told(result: TrainResult) -> None:
     done = run("sample", str(result.run), "--prompt", "")
     assert (done.returncode, done.stderr.startswith("error: an empty prompt")) == (2, True)

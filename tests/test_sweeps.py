@@ -181,6 +181,14 @@ def test_code_is_the_packages_sources_and_configs_and_the_notebooks_cells(notebo
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
+def assert_refused_in_one_line(notebook: Path, settings: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_sweep(notebook, settings)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -201,11 +209,7 @@ def test_code_is_the_packages_sources_and_configs_and_the_notebooks_cells(notebo
     ],
 )
 def test_a_mistake_in_the_grid_is_told_in_one_line(notebook: Path, settings: list[str], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_sweep(notebook, settings)
-    assert told in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert not Path("runs").exists()
+    assert_refused_in_one_line(notebook, settings, told)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +222,7 @@ def test_a_mistake_in_the_grid_is_told_in_one_line(notebook: Path, settings: lis
     ],
 )
 def test_the_notebooks_own_check_is_asked_before_anything_runs(workdir: Path, settings: list[str], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_sweep(NOTEBOOKS / "experiments" / "train.ipynb", settings)
-    assert told in str(caught.value)
-    assert not Path("runs").exists()
+    assert_refused_in_one_line(NOTEBOOKS / "experiments" / "train.ipynb", settings, told)
 
 
 def test_notebooks_that_cannot_be_swept(workdir: Path) -> None:
