@@ -192,7 +192,9 @@ class Events:
 
     def __init__(self, folder: Path) -> None:
         from tensorboardX import SummaryWriter  # now, rather than in the time of a step
+        from tensorboardX.proto.summary_pb2 import Summary
 
+        self._summary = Summary
         self._open = partial(SummaryWriter, str(folder), flush_secs=10)
         self._purge_step: int | None = None
         self._writer: Any = None
@@ -201,9 +203,9 @@ class Events:
         if self._writer is None:
             self._writer = self._open(purge_step=self._purge_step)
         for record in records:
-            for name in self.SHOWN:
-                if name in record:
-                    self._writer.add_scalar(name, record[name], record["step"])
+            # All of a step at once: one by one, as add_scalar takes them, they cost a fast step several percent.
+            values = [self._summary.Value(tag=name, simple_value=record[name]) for name in self.SHOWN if name in record]
+            self._writer.file_writer.add_summary(self._summary(value=values), record["step"])
 
     def go_back(self, step: int) -> None:
         self.close()
