@@ -9,7 +9,7 @@ setup: $(READY)  ## the virtual environment, .venv
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,examples,dev]'
 	touch $@
 
 run: $(READY)  ## train on two ranks and on one, on real text; two to three minutes
@@ -21,7 +21,7 @@ lab: $(READY)  ## the notebooks in JupyterLab
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-test: check  ## all of it: check, unit and process tests, every notebook through nbval and papermill
+test: check  ## all of it: check, unit and process tests, experiments through papermill, every notebook through nbval
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout=300 notebooks
 

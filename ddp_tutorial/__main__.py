@@ -10,6 +10,7 @@ import click
 
 from ddp_tutorial.commands import checkpoint, logs, machine, model, project, sweep, training
 from ddp_tutorial.config import ConfigError, FailedError
+from ddp_tutorial.processes.errors import RankError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -34,7 +35,7 @@ for command in (
     logs.logs,
     project.run,
     project.notebooks,
-    project.tales,
+    project.stories,
     project.bench,
     machine.doctor,
     machine.completion,
@@ -55,13 +56,12 @@ def main() -> None:
         sys.exit(_told(str(error), 2))
     except (click.Abort, KeyboardInterrupt):
         sys.exit(_told("interrupted; all ranks have been ended", 130))
+    except RankError as error:
+        if error.is_a(ConfigError):  # found late, on a rank, but wrong from the start all the same
+            sys.exit(_told(error.message, 2))
+        # the message of a FailedError says all there is to say; of other errors the rank's traceback is shown, too
+        sys.exit(_told(error.message if error.is_a(FailedError) else str(error), 1))
     except FailedError as error:
-        in_a_rank = "raised ConfigError: "
-        reason = getattr(error, "reason", "")
-        if reason.startswith(in_a_rank):  # found out late, on a rank, but all the same wrong from the start
-            sys.exit(_told(reason.removeprefix(in_a_rank), 2))
-        if reason.startswith("raised CheckpointError: "):  # where in the program it was found is of no help
-            sys.exit(_told(reason.removeprefix("raised CheckpointError: "), 1))
         sys.exit(_told(str(error), 1))
 
 

@@ -1,18 +1,20 @@
-"""The few things that ranks do together, by name. Every rank must enter each of them.
+"""What ranks do together: sums, broadcasts, gathers, comparisons. Every rank must enter each of them.
 
-They take the `World`, so that one process needs no group, and several processes without one raise instead of
-each going its own way in silence. The second half is how an all-reduce works inside: a ring and a tree, written with
-nothing but send and receive.
+All take the `World`: one process needs no process group, and several without one raise instead of each training alone
+in silence. The second half shows how an all-reduce works inside: a ring and a tree, written with nothing but send and
+receive.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.config import FailedError
 from ddp_tutorial.world import World, require_group
 
 Thing = TypeVar("Thing")
@@ -28,18 +30,52 @@ def total(world: World, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
-    """The mean of `tensor` over all ranks. Right only where each rank stands for equally many samples; of losses,
-    add up sums and counts with `total` and divide once."""
+    """The mean of `tensor` over all ranks. It is the mean over samples only where all ranks have equally many; for
+    losses, add up sums and counts with `total` and divide once."""
     return total(world, tensor) / world.size
 
 
+@dataclass(frozen=True)
+class Mean:
+    """A sum and its count, not yet divided: those of ranks and micro-batches can be added up, means cannot."""
+
+    sum: torch.Tensor
+    count: int
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.sum + other.sum, self.count + other.count)
+
+
+def mean_over_ranks(world: World, means: list[Mean]) -> list[float]:
+    """Each mean over the samples of all ranks, in one collective. Every rank must give equally many means."""
+    return start_mean_over_ranks(world, means)()
+
+
+def start_mean_over_ranks(world: World, means: list[Mean]) -> Callable[[], list[float]]:
+    """Begin `mean_over_ranks` without waiting for other ranks. Returns a function that waits and gives the result."""
+    require_group(world)
+    reduced = torch.stack(
+        [torch.stack([mean.sum.double(), mean.sum.new_tensor(mean.count).double()]) for mean in means]
+    )
+    work = dist.all_reduce(reduced, async_op=True) if world.size > 1 else None
+
+    def finish() -> list[float]:
+        if work is not None:
+            work.wait()
+        sums, counts = reduced.unbind(1)
+        values: list[float] = (sums / counts).tolist()
+        return values
+
+    return finish
+
+
 def any_rank(world: World, flag: bool) -> bool:
-    """Is it so on some rank? The same answer on every rank, to act on together: stop, skip, fail."""
+    """True on every rank if `flag` is true on any of them, so that all act alike: stop, skip, fail."""
     return bool(total(world, torch.tensor(float(flag), device=world.device)) > 0)
 
 
 def all_gather(world: World, thing: Thing) -> list[Thing]:
-    """What each rank gave, rank 0's first, on every rank. For small picklable things, not for tensors."""
+    """The list of what the ranks gave, rank 0's first, on every rank. For small picklable things, not for tensors."""
     require_group(world)
     if world.size == 1:
         return [thing]
@@ -79,14 +115,16 @@ def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         tensor.copy_(piece.view(tensor.shape))
 
 
-HEARD_OF_RANK_ZERO = "rank 0 failed, while rank "  # an effect; the launcher looks for the cause elsewhere
+class RankZeroFailedError(FailedError):
+    """Rank 0 failed while this rank waited for it. This is an effect; the cause is what rank 0 itself has raised."""
 
 
 @contextmanager
 def rank_zero_first(world: World) -> Iterator[None]:
     """The block runs on rank 0, then on the others: rank 0 builds a cache that the others find.
 
-    If it raises on rank 0, the others raise too instead of waiting for ever. Rank 0 does not wait for their blocks.
+    If it raises on rank 0, the others raise `RankZeroFailedError` instead of waiting for ever. Rank 0 does not wait for
+    their blocks.
     """
     require_group(world)
     if world.is_main:
@@ -98,14 +136,15 @@ def rank_zero_first(world: World) -> Iterator[None]:
     problem: str | None = from_rank_zero(world, None)
     if not world.is_main:
         if problem is not None:
-            raise RuntimeError(f"{HEARD_OF_RANK_ZERO}{world.rank} waited for it: {problem}")
+            raise RankZeroFailedError(f"rank 0 failed, while rank {world.rank} waited for it: {problem}")
         yield
 
 
 def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "tensor") -> None:
     """Raise on every rank if any of the named tensors differs between ranks, bit for bit, in shape or in dtype.
 
-    Each rank compares with all others, so all come to the same verdict and none is left waiting.
+    Each rank compares all ranks, so all raise or none does, and none is left waiting. Raises `ValueError` without any
+    tensor to compare.
     """
     digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
     if not any(digests):
@@ -118,7 +157,8 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 
 
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
-    """The first name whose value is not the same everywhere, and who differs, in words; ranks count from `first`."""
+    """The first name whose value is not the same on all ranks, and a sentence that says on which; None if there is
+    none. Ranks count from `first`."""
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]
         if others:

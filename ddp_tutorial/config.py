@@ -4,7 +4,7 @@
     extends: base            # a file beside this one, or the name of a config of the package
     steps: 300
 
-    config = load("my.yaml", TrainConfig, overrides=["model.layers=4"])
+    config = load("my.yaml", TaskConfig, overrides=["model.layers=4"])
 
 Later wins: the file named by `extends`, then the file, then the overrides. Loading never executes anything:
 YAML is read with the safe loader, and only the fields that the class declares are accepted.
@@ -28,7 +28,8 @@ class ConfigError(ValueError):
 
 
 class FailedError(RuntimeError):
-    """Something failed while running, not because of a bug of ours; the message says all there is to say."""
+    """Something failed while running that is no bug, such as a full disk. Its message says all that the user needs, and
+    the command line shows no traceback."""
 
 
 class Config(BaseModel):
@@ -48,6 +49,11 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
     the wrong type or out of range, and for an override that is not of the form `key=value`.
     """
     return check(cls, merged(layers(source, overrides)), origin=find(source).name)
+
+
+def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfig:
+    """The defaults of `cls`, with `key=value` as on a command line laid over them. Raises `ConfigError` as `load`."""
+    return check(cls, merged(("command line", _override(argument)) for argument in arguments), origin="command line")
 
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
@@ -73,7 +79,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
-    """`cls(**values)`, with the first problem told as one line. `origin` names where the values came from."""
+    """`cls(**values)`. Raises `ConfigError`, one line about the first problem; `origin` names their file."""
     try:
         return cls.model_validate(dict(values))
     except ValidationError as error:
@@ -95,7 +101,7 @@ def names() -> list[str]:
 
 
 def find(source: str | Path) -> Path:
-    """The file that `source` means: a path to a YAML file, or the name of one of the package's configs."""
+    """The config file for `source`: a path to a YAML file, or the name of one of the package's configs."""
     path = Path(source)
     if path.is_file():
         return path
@@ -127,7 +133,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """What a piece of YAML says. Raises `ConfigError`, with the place, for one that is malformed."""
+    """The value of a piece of YAML. Raises `ConfigError`, with the place, for one that is malformed."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -182,7 +188,7 @@ def _explain(cls: type[Config], error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f"{key!r} is missing; add a line '{key}: ...'"
     if error["type"] == "value_error":  # a check of our own, over several fields, which names them itself
-        return error["msg"].removeprefix("Value error, ")
+        return str(error["ctx"]["error"])
     wanted = (error["msg"][0].lower() + error["msg"][1:]).replace("input should be", "should be")
     field = owner.model_fields.get(str(error["loc"][-1]))
     default = field.get_default(call_default_factory=True) if field and not field.is_required() else None

@@ -1,19 +1,26 @@
-"""Files that are either whole or not there: written aside, flushed to the disk, then renamed into place."""
+"""Files and folders that are either complete or not there, and locks on folders.
 
+They are written under a temporary name, flushed to the disk, and then renamed, which is atomic.
+"""
+
+import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Everything that a run writes goes below this folder, seen from where the command or the notebook's kernel runs.
+from ddp_tutorial.config import ConfigError
+
+# Runs write below this folder, which is relative to the working directory of the command or the notebook's kernel.
 RUNS = Path("runs")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step: a reader, or a crash at any moment, sees the old file or the new."""
+    """Write `data` to `path` atomically: a reader, or a crash at any moment, finds the old content or the new."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with aside.open("wb") as file:
@@ -33,7 +40,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def directory_written_atomically(path: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the name `path` when the block ends well and vanishes when it does not.
+    """A temporary folder to fill, which is renamed to `path` when the block ends, and removed if the block raises.
 
     Raises `FileExistsError` if `path` is there already.
     """
@@ -43,9 +50,8 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
-        for file in aside.rglob("*"):
-            if file.is_file():
-                sync(file)
+        for inner in (aside, *aside.rglob("*")):
+            sync(inner)
         aside.rename(path)
         sync(path.parent)
     finally:
@@ -53,7 +59,7 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, have reached the disk: a rename is durable only then."""
+    """Wait until a file, or the names in a folder, have reached the disk. A rename is durable after the latter."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -62,9 +68,9 @@ def sync(path: Path) -> None:
 
 
 def new_directory(parent: Path, name: str) -> Path:
-    """Make and return `parent/name`, or `name-2`, `name-3` and so on where that is taken. Safe against races.
+    """Make and return `parent/name`, or where that exists `name-2`, `name-3` and so on. `name` may have slashes in it.
 
-    `name` may be several folders deep.
+    Two processes that call it at the same time get two folders.
     """
     (parent / name).parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 10_000):
@@ -75,3 +81,49 @@ def new_directory(parent: Path, name: str) -> Path:
             continue
         return path
     raise FileExistsError(f"{parent / name}: ten thousand folders of that name are there already")
+
+
+class FolderInUseError(ConfigError):
+    """Another process has locked the folder."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock `folder` until the block ends, or this process, even if it is killed. Raises `FolderInUseError` if another
+    process has locked it.
+    """
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + 0.2
+        while not _locked(fd, fcntl.LOCK_EX):  # `is_locked` in another process holds it for an instant
+            if time.monotonic() > deadline:
+                raise FolderInUseError(
+                    f"{folder} is in use by another run. Wait until that one has ended, or use another name."
+                )
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_locked(folder: Path) -> bool:
+    """Has a process locked `folder`? Takes a shared lock for an instant, for which `locked` waits."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:  # it is gone, or we may not read it
+        return False
+    try:
+        return not _locked(fd, fcntl.LOCK_SH)
+    except OSError:  # the file system has no locks, so nobody has locked it
+        return False
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int, kind: int) -> bool:
+    """Try to take a lock of this kind, without waiting. Has it worked?"""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -37,8 +37,8 @@ _observers: tuple[Observer, ...] = ()
 def phase(name: str) -> AbstractContextManager[None]:
     """Mark what runs inside as `name`, for every observer and, while torch's profiler records, for its trace.
 
-    An observer may raise when the phase is entered (that is how faults are injected); it is told of the end
-    also when the phase ends with an exception.
+    An observer may raise when the phase is entered (that is how faults are injected). It is told of the end also when
+    the phase ends with an exception.
     """
     return _Phase(name)
 
@@ -97,7 +97,7 @@ class Stopwatch:
     def __call__(self, edge: Edge) -> None:
         if edge.entered:
             self._open[edge.name] = edge.time
-        elif edge.name in self._open:  # else it began before we looked
+        elif edge.name in self._open:  # else the phase was entered before this stopwatch observed
             self._seconds[edge.name] += edge.time - self._open.pop(edge.name)
 
     def take(self) -> dict[str, float]:

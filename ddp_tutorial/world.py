@@ -70,7 +70,7 @@ class World:
 
 
 def joins_others(environ: Mapping[str, str] = os.environ) -> bool:
-    """Has torchrun, or srun with several tasks, started this process? Then it is one rank, and need not start any."""
+    """True where torchrun, or srun with several tasks, started this process: it is a rank then, and starts none."""
     return "RANK" in environ or World.detect(environ, device="cpu").size > 1
 
 
@@ -120,7 +120,7 @@ def process_group(world: World, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iter
 
 
 def require_group(world: World) -> None:
-    """Raise where `world` has several ranks that are not connected, and would train apart in silence."""
+    """Raise `RuntimeError` where `world` has several ranks but no group of that size: each would train alone."""
     if world.size == 1:
         return
     if not dist.is_initialized():

@@ -1,15 +1,30 @@
 """What all tests share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.multiprocessing
 from hypothesis import settings
+
+import forked
 
 ROOT = Path(__file__).parent.parent  # of the repository
 
 # The same examples on every machine and in every run; no time limit each, for the machine may be busy.
 settings.register_profile("project", deadline=None, derandomize=True, database=None)
 settings.load_profile("project")
+
+# Modules of tests whose ranks are spawned, as they are for users: they test how ranks and their workers start and end.
+SPAWNED = {"test_launch", "test_starting", "test_sources"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_start_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.module.__name__ not in SPAWNED:
+            patch.setattr(torch.multiprocessing, "spawn", forked.spawn)
+        yield
 
 
 @pytest.fixture

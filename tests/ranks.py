@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ddp_tutorial.link import Transfer
+from ddp_tutorial.ddp.link import Transfer
 
 
 def error_of(function: Callable[[], object]) -> str:

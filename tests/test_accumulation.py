@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -14,20 +13,21 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from ddp_tutorial.accumulation import Batch, accumulate, next_token, split, weigh, windows
-from ddp_tutorial.collectives import total
+from ddp_tutorial.accumulation.invariant import InvariantStrategy, add_across_ranks, bit_reversed
+from ddp_tutorial.accumulation.loss import StepLoss
+from ddp_tutorial.accumulation.micro_batches import accumulate, group, split
+from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp import DDPConfig, LinkConfig, data_parallel
-from ddp_tutorial.dice import dice_of
-from ddp_tutorial.invariant import InvariantStrategy, add_across_ranks, bit_reversed
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.model import GPT
-from ddp_tutorial.sharded import Share
-from ddp_tutorial.sharding import deal
-from ddp_tutorial.strategy import DDPStrategy
-from ddp_tutorial.train_config import ModelConfig, TrainConfig
-from ddp_tutorial.trainer import launch_training
+from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.rng import seeded_rng
+from ddp_tutorial.sharding.order import deal
+from ddp_tutorial.sharding.sharded import Share
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.tasks import launch_training
 from ddp_tutorial.world import World
+from ranks import error_of
 
 CONTEXT = 8
 VARIANTS = ["naive", "flat", "bucket", "torch"]
@@ -88,21 +88,21 @@ def test_the_micro_batches_of_a_step_are_the_same_for_every_number_of_ranks(samp
 
 
 @given(st.integers(0, 30), st.integers(1, 12))
-def test_windows_have_every_micro_batch_and_none_waits_for_the_next_epoch(items: int, count: int) -> None:
-    flushed, dropped = (list(windows(range(items), count, policy)) for policy in ("flush", "drop"))  # type: ignore[arg-type]
+def test_groups_have_every_micro_batch_and_none_waits_for_the_next_epoch(items: int, count: int) -> None:
+    flushed, dropped = (list(group(range(items), count, policy)) for policy in ("flush", "drop"))  # type: ignore[arg-type]
     assert list(chain.from_iterable(flushed)) == list(range(items))
-    assert [len(window) for window in flushed] == [count] * (items // count) + [items % count] * (items % count > 0)
-    assert dropped == [window for window in flushed if len(window) == count]
+    assert [len(each) for each in flushed] == [count] * (items // count) + [items % count] * (items % count > 0)
+    assert dropped == [each for each in flushed if len(each) == count]
 
 
 def test_a_step_of_no_micro_batches_is_refused() -> None:
     with pytest.raises(ValueError, match="1 micro-batch or more, found 0"):
         split(share_of(4, 0, 1), 0, World())
     with pytest.raises(ValueError, match="1 micro-batch or more, found 0"):
-        next(windows([1], 0))
+        next(group([1], 0))
     model = data_parallel(nn.Linear(2, 2), World())
-    with pytest.raises(ValueError, match="a step of 0 micro-batches without a token"):
-        accumulate(model, [])
+    with pytest.raises(ValueError, match="1 micro-batch or more, found 0"):
+        accumulate(model, StepLoss(next_token_loss, World()), [])
 
 
 # ------------------------------------------------------------------------------------------------- on real ranks
@@ -118,13 +118,8 @@ def counts_of(rank: int, size: int, parts: int) -> list[int]:
     return [(3 * rank + 5 * number + size) % 5 for number in range(parts)]
 
 
-def batches_of(rank: int, size: int, parts: int) -> list[Batch]:
-    batches = []
-    for number, count in enumerate(counts_of(rank, size, parts)):
-        tokens = tokens_of(rank, number, count)
-        everywhere = sum(counts_of(other, size, parts)[number] for other in range(size))
-        batches.append(Batch(tokens[:, :-1], tokens[:, 1:], count * CONTEXT, everywhere * CONTEXT))
-    return batches
+def batches_of(rank: int, size: int, parts: int) -> list[dict[str, torch.Tensor]]:
+    return [{"tokens": tokens_of(rank, number, count)} for number, count in enumerate(counts_of(rank, size, parts))]
 
 
 def make_model() -> GPT:
@@ -142,12 +137,15 @@ def step(world: World, variant: str, parts: int) -> dict[str, Any]:
     sent: list[int] = []
     assert model.link is not None
     model.link.observer = lambda transfer: sent.append(transfer.nbytes)
-    loss = accumulate(model, batches_of(world.rank, world.size, parts))
-    return {
-        "gradient": gradient_of(model.module),
-        "loss": float(total(world, loss.sum) / total(world, torch.tensor(float(loss.count)))),
-        "sent": sent,
-    }
+    loss = StepLoss(next_token_loss, world)
+    found = {"gradients": [], "losses": []}
+    for _ in range(2):  # the second expects the count of the first
+        model.module.zero_grad()
+        sent.clear()
+        totals = accumulate(model, loss, batches_of(world.rank, world.size, parts))
+        found["gradients"].append(gradient_of(model.module))
+        found["losses"].append(totals.means()["loss"])
+    return {**found, "counts": totals.counts, "sent": sent}
 
 
 class Failing(nn.Module):
@@ -167,20 +165,26 @@ class Failing(nn.Module):
 def after_an_error(world: World, variant: str) -> torch.Tensor:
     """The gradient of a step that comes after one that failed inside `no_sync`."""
     model = data_parallel(Failing(), world, DDPConfig.model_validate({"variant": variant}))
-    batches = batches_of(world.rank, world.size, 4)
+    batches, loss = batches_of(world.rank, world.size, 4), StepLoss(next_token_loss, world)
     with pytest.raises(ValueError, match="out of luck"):
-        accumulate(model, batches)
+        accumulate(model, loss, batches)
     model.module.zero_grad()
-    accumulate(model, batches)
+    accumulate(model, loss, batches)
     return gradient_of(model.module)
 
 
-def weigh_unequal(world: World) -> str:
-    if world.size == 1:
-        return ""
-    with pytest.raises(RuntimeError) as error:
-        weigh(batches_of(world.rank, world.size, 1 + world.rank), world)
-    return str(error.value)
+def unequal_numbers(world: World) -> torch.Tensor:
+    """The gradient where rank r has 1 + r micro-batches."""
+    model = data_parallel(make_model(), world, DDPConfig(variant="bucket"))
+    accumulate(model, StepLoss(next_token_loss, world), batches_of(world.rank, world.size, 1 + world.rank))
+    return gradient_of(model.module)
+
+
+def nothing_counted(world: World) -> str:
+    """All targets are padding, on every rank."""
+    model = data_parallel(make_model(), world)
+    tokens = {"tokens": torch.zeros(0, CONTEXT + 1, dtype=torch.int64)}
+    return error_of(lambda: accumulate(model, StepLoss(next_token_loss, world), [tokens, tokens]))
 
 
 def work(world: World) -> dict[Any, Any]:
@@ -189,10 +193,8 @@ def work(world: World) -> dict[Any, Any]:
     }
     for variant in VARIANTS:
         found[variant, "after an error"] = after_an_error(world, variant)
-    known = batches_of(world.rank, world.size, 3)
-    unknown = [replace(batch, world_tokens=0) for batch in known]
-    found["weigh"] = [batch.world_tokens for batch in weigh(unknown, world)] == [batch.world_tokens for batch in known]
-    found["unequal"] = weigh_unequal(world)
+    found["unequal"] = unequal_numbers(world)
+    found["nothing"] = nothing_counted(world)
     found["tree"] = add_across_ranks(world, torch.tensor([0.1 * 3**world.rank])) if world.size in (2, 4) else None
     return found
 
@@ -221,9 +223,11 @@ def test_micro_batches_have_the_gradient_and_the_loss_of_their_union(size: int, 
     loss.backward()
     found = [rank[variant, parts] for rank in ranks_of(size)]
     for each in found:
-        torch.testing.assert_close(each["gradient"], gradient_of(model), **CLOSE)
-        assert torch.equal(each["gradient"], found[0]["gradient"])
-        assert each["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        for number, gradient in enumerate(each["gradients"]):
+            assert torch.equal(gradient, found[0]["gradients"][number])
+            torch.testing.assert_close(gradient, gradient_of(model), **CLOSE)
+        assert each["losses"] == pytest.approx([loss.item()] * 2, abs=1e-5)
+        assert each["counts"] == {"loss": union[:, 1:].numel()}
 
 
 def test_the_mean_of_the_micro_batches_means_would_have_been_noticed() -> None:
@@ -247,25 +251,34 @@ def test_samples_of_unequal_length_weigh_as_many_tokens_as_they_have() -> None:
     union = make_model()
     F.cross_entropy(union(tokens[:, :-1]).flatten(0, 1), targets.flatten()).backward()
     cut = data_parallel(make_model(), World())
-    batches = [Batch(tokens[row : row + 1, :-1], targets[row : row + 1], lengths[row], 0) for row in range(4)]
-    loss = accumulate(cut, weigh(batches, World()))
+
+    def loss(model: Any, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        target = targets[row]
+        sum_ = F.cross_entropy(model(tokens[row : row + 1, :-1])[0], target, reduction="sum")
+        return sum_, (target != -100).sum()
+
+    totals = accumulate(cut, StepLoss(loss, World()), [0, 1, 2, 3])
     torch.testing.assert_close(gradient_of(cut.module), gradient_of(union), **CLOSE)
-    assert loss.count == sum(lengths)
+    assert totals.counts["loss"] == sum(lengths)
 
 
 def test_targets_are_inputs_shifted_by_one() -> None:
     tokens = torch.tensor([[108, 109, 110, 111, 112], [100, 101, 102, 103, 104]], dtype=torch.uint8)
-    batch = next_token(Share({"tokens": tokens}, 2, 5))
-    assert batch.inputs.tolist() == [[108, 109, 110, 111], [100, 101, 102, 103]]
-    assert batch.targets.tolist() == [[109, 110, 111, 112], [101, 102, 103, 104]]
-    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
-    assert batch.world_tokens == 5 * 4  # of all ranks
+    seen: list[torch.Tensor] = []
+
+    def sure_of_the_next(inputs: torch.Tensor) -> torch.Tensor:
+        seen.append(inputs)
+        return 1e4 * F.one_hot(inputs + 1, 256).float()
+
+    loss, count = next_token_loss(sure_of_the_next, {"tokens": tokens})
+    assert (float(loss), count) == (0.0, 8)
+    assert seen[0].tolist() == [[108, 109, 110, 111], [100, 101, 102, 103]]
 
 
-@pytest.mark.parametrize("make", [DDPStrategy, lambda model, world: InvariantStrategy(model, world, 4)])
+@pytest.mark.parametrize("make", [DDPStrategy, lambda model, world, loss: InvariantStrategy(model, world, loss, 4)])
 def test_two_ranks_without_a_group_raise(make: Any) -> None:
     with pytest.raises(RuntimeError, match="2 ranks but no process group"):
-        make(make_model(), world_of(0, 2))
+        make(make_model(), world_of(0, 2), next_token_loss)
 
 
 @each_size
@@ -281,21 +294,24 @@ def test_ranks_talk_once_a_step_however_many_micro_batches_it_has(size: int, var
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_after_an_error_inside_no_sync_the_model_synchronises_again(size: int, variant: str) -> None:
     for rank in ranks_of(size):
-        torch.testing.assert_close(rank[variant, "after an error"], rank[variant, 4]["gradient"], **CLOSE)
+        torch.testing.assert_close(rank[variant, "after an error"], rank[variant, 4]["gradients"][0], **CLOSE)
 
 
 @each_size
-def test_ranks_count_their_tokens_together_where_no_source_knows(size: int) -> None:
+def test_ranks_may_have_different_numbers_of_micro_batches(size: int) -> None:
+    union = torch.cat(
+        [batch["tokens"] for rank in range(size) for batch in batches_of(rank, size, 1 + rank)],
+    )
+    model = make_model()
+    F.cross_entropy(model(union[:, :-1]).flatten(0, 1), union[:, 1:].flatten()).backward()
     for rank in ranks_of(size):
-        assert rank["weigh"]
+        torch.testing.assert_close(rank["unequal"], gradient_of(model), **CLOSE)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_different_numbers_of_micro_batches_are_told_on_all_ranks(size: int) -> None:
-    told = ", ".join(f"rank {rank} {1 + rank}" for rank in range(size))
-    assert {rank["unequal"] for rank in ranks_of(size)} == {
-        f"the ranks have different numbers of micro-batches in this step: {told}"
-    }
+@each_size
+def test_a_step_that_counts_nothing_on_any_rank_is_told_on_all(size: int) -> None:
+    for rank in ranks_of(size):
+        assert rank["nothing"].startswith("ValueError: the loss has counted nothing in this step, on any rank")
 
 
 # ------------------------------------------------------------------------------ the same bits on 1, 2 and 4 ranks
@@ -315,9 +331,9 @@ def test_the_tree_across_ranks_adds_half_of_the_rest_apart_first(size: int) -> N
     assert all(torch.equal(rank["tree"], expected) for rank in ranks_of(size))
 
 
-def test_dice_depend_on_seed_step_and_number_and_leave_others_alone() -> None:
+def test_random_numbers_depend_on_seed_step_and_number_and_leave_others_alone() -> None:
     def thrown(*entropy: int) -> list[float]:
-        with dice_of(*entropy):
+        with seeded_rng(*entropy):
             return torch.rand(3).tolist()
 
     before = torch.get_rng_state()
@@ -330,7 +346,7 @@ def test_dice_depend_on_seed_step_and_number_and_leave_others_alone() -> None:
 def test_weights_after_50_steps_have_the_same_bits_on_1_2_and_4_ranks_with_dropout(workdir: object) -> None:
     """Through the trainer, on real text; one process has two threads, as on a machine of two cores."""
     model = ModelConfig(layers=2, heads=2, width=32, context=32, dropout=0.1)
-    config = TrainConfig(corpus="python", strategy="invariant", micro_batches=4, steps=50, model=model)
+    config = TaskConfig(corpus="python", strategy="invariant", micro_batches=4, steps=50, model=model)
     weights, losses = {}, {}
     for size in (1, 2, 4):
         result = launch_training(config.model_copy(update={"nprocs": size}), threads=2 if size == 1 else 1, echo=False)
@@ -359,8 +375,9 @@ class Unused(nn.Module):
 
 def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
     module = Unused()
-    strategy = InvariantStrategy(module, World(), 2)
-    strategy.backward([next_token(part) for part in split(Share({"tokens": tokens_of(0, 0, 4)}, 4, 4), 2, World())])
+    strategy = InvariantStrategy(module, World(), next_token_loss, 2)
+    share = Share({"tokens": tokens_of(0, 0, 4)}, 4, 4)
+    strategy.backward([part.samples for part in split(share, 2, World())])
     assert module.used.weight.grad is not None
     assert module.unused.weight.grad is None
 
@@ -377,24 +394,24 @@ def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
 def test_micro_batches_that_do_not_divide_are_refused(
     micro_batches: int, size: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_tutorial.invariant.require_group", lambda world: None)
+    monkeypatch.setattr("ddp_tutorial.accumulation.invariant.require_group", lambda world: None)
     with pytest.raises(ConfigError, match=told):
-        InvariantStrategy(nn.Linear(1, 1), world_of(0, size), micro_batches)
+        InvariantStrategy(nn.Linear(1, 1), world_of(0, size), next_token_loss, micro_batches)
 
 
 def test_running_statistics_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"the model has buffers.*'0\.running_mean'"):
-        InvariantStrategy(nn.Sequential(nn.BatchNorm1d(3)), World(), 4)
+        InvariantStrategy(nn.Sequential(nn.BatchNorm1d(3)), World(), next_token_loss, 4)
 
 
 def test_a_step_needs_its_number_of_micro_batches() -> None:
     with pytest.raises(ValueError, match="a step has 4 micro-batches on each rank, found 1"):
-        InvariantStrategy(make_model(), World(), 4).backward(batches_of(0, 1, 1))
+        InvariantStrategy(make_model(), World(), next_token_loss, 4).backward(batches_of(0, 1, 1))
 
 
 def test_an_invariant_run_of_the_same_config_is_the_same_run(workdir: object) -> None:
-    config = TrainConfig(
-        corpus="tales:200", strategy="invariant", steps=5, model=ModelConfig(layers=1, heads=1, width=16, context=16)
+    config = TaskConfig(
+        corpus="stories:200", strategy="invariant", steps=5, model=ModelConfig(layers=1, heads=1, width=16, context=16)
     )
     first, second = (launch_training(config, threads=1, echo=False) for _ in range(2))
     assert first.weights == second.weights

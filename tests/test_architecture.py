@@ -1,6 +1,7 @@
-"""Imports go to lower levels only, so that each file can be read with those below it and no others."""
+"""The rooms of the package, and the direction of imports: downward only, so that a room reads with those below it."""
 
 import ast
+import graphlib
 import importlib
 import subprocess
 import sys
@@ -12,30 +13,29 @@ import pytest
 import ddp_tutorial
 
 PACKAGE = Path(ddp_tutorial.__file__).parent
+TOP = "ddp_tutorial"
 
-# From the bottom to the top. A module imports from levels below its own; `a.*` stands for all modules of a folder.
-LEVELS = [
-    ["phases", "config", "files", "environment", "dice", "memory"],
-    ["world", "console", "transport", "runs", "tales", "manifest", "tables"],
-    ["rank", "collectives", "buckets", "sync_bn", "stopping", "logs", "rank_logs"],
-    ["launcher", "link", "sharding", "corpus", "model", "checkpoint", "usage"],
-    ["data", "metrics", "hooks", "timeline", "resuming", "scaling"],
-    ["sharded", "ddp", "precision", "plots"],
-    ["dispatched", "streamed", "accumulation", "profiling"],
-    ["evaluation"],
-    ["sources", "invariant", "strategy"],
-    ["train_config"],
-    ["trainer", "plan", "saved", "doctor"],
-    ["arms"],
-    ["notebooks", "benches", "benches.bare_rank", "exercises", "live", "configs"],
-    ["benches.step", "run_plots"],
-    ["experiments", "benches.*", "exercises.*"],
-    ["sweeps"],
+# From the bottom to the top. "" is the root: the modules that lie in no room. Rooms on one line know nothing of one
+# another; `__main__` is the command line.
+ROOMS = [
+    [""],
+    ["processes"],
+    ["sharding"],
+    ["ddp"],
+    ["accumulation"],
+    ["checkpoint"],
+    ["runs"],
+    ["figures"],
+    ["training"],
+    ["experiments"],
+    ["exercises", "benches", "examples", "configs"],
     ["commands"],
-    ["commands.*"],
     ["__main__"],
 ]
-FRONT_DOOR = "__init__"  # hands names on, each imported when it is asked for: no level of its own
+ROOT = {"phases", "config", "files", "environment", "rng", "world", "collectives"}
+NAMED_FOR = {"ddp", "sharding", "accumulation", "checkpoint"}  # what the project is named for
+FRONT_DOOR = "__init__"  # of the package; it hands names on, each imported when it is asked for
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 
 
 def name_of(path: Path) -> str:
@@ -45,13 +45,21 @@ def name_of(path: Path) -> str:
 
 
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+HANDING_ON = [name for name, path in MODULES.items() if path.with_suffix(".pyi").is_file()]
 
 
-def level_of(module: str) -> int | None:
-    for level, names in enumerate(LEVELS):
-        if module in names or (("." in module) and f"{module.split('.', maxsplit=1)[0]}.*" in names):
-            return level
-    return None
+def room_of(module: str) -> str:
+    first = module.partition(".")[0]
+    return "" if first in ROOT else first
+
+
+def handed_on(module: str) -> dict[str, str]:
+    """What a package hands on, by its stub: name -> the module where it lives."""
+    package = "" if module == FRONT_DOOR else f"{module}."
+    tree = ast.parse(MODULES[module].with_suffix(".pyi").read_text())
+    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert all(node.level == 1 for node in nodes)
+    return {alias.name: f"{package}{node.module}" for node in nodes for alias in node.names}
 
 
 def imports_of(module: str) -> Iterator[tuple[str, int]]:
@@ -67,67 +75,81 @@ def imports_of(module: str) -> Iterator[tuple[str, int]]:
 
 
 def resolve(target: str, line: int) -> Iterator[tuple[str, int]]:
-    """The module that a dotted name is, or is in; a name of the front door stands for the module it comes from."""
+    """The module that a dotted name is, or is in; a name that is handed on stands for the module it comes from."""
     first, _, rest = target.partition(".")
-    if first != "ddp_tutorial":
+    if first != TOP:
         return
-    if rest in ddp_tutorial._HOME_OF:
-        rest = ddp_tutorial._HOME_OF[rest]
+    package, _, name = rest.rpartition(".")
+    if (package or FRONT_DOOR) in HANDING_ON and name in (names := handed_on(package or FRONT_DOOR)):
+        rest = names[name]
     while rest and rest not in MODULES:
         rest = rest.rpartition(".")[0]
     yield rest or FRONT_DOOR, line
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != FRONT_DOOR])
-def test_a_module_imports_from_lower_levels_only(module: str) -> None:
-    level = level_of(module)
-    assert level is not None, f"{module} has no place yet: put it on a level in LEVELS, above what it imports"
+MODULES_TO_PLACE = [name for name in MODULES if name != FRONT_DOOR]
+
+
+@pytest.mark.parametrize("module", MODULES_TO_PLACE)
+def test_a_module_imports_from_its_own_room_and_those_below(module: str) -> None:
+    room = room_of(module)
+    assert room in LEVEL, f"{module} is in no room: move it into one, or name its room in ROOMS"
     for imported, line in imports_of(module):
-        there = level_of(imported)
-        assert there is not None, f"{module}, line {line}: {imported} has no place in LEVELS yet"
-        assert there < level, f"{module} (level {level}), line {line}: imports {imported} (level {there})"
+        there = room_of(imported)
+        assert there == room or LEVEL[there] < LEVEL[room], f"{module}, line {line}: {imported} is above it"
 
 
-def test_no_module_is_on_two_levels() -> None:
-    placed = [name for names in LEVELS for name in names]
-    assert len(placed) == len(set(placed))
+def test_no_two_modules_import_one_another_directly_or_through_others() -> None:
+    graph = {name: {imported for imported, _ in imports_of(name)} - {name} for name in MODULES_TO_PLACE}
+    assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
+
+
+def test_the_four_nouns_of_the_project_are_four_rooms() -> None:
+    assert all((PACKAGE / noun / "__init__.py").is_file() for noun in NAMED_FOR)
+
+
+def test_the_root_holds_what_everything_stands_on_and_nothing_else() -> None:
+    assert {name for name in MODULES if "." not in name and not (PACKAGE / name).is_dir()} == {
+        *ROOT,
+        FRONT_DOOR,
+        "__main__",
+    }
+
+
+@pytest.mark.parametrize(
+    "room", [room for rooms in ROOMS for room in rooms if (PACKAGE / room / "__init__.py").is_file()]
+)
+def test_a_room_says_what_it_is_for(room: str) -> None:
+    doc = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text()))
+    assert doc is not None
+    assert len(doc.splitlines()) >= 3
 
 
 def test_imports_inside_functions_count() -> None:
     imported = {name for name, _ in imports_of("commands.training")}
-    assert {"config", "trainer", "world"} <= imported
+    assert {"config", "training.tasks", "world"} <= imported
 
 
-# ------------------------------------------------------------------------------------------------- the front door
+# ------------------------------------------------------------------------------------------------- the front doors
 
 
-@pytest.mark.parametrize("name", ddp_tutorial.__all__)
-def test_a_name_at_the_front_door_is_the_same_object_as_at_home(name: str) -> None:
-    home = importlib.import_module(f"ddp_tutorial.{ddp_tutorial._HOME_OF[name]}")
-    assert getattr(ddp_tutorial, name) is getattr(home, name)
-    assert name in dir(ddp_tutorial)
+@pytest.mark.parametrize("module", HANDING_ON)
+def test_a_name_that_is_handed_on_is_the_same_object_as_at_home(module: str) -> None:
+    package = importlib.import_module(TOP if module == FRONT_DOOR else f"{TOP}.{module}")
+    names = handed_on(module)
+    assert set(package.__all__) == set(names)
+    for name, home in names.items():
+        assert getattr(package, name) is getattr(importlib.import_module(f"{TOP}.{home}"), name)
+        assert name in dir(package)
 
 
 def test_no_name_at_the_front_door_is_that_of_a_module() -> None:
     """Importing a module sets it on the package, over a function of the same name."""
-    assert set(ddp_tutorial.__all__).isdisjoint(MODULES)
-
-
-def test_type_checkers_see_the_names_that_are_handed_on() -> None:
-    seen = {
-        alias.name: (node.module or "").removeprefix("ddp_tutorial.")
-        for block in ast.parse(MODULES[FRONT_DOOR].read_text()).body
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert seen == ddp_tutorial._HOME_OF
-    assert len(ddp_tutorial.__all__) == sum(map(len, ddp_tutorial._HOMES.values()))  # none twice
+    assert set(ddp_tutorial.__all__).isdisjoint(name.partition(".")[0] for name in MODULES)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'lunch'"):
+    with pytest.raises(AttributeError, match="lunch"):
         ddp_tutorial.lunch  # noqa: B018
 
 
@@ -143,11 +165,13 @@ def test_the_package_alone_loads_neither_torch_nor_anything_else_of_size() -> No
 
 
 def test_the_parts_that_read_logs_and_configs_do_not_load_torch() -> None:
-    modules = [name for name in ("config", "files", "runs", "logs", "plots", "run_plots") if name in MODULES]
+    modules = ["config", "files", "checkpoint.manifest", "runs.folder", "runs.summaries", "figures.plots"]
+    modules += ["figures.run_plots", "experiments.tables"]
+    assert set(modules) <= set(MODULES)
     imports = "; ".join(f"import ddp_tutorial.{name}" for name in modules)
     assert python(f"import sys; {imports}; print('torch' in sys.modules)") == "False"
 
 
 def test_the_front_door_opens_in_a_fresh_process_whatever_was_imported_before() -> None:
-    assert python("from ddp_tutorial import launch; print(callable(launch))") == "True"
-    assert python("import ddp_tutorial.trainer; from ddp_tutorial import launch; print(callable(launch))") == "True"
+    for first in ("", "import ddp_tutorial.training.trainer; "):
+        assert python(f"{first}from ddp_tutorial import launch; print(callable(launch))") == "True"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_tutorial.buckets import MIB, Bucket, assign_buckets, make_buckets
+from ddp_tutorial.ddp.buckets import MIB, Bucket, assign_buckets, make_buckets
 
 # -------------------------------------------------------------------------------------------------- which goes where
 

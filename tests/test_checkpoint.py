@@ -4,7 +4,6 @@ import errno
 import os
 import pickle
 import random
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,20 +15,17 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ddp_tutorial import checkpoint
-from ddp_tutorial.checkpoint import (
-    Checkpointer,
-    Component,
-    RandomState,
-    StateOf,
-    agreed,
-    compare,
-    latest_valid,
-    leaves,
-)
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.manifest import CheckpointError, Manifest, folders, latest, name_of, verify
-from ddp_tutorial.model import GPT
+from ddp_tutorial.checkpoint import checkpointer as checkpointer_module
+from ddp_tutorial.checkpoint import storage
+from ddp_tutorial.checkpoint.checkpointer import Checkpointer
+from ddp_tutorial.checkpoint.comparison import compare
+from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf
+from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, CheckpointError, Manifest, folders, latest, name_of, verify
+from ddp_tutorial.checkpoint.replicas import agreed, leaves
+from ddp_tutorial.checkpoint.resuming import find_checkpoint, latest_valid
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.world import World
 from ranks import error_of
 
@@ -212,7 +208,7 @@ def test_a_pickle_with_the_right_checksum_is_not_executed_either(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("where", ["save", "safetensors", "fsync", "manifest", "mkdir"])
+@pytest.mark.parametrize("where", ["save", "safetensors", "fsync", "hash", "manifest", "mkdir"])
 def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
     where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,9 +220,10 @@ def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
 
     targets: dict[str, tuple[Any, str]] = {
         "save": (torch, "save"),
-        "safetensors": (checkpoint.safetensors.torch, "save_file"),
-        "fsync": (checkpoint, "sha256_of"),
-        "manifest": (checkpoint, "write_json"),
+        "safetensors": (storage.safetensors.torch, "save_file"),
+        "fsync": (storage, "sync"),
+        "hash": (storage, "sha256_of"),
+        "manifest": (checkpointer_module, "write_json"),
         "mkdir": (Path, "mkdir"),
     }
     with monkeypatch.context() as patch:
@@ -237,6 +234,32 @@ def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
     assert verify(tmp_path / name_of(1)) == []
     checkpointer.save(2)
     assert [path.name for path in folders(tmp_path)] == [name_of(1), name_of(2)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_all_of_a_checkpoint_is_on_the_disk_when_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def noting(fd: int) -> None:
+        synced.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def renaming(temporary: Path, path: Path) -> Path:
+        inside = [temporary, *temporary.rglob("*")]
+        assert {"model.safetensors", "optimizer.pt", "shards", "manifest.json"} <= {each.name for each in inside}
+        assert [each.name for each in inside if each.stat().st_ino not in synced] == []
+        return rename(temporary, path)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(Path, "rename", renaming)
+    shards = Component(StateOf(lambda: {"a": torch.ones(3)}, lambda _: None), "sharded")
+    Checkpointer(tmp_path, {**components(), "shards": shards}, World()).save(1)
+    assert [path.name for path in folders(tmp_path)] == [name_of(1)]
+    assert list((tmp_path / name_of(1) / "shards").iterdir())
+    assert tmp_path.stat().st_ino in synced
 
 
 def test_components_missing_on_either_side_are_named(tmp_path: Path) -> None:
@@ -273,6 +296,57 @@ def test_two_checkpoints_are_compared_value_by_value(tmp_path: Path) -> None:
         "model.safetensors['tokens.weight']": "1 of 4096 elements differ, by 1 at most",
     }
     assert compare(tmp_path / name_of(1), tmp_path / name_of(1)) == {}
+
+
+def test_equal_values_do_not_differ_even_if_they_are_nan(tmp_path: Path) -> None:
+    part, _ = value({"loss": torch.tensor(float("nan")), "best": float("nan"), "zero": torch.tensor(0.0)})
+    other, _ = value({"loss": torch.tensor(float("nan")), "best": float("nan"), "zero": torch.tensor(0)})
+    for number, each in enumerate((part, part, other)):
+        Checkpointer(tmp_path, {"part": each}, World(), keep_last=3).save(number)
+    first, same_again, another = folders(tmp_path)
+    assert compare(first, same_again) == {}
+    assert compare(first, another) == {"part.pt['zero']": "float32 [] and int64 []"}
+
+
+# ------------------------------------------------------------------------------------------------- other settings
+
+
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "learning_rate_rule": "fixed",
+    "model": {"width": 8, "layers": 1},
+    "profile": {"steps": 0},
+    "name": "one",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "allow", "refused"),
+    [
+        ({}, [], None),
+        ({"name": "two", "profile": {"steps": 3}}, [], None),  # these never change what is computed
+        ({"learning_rate": 0.2}, [], "learning_rate was 0.1, is 0.2"),
+        ({"learning_rate": 0.2}, ["learning_rate"], None),
+        ({"learning_rate_rule": "linear"}, ["learning_rate"], "learning_rate_rule was 'fixed', is 'linear'"),
+        ({"model": {"width": 16, "layers": 1}}, ["model"], None),
+        ({"model": {"width": 16, "layers": 2}}, ["model.width"], "model.layers was 1, is 2"),
+        ({"model": {"width": 16, "layers": 1}}, ["mod"], "model.width was 8, is 16"),
+    ],
+)
+def test_a_setting_may_differ_only_if_it_or_what_it_is_in_is_allowed_by_its_whole_name(
+    changed: dict[str, Any], allow: list[str], refused: str | None, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / CHECKPOINTS
+    Checkpointer(checkpoints, {"part": value({"x": 1})[0]}, World(), config=SETTINGS).save(1)
+
+    def found() -> Path | None:
+        return find_checkpoint(World(), tmp_path, "auto", SETTINGS | changed, allow)
+
+    if refused is None:
+        assert found() == checkpoints / name_of(1)
+        return
+    with pytest.raises(ConfigError, match=f"made with other settings: {refused}. Use the same, or allow them by name"):
+        found()
 
 
 # --------------------------------------------------------------------------------------------------- on real ranks
@@ -320,13 +394,13 @@ def one_fails(world: World, folder: Path, background: bool) -> dict[str, Any]:
     )
     checkpointer.save(1)
     checkpointer.finish()
-    original = checkpoint.sha256_of
+    original = storage.sync
     if world.rank == world.size - 1:
 
-        def full(path: Path) -> str:
+        def full(path: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        checkpoint.sha256_of = full
+        storage.sync = full
 
     def save_and_wait() -> None:
         checkpointer.save(2)
@@ -335,7 +409,7 @@ def one_fails(world: World, folder: Path, background: bool) -> dict[str, Any]:
             time.sleep(0.01)
 
     told = error_of(save_and_wait)
-    checkpoint.sha256_of = original
+    storage.sync = original
     agreed(world, lambda: None)
     there = sorted(path.name for path in folder.iterdir())
     agreed(world, lambda: None)
@@ -348,7 +422,7 @@ def unreadable_on_one(world: World, folder: Path) -> str:
     checkpointer = Checkpointer(folder, components(), world)
     checkpointer.save(1)
     if world.rank == 1:
-        checkpoint.verify = lambda path: [f"{path}/model.safetensors is missing"]
+        checkpointer_module.verify = lambda path: [f"{path}/model.safetensors is missing"]
     return error_of(lambda: checkpointer.load(folder / name_of(1)))
 
 
@@ -500,4 +574,3 @@ def test_sharded_tensors_go_from_4_ranks_to_2_to_3_without_a_pickle(tmp_path: Pa
 def test_two_ranks_without_a_group_raise(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="2 ranks but no process group"):
         Checkpointer(tmp_path, components(), World(0, 2, 0, 2))
-    shutil.rmtree(tmp_path)

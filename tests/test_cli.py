@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ddp_tutorial import __main__ as command_line
+from ddp_tutorial.checkpoint.manifest import MANIFEST, CheckpointError
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
+from ddp_tutorial.files import locked
+from ddp_tutorial.processes.errors import Raised, RankError
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -96,13 +101,13 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "corpus=pyton"), "Did you mean 'python'?"),
         (("train", "tiny", "corpus=text:gone"), "there is no file or folder 'gone'"),
         (("train", "tiny", "corpus=text:empty.txt"), "is empty"),
-        (("train", "tiny", "corpus=tales:2", "batch_size=1000"), "too few for one batch of 1000"),
-        (("train", "tiny", "batch_size=1"), "'batch_size' 1 gives some of the 2 ranks nothing to do"),
+        (("train", "tiny", "corpus=stories:2", "batch_size=1000"), "too few for one batch of 1000"),
+        (("train", "tiny", "batch_size=1"), "batch_size 1 is not enough for 2 ranks. Use fewer ranks."),
         (("train", "tiny", "ddp.varant=flat"), "unknown key 'ddp.varant'. Did you mean 'variant'?"),
         (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
         (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "a stream ends where it ends"),
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
-        (("tales", "10", "."), "is there already: name a new folder"),
+        (("stories", "10", "."), "is there already: name a new folder"),
         (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
         (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
         (("export", "runs/gone", "out"), "no run is called 'runs/gone'"),
@@ -161,13 +166,63 @@ def test_a_rank_that_fails_for_a_reason_of_its_own_is_an_error_of_the_run() -> N
     assert done.stdout == ""
 
 
-def test_tales_are_made_as_files_to_train_on() -> None:
-    done = run("tales", "300", "stories", "--files", "2")
+def test_a_config_that_only_a_rank_can_refuse_is_told_like_any_other() -> None:
+    Path("runs/mine").mkdir(parents=True)
+    with locked(Path("runs/mine")):
+        done = run("train", "tiny", "device=cpu", "name=mine", "resume=auto")
+    told = "error: runs/mine is in use by another run. Wait until that one has ended, or use another name.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+
+
+def test_a_checkpoint_that_ranks_cannot_read_is_told_in_one_line() -> None:
+    Path("broken").mkdir()
+    Path("broken", MANIFEST).write_text("{}")
+    done = run("train", "tiny", "device=cpu", "resume=broken")
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: broken")
+    assert done.stdout == ""
+
+
+class _NotOursError(ConfigError):
+    """A type that the command line does not know."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ConfigError("wrong"), 2, "error: wrong"),
+        (RankError(1, "raised X", "trace", raised=Raised.of(ConfigError("wrong"))), 2, "error: wrong"),
+        (RankError(1, "raised X", "trace", raised=Raised.of(_NotOursError("wrong"))), 2, "error: wrong"),
+        (CheckpointError("torn"), 1, "error: torn"),
+        (RankError(1, "raised X", "trace", raised=Raised.of(CheckpointError("torn"))), 1, "error: torn"),
+        (RankError(1, "raised X", "trace", raised=Raised.of(KeyError("bug"))), 1, "error: rank 1 raised X\n\ntrace"),
+        (RankError(1, "raised ConfigError: in words"), 1, "error: rank 1 raised ConfigError: in words"),
+        (RankError(1, "was killed by SIGKILL"), 1, "error: rank 1 was killed by SIGKILL"),
+        (KeyboardInterrupt(), 130, "error: interrupted; all ranks have been ended"),
+    ],
+    ids=str,
+)
+def test_the_type_of_an_error_decides_the_exit_code_and_how_much_is_told(
+    error: BaseException, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command_line, "cli", fail)
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
+    assert left.value.code == code
+    assert capsys.readouterr() == ("", f"{told}\n")
+
+
+def test_stories_are_made_as_files_to_train_on() -> None:
+    done = run("stories", "300", "stories", "--files", "2")
     assert (done.returncode, done.stdout) == (
         0,
         "300 stories in 2 files: train on them with corpus=parquet:stories\n",
     )
-    assert sorted(path.name for path in Path("stories").iterdir()) == ["tales-0.parquet", "tales-1.parquet"]
+    assert sorted(path.name for path in Path("stories").iterdir()) == ["stories-0.parquet", "stories-1.parquet"]
     done = run("train", "tiny", "corpus=parquet:stories", "source.kind=fast_stream", "steps=2", "device=cpu", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["metrics"]["loss"] > 0
@@ -177,7 +232,7 @@ def test_help_lists_the_commands() -> None:
     done = run("--help")
     assert done.returncode == 0
     listed = re.findall(r"^  (\w[\w-]*) ", done.stdout.partition("Commands:")[2], flags=re.MULTILINE)
-    assert {"bench", "notebooks", "run", "tales", "train"} <= set(listed)
+    assert {"bench", "notebooks", "run", "stories", "train"} <= set(listed)
     assert run("train", "-h").stdout.startswith("Usage: ")
 
 

@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.collectives import (
+    Mean,
     all_gather,
     assert_same,
     digest,
     from_rank_zero,
     mean,
+    mean_over_ranks,
     rank_zero_first,
+    start_mean_over_ranks,
     total,
 )
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.metrics import Mean, StepLog, mean_over_ranks, start_mean_over_ranks
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.runs.step_log import StepLog
 from ddp_tutorial.world import World
 from ranks import error_of
 
@@ -54,7 +57,7 @@ def talk(world: World) -> dict[str, Any]:
 
 
 def everything(world: World, folder: Path) -> dict[str, Any]:
-    return {each.__name__: each(world) for each in (talk, take_turns, compare)} | {"log": log_two_steps(world, folder)}
+    return {each.__name__: each(world) for each in (talk, take_turns, compare)}
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -126,7 +129,7 @@ def test_rank_zero_goes_first_and_its_failure_reaches_the_others(heard: list[dic
             assert said[0]["rank 0 fails"] == "ValueError: the disk is full"
         else:
             assert said[rank]["block"][0] >= said[0]["block"][1]  # one clock for all processes
-            told = f"RuntimeError: rank 0 failed, while rank {rank} waited for it: ValueError: the disk is full"
+            told = f"RankZeroFailedError: rank 0 failed, while rank {rank} waited for it: ValueError: the disk is full"
             assert said[rank]["rank 0 fails"] == told
         assert said[rank]["last rank fails"] == ("ValueError: the disk is full" if rank == last else "no error")
         assert said[rank]["entered"] == ([0, last] if rank == 0 else [last])
@@ -181,24 +184,6 @@ def test_tensors_that_differ_are_named_with_the_ranks_on_every_rank(heard: list[
 def test_tensors_in_another_order_are_noticed_on_every_rank(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         assert each["compare"]["order"].startswith("RuntimeError: tensors come in another order")
-
-
-def log_two_steps(world: World, folder: Path) -> dict[str, Any]:
-    path = folder / f"rank{world.rank}.jsonl"
-    log = StepLog(world, path, tokens_per_step=4)
-    for step in (1, 2):
-        # rank r sums 6 over 3, 10 over 1, 8 over 2; in step 2, twice as much
-        loss = Mean(torch.tensor([6.0, 10.0, 8.0][world.rank] * step), [3, 1, 2][world.rank])
-        log.add(step, loss, torch.tensor(0.5), 0.1, {})
-    log.close()
-    return {"losses": log.losses, "rates": len(log.rates), "file": path.exists()}
-
-
-def test_a_log_holds_the_loss_of_the_world_and_rank_zero_writes_it(heard: list[dict[str, Any]], folder: Path) -> None:
-    # (6 + 10) / 4 = 4 for two ranks, (6 + 10 + 8) / 6 = 4 for three; in step 2, 8
-    for rank, each in enumerate(heard):
-        assert each["log"] == {"losses": [4.0, 8.0], "rates": 1, "file": rank == 0}
-    assert [record["loss"] for record in records(folder / "rank0.jsonl")] == [4.0, 8.0]
 
 
 # -------------------------------------------------------------------------------------------------- without ranks
@@ -308,13 +293,14 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[StepLog]:
-    log = StepLog(World(), tmp_path / "log.jsonl", tokens_per_step=100)
+    log = StepLog(World(), tmp_path / "log.jsonl", "tokens")
     yield log
     log.close()
 
 
 def add(log: StepLog, step: int, loss: float = 1.0) -> None:
-    log.add(step, Mean(torch.tensor(loss * 4), 4), torch.tensor(0.25), 0.125, {"data": 0.1234567, "grads": 1.0})
+    seconds = {"data": 0.1234567, "grads": 1.0}
+    log.add(step, {"loss": loss, "accuracy": 0.5}, 100, torch.tensor(0.25), 0.125, seconds)
 
 
 def test_a_record_says_all_about_its_step(log: StepLog, tmp_path: Path) -> None:
@@ -325,13 +311,13 @@ def test_a_record_says_all_about_its_step(log: StepLog, tmp_path: Path) -> None:
     rate = first.pop("tokens_per_second")
     assert rate == second.pop("tokens_per_second") == round(log.rates[0], 1) > 0
     assert 0 <= first.pop("elapsed") <= second.pop("elapsed") < 60
-    rest = {"learning_rate": 0.125, "grad_norm": 0.25, "seconds": {"data": 0.123457, "grads": 1.0}}
+    rest = {"learning_rate": 0.125, "accuracy": 0.5, "grad_norm": 0.25, "seconds": {"data": 0.123457, "grads": 1.0}}
     assert first == {"step": 1, "loss": 2.5, "tokens": 100, **rest}
     assert second == {"step": 2, "loss": 1.5, "tokens": 200, **rest}
     assert log.losses == [2.5, 1.5]
 
 
-def test_the_file_is_one_flush_behind_until_it_is_settled(log: StepLog, tmp_path: Path) -> None:
+def test_a_flush_writes_every_step_so_far(log: StepLog, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
 
     def steps() -> list[int]:
@@ -341,23 +327,25 @@ def test_the_file_is_one_flush_behind_until_it_is_settled(log: StepLog, tmp_path
     assert log.latest == {}
     add(log, 1)
     add(log, 2)
+    assert (steps(), log.losses) == ([], [1.0, 1.0])
     log.flush()
-    assert (steps(), log.losses) == ([], [])
-    add(log, 3)
-    assert steps() == []
-    log.flush()
-    assert (steps(), len(log.losses), len(log.rates)) == ([1, 2], 2, 1)
+    assert (steps(), len(log.rates)) == ([1, 2], 1)
     assert set(log.latest) == {"loss", "tokens_per_second"}
-    log.flush()  # nothing new, but what was under way has landed
-    assert steps() == [1, 2, 3]
-    add(log, 4)
-    log.settle()
-    assert steps() == [1, 2, 3, 4]
-    log.write({"step": 4, "eval_loss": 1.0})
-    assert records(path)[-1] == {"step": 4, "eval_loss": 1.0}
-    add(log, 5)
+    log.flush()  # nothing new
+    assert (steps(), len(log.rates)) == ([1, 2], 1)
+    log.write({"step": 2, "eval_loss": 1.0})
+    assert records(path)[-1] == {"step": 2, "eval_loss": 1.0}
+    add(log, 3)
     log.close()
-    assert steps() == [1, 2, 3, 4, 4, 5]
+    assert steps() == [1, 2, 2, 3]
+
+
+def test_only_rank_zero_writes_the_log(tmp_path: Path) -> None:
+    log = StepLog(World(1, 2, 1, 2), tmp_path / "log.jsonl")
+    add(log, 1)
+    log.close()
+    assert log.losses == [1.0]
+    assert not (tmp_path / "log.jsonl").exists()
 
 
 def test_closing_twice_writes_nothing_twice(log: StepLog, tmp_path: Path) -> None:
@@ -371,7 +359,7 @@ def test_closing_twice_writes_nothing_twice(log: StepLog, tmp_path: Path) -> Non
 def test_a_loss_that_is_no_number_is_null_in_the_file(log: StepLog, tmp_path: Path) -> None:
     for step, loss in enumerate([math.nan, math.inf, -math.inf, 1.0], start=1):
         add(log, step, loss)
-    log.add(5, Mean(torch.tensor(1.0), 1), torch.tensor(math.nan), 0.1, {})
+    log.add(5, {"loss": 1.0}, 1, torch.tensor(math.nan), 0.1, {})
     log.close()
     found = records(tmp_path / "log.jsonl")
     assert [record["loss"] for record in found] == [None, None, None, 1.0, 1.0]
@@ -383,13 +371,13 @@ def test_time_spent_while_paused_does_not_count(log: StepLog) -> None:
     add(log, 1)
     with log.paused():
         time.sleep(0.3)
-    log.settle()
+    log.flush()
     assert log.rates[0] > 100 / 0.3  # 100 tokens, in less than the pause
 
 
 def test_a_log_that_exists_is_added_to(tmp_path: Path) -> None:
     for step in (1, 2):
-        log = StepLog(World(), tmp_path / "log.jsonl", 1)
+        log = StepLog(World(), tmp_path / "log.jsonl")
         add(log, step)
         log.close()
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [1, 2]

@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from ddp_tutorial.config import CONFIGS, Config, ConfigError, did_you_mean, find, load, merge, names
-from ddp_tutorial.train_config import TrainConfig
+from ddp_tutorial.training.config import TaskConfig
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -22,7 +22,7 @@ def write(name: str, text: str) -> Path:
 def message_of(source: str | Path, *overrides: str) -> str:
     """What is said when it is loaded, after checking that it is one line."""
     with pytest.raises(ConfigError) as caught:
-        load(source, TrainConfig, overrides)
+        load(source, TaskConfig, overrides)
     message = str(caught.value)
     assert "\n" not in message
     assert message.strip() == message
@@ -34,7 +34,7 @@ def message_of(source: str | Path, *overrides: str) -> str:
 
 @pytest.mark.parametrize("name", names())
 def test_every_config_of_the_package_loads(name: str) -> None:
-    assert isinstance(load(name, TrainConfig), TrainConfig)
+    assert isinstance(load(name, TaskConfig), TaskConfig)
 
 
 def test_the_package_has_the_configs_that_its_commands_name() -> None:
@@ -42,14 +42,14 @@ def test_the_package_has_the_configs_that_its_commands_name() -> None:
 
 
 def test_base_spells_out_the_defaults_of_every_field_but_the_name() -> None:
-    assert load("base", TrainConfig) == TrainConfig()
+    assert load("base", TaskConfig) == TaskConfig()
     spelled_out = yaml.safe_load((CONFIGS / "base.yaml").read_text())
-    assert set(spelled_out) == set(TrainConfig.model_fields) - {"name"}
-    assert set(spelled_out["model"]) == set(TrainConfig().model.model_dump())
+    assert set(spelled_out) == set(TaskConfig.model_fields) - {"name"}
+    assert set(spelled_out["model"]) == set(TaskConfig().model.model_dump())
 
 
 def test_two_ranks_and_one_process_differ_in_the_number_of_processes_only() -> None:
-    two, one = load("2proc", TrainConfig), load("single_process", TrainConfig)
+    two, one = load("2proc", TaskConfig), load("single_process", TaskConfig)
     assert (two.nprocs, one.nprocs) == (2, 1)
     assert two.model_dump() | {"nprocs": 1} == one.model_dump()
 
@@ -57,64 +57,64 @@ def test_two_ranks_and_one_process_differ_in_the_number_of_processes_only() -> N
 def test_a_config_can_extend_a_file_beside_it_wherever_it_is_loaded_from() -> None:
     write("far/below.yaml", "steps: 7\nseed: 1\n")
     above = write("far/above.yaml", "extends: below.yaml\nseed: 2\n")
-    config = load(above, TrainConfig)
+    config = load(above, TaskConfig)
     assert (config.steps, config.seed) == (7, 2)
 
 
 def test_a_config_can_extend_one_of_the_package_by_name() -> None:
-    config = load(write("mine.yaml", "extends: tiny\nseed: 5\n"), TrainConfig)
-    assert (config.corpus, config.seed, config.model.width) == ("tales", 5, 32)
+    config = load(write("mine.yaml", "extends: tiny\nseed: 5\n"), TaskConfig)
+    assert (config.corpus, config.seed, config.model.width) == ("stories", 5, 32)
 
 
 def test_in_a_chain_of_three_the_nearest_wins_and_mappings_are_merged() -> None:
     write("one.yaml", "steps: 1\nseed: 1\nwarmup_steps: 1\nmodel: {layers: 1, width: 64, heads: 1}\n")
     write("two.yaml", "extends: one.yaml\nseed: 2\nwarmup_steps: 2\nmodel: {layers: 2}\n")
-    config = load(write("three.yaml", "extends: two.yaml\nwarmup_steps: 3\nmodel: {heads: 2}\n"), TrainConfig)
+    config = load(write("three.yaml", "extends: two.yaml\nwarmup_steps: 3\nmodel: {heads: 2}\n"), TaskConfig)
     assert (config.steps, config.seed, config.warmup_steps) == (1, 2, 3)
     assert (config.model.layers, config.model.width, config.model.heads) == (2, 64, 2)
 
 
 def test_a_file_beside_comes_before_a_config_of_the_package_with_the_same_name() -> None:
     write("tiny.yaml", "steps: 3\n")
-    assert load("tiny.yaml", TrainConfig).steps == 3
-    assert load("tiny", TrainConfig).steps == 20  # the package's: a bare name is no file here
+    assert load("tiny.yaml", TaskConfig).steps == 3
+    assert load("tiny", TaskConfig).steps == 20  # the package's: a bare name is no file here
     assert find("tiny") == CONFIGS / "tiny.yaml"
 
 
 def test_an_empty_file_is_all_defaults() -> None:
-    assert load(write("empty.yaml", ""), TrainConfig) == TrainConfig()
-    assert load(write("comment.yaml", "# nothing yet\n"), TrainConfig) == TrainConfig()
+    assert load(write("empty.yaml", ""), TaskConfig) == TaskConfig()
+    assert load(write("comment.yaml", "# nothing yet\n"), TaskConfig) == TaskConfig()
 
 
 def test_overrides_reach_into_mappings_and_leave_their_neighbours_alone() -> None:
-    config = load("tiny", TrainConfig, ["model.layers=3", "steps=4", "name=mine", "device=cpu"])
+    config = load("tiny", TaskConfig, ["model.layers=3", "steps=4", "name=mine", "device=cpu"])
     assert (config.model.layers, config.model.width) == (3, 32)
     assert (config.steps, config.name, config.device) == (4, "mine", "cpu")
 
 
 def test_the_later_override_wins() -> None:
-    assert load("tiny", TrainConfig, ["steps=4", "steps=6"]).steps == 6
-    assert load("tiny", TrainConfig, ["model={layers: 2}", "model.layers=3"]).model.layers == 3
+    assert load("tiny", TaskConfig, ["steps=4", "steps=6"]).steps == 6
+    assert load("tiny", TaskConfig, ["model={layers: 2}", "model.layers=3"]).model.layers == 3
 
 
 def test_an_equals_sign_in_a_value_is_part_of_it() -> None:
-    assert load("tiny", TrainConfig, ["corpus=text:a=b"]).corpus == "text:a=b"
+    assert load("tiny", TaskConfig, ["corpus=text:a=b"]).corpus == "text:a=b"
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("1e-3", 0.001), ("1E2", 100.0), ("2.5e-4", 0.00025), ("1", 1.0), ("0.5", 0.5), ("+1e+1", 10)]
 )
 def test_numbers_are_numbers_however_they_are_written(text: str, value: float) -> None:
-    assert load("tiny", TrainConfig, [f"learning_rate={text}"]).learning_rate == value
-    assert load(write("rate.yaml", f"learning_rate: {text}\n"), TrainConfig).learning_rate == value
+    assert load("tiny", TaskConfig, [f"learning_rate={text}"]).learning_rate == value
+    assert load(write("rate.yaml", f"learning_rate: {text}\n"), TaskConfig).learning_rate == value
 
 
 def test_a_quoted_number_stays_text() -> None:
-    assert load("tiny", TrainConfig, ["name='1e-3'"]).name == "1e-3"
+    assert load("tiny", TaskConfig, ["name='1e-3'"]).name == "1e-3"
 
 
 def test_a_config_is_frozen_at_every_depth() -> None:
-    config = load("tiny", TrainConfig)
+    config = load("tiny", TaskConfig)
     with pytest.raises(ValidationError, match="frozen"):
         config.steps = 5  # type: ignore[misc]
     with pytest.raises(ValidationError, match="frozen"):
@@ -271,7 +271,7 @@ def test_a_config_that_extends_itself_is_a_circle() -> None:
 
 def test_the_same_base_twice_is_no_circle() -> None:
     write("a.yaml", "extends: base\n")
-    assert load(write("b.yaml", "extends: a.yaml\n"), TrainConfig) == TrainConfig()
+    assert load(write("b.yaml", "extends: a.yaml\n"), TaskConfig) == TaskConfig()
 
 
 @pytest.mark.parametrize("value", ["[base]", "5", "{a: b}", "true"])

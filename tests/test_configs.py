@@ -8,17 +8,18 @@ import torch
 import yaml
 
 from ddp_tutorial.config import CONFIGS, ConfigError, load, names
-from ddp_tutorial.experiments import read_parameters
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.train_config import TrainConfig
-from ddp_tutorial.trainer import TrainResult, launch_training, train
+from ddp_tutorial.experiments.execute import read_parameters
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.tasks import launch_training, train
+from ddp_tutorial.training.trainer import TrainResult
 from ddp_tutorial.world import World
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
 # Little of everything, so that each of them takes a second.
 LITTLE = [
-    *("device=cpu", "corpus=tales", "model.layers=1", "model.heads=2", "model.width=16", "model.context=16"),
+    *("device=cpu", "corpus=stories", "model.layers=1", "model.heads=2", "model.width=16", "model.context=16"),
     *("batch_size=16", "steps=2", "warmup_steps=1", "eval_samples=4", "checkpoint.every=0", "resume=never"),
 ]
 ASKED_FOR = {
@@ -26,7 +27,7 @@ ASKED_FOR = {
     *("sharded_dataset", "dispatched_dataset", "iterable_dataset", "sharded_iterable_dataset", "sharded_fast_dataset"),
     *("checkpoint_train", "checkpoint_resume", "early_stopping"),
 }
-RANKS = {name: load(name, TrainConfig).nprocs for name in names()}
+RANKS = {name: load(name, TaskConfig).nprocs for name in names()}
 
 
 def test_the_configs_that_are_promised_are_there() -> None:
@@ -48,17 +49,17 @@ def test_a_config_is_a_few_lines_over_another_and_says_what_it_is_for(name: str)
 def test_a_config_is_a_file_of_parameters_for_papermill(name: str) -> None:
     """papermill sets every key of the file as a variable of the notebook."""
     injected = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    assert read_parameters(TrainConfig, injected) == load(name, TrainConfig)
+    assert read_parameters(TaskConfig, injected) == load(name, TaskConfig)
 
 
-def _train_all(world: World, configs: dict[str, TrainConfig]) -> dict[str, TrainResult]:
+def _train_all(world: World, configs: dict[str, TaskConfig]) -> dict[str, TrainResult]:
     return {name: train(world, config) for name, config in configs.items()}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_config_trains(size: int) -> None:
     configs = {
-        name: load(name, TrainConfig, [*LITTLE, f"name={name}"]) for name, ranks in RANKS.items() if ranks == size
+        name: load(name, TaskConfig, [*LITTLE, f"name={name}"]) for name, ranks in RANKS.items() if ranks == size
     }
     assert configs
     for results in launch(_train_all, size, configs, device="cpu", echo=False, threads=1):
@@ -69,7 +70,7 @@ def test_every_config_trains(size: int) -> None:
 
 
 def test_the_four_kinds_of_data_are_told_apart() -> None:
-    kinds = {name: load(name, TrainConfig).source.kind for name in names() if name.endswith("_dataset")}
+    kinds = {name: load(name, TaskConfig).source.kind for name in names() if name.endswith("_dataset")}
     assert kinds == {
         "sharded_dataset": "sharded",
         "dispatched_dataset": "dispatched",
@@ -81,18 +82,18 @@ def test_the_four_kinds_of_data_are_told_apart() -> None:
 
 def test_two_halves_with_checkpoints_end_with_the_weights_of_one_run() -> None:
     little = [*LITTLE[:-4], "eval_samples=4", "warmup_steps=2", "schedule_steps=8", "checkpoint.every=2"]
-    first = launch_training(load("checkpoint_train", TrainConfig, [*little, "steps=4"]), echo=False)
-    second = launch_training(load("checkpoint_resume", TrainConfig, [*little, "steps=8"]), echo=False)
+    first = launch_training(load("checkpoint_train", TaskConfig, [*little, "steps=4"]), echo=False)
+    second = launch_training(load("checkpoint_resume", TaskConfig, [*little, "steps=8"]), echo=False)
     assert first.run == second.run == Path("runs/checkpoint")
     assert len(second.losses) == 8
     assert second.losses[:4] == first.losses
-    whole = launch_training(load("checkpoint_train", TrainConfig, [*little, "steps=8", "name=whole"]), echo=False)
+    whole = launch_training(load("checkpoint_train", TaskConfig, [*little, "steps=8", "name=whole"]), echo=False)
     assert whole.weights == second.weights
     assert whole.losses == second.losses
 
 
 def test_early_stopping_is_on_and_keeps_the_best() -> None:
-    config = load("early_stopping", TrainConfig)
+    config = load("early_stopping", TaskConfig)
     assert config.early_stopping.patience > 0
     assert config.best_model
     assert config.steps > config.early_stopping.grace_steps
@@ -103,5 +104,5 @@ def test_a_config_for_gpus_is_refused_where_there_are_none(name: str) -> None:
     if torch.cuda.device_count() >= RANKS[name]:
         pytest.skip("this machine has the GPUs")
     with pytest.raises(ConfigError, match="device='cuda' needs one GPU for each"):
-        launch_training(load(name, TrainConfig), echo=False)
+        launch_training(load(name, TaskConfig), echo=False)
     assert not Path("runs").exists()

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_tutorial import corpus as corpora
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.corpus import Corpus, decode, encode, load_corpus
-from ddp_tutorial.tales import tale, write_tales
+from ddp_tutorial.sharding import corpus as corpora
+from ddp_tutorial.sharding.corpus import Corpus, decode, encode, load_corpus
+from ddp_tutorial.sharding.stories import story, write_stories
 
 
 def digest_of(corpus: Corpus) -> str:
@@ -58,10 +58,10 @@ def test_the_python_corpus_takes_no_argument() -> None:
 
 
 def test_one_document_in_twenty_is_held_out_and_is_in_no_other_part() -> None:
-    corpus = load_corpus("tales:100")
+    corpus = load_corpus("stories:100")
     held_out = {19, 39, 59, 79, 99}
-    assert documents(corpus.valid) == [tale(number).encode() for number in sorted(held_out)]
-    assert documents(corpus.train) == [tale(number).encode() for number in range(100) if number not in held_out]
+    assert documents(corpus.valid) == [story(number).encode() for number in sorted(held_out)]
+    assert documents(corpus.train) == [story(number).encode() for number in range(100) if number not in held_out]
 
 
 def test_of_few_documents_the_last_is_held_out(tmp_path: Path) -> None:
@@ -79,35 +79,35 @@ def test_a_single_document_holds_out_its_end(tmp_path: Path) -> None:
     assert bytes(corpus.valid.tolist()) == b"b" * 50
 
 
-def test_the_sample_of_tales_is_what_the_generator_makes_in_several_files(root: Path) -> None:
-    files = sorted((root / "data" / "tales").iterdir())
-    assert [file.name for file in files] == ["tales-0.parquet", "tales-1.parquet", "tales-2.parquet"]
+def test_the_sample_of_stories_is_what_the_generator_makes_in_several_files(root: Path) -> None:
+    files = sorted((root / "data" / "stories").iterdir())
+    assert [file.name for file in files] == ["stories-0.parquet", "stories-1.parquet", "stories-2.parquet"]
     tables = [pyarrow.parquet.read_table(file)["text"].to_pylist() for file in files]
     assert all(tables)
-    assert [text for table in tables for text in table] == [tale(number) for number in range(3000)]
+    assert [text for table in tables for text in table] == [story(number) for number in range(3000)]
     assert sum(file.stat().st_size for file in files) < 1_000_000  # it is in the repository
-    assert digest_of(load_corpus("tales")) == digest_of(load_corpus("tales:3000"))
+    assert digest_of(load_corpus("stories")) == digest_of(load_corpus("stories:3000"))
 
 
-def test_a_tale_depends_on_its_number_and_seed_only() -> None:
-    assert tale(7) == tale(7)
-    assert tale(7) != tale(8)
-    assert tale(7) != tale(7, seed=1)
-    assert tale(7).startswith("Once there was a ")
-    assert len({tale(number) for number in range(3000)}) > 2990
-    assert all("{" not in tale(number) and len(tale(number)) > 200 for number in range(200))
+def test_a_story_depends_on_its_number_and_seed_only() -> None:
+    assert story(7) == story(7)
+    assert story(7) != story(8)
+    assert story(7) != story(7, seed=1)
+    assert story(7).startswith("Once there was a ")
+    assert len({story(number) for number in range(3000)}) > 2990
+    assert all("{" not in story(number) and len(story(number)) > 200 for number in range(200))
 
 
 @pytest.mark.parametrize("argument", ["abc", "0", "-3", "1.5", "²"])
-def test_tales_takes_a_number_of_stories(argument: str) -> None:
-    with pytest.raises(ConfigError, match=r"corpus 'tales:.*': give a number of stories, such as tales:3000"):
-        load_corpus(f"tales:{argument}")
+def test_stories_takes_a_number_of_stories(argument: str) -> None:
+    with pytest.raises(ConfigError, match=r"corpus 'stories:.*': give a number of stories, such as stories:3000"):
+        load_corpus(f"stories:{argument}")
 
 
 def test_a_sample_that_is_not_there_is_told_with_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "TALES", Path("/not/there"))
-    with pytest.raises(ConfigError, match="Elsewhere, use 'tales:3000'"):
-        load_corpus("tales")
+    monkeypatch.setattr(corpora, "STORIES", Path("/not/there"))
+    with pytest.raises(ConfigError, match="Elsewhere, use 'stories:3000'"):
+        load_corpus("stories")
 
 
 def test_a_folder_is_read_file_by_file_in_order_of_name(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_text_that_is_not_there_or_empty_is_told_so(tmp_path: Path) -> None:
     ("name", "told"),
     [
         ("pyton", "corpus 'pyton' is not known. Did you mean 'python'?"),
-        ("tale:30", "corpus 'tale:30' is not known. Did you mean 'tales'?"),
+        ("story:30", "corpus 'story:30' is not known. Did you mean 'stories'?"),
         ("qqq", "corpus 'qqq' is not known. Known: "),
         ("", "corpus '' is not known. Known: "),
     ],
@@ -185,9 +185,9 @@ def test_json_and_parquet_give_their_documents_in_order(workdir: Path) -> None:
 
 
 def test_a_folder_is_all_its_files_in_the_order_of_their_names(workdir: Path) -> None:
-    paths = write_tales(60, workdir / "stories", files=3)
+    paths = write_stories(60, workdir / "stories", files=3)
     assert [len(pyarrow.parquet.read_table(path)) for path in paths] == [20, 20, 20]
-    corpus, on_the_spot = load_corpus("parquet:stories"), load_corpus("tales:60")
+    corpus, on_the_spot = load_corpus("parquet:stories"), load_corpus("stories:60")
     assert digest_of(corpus) == digest_of(on_the_spot)
 
 
@@ -244,10 +244,12 @@ def test_a_hub_out_of_reach_is_told_at_once_with_what_to_do(workdir: Path, monke
 
     monkeypatch.setattr("socket.create_connection", refuse)
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    with pytest.raises(ConfigError, match=r"cannot be reached \(Name or service .* HF_HUB_OFFLINE=1 .* 'tales:100000'"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be reached \(Name or service .* HF_HUB_OFFLINE=1 .* 'stories:100000'"
+    ):
         load_corpus("hub:owner/stories")
 
 
-def test_tales_refuse_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_stories_refuse_a_folder_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="is there already"):
-        write_tales(3, tmp_path)
+        write_stories(3, tmp_path)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_tutorial import data as module
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.data import (
+from ddp_tutorial.sharding import samples as module
+from ddp_tutorial.sharding.samples import (
     ArrowShards,
     Rows,
-    Windows,
+    TokenBlocks,
     as_arrow,
+    as_batch,
     as_shards,
     check_alike,
-    count_rows,
     rows_of,
     write_arrow,
 )
@@ -34,23 +35,23 @@ def at(*numbers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(numbers, dtype=np.int64)
 
 
-# ------------------------------------------------------------------------------------------------------- windows
+# ------------------------------------------------------------------------------------------------------- token blocks
 
 
-def test_a_window_overlaps_the_next_by_one_token_and_keeps_its_type() -> None:
-    windows = Windows(torch.arange(100, 120, dtype=torch.uint8), 4)
-    [tokens] = windows.fetch(at(2, 0, 2)).values()
+def test_a_block_overlaps_the_next_by_one_token_and_keeps_its_type() -> None:
+    blocks = TokenBlocks(torch.arange(100, 120, dtype=torch.uint8), 4)
+    [tokens] = blocks.fetch(at(2, 0, 2)).values()
     assert tokens.tolist() == [[108, 109, 110, 111, 112], [100, 101, 102, 103, 104], [108, 109, 110, 111, 112]]
     assert tokens.dtype == torch.uint8
-    assert windows.fetch(at())["tokens"].shape == (0, 5)
+    assert blocks.fetch(at())["tokens"].shape == (0, 5)
 
 
 @pytest.mark.parametrize(("length", "samples"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (401, 100)])
 def test_a_sample_needs_one_token_more_than_its_context(length: int, samples: int) -> None:
-    windows = Windows(torch.arange(length), 4)
-    assert len(windows) == samples
+    blocks = TokenBlocks(torch.arange(length), 4)
+    assert len(blocks) == samples
     if samples:
-        assert windows.fetch(at(samples - 1))["tokens"].shape == (1, 5)
+        assert blocks.fetch(at(samples - 1))["tokens"].shape == (1, 5)
 
 
 # ---------------------------------------------------------------------------------------------- rows of a sequence
@@ -83,7 +84,7 @@ def test_no_rows_have_the_form_of_some(as_dataset: bool) -> None:
 
 
 def test_rows_may_be_put_together_by_a_function_of_yours() -> None:
-    rows = Rows([[1], [1, 2], []], collate=lambda rows: torch.tensor([sum(row) for row in rows]))
+    rows = Rows([[1], [1, 2], []], collate_fn=lambda rows: torch.tensor([sum(row) for row in rows]))
     assert rows.fetch(at(2, 1, 0)).tolist() == [0, 3, 1]
 
 
@@ -118,27 +119,51 @@ def test_the_number_of_a_bad_row_is_that_in_the_data() -> None:
 # ----------------------------------------------------------------------------------------------------------- trees
 
 
-def test_some_of_the_rows_of_a_tree_and_how_many_it_has() -> None:
+def test_some_of_the_rows_of_a_tree() -> None:
     tree = {"a": torch.arange(4), "b": [torch.arange(8).view(4, 2), (torch.zeros(4, 0),)]}
-    assert count_rows(tree) == 4
+    assert as_batch(tree, 4) is tree
     some = rows_of(tree, torch.tensor([3, 1]))
     assert some["a"].tolist() == [3, 1]
     assert some["b"][0].tolist() == [[6, 7], [2, 3]]
+    assert isinstance(some["b"][1], tuple)
     assert some["b"][1][0].shape == (2, 0)
+    assert rows_of(torch.arange(4), slice(1, None, 2)).tolist() == [1, 3]
+
+
+class Encoding(UserDict[str, Any]):
+    """As `BatchEncoding` of transformers: a mapping that torch's pytree does not know."""
+
+
+def test_a_mapping_of_any_kind_becomes_a_dict_wherever_it_is() -> None:
+    found = as_batch((Encoding(x=torch.arange(2), more=Encoding(y=torch.ones(2, 3))), [torch.zeros(2)]), 2)
+    assert type(found[0]) is type(found[0]["more"]) is dict
+    assert rows_of(found, slice(1, 2))[0]["more"]["y"].tolist() == [[1, 1, 1]]
 
 
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
-        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"torch.float32\[2, 3\].*torch.float32\[3\]"),
-        ({"a": torch.tensor(1.0)}, r"torch.float32\[\]"),
-        ({"a": ["text"]}, "text"),
-        ({}, "one row for each sample"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, "'a' has 2 rows, 'b' has 3 rows"),
+        ({"a": {"ids": torch.zeros(2)}, "b": (torch.zeros(2), torch.zeros(1))}, "'b.1' has 1 rows"),
+        (torch.zeros(3), "a tensor that has 3 rows"),
+        (torch.tensor(1.0), "a tensor that is a single number"),
+        ({"a": torch.tensor(1.0)}, "'a' is a single number"),
+        ({"a": ["text", "more"]}, "'a' is a str, not a tensor. "),
+        ({"a": np.zeros(2)}, "'a' is a ndarray, not a tensor"),
+        ({"mask": None}, "'mask' is a NoneType, not a tensor"),
+        ("text", "is a str, not a tensor"),
+        ({}, "an empty dict"),
     ],
 )
-def test_a_tree_that_is_no_batch_is_described(tree: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        count_rows(tree)
+def test_a_tree_that_is_no_batch_is_told_with_its_leaves(tree: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=f"^a batch of 2 samples came out as .*{told}.*one row for each sample"):
+        as_batch(tree, 2)
+
+
+@pytest.mark.parametrize("tree", [{"a": torch.zeros(2), "b": "text"}, {"a": torch.zeros(2), "b": torch.tensor(1)}])
+def test_a_batch_that_cannot_be_cut_names_the_leaf(tree: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be told apart: 'a' has 2 rows, 'b' is a s"):
+        rows_of(tree, slice(0, 1))
 
 
 # --------------------------------------------------------------------------------------------------- Arrow files
@@ -326,26 +351,26 @@ def test_a_file_with_one_wrong_byte_is_read_or_refused(
 def test_the_shards_of_a_corpus_have_its_samples(
     tmp_path_factory: pytest.TempPathFactory, samples: int, files: int
 ) -> None:
-    windows = Windows(torch.arange(samples * 3 + 1, dtype=torch.uint8), 3)
-    paths = as_shards(windows, tmp_path_factory.mktemp("cache"), files)
+    blocks = TokenBlocks(torch.arange(samples * 3 + 1, dtype=torch.uint8), 3)
+    paths = as_shards(blocks, tmp_path_factory.mktemp("cache"), files)
     assert len(paths) == files
     shards = ArrowShards(paths)
     assert len(shards) == samples
     if samples:
         everything = np.arange(samples)
-        torch.testing.assert_close(shards.fetch(everything), windows.fetch(everything), rtol=0, atol=0)
+        torch.testing.assert_close(shards.fetch(everything), blocks.fetch(everything), rtol=0, atol=0)
 
 
 def test_shards_are_made_once_and_for_each_corpus_context_type_and_number_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = torch.zeros(64, dtype=torch.int16)
-    first = as_shards(Windows(tokens, 3), tmp_path)
+    first = as_shards(TokenBlocks(tokens, 3), tmp_path)
     others = [
-        as_shards(Windows(tokens + 1, 3), tmp_path),
-        as_shards(Windows(tokens, 4), tmp_path),
-        as_shards(Windows(tokens.view(torch.float16), 3), tmp_path),  # the same bytes
-        as_shards(Windows(tokens, 3), tmp_path, files=2),
+        as_shards(TokenBlocks(tokens + 1, 3), tmp_path),
+        as_shards(TokenBlocks(tokens, 4), tmp_path),
+        as_shards(TokenBlocks(tokens.view(torch.float16), 3), tmp_path),  # the same bytes
+        as_shards(TokenBlocks(tokens, 3), tmp_path, files=2),
     ]
     assert len({paths[0].parent for paths in [first, *others]}) == 5
     assert all(path.is_file() for paths in [first, *others] for path in paths)
@@ -354,7 +379,7 @@ def test_shards_are_made_once_and_for_each_corpus_context_type_and_number_of_fil
         raise AssertionError("made again")
 
     monkeypatch.setattr(module, "write_arrow", refuse)
-    assert as_shards(Windows(tokens.clone(), 3), tmp_path) == first
+    assert as_shards(TokenBlocks(tokens.clone(), 3), tmp_path) == first
 
 
 def test_shards_that_could_not_be_finished_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,24 +389,24 @@ def test_shards_that_could_not_be_finished_are_not_there(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(module, "write_arrow", full)
     with pytest.raises(OSError, match="No space left"):
-        as_shards(Windows(torch.arange(10), 3), tmp_path)
+        as_shards(TokenBlocks(torch.arange(10), 3), tmp_path)
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
-    assert len(ArrowShards(as_shards(Windows(torch.arange(10), 3), tmp_path))) == 3
+    assert len(ArrowShards(as_shards(TokenBlocks(torch.arange(10), 3), tmp_path))) == 3
 
 
 def test_two_that_make_the_same_shards_at_once_both_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    windows, write = Windows(torch.arange(10), 3), module.write_arrow
+    blocks, write = TokenBlocks(torch.arange(10), 3), module.write_arrow
 
     def while_another_does(path: Path, *columns: Any) -> None:
         monkeypatch.setattr(module, "write_arrow", write)
         monkeypatch.setattr(os, "getpid", lambda: 1)  # another process writes aside under another name
-        as_shards(windows, tmp_path)
+        as_shards(blocks, tmp_path)
         monkeypatch.undo()
         write(path, *columns)
 
     monkeypatch.setattr(module, "write_arrow", while_another_does)
-    paths = as_shards(windows, tmp_path)
+    paths = as_shards(blocks, tmp_path)
     assert len(ArrowShards(paths)) == 3
     assert [path.name for path in tmp_path.iterdir()] == [paths[0].parent.name]
 

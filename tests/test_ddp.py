@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
-from ddp_tutorial.buckets import MIB
 from ddp_tutorial.collectives import digest, mean
 from ddp_tutorial.config import ConfigError, load
-from ddp_tutorial.ddp import BucketDDP, DataParallel, DDPConfig, LinkConfig, TorchDDP, data_parallel
-from ddp_tutorial.hooks import Plain
-from ddp_tutorial.launcher import RankError, launch
-from ddp_tutorial.link import LinkModel, SimulatedLink, Transfer
+from ddp_tutorial.ddp.buckets import MIB
+from ddp_tutorial.ddp.hooks import Plain
+from ddp_tutorial.ddp.link import LinkModel, SimulatedLink, Transfer
+from ddp_tutorial.ddp.variants import BucketDDP, DataParallel, DDPConfig, LinkConfig, TorchDDP, data_parallel
+from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.world import World
 from ranks import error_of
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from ddp_tutorial import doctor
-from ddp_tutorial.doctor import Finding, examine, verdict
+from ddp_tutorial.processes import doctor
+from ddp_tutorial.processes.doctor import Finding, examine, verdict
 
 pytestmark = pytest.mark.usefixtures("workdir")
 COMMAND = [sys.executable, "-m", "ddp_tutorial"]

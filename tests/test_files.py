@@ -4,6 +4,7 @@ import json
 import math
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,21 +47,22 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     versions = [bytes([number]) * 200_000 for number in (1, 2)]
     write_atomically(path, versions[0])
     stop = threading.Event()
-    torn = []
+    seen = set()
 
     def read():
         while not stop.is_set():
-            data = path.read_bytes()
-            if data not in versions:
-                torn.append(len(data))
+            seen.add(path.read_bytes())
 
     reader = threading.Thread(target=read)
     reader.start()
-    for turn in range(20):
+    deadline = time.monotonic() + 60
+    turn = 0
+    while turn < 20 or (len(seen) < 2 and time.monotonic() < deadline):  # a reader that has read nothing sees nothing
+        turn += 1
         write_atomically(path, versions[turn % 2])
     stop.set()
     reader.join()
-    assert torn == []
+    assert seen == set(versions)
 
 
 def test_json_is_indented_and_ends_with_a_newline(tmp_path):
@@ -96,6 +98,28 @@ def test_a_directory_takes_its_name_when_it_is_complete(tmp_path):
         "model/weights",
     ]
     assert names(path.parent) == ["step-5"]
+
+
+def test_all_of_a_directory_is_on_the_disk_when_it_takes_its_name(tmp_path, monkeypatch):
+    synced, fsync, rename = set(), os.fsync, Path.rename
+
+    def noting(fd):
+        synced.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def renaming(aside, path):
+        inside = {each.stat().st_ino for each in (aside, *aside.rglob("*"))}
+        assert len(inside) == 4
+        assert inside <= synced
+        return rename(aside, path)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(Path, "rename", renaming)
+    with directory_written_atomically(tmp_path / "step-5") as aside:
+        (aside / "model").mkdir()
+        (aside / "model" / "weights").write_bytes(b"w")
+        (aside / "manifest.json").write_text("{}")
+    assert tmp_path.stat().st_ino in synced
 
 
 def test_a_directory_that_fails_vanishes(tmp_path, monkeypatch):

@@ -12,12 +12,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_tutorial.buckets import MIB, Bucket
 from ddp_tutorial.collectives import digest, mean, total
-from ddp_tutorial.ddp import BucketDDP, DDPConfig, LinkConfig, TorchDDP, data_parallel
-from ddp_tutorial.hooks import Cast, Plain, PowerSGD
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.link import DirectLink, LinkModel, SimulatedLink, Transfer
+from ddp_tutorial.ddp.buckets import MIB, Bucket
+from ddp_tutorial.ddp.hooks import Cast, Plain, PowerSGD
+from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
+from ddp_tutorial.ddp.variants import BucketDDP, DDPConfig, LinkConfig, TorchDDP, data_parallel
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 from ranks import error_of, watched
 

@@ -21,11 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.collectives import rank_zero_first
-from ddp_tutorial.console import Console
+import forked
+from ddp_tutorial.collectives import RankZeroFailedError, rank_zero_first
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
-from ddp_tutorial.launcher import RankError, RankTimeoutError, launch
-from ddp_tutorial.rank import progress
+from ddp_tutorial.processes.console import Console
+from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError
+from ddp_tutorial.processes.launcher import GRACE_SECONDS, launch
+from ddp_tutorial.processes.rank import progress
 
 LOCK = threading.Lock()  # cannot be pickled
 
@@ -46,9 +49,10 @@ def is_gone(pid):
 
 
 def children():
-    # multiprocessing's resource tracker is one for the whole life of this process, and no rank
-    tracker = resource_tracker._resource_tracker._pid
-    return [child for child in psutil.Process().children(recursive=True) if child.pid != tracker]
+    # No ranks are multiprocessing's resource tracker, one for the whole life of this process, and the servers from
+    # which the ranks of other tests are forked
+    others = {resource_tracker._resource_tracker._pid, *forked.servers()}
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +189,7 @@ def test_the_package_hands_on_the_function_launch(start_python):
     code = """
         from ddp_tutorial import launch
         assert callable(launch), launch
-        import ddp_tutorial.trainer, ddp_tutorial
+        import ddp_tutorial.training.trainer, ddp_tutorial
         assert callable(ddp_tutorial.launch), ddp_tutorial.launch
         from ddp_tutorial import World, launch
         assert callable(launch), launch
@@ -200,7 +204,7 @@ def test_the_package_hands_on_the_function_launch(start_python):
 SMALL_LAUNCH = """
 import torch
 import torch.distributed as dist
-from ddp_tutorial.launcher import launch
+from ddp_tutorial.processes.launcher import launch
 
 SCALE = 10
 
@@ -300,7 +304,7 @@ class RecordingConsole(Console):
 
 def test_progress_of_rank_0_reaches_whoever_watches(monkeypatch):
     console = RecordingConsole()
-    monkeypatch.setattr(sys.modules["ddp_tutorial.launcher"], "make_console", lambda echo: console)
+    monkeypatch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "make_console", lambda echo: console)
 
     def work(world):
         for done in range(1, 3):
@@ -344,23 +348,56 @@ def fail_on_rank_1(how, **options):
 
 
 def test_rank_0_that_fails_while_others_wait_for_it_is_the_one_named():
-    """The others hear of it and raise too, and may well be the first to have told."""
+    """The others hear of it, raise too, and have ended long before rank 0 has closed its files."""
 
     def prepare(world):
         with rank_zero_first(world):
             if world.is_main:
-                raise ValueError("no disk")
+                raise ConfigError("no disk")
 
     def prepare_late(world):
         try:
             prepare(world)
         finally:
             if world.is_main:
-                time.sleep(0.1)
+                time.sleep(GRACE_SECONDS + 1)
 
     with pytest.raises(RankError) as caught:
-        launch(prepare_late, 2, device="cpu", echo=False)
-    assert (caught.value.rank, caught.value.reason) == (0, "raised ValueError: no disk")
+        launch(prepare_late, 3, device="cpu", echo=False)
+    assert (caught.value.rank, caught.value.reason) == (0, "raised ConfigError: no disk")
+    assert caught.value.is_a(ConfigError)
+    assert not caught.value.is_a(RankZeroFailedError)
+    assert str(caught.value).count("raised RankZeroFailedError: rank 0 failed, while rank ") == 2
+
+
+def test_a_rank_that_only_sounds_as_if_rank_0_had_failed_is_a_cause_like_any_other():
+    def fail(world):
+        if world.rank == 1:
+            raise ValueError("rank 0 failed, while rank 1 waited for it: no")
+        time.sleep(1000)
+
+    with pytest.raises(RankError) as caught:
+        launch(fail, 2, device="cpu", echo=False)
+    assert (caught.value.rank, caught.value.is_a(RankZeroFailedError)) == (1, False)
+
+
+def test_an_error_says_of_which_type_it_was_on_the_rank_also_of_one_that_this_process_cannot_import():
+    class TooSmallError(ConfigError):
+        pass
+
+    def fail(world):
+        class OfTheRankError(TooSmallError):
+            pass
+
+        raise OfTheRankError("ValueError: 3 is too small")
+
+    with pytest.raises(RankError) as caught:
+        launch(fail, 1, device="cpu", echo=False)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert error.reason == "raised OfTheRankError: ValueError: 3 is too small"
+    assert error.message == "ValueError: 3 is too small"
+    assert all(map(error.is_a, (TooSmallError, ConfigError, ValueError, Exception)))
+    assert not any(map(error.is_a, (KeyError, RuntimeError, RankError)))
 
 
 def test_a_rank_that_raises_is_named_with_its_source_line_and_what_it_printed():
@@ -396,7 +433,8 @@ def test_a_rank_that_raises_tells_the_line_of_a_cell():
 def test_a_rank_killed_by_sigkill_is_named():
     error = fail_on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert error.reason == "was killed by SIGKILL"
-    assert error.traceback == ""
+    assert error.traceback == error.message == ""
+    assert not error.is_a(BaseException)
 
 
 def test_a_rank_that_leaves_by_os_exit_is_named():
@@ -489,7 +527,7 @@ def test_processes_that_a_rank_has_started_are_gone_when_it(how):
 
     console = RecordingConsole()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["ddp_tutorial.launcher"], "make_console", lambda echo: console)
+        patch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "make_console", lambda echo: console)
         with pytest.raises(RankTimeoutError if how == "hangs" else RankError):
             launch(work, 2, how, device="cpu", timeout=10 if how == "hangs" else 60)
     pids = [int(event[2].split()[1]) for event in console.events if event[0] == "line" and event[2].startswith("pid")]
@@ -522,9 +560,11 @@ def test_a_rank_ends_in_peace_while_torchs_threads_still_hold_tensors(capfd):
 def test_a_rank_error_survives_pickling():
     """A pool of processes, such as one that sweeps over settings, sends errors that way."""
     for kind in (RankError, RankTimeoutError):
-        error = pickle.loads(pickle.dumps(kind(1, "raised ValueError: no", "trace", "log", "others")))
+        raised = Raised.of(ValueError("no"))
+        error = pickle.loads(pickle.dumps(kind(1, "raised ValueError: no", "trace", "log", "others", raised)))
         assert type(error) is kind
         assert (error.rank, error.reason, error.traceback, error.log) == (1, "raised ValueError: no", "trace", "log")
+        assert error.raised == raised
         assert str(error) == str(kind(1, "raised ValueError: no", "trace", "log", "others"))
 
 
@@ -534,7 +574,7 @@ HANGING_LAUNCH = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
 import torch.multiprocessing
-from ddp_tutorial.launcher import launch
+from ddp_tutorial.processes.launcher import launch
 
 def hang(world):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # such ranks take a while to end

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ddp_tutorial.collectives import mean
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.link import DirectLink, LinkModel, SimulatedLink, Transfer
+from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 from ranks import error_of, watched
 

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from ddp_tutorial.live import explore, slider
+from ddp_tutorial.figures.live import explore, slider
 
 PNG = b"\x89PNG"
 

@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_tutorial import logs
 from ddp_tutorial.commands import logs as commands
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.logs import Failure, Values, differing, find_run, find_runs, follow, state_of, summarise
-from ddp_tutorial.manifest import CheckpointError, claimed, is_claimed
-from ddp_tutorial.runs import load_run, read_lines
+from ddp_tutorial.files import FolderInUseError, is_locked, locked
+from ddp_tutorial.runs import summaries as logs
+from ddp_tutorial.runs.folder import load_run, read_lines
+from ddp_tutorial.runs.summaries import Failure, Values, differing, find_run, find_runs, follow, state_of, summarise
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
 CONFIG: dict[str, Any] = {
     "name": "",
-    "corpus": "tales",
+    "corpus": "stories",
     "model": {"layers": 1, "heads": 2, "width": 32, "context": 32},
     "nprocs": 2,
     "device": "cpu",
@@ -90,8 +90,8 @@ def printed(*arguments: str) -> str:
 @contextmanager
 def another_process_holds(folder: Path) -> Iterator[subprocess.Popen[str]]:
     code = (
-        "import sys, time; from pathlib import Path; from ddp_tutorial.manifest import claimed\n"
-        "with claimed(Path(sys.argv[1])): print('held', flush=True); time.sleep(120)"
+        "import sys, time; from pathlib import Path; from ddp_tutorial.files import locked\n"
+        "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(120)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
@@ -134,26 +134,26 @@ def test_states_are_told_apart(result: dict[str, Any] | None, failed: str | None
     assert printed("list").splitlines()[1].split()[0] == state
 
 
-def test_looking_at_a_folder_never_keeps_a_run_from_claiming_it(tmp_path: Path) -> None:
+def test_looking_at_a_folder_never_keeps_a_run_from_locking_it(tmp_path: Path) -> None:
     over = threading.Event()
 
     def look() -> None:
         while not over.is_set():
-            is_claimed(tmp_path)
+            is_locked(tmp_path)
 
     readers = [threading.Thread(target=look) for _ in range(2)]
     for reader in readers:
         reader.start()
     try:
         for _ in range(20):
-            with claimed(tmp_path):
-                assert is_claimed(tmp_path)
+            with locked(tmp_path):
+                assert is_locked(tmp_path)
             time.sleep(0.001)
     finally:
         over.set()
         for reader in readers:
             reader.join()
-    with claimed(tmp_path), pytest.raises(CheckpointError, match="in use by another run"), claimed(tmp_path):
+    with locked(tmp_path), pytest.raises(FolderInUseError, match="in use by another run"), locked(tmp_path):
         pass
 
 
@@ -283,7 +283,7 @@ def test_a_foreign_line_is_stood_by_all_commands(line: bytes) -> None:
     found = summarise(folder)
     assert found.loss is not None
     assert (found.step, found.loss.first, found.loss.last, found.loss.best) == (4, 3.0, 1.5, 1.0)
-    from ddp_tutorial.run_plots import LOSSES, draw_runs
+    from ddp_tutorial.figures.run_plots import LOSSES, draw_runs
 
     draw_runs([folder], [LOSSES, "grad_norm", "seconds.data"], "time", 2, compare=True)
     assert list(follow(folder / "metrics.jsonl", lambda: True, 100))[3] == line.decode(errors="replace")
@@ -294,7 +294,7 @@ def test_a_run_of_which_only_the_config_is_left_has_a_summary() -> None:
     (folder / "metrics.jsonl").unlink()
     found = summarise(folder)
     assert (found.state, found.step, found.steps, found.ranks) == ("killed", 0, 4, 2)
-    assert (found.loss, found.seconds, found.tokens_per_second, found.memory_mb) == (None, None, None, {})
+    assert (found.loss, found.seconds, found.rate, found.memory_mb) == (None, None, None, {})
     for form in ("text", "one-line", "md", "json"):
         assert "runs/mine" in printed("summary", "--format", form)
     assert printed("list").splitlines()[1].split()[:7] == ["killed", "0/4", "-", "-", "-", "2", "-"]
@@ -323,8 +323,8 @@ def test_a_summary_holds_what_the_log_says() -> None:
     found = summarise(made("mine"))
     assert found.loss == Values(first=3.0, last=1.5, best=1.0, best_step=3)
     assert found.eval_loss == Values(first=2.5, last=2.25, best=2.25, best_step=4)
-    assert (found.tokens, found.seconds, found.seconds_are) == (1024, 6.5, "measured")
-    assert found.tokens_per_second == 300.0  # of 100, 200, 300, 400 without the first, which warms up
+    assert (found.count, found.seconds, found.seconds_are) == (1024, 6.5, "measured")
+    assert found.rate == 300.0  # of 100, 200, 300, 400 without the first, which warms up
     assert found.phases == pytest.approx({"grads": 3.2, "evaluate": 1.0, "data": 0.4, "update": 0.4})
     assert list(found.phases) == ["grads", "evaluate", "data", "update"]  # the longest first
     assert found.inside_grads == pytest.approx({"backward": 2.0, "forward": 1.2})
@@ -440,10 +440,10 @@ def test_list_has_a_line_for_each_run() -> None:
     os.utime("runs/first/config.json", (1000, 1000))
     made("exp/second", ROWS[:2], result=None)
     head, *lines = printed("list").splitlines()
-    assert head.split() == ["state", "step", "loss", "held", "out", "tokens/s", "ranks", "took", "began", "run"]
+    assert head.split() == ["state", "step", "loss", "held", "out", "rate", "ranks", "took", "began", "run"]
     assert [line.split()[0] for line in lines] == ["finished", "killed"]
     assert [line.split()[-1] for line in lines] == ["runs/first", "runs/exp/second"]
-    assert lines[0].split()[1:6] == ["4/4", "1.500", "2.250", "300", "2"]
+    assert lines[0].split()[1:7] == ["4/4", "1.500", "2.250", "300", "tokens/s", "2"]
     assert len({len(line) - len(line.split()[-1]) for line in lines}) == 1  # columns
 
 
@@ -453,7 +453,7 @@ def test_a_summary_on_one_line_can_be_searched() -> None:
     lines = printed("summary", "--all", "--format", "one-line").splitlines()
     assert lines[0] == (
         "runs/a state=finished step=4/4 loss=1.5000 eval_loss=2.2500 best_eval_loss=2.2500 tokens_per_second=300 "
-        "ranks=2 seconds=6.5 corpus=tales strategy=ddp:torch source=sharded batch_size=8"
+        "ranks=2 seconds=6.5 corpus=stories strategy=ddp:torch source=sharded batch_size=8"
     )
     assert lines[1].startswith("runs/b state=killed step=2/4 loss=2.0000 eval_loss= best_eval_loss= ")
 
@@ -463,7 +463,9 @@ def test_a_summary_in_markdown_has_the_settings_that_differ_as_columns() -> None
     made("b", batch_size=16, corpus="text:a|b")
     head, rule, first, second = printed("summary", "a", "b", "--format", "md").splitlines()
     assert head.startswith("| run | corpus | batch_size | state | ")
-    assert first.startswith("| runs/a | tales | 8 | finished | 4/4 | 1.500 | 2.250 | 2.250 | 300 | 2 | 6.5 s |")
+    assert first.startswith(
+        "| runs/a | stories | 8 | finished | 4/4 | 1.500 | 2.250 | 2.250 | 300 tokens/s | 2 | 6.5 s |"
+    )
     assert second.startswith("| runs/b | text:a\\|b | 16 |")
     assert head.count("|") == rule.count("|") == first.count("|") == second.count("|") - 1
 
@@ -609,7 +611,7 @@ def test_without_a_name_a_figure_goes_below_runs() -> None:
 def drawn(
     *names: str, panels: tuple[str, ...] = ("loss",), axis: Any = "step", window: int = 1, compare: bool = False
 ) -> Any:
-    from ddp_tutorial.run_plots import draw_runs
+    from ddp_tutorial.figures.run_plots import draw_runs
 
     return draw_runs([Path("runs") / name for name in names], panels, axis, window, compare)
 
@@ -645,7 +647,7 @@ def test_runs_that_are_not_compared_have_a_column_each_and_one_scale() -> None:
     ],
 )
 def test_loss_curves_are_two_in_one_panel_over_any_axis(axis: str, xs: list[float], eval_xs: list[float]) -> None:
-    from ddp_tutorial.run_plots import LOSSES
+    from ddp_tutorial.figures.run_plots import LOSSES
 
     made("a")
     training, held_out = drawn("a", panels=(LOSSES,), axis=axis).axes[0].lines
@@ -713,7 +715,7 @@ def test_a_real_run_reads_well_and_agrees_with_its_result() -> None:
     assert found.eval_loss is not None
     assert found.loss.last == result["metrics"]["loss"]
     assert found.eval_loss.last == result["metrics"]["eval_loss"]
-    assert found.tokens_per_second == result["metrics"]["tokens_per_second"]
+    assert found.rate == result["metrics"]["tokens_per_second"]
     assert [Path(path).name for path in found.checkpoints] == ["step_00000003", "step_00000006"]
     assert {"data", "grads", "update", "evaluate"} <= set(found.phases)
     assert len(printed("list").splitlines()) == 2  # and not the model that it has saved

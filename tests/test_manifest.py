@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_tutorial.manifest import (
+from ddp_tutorial.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
-    claimed,
     differences,
     folders,
     latest,
@@ -61,7 +60,7 @@ def test_the_newest_is_told_by_its_step_and_what_has_no_manifest_is_none(tmp_pat
 
 
 def test_listing_takes_no_torch() -> None:
-    code = "import sys; import ddp_tutorial.manifest; sys.exit('torch' in sys.modules)"
+    code = "import sys; import ddp_tutorial.checkpoint.manifest; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -147,11 +146,3 @@ def test_differences_have_dotted_names() -> None:
         "model.width": (8, 16),
         "new": (None, [1]),
     }
-
-
-def test_a_folder_is_one_runs_until_that_has_ended(tmp_path: Path) -> None:
-    taken = pytest.raises(CheckpointError, match="is in use by another run")
-    with claimed(tmp_path), taken, claimed(tmp_path):
-        pass
-    with claimed(tmp_path):
-        pass

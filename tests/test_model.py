@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ddp_tutorial.accumulation.memory import bytes_kept
 from ddp_tutorial.collectives import digest
-from ddp_tutorial.memory import bytes_kept
-from ddp_tutorial.model import GPT, loss_sum
+from ddp_tutorial.training.gpt import GPT, loss_sum
 
 
 @pytest.fixture

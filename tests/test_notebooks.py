@@ -1,53 +1,95 @@
 """The committed notebooks: outputs that belong to their source, nothing of the machine in them, and they run.
 
-Here they are executed by papermill with small parameters, because its exit code also tells of failures that leave no
-error message behind. That the committed outputs still hold is tested by nbval, a command of its own in `make test`.
+All of them are executed by nbval, a command of its own in `make test`, which compares what comes out with what is
+committed. Here papermill executes those that are made for it, the experiments, and one of the others: its exit code
+also tells of failures that leave no error message behind, which nbval takes for success. What could fail like that in
+the others is refused without executing them.
 """
 
+import ast
 import json
 import re
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from ddp_tutorial.notebooks import WIDGET, _cell_id, find_notebooks, is_current
+from ddp_tutorial.experiments.notebooks import WIDGET, _cell_id, find_notebooks, is_current
 
 NOTEBOOKS = find_notebooks()
-IDS = [path.stem for path in NOTEBOOKS]
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+NUMBERED = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.stem)]
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
-# What makes each of them quick: papermill's arguments.
+# Executed by papermill with these arguments, which make each of them quick: the experiments, and one numbered notebook.
 SMALL = {
-    "00_quickstart": ["-p", "steps", "10", "-p", "corpus", "tales"],
-    "01_processes": [],
-    "02_collectives": [],
-    "03_averaging_gradients": ["-p", "steps", "30"],
-    "04_ddp_from_scratch": ["-p", "repeats", "3"],
-    "05_inside_torch_ddp": ["-p", "steps", "40", "-p", "repeats", "3"],
-    "06_sharding_data": ["-p", "training_steps", "30", "-p", "repeats", "3"],
-    "07_gradient_accumulation": ["-p", "steps", "15", "-p", "repeats", "3"],
-    "08_what_is_not_synced": ["-p", "steps", "40", "-p", "samples", "2000"],
-    "09_checkpointing": ["-p", "kills", "2", "-p", "steps", "16"],
-    "12_scaling": ["-p", "repeats", "3", "-p", "batch", "16"],
+    "00_quickstart": ["-p", "steps", "10", "-p", "corpus", "stories"],
     "bucket_size": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "steps", "2", "-p", "repeats", "1"],
     "compare": ["-p", "steps", "5"],
     "data_strategies": ["-p", "steps", "5", "-p", "repeats", "2"],
     "scaling": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "steps", "5", "-p", "repeats", "2"],
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
 }
+EXECUTED = [path for path in NOTEBOOKS if path.stem in SMALL]
 ROOT = Path(__file__).parent.parent
+# A time of day, a date, a run's folder. Not four digits by themselves: images are text too, and hold any of them.
+STAMP = re.compile(r"\b\d\d:\d\d:\d\d\b|\b20\d\d-[01]\d-[0-3]\d\b|\b20\d\d[01]\d[0-3]\d-\d{6}\b")
 
 
 def code_cells(path):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
-def test_every_notebook_is_found_and_has_small_parameters():
-    assert {"00_quickstart", "01_processes", "train"} <= set(IDS)
-    assert set(IDS) == set(SMALL), "a notebook without small parameters would not be executed here"
+def parameter_names(path):
+    [cell] = [cell.source for cell in code_cells(path) if "parameters" in cell.metadata.get("tags", [])]
+    return [statement.target.id for statement in ast.parse(cell).body]
+
+
+def test_every_notebook_is_found_and_every_experiment_has_small_parameters():
+    assert {"00_quickstart", "01_processes", "train"} <= {path.stem for path in NOTEBOOKS}
+    assert {path.stem for path in NOTEBOOKS if path not in NUMBERED} | {"00_quickstart"} == set(SMALL)
+
+
+@each_notebook
+def test_cells_are_plain_python(path):
+    """Where outputs are not compared, nbval takes a magic or a shell command that fails for one that succeeds, as no
+    error message comes of it; it goes on after a kernel that was told to leave; and it skips what is tagged so."""
+    for cell in code_cells(path):
+        tree = ast.parse(cell.source)  # a magic, `!command` and `name?` are no Python
+        named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not named & {"get_ipython", "exit", "quit"}
+        assert "nbval-skip" not in cell.metadata.get("tags", [])
+
+
+@each_notebook
+def test_every_parameter_is_used_in_a_later_cell(path):
+    """One that nothing reads can be set to anything, by papermill too."""
+    cells = [cell for cell in code_cells(path) if "parameters" not in cell.metadata.get("tags", [])]
+    nodes = [node for cell in cells for node in ast.walk(ast.parse(cell.source))]
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    if "globals" in read:  # given to `read_parameters`, which refuses a name that it does not know
+        return
+    assert set(parameter_names(path)) <= read
+
+
+@pytest.mark.parametrize(("path", "following"), [*pairwise(NUMBERED)], ids=lambda path: path.stem)
+def test_it_ends_with_a_link_to_the_next_one(path, following):
+    last = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"][-1]
+    assert re.search(rf"[`(]{following.name}[`)]", last), (
+        f"{path.name} should end with a line that links {following.name}"
+    )
+
+
+def test_notebooks_that_are_named_exist_and_all_are_in_the_readme():
+    in_readme = set(re.findall(r"\]\(notebooks/([\w/]+\.ipynb)\)", (ROOT / "README.md").read_text()))
+    assert in_readme == {str(path.relative_to(ROOT / "notebooks")) for path in NOTEBOOKS}
+    for path in NOTEBOOKS:
+        prose = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+        named = set(re.findall(r"\b\d\d_\w+\.ipynb\b", "\n".join(prose)))
+        assert named <= {other.name for other in NUMBERED}, f"{path.name} names a notebook that is not there"
 
 
 @each_notebook
@@ -66,10 +108,15 @@ def test_outputs_come_from_the_source_beside_them(path):
 def test_outputs_hold_nothing_of_the_machine_that_made_them(path):
     text = path.read_text()
     assert not re.findall(r"/(?:home|root|tmp|work|Users)/[\w.-]+", text)
-    assert "2026" not in json.dumps([cell.outputs for cell in code_cells(path)]), "a date, or a run's folder"
+    assert not STAMP.findall(json.dumps([cell.outputs for cell in code_cells(path)]))
     assert len(text) < 600_000, "images weigh on the history"
     assert "widgets" not in json.loads(text)["metadata"]
     assert WIDGET not in text
+
+
+@pytest.mark.parametrize("form", ["%H:%M:%S", "%Y-%m-%d %H:%M", "train-%Y%m%d-%H%M%S", "runs/%Y%m%d-%H%M%S/log"])
+def test_a_time_would_be_found_as_the_project_writes_it(form):
+    assert STAMP.search(json.dumps(f"saved: {time.strftime(form)}"))
 
 
 @each_notebook
@@ -109,7 +156,7 @@ def test_cells_are_short(path):
 
 
 @pytest.mark.timeout(300)
-@each_notebook
+@pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
 def test_papermill_executes_it_with_small_parameters(path, tmp_path):
     command = [sys.executable, "-m", "papermill", str(path), str(tmp_path / "out.ipynb"), "--cwd", str(tmp_path)]
     command += ["--no-progress-bar", "--execution-timeout", "300", "--kernel", "python3"]
@@ -118,7 +165,7 @@ def test_papermill_executes_it_with_small_parameters(path, tmp_path):
     if path.stem == "train":
         result = json.loads((tmp_path / "runs" / "small" / "result.json").read_text())
         assert result["status"] == "finished"
-        assert result["parameters"]["corpus"] == "tales"
+        assert result["parameters"]["corpus"] == "stories"
         assert set(result["arms"]) == {"2 ranks", "1 process"}
 
 

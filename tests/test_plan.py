@@ -8,24 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_tutorial.accumulation.memory import bytes_kept
 from ddp_tutorial.config import ConfigError, check, flat, layers, load, merged
-from ddp_tutorial.memory import bytes_kept
-from ddp_tutorial.model import GPT, loss_sum
-from ddp_tutorial.plan import as_text, memory, plan, settings
-from ddp_tutorial.train_config import ModelConfig, TrainConfig
-from ddp_tutorial.trainer import launch_training, make_optimizer
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.training.gpt import GPT, loss_sum
+from ddp_tutorial.training.optimization import make_optimizer
+from ddp_tutorial.training.plan import as_text, memory, plan, settings
+from ddp_tutorial.training.tasks import launch_training
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
 
 def planned(source: str, *overrides: str, **environ: str):  # type: ignore[no-untyped-def]
-    return plan(load(source, TrainConfig, overrides), layers(source, overrides), environ)
+    return plan(load(source, TaskConfig, overrides), layers(source, overrides), environ)
 
 
 def test_every_setting_is_told_with_the_place_that_set_it_last() -> None:
     Path("mine.yaml").write_text("extends: tiny\nsteps: 30\nmodel: {layers: 2}\n")
     overrides = ["seed=7", "model.heads=4"]
-    found = settings(load("mine.yaml", TrainConfig, overrides), layers("mine.yaml", overrides))
+    found = settings(load("mine.yaml", TaskConfig, overrides), layers("mine.yaml", overrides))
     assert found["steps"] == {"value": 30, "from": "mine.yaml"}
     assert found["model.layers"] == {"value": 2, "from": "mine.yaml"}
     assert found["model.width"] == {"value": 32, "from": "tiny.yaml"}
@@ -37,16 +38,16 @@ def test_every_setting_is_told_with_the_place_that_set_it_last() -> None:
 
 @pytest.mark.parametrize("source", ["2proc", "invariant", "grad_accum", "checkpoint_resume"])
 def test_the_values_told_are_the_config(source: str) -> None:
-    config = load(source, TrainConfig)
+    config = load(source, TaskConfig)
     told = {name: each["value"] for name, each in settings(config, layers(source)).items()}
     assert told == flat(config.model_dump(mode="json"))
-    assert check(TrainConfig, merged(layers(source)), origin="layers") == config
+    assert check(TaskConfig, merged(layers(source)), origin="layers") == config
 
 
 def test_the_plan_is_what_the_run_does() -> None:
     overrides = ("name=mine", "accumulation=2", "steps=5", "eval_every=2", "checkpoint.every=2")
     found = planned("tiny", *overrides)
-    result = launch_training(load("tiny", TrainConfig, overrides), echo=False)
+    result = launch_training(load("tiny", TaskConfig, overrides), echo=False)
     told = json.loads((result.run / "result.json").read_text())
     assert found["directory"] == str(result.run)
     assert (found["world"]["ranks"], found["world"]["backend"]) == (told["world_size"], "gloo")
@@ -71,7 +72,7 @@ def test_one_process_has_no_backend() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> None:
-    config = TrainConfig(model=ModelConfig(layers=3, heads=2, width=64, context=64, recompute=recompute))
+    config = TaskConfig(model=ModelConfig(layers=3, heads=2, width=64, context=64, recompute=recompute))
     model = GPT(**config.model.model_dump())
     tokens = torch.randint(256, (8, 64))
     with bytes_kept(model) as kept:
@@ -81,7 +82,7 @@ def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> 
 
 def test_the_memory_of_an_optimizer_is_what_it_keeps() -> None:
     for name, kept in (("adamw", 8), ("sgd", 4)):
-        config = TrainConfig(model=ModelConfig(layers=1, heads=2, width=32, context=32), optimizer=name)
+        config = TaskConfig(model=ModelConfig(layers=1, heads=2, width=32, context=32), optimizer=name)
         model = GPT(**config.model.model_dump())
         optimizer = make_optimizer(model, config)
         model(torch.randint(256, (2, 8))).sum().backward()

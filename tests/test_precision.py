@@ -9,24 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_tutorial.accumulation import accumulate, next_token, split
+from ddp_tutorial.accumulation.loss import StepLoss
+from ddp_tutorial.accumulation.micro_batches import accumulate, split
+from ddp_tutorial.accumulation.precision import NotFiniteError, Precision, PrecisionConfig, Scale
 from ddp_tutorial.collectives import any_rank, digest
-from ddp_tutorial.ddp import DDPConfig, data_parallel
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.model import GPT
-from ddp_tutorial.precision import NotFiniteError, Precision, PrecisionConfig, Scale
-from ddp_tutorial.sharded import Share
-from ddp_tutorial.train_config import ModelConfig, TrainConfig
-from ddp_tutorial.trainer import Trainer, train
+from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding.sharded import Share
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.tasks import make_trainer, train
+from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World
 from ranks import error_of
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
 HALF = PrecisionConfig(dtype="fp16", initial_scale=1024, growth_interval=3)
-FINE = torch.tensor(1.0)
-QUICK = TrainConfig(
-    corpus="tales",
+FINE = 1.0
+QUICK = TaskConfig(
+    corpus="stories",
     model=ModelConfig(layers=1, heads=2, width=32, context=32, dropout=0.1),
     device="cpu",
     steps=8,
@@ -37,8 +39,8 @@ QUICK = TrainConfig(
 )
 
 
-def with_precision(dtype: str, **values: Any) -> TrainConfig:
-    return TrainConfig.model_validate(QUICK.model_dump() | {"precision": {"dtype": dtype}} | values)
+def with_precision(dtype: str, **values: Any) -> TaskConfig:
+    return TaskConfig.model_validate(QUICK.model_dump() | {"precision": {"dtype": dtype}} | values)
 
 
 # ------------------------------------------------------------------------------------------------ against torch's own
@@ -71,19 +73,19 @@ def test_steps_have_the_bits_of_those_with_torchs_scaler(overflow_at: int | None
     precision = Precision(HALF)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=3)
     wrapped = data_parallel(mine, World())
+    loss_of_step = StepLoss(next_token_loss, World(), precision)
     for step in range(6):
         tokens = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(step))
-        batch = next_token(Share({"tokens": tokens}, 4, 4))
         factor = math.inf if step == overflow_at else 1.0
 
-        accumulate(wrapped, [batch], precision)
+        accumulate(wrapped, loss_of_step, [{"tokens": tokens}])
         for weight in mine.parameters():
             assert weight.grad is not None
             weight.grad *= factor
         precision.update(my_optimizer, 0.5, FINE)
 
         with torch.autocast("cpu", torch.float16):
-            loss = nn.functional.cross_entropy(theirs(batch.inputs).flatten(0, 1), batch.targets.flatten())
+            loss = nn.functional.cross_entropy(theirs(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         scaler.scale(loss).backward()
         for weight in theirs.parameters():
             weight.grad *= factor  # type: ignore[operator]
@@ -103,7 +105,7 @@ def test_steps_have_the_bits_of_those_with_torchs_scaler(overflow_at: int | None
 def test_products_are_computed_as_asked_and_weights_gradients_and_state_stay_float32(
     dtype: str, computed: torch.dtype
 ) -> None:
-    trainer = Trainer(with_precision(dtype, steps=1), World())
+    trainer = make_trainer(with_precision(dtype, steps=1), World())
     seen: set[torch.dtype] = set()
     hook = trainer.model.blocks[0].register_forward_hook(
         lambda module, inputs, output: seen.add(module.expand(inputs[0]).dtype)
@@ -112,7 +114,7 @@ def test_products_are_computed_as_asked_and_weights_gradients_and_state_stay_flo
     hook.remove()
     assert seen == {computed}
     assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
-    state = trainer.optimizer.state.values()
+    state = trainer.train_step.optimizer.state.values()
     assert {tensor.dtype for each in state for tensor in each.values()} == {torch.float32}
 
 
@@ -186,34 +188,34 @@ def break_gradient(trainer: Trainer, steps: set[int], value: float) -> None:
     """From backward through the last block; the loss is fine."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(gradient, value) if trainer.step in steps else gradient
+        return torch.full_like(gradient, value) if trainer.number in steps else gradient
 
     trainer.model.blocks[0].expand.weight.register_hook(hook)
 
 
 def overflow_on_rank_1(world: World, variant: str) -> dict[str, Any]:
     config = with_precision("fp16") if variant == "default" else QUICK
-    trainer = Trainer(
-        TrainConfig.model_validate(config.model_dump() | {"precision": HALF, "ddp": DDPConfig(variant=variant)}),  # type: ignore[arg-type]
+    trainer = make_trainer(
+        TaskConfig.model_validate(config.model_dump() | {"precision": HALF, "ddp": DDPConfig(variant=variant)}),  # type: ignore[arg-type]
         world,
     )
     if world.rank == 1:
         break_gradient(trainer, {2, 3}, math.inf)
     scales, weights, rates = [], [], []
     for _ in range(8):
-        rates.append(trainer.scheduler.get_last_lr()[0])
-        trainer.advance()
-        scales.append(trainer.precision.loss_scale)
+        rates.append(trainer.train_step.scheduler.get_last_lr()[0])
+        trainer.step()
+        scales.append(trainer.train_step.precision.loss_scale)
         weights.append(digest(trainer.model.state_dict()))
     trainer.finish()
     return {"scales": scales, "weights": weights, "rates": rates, "losses": trainer.log.losses}
 
 
 def no_number_on_rank_1(world: World, dtype: str, where: str) -> str:
-    trainer = Trainer(with_precision(dtype, accumulation=2), world)
+    trainer = make_trainer(with_precision(dtype, accumulation=2), world)
     block = trainer.model.blocks[0]
     if world.rank == 1 and where == "loss":
-        block.expand.register_forward_hook(lambda module, args, out: out * (math.nan if trainer.step == 2 else 1))
+        block.expand.register_forward_hook(lambda module, args, out: out * (math.nan if trainer.number == 2 else 1))
     if world.rank == 1 and where == "gradient":
         break_gradient(trainer, {2}, math.nan)
     if world.rank == 1 and where == "weight":
@@ -225,7 +227,7 @@ def no_number_on_rank_1(world: World, dtype: str, where: str) -> str:
         nonlocal before
         for _ in range(4):
             before = digest(trainer.model.state_dict())
-            trainer.advance()
+            trainer.step()
 
     told = error_of(steps)
     assert digest(trainer.model.state_dict()) == before, "before it has reached the weights"
@@ -312,9 +314,9 @@ def test_the_gradient_of_a_cut_batch_is_scaled_as_that_of_a_whole_one() -> None:
     def gradient(precision: Precision, parts: int) -> torch.Tensor:
         torch.manual_seed(0)
         model = data_parallel(GPT(layers=1, heads=2, width=16, context=8), World())
-        batches = [next_token(part) for part in split(Share({"tokens": tokens}, 5, 5), parts, World())]
-        loss = accumulate(model, batches, precision)
-        assert float(loss.sum) / loss.count < 10, "the loss itself is not scaled"
+        batches = [part.samples for part in split(Share({"tokens": tokens}, 5, 5), parts, World())]
+        totals = accumulate(model, StepLoss(next_token_loss, World(), precision), batches)
+        assert totals.means()["loss"] < 10, "the loss itself is not scaled"
         return torch.cat([weight.grad.flatten() for weight in model.module.parameters() if weight.grad is not None])
 
     expected = gradient(Precision(), 1)

@@ -21,7 +21,7 @@ def project(root: Path) -> dict[str, Any]:
 @pytest.fixture
 def requirements(project: dict[str, Any]) -> list[str]:
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *extras["notebooks"], *extras["dev"]]
+    return [*project["dependencies"], *extras["notebooks"], *extras["examples"], *extras["dev"]]
 
 
 @pytest.fixture
@@ -86,5 +86,7 @@ def test_pins_hold_for_cpu_and_gpu_alike(pins: dict[str, Version]) -> None:
 def test_every_folder_of_the_package_is_installed(root: Path) -> None:
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
     package = root / "ddp_tutorial"
-    holding = {path.parent for ending in ("*.py", "*.yaml") for path in package.rglob(ending)}
-    assert set(settings["packages"]) == {".".join(folder.relative_to(root).parts) for folder in holding}
+    assert settings["packages"]["find"] == {"include": [f"{package.name}*"]}  # folders without __init__.py too
+    kinds = {path.suffix for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    shipped = {Path(pattern).suffix for patterns in settings["package-data"].values() for pattern in patterns}
+    assert kinds - {".py"} <= shipped

@@ -15,22 +15,24 @@ import pytest
 import torch
 
 from ddp_tutorial.benches.chaos import measure_chaos
-from ddp_tutorial.checkpoint import leaves
-from ddp_tutorial.collectives import digest
+from ddp_tutorial.checkpoint.manifest import folders, name_of, read_manifest
+from ddp_tutorial.checkpoint.replicas import leaves
+from ddp_tutorial.collectives import digest, total
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.launcher import RankError, launch
-from ddp_tutorial.manifest import claimed, folders, name_of, read_manifest
-from ddp_tutorial.runs import request_stop
-from ddp_tutorial.stopping import EXIT_CODE, Stopping
-from ddp_tutorial.train_config import ModelConfig, TrainConfig
-from ddp_tutorial.trainer import Trainer, train
+from ddp_tutorial.files import locked
+from ddp_tutorial.processes.launcher import RankError, launch
+from ddp_tutorial.processes.signals import EXIT_CODE
+from ddp_tutorial.runs.folder import RunFolder, request_stop
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.training.stopping import Stopping
+from ddp_tutorial.training.tasks import make_trainer, train
 from ddp_tutorial.world import World
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
 STEPS = 6
 BASE: dict[str, Any] = {
-    "corpus": "tales:300",
+    "corpus": "stories:300",
     "model": ModelConfig(layers=1, heads=2, width=16, context=16, dropout=0.1),
     "device": "cpu",
     "steps": STEPS,
@@ -64,8 +66,8 @@ FLAVOURS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(flavour: str = "plain", **values: Any) -> TrainConfig:
-    return TrainConfig.model_validate(BASE | FLAVOURS[flavour] | values)
+def config_of(flavour: str = "plain", **values: Any) -> TaskConfig:
+    return TaskConfig.model_validate(BASE | FLAVOURS[flavour] | values)
 
 
 VARYING = {"seconds", "tokens_per_second", "elapsed", "ranks"}
@@ -77,8 +79,8 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in VARYING} for line in lines]
 
 
-def outcome(config: TrainConfig, world: World) -> dict[str, Any]:
-    trainer = Trainer(config, world)
+def outcome(config: TaskConfig, world: World) -> dict[str, Any]:
+    trainer = make_trainer(config, world)
     result = trainer.train()
     state = {
         where: value
@@ -176,18 +178,18 @@ def test_a_second_rank_does_not_get_the_random_numbers_of_the_first() -> None:
     assert ranks[0] != ranks[1]
 
 
-def random_state_of(world: World, config: TrainConfig) -> str:
-    trainer = Trainer(config, world)
+def random_state_of(world: World, config: TaskConfig) -> str:
+    trainer = make_trainer(config, world)
     trainer.resume()
     trainer.log.close_file()
     return digest({"torch": torch.get_rng_state()})
 
 
-def stop_at(world: World, step: int, config: TrainConfig) -> Any:
+def stop_at(world: World, step: int, config: TaskConfig) -> Any:
     """Train, and be told to save and stop at a step."""
-    trainer = Trainer(config, world)
-    wish = trainer.stopping.wish
-    trainer.stopping.wish = lambda: "save" if trainer.step == step and step < STEPS else wish()  # type: ignore[method-assign]
+    trainer = make_trainer(config, world)
+    answer = trainer.stopping.answer
+    trainer.stopping.answer = lambda votes: "save" if trainer.number == step < STEPS else answer(votes)  # type: ignore[method-assign]
     return trainer.train()
 
 
@@ -266,8 +268,8 @@ def test_two_runs_in_one_folder_are_refused() -> None:
     part = Path("runs/mine/checkpoints/.step_00000009.1.2.part")
     part.mkdir()
     with (
-        claimed(Path("runs/mine")),
-        pytest.raises(RankError, match="raised ConfigError: runs/mine is in use by another"),
+        locked(Path("runs/mine")),
+        pytest.raises(RankError, match="raised FolderInUseError: runs/mine is in use by another"),
     ):
         launch(train, 2, other, device="cpu", echo=False)
     assert rows_of(Path("runs/mine")) == before
@@ -282,44 +284,46 @@ def test_the_manifest_has_what_the_run_was_and_how_it_did() -> None:
     manifest = read_manifest(found[-1])
     assert manifest.config["learning_rate"] == 0.003
     assert set(manifest.metrics) == {"loss", "eval_loss"}
-    assert set(manifest.components) == {"model", "optimizer", "scheduler", "source", "progress", "rng"}
+    assert set(manifest.components) == {"model", "optimizer", "scheduler", "source", "strategy", "progress", "rng"}
 
 
 # --------------------------------------------------------------------------------------------------------- stopping
 
 
-def wishes(world: World) -> list[list[str]]:
+def requests(world: World) -> list[list[str]]:
     found = []
     for number, who in enumerate([None, 0, 1]):
-        run = Path(f"stop{number}")
-        run.mkdir(exist_ok=True)
+        run = RunFolder(Path(f"stop{number}"))
+        run.path.mkdir(exist_ok=True)
         stopping, seen = Stopping(world, run), []
-        for step in range(4):
+        for step in range(3):
             stopping.signalled = world.rank == who and step == 1
-            seen.append(stopping.wish())
-        stopping.close()
+            votes = float(total(world, torch.tensor(float(stopping.vote()))))
+            seen.append(stopping.answer(votes))
         found.append(seen)
     return found
 
 
-def test_what_one_rank_is_told_all_ranks_do_one_step_later() -> None:
-    assert (
-        launch(wishes, 2, device="cpu", echo=False)
-        == [[["", "", "", ""], ["", "", "save", ""], ["", "", "save", ""]]] * 2
-    )
-    assert wishes(World())[:2] == [["", "", "", ""], ["", "save", "", ""]]
+def test_what_one_rank_is_told_all_ranks_do_at_the_end_of_that_step() -> None:
+    assert launch(requests, 2, device="cpu", echo=False) == [[["", "", ""], ["", "save", ""], ["", "save", ""]]] * 2
+    assert requests(World())[:2] == [["", "", ""], ["", "save", ""]]
 
 
-@pytest.mark.parametrize("wish", ["save", "stop"])
-def test_a_request_stops_a_run_with_or_without_a_checkpoint(wish: Any) -> None:
+def test_saving_goes_before_stopping_however_many_ranks_vote() -> None:
+    stopping = Stopping(World(0, 8, 0, 8), RunFolder(Path()))
+    assert [stopping.answer(votes) for votes in (0, 1, 8, 9, 10, 72)] == ["", "stop", "stop", "save", "save", "save"]
+
+
+@pytest.mark.parametrize("request_", ["save", "stop"])
+def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> None:
     config = config_of(name="mine", resume="auto", checkpoint={"every": 100})
-    trainer = Trainer(config, World())
-    request_stop(trainer.run, wish)
+    trainer = make_trainer(config, World())
+    request_stop(trainer.run.path, request_)
     result = trainer.train()
     assert result.stopped_at == 1
-    assert not (trainer.run / "stop").exists()
-    assert json.loads((trainer.run / "result.json").read_text())["status"] == "stopped"
-    assert [path.name for path in folders(trainer.run / "checkpoints")] == ([name_of(1)] if wish == "save" else [])
+    assert not trainer.run.stop_request.exists()
+    assert json.loads(trainer.run.result.read_text())["status"] == "stopped"
+    assert [path.name for path in folders(trainer.run.checkpoints)] == ([name_of(1)] if request_ == "save" else [])
     whole = train(World(), config_of(name="whole"))
     again = train(World(), config)
     assert again.weights == whole.weights

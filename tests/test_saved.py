@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_tutorial.config import ConfigError, load
-from ddp_tutorial.manifest import CheckpointError
-from ddp_tutorial.model import GPT
-from ddp_tutorial.saved import evaluate, export, load_model, sample
-from ddp_tutorial.train_config import TrainConfig
-from ddp_tutorial.trainer import TrainResult, launch_training
+from ddp_tutorial.checkpoint.manifest import CheckpointError
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import load as load_config
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.export import evaluate, export, load, sample
+from ddp_tutorial.training.gpt import GPT
+from ddp_tutorial.training.tasks import launch_training
+from ddp_tutorial.training.trainer import TrainResult
 
 COMMAND = [sys.executable, "-m", "ddp_tutorial"]
 
@@ -25,7 +27,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     folder = tmp_path_factory.mktemp("saved")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        config = load("tiny", TrainConfig, ["name=mine", "checkpoint.every=10", "device=cpu"])
+        config = load_config("tiny", TaskConfig, ["name=mine", "checkpoint.every=10", "device=cpu"])
         made = launch_training(config, echo=False)
     return TrainResult(**{**vars(made), "run": folder / made.run})
 
@@ -47,7 +49,7 @@ def test_an_export_gives_the_same_logits_when_it_is_loaded(result: TrainResult, 
     export(result.run, tmp_path / "exported")
     tokens = torch.randint(256, (2, 16))
     with torch.no_grad():
-        expected = load_model(result.run)(tokens)
+        expected = load(result.run)(tokens)
         assert torch.equal(GPT.from_pretrained(tmp_path / "exported")(tokens), expected)
     names = {path.name for path in (tmp_path / "exported").iterdir()}
     assert {"model.safetensors", "config.json", "training.json"} <= names
@@ -67,21 +69,21 @@ def test_a_run_without_a_model_gives_that_of_its_newest_valid_checkpoint(result:
     killed = tmp_path / "killed"
     shutil.copytree(result.run, killed)
     shutil.rmtree(killed / "model")
-    whole = load_model(result.run).state_dict()
-    assert all(torch.equal(value, whole[name]) for name, value in load_model(killed).state_dict().items())
+    whole = load(result.run).state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in load(killed).state_dict().items())
     (killed / "checkpoints" / "step_00000020" / "model.safetensors").write_bytes(b"")
-    early = load_model(killed).state_dict()
+    early = load(killed).state_dict()
     assert not torch.equal(early["tokens.weight"], whole["tokens.weight"])
     shutil.rmtree(killed / "checkpoints")
     with pytest.raises(ConfigError, match="no model yet, and no valid checkpoint"):
-        load_model(killed)
+        load(killed)
 
 
 def test_what_was_not_kept_is_told(result: TrainResult) -> None:
-    from ddp_tutorial.checkpoint import stored
+    from ddp_tutorial.checkpoint.storage import stored
 
     with pytest.raises(ConfigError, match="train with best_model=true"):
-        load_model(result.run, best=True)
+        load(result.run, best=True)
     folder = result.run / "checkpoints" / "step_00000020"
     with pytest.raises(CheckpointError, match="no one 'rng' for all ranks"):
         stored(folder, "rng")

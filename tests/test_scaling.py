@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_tutorial.benches import as_text
-from ddp_tutorial.benches.scaling import BATCH, FOUR_RANK_ARMS, Arm, race, training_of, two_rank_arms
-from ddp_tutorial.benches.step import Training, take_turns, timed
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.link import LinkModel
-from ddp_tutorial.scaling import BACKWARD, NETWORKS, StepModel, bootstrap, fit_step
+from ddp_tutorial.benches.scaling import BATCH, FOUR_RANK_ARMS, Setup, arm_of, race, two_rank_arms
+from ddp_tutorial.ddp.link import LinkModel
+from ddp_tutorial.experiments.arms import Arm
+from ddp_tutorial.experiments.scaling import BACKWARD, NETWORKS, StepModel, bootstrap, fit_step
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -131,7 +130,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         fit_step({8: 2.0, 32: 1.0}, (32, 1.0), {1000: 0.1, 10**6: 0.2}, (32, 1.0), nbytes=10**6)
     with pytest.raises(ValueError, match="overlap is from 0 to 1"):
         replace(BY_HAND, overlap=1.1)
-    with pytest.raises(ValueError, match="takes some time for a sample"):
+    with pytest.raises(ValueError, match="per_sample should be above 0"):
         replace(BY_HAND, per_sample=0)
     with pytest.raises(ValueError, match="at least 1; found 0, 2 and None"):
         BY_HAND.seconds(0, 2)
@@ -152,48 +151,55 @@ def test_a_bootstrap_band_holds_the_statistic_and_grows_with_the_spread() -> Non
 # ---------------------------------------------------------------------------------------------------- the benchmark
 
 
-def sent_in(step: Training, times: int) -> list[str]:
+def sent_in(arm: Arm, times: int) -> list[str]:
     """The collectives of `times` steps on this rank, as torch's flight recorder has them."""
 
     def recorded() -> list[str]:
         entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
         return [entry["profiling_name"] for entry in entries]
 
+    arm()  # the first step agrees on what the loss returns
     before = len(recorded())
     for _ in range(times):
-        step()
+        arm()
     return recorded()[before:]
 
 
-def flat(training: Training) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in training.module.parameters()])
+def flat(arm: Arm) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in arm.step.model.parameters()])
 
 
-def work_of(world: World, arms: dict[str, Arm], steps: int) -> dict[str, Any]:
+class Noting:
+    """A source that notes the bytes of the samples that it gives."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.read, self.shares = inner, [], []
+
+    def __next__(self) -> Any:
+        share = next(self.inner)
+        self.read += [sample.numpy().tobytes() for sample in share.samples["tokens"]]
+        self.shares.append(share.count)
+        return share
+
+
+def work_of(world: World, setups: dict[str, Setup], steps: int) -> dict[str, Any]:
     """Of each arm: this rank's steps, samples, bytes of each sample, collectives; and where its weights went."""
     found: dict[str, Any] = {}
-    for name, arm in arms.items():
-        training = training_of(arm, world)
-        if training is None:
+    for name, setup in setups.items():
+        arm = arm_of(setup, world)
+        if arm is None:
             continue
-        read: list[bytes] = []
-        inner = training.source
-
-        class Noting:
-            def __next__(self, inner: Any = inner, read: list[bytes] = read) -> Any:
-                share = next(inner)
-                read.extend(sample.numpy().tobytes() for sample in share.samples["tokens"])
-                return share
-
-        training.source = Noting()  # type: ignore[assignment]
-        start = flat(training)
-        sent = sent_in(training, steps)
+        source = Noting(arm.step.source)
+        arm.step.source = source  # type: ignore[assignment]
+        start = flat(arm)
+        sent = sent_in(arm, steps - 1)
+        moved = flat(arm) - start
         found[name] = {
-            "steps": training.steps,
-            "samples": training.samples,
-            "read": read,
+            "steps": len(source.shares),
+            "samples": sum(source.shares),
+            "read": source.read,
             "sent": sent,
-            "moved": flat(training) - start,
+            "moved": moved,
         }
     return found
 
@@ -205,7 +211,7 @@ def flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("arms", "size"), [(two_rank_arms(), 2), (FOUR_RANK_ARMS, 4)], ids=["two", "four"])
 def test_all_arms_do_the_same_work_and_only_those_that_talk_send(
-    arms: dict[str, Arm], size: int, flight_recorder: None
+    arms: dict[str, Setup], size: int, flight_recorder: None
 ) -> None:
     steps = 3
     ranks = launch(work_of, size, arms, steps, device="cpu", threads=1, echo=False)
@@ -231,51 +237,10 @@ def test_all_arms_do_the_same_work_and_only_those_that_talk_send(
 
 
 def test_the_race_returns_a_value_for_each_repeat_and_ranks_end_equal() -> None:
-    arms = {"one": Arm(1, batch=4), "two": Arm(2, batch=4), "apart": Arm(2, batch=4, talk=False)}
+    arms = {"one": Setup(1, batch=4), "two": Setup(2, batch=4), "apart": Setup(2, batch=4, talk=False)}
     samples = launch(race, 2, arms, 2, 1, 1, device="cpu", threads=1, echo=False)[0]
     assert {name: len(values) for name, values in samples.items()} == {"one": 2, "two": 2, "apart": 2}
     assert all(value > 0 for values in samples.values() for value in values)
-
-
-def _threads(world: World) -> tuple[int, int]:
-    many, one = training_of(Arm(1, batch=4, threads=2), world), training_of(Arm(1, batch=4), world)
-    found = []
-    for training in (many, one):
-        if training is not None:
-            training()
-        found.append(torch.get_num_threads())
-    return found[0], found[1]
-
-
-def test_each_arm_sets_its_own_number_of_threads() -> None:
-    assert launch(_threads, 2, device="cpu", threads=1, echo=False) == [(2, 1), (1, 1)]
-
-
-def _turns(world: World) -> tuple[list[str], dict[str, list[float]]]:
-    order: list[str] = []
-    return order, take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, turns=2, steps=2)
-
-
-def test_who_goes_first_alternates() -> None:
-    for order, seconds in launch(_turns, 2, device="cpu", threads=1, echo=False):
-        assert order == ["a", "a", "b", "b", "b", "b", "a", "a"]
-        assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
-
-
-def _slow_rank(world: World) -> tuple[float, float]:
-    def sleep() -> None:
-        if world.rank == 1:
-            time.sleep(0.05)
-
-    used = time.process_time()
-    seconds = timed(sleep, times=4)
-    return seconds, time.process_time() - used
-
-
-def test_a_turn_lasts_until_the_slowest_rank_is_done_and_waiting_takes_no_core() -> None:
-    for seconds, used in launch(_slow_rank, 2, device="cpu", threads=1, echo=False):
-        assert 0.2 <= seconds < 2
-        assert used < 0.1, "a rank that waits in a barrier should sleep, or it takes cores from those who work"
 
 
 def test_the_table_says_which_arms_have_more_processes_than_cores() -> None:

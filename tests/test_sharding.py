@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from ddp_tutorial.sharding import BLOCK, Order, Remainder, Sharding, deal
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.sharding.order import BLOCK, Order, Remainder, Sharding, deal
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**31 - 1)
@@ -218,9 +219,10 @@ def test_a_step_has_the_same_samples_whatever_the_world_size_and_its_changes(
 
 
 def test_with_nothing_there_is_no_step() -> None:
-    for samples, batch in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="1 or more of both"):
-            Sharding(Order(samples, 0), batch)
+    with pytest.raises(ConfigError, match="the dataset is empty"):
+        Sharding(Order(0, 0), 1)
+    with pytest.raises(ConfigError, match="'batch_size' should be 1 or more, found 0"):
+        Sharding(Order(1, 0), 0)
 
 
 # ------------------------------------------------------------------------------------------------ dealing it out

@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import get_worker_info
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.data import ArrowShards, Data, Rows, Tree, Windows, write_arrow
-from ddp_tutorial.dispatched import DispatchedSource, pack, unpack
-from ddp_tutorial.launcher import RankError, launch
-from ddp_tutorial.sharded import ShardedSource, Source, SourceError, State
-from ddp_tutorial.sharding import Order, Remainder, Sharding
-from ddp_tutorial.sources import ALONE, SourceConfig, make_source
-from ddp_tutorial.streamed import StreamedSource
+from ddp_tutorial.processes.launcher import RankError, launch
+from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
+from ddp_tutorial.sharding.order import Order, Remainder, Sharding
+from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, Tree, write_arrow
+from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceError, SourceState
+from ddp_tutorial.sharding.sources import ALONE, SourceConfig, make_source
+from ddp_tutorial.sharding.streamed import StreamedSource
 from ddp_tutorial.world import World
 
 CONTEXT = 3
@@ -38,9 +38,9 @@ worlds = st.integers(1, 8)
 seeds = st.integers(0, 2**31 - 1)
 
 
-def windows_of(samples: int) -> Windows:
+def blocks_of(samples: int) -> TokenBlocks:
     """Tokens 0, 1, 2 ..., so that the first token of a sample tells its number."""
-    return Windows(torch.arange(samples * CONTEXT + 1), CONTEXT)
+    return TokenBlocks(torch.arange(samples * CONTEXT + 1), CONTEXT)
 
 
 def numbers(tree: Tree) -> list[int]:
@@ -64,26 +64,26 @@ def step_of(ranks: list[ShardedSource]) -> Counter[int]:
     found = [numbers(share.samples) for share in shares]
     assert [len(each) for each in found] == [share.count for share in shares]
     assert {share.world_count for share in shares} == {sum(share.count for share in shares)}
-    assert len({str(rank.state()) for rank in ranks}) == 1
+    assert len({str(rank.state_dict()) for rank in ranks}) == 1
     return Counter(number for each in found for number in each)
 
 
 def data_of(kind: str, samples: int, files: int, folder: Path) -> Data:
-    windows = windows_of(samples)
-    if kind == "windows":
-        return windows
+    blocks = blocks_of(samples)
+    if kind == "blocks":
+        return blocks
     if kind == "rows":
-        return Rows([{"tokens": windows.fetch(np.array([i]))["tokens"][0]} for i in range(samples)])
+        return Rows([{"tokens": blocks.fetch(np.array([i]))["tokens"][0]} for i in range(samples)])
     ends = sorted(np.random.default_rng(samples).integers(0, samples, files - 1, endpoint=True).tolist())
     paths = [folder / f"{i}.arrow" for i in range(files)]
     for path, part in zip(paths, np.split(np.arange(samples), ends), strict=True):  # some may be empty
-        write_arrow(path, {"tokens": windows.fetch(part)["tokens"].numpy()}, rows_a_batch=7)
+        write_arrow(path, {"tokens": blocks.fetch(part)["tokens"].numpy()}, rows_a_batch=7)
     return ArrowShards(paths)
 
 
 @given(
     draw=st.data(),
-    kind=st.sampled_from(["windows", "rows", "arrow"]),
+    kind=st.sampled_from(["blocks", "rows", "arrow"]),
     remainder=st.sampled_from(["carry", "exact", "pad", "drop"]),
     size=worlds,
     files=st.integers(1, 5),
@@ -133,55 +133,60 @@ def test_a_fresh_source_goes_on_where_another_stood(
     batch = min(batch, samples)
     sharding = Sharding(Order(samples, seed), batch, remainder, size)
     for rank in range(size):
-        first, fresh = (ShardedSource(windows_of(samples), sharding, world_of(rank, size)) for _ in range(2))
+        first, fresh = (ShardedSource(blocks_of(samples), sharding, world_of(rank, size)) for _ in range(2))
         for _ in range(k):
             next(first)
-        fresh.restore(first.state())
+        fresh.load_state_dict(first.state_dict())
         for _ in range(3):
             wanted, found = next(first), next(fresh)
             assert torch.equal(wanted.samples["tokens"], found.samples["tokens"])
             assert (wanted.count, wanted.world_count) == (found.count, found.world_count)
-            assert first.state() == fresh.state()
+            assert first.state_dict() == fresh.state_dict()
 
 
 @given(samples=st.integers(4, 40), batch=st.integers(4, 12), seed=seeds, window=st.none() | st.integers(1, 20))
 def test_the_order_survives_a_change_of_world_size_from_4_to_2_to_3(
     samples: int, batch: int, seed: int, window: int | None
 ) -> None:
-    data, sharding = windows_of(samples), Sharding(Order(samples, seed, window), batch)
+    data, sharding = blocks_of(samples), Sharding(Order(samples, seed, window), batch)
     alone = ranks_of(data, sharding, 1)
-    state = alone[0].state()
+    state = alone[0].state_dict()
     for size in (4, 2, 3):
         ranks = ranks_of(data, sharding, size)
         for rank in ranks:
-            rank.restore(state)
+            rank.load_state_dict(state)
         for _ in range(4):
             assert step_of(ranks) == step_of(alone)
-        state = ranks[0].state()
+        state = ranks[0].state_dict()
 
 
 def test_a_source_can_be_sent_back_to_where_it_was() -> None:
-    source = ShardedSource(windows_of(20), Sharding(Order(20, 0), 3), ALONE)
+    source = ShardedSource(blocks_of(20), Sharding(Order(20, 0), 3), ALONE)
     steps = [numbers(next(source).samples) for _ in range(5)]
-    source.restore({"cursor": 6})
+    source.load_state_dict({"cursor": 6})
     assert numbers(next(source).samples) == steps[2]
-    assert source.state() == {"cursor": 9}
+    assert source.state_dict() == {"cursor": 9}
 
 
 def test_reading_does_not_touch_the_random_numbers_of_the_process() -> None:
     torch.manual_seed(0)
     wanted = torch.rand(3)
     torch.manual_seed(0)
-    next(ShardedSource(windows_of(20), Sharding(Order(20, 0), 3), ALONE))
+    next(ShardedSource(blocks_of(20), Sharding(Order(20, 0), 3), ALONE))
     assert torch.equal(torch.rand(3), wanted)
 
 
 @pytest.mark.parametrize(
     ("samples", "batch", "remainder", "told"),
     [
-        (3, 1, "carry", "rank 1 of 4 has no samples: 3 samples, batch 1, and batch 1 is not enough for 4 ranks"),
-        (3, 4, "exact", "rank 3 of 4 has no samples: 3 samples, batch 4, and 3 samples is not enough for 4 ranks"),
-        (100, 2, "pad", "rank 2 of 4 has no samples: 100 samples, batch 2"),
+        (
+            3,
+            1,
+            "carry",
+            "rank 1 of 4 has no samples: 3 samples, batch_size 1, and batch_size 1 is not enough for",
+        ),
+        (3, 4, "exact", "rank 3 of 4 has no samples: 3 samples, batch_size 4, and 3 samples is not enough for 4 ranks"),
+        (100, 2, "pad", "rank 2 of 4 has no samples: 100 samples, batch_size 2"),
     ],
 )
 def test_a_rank_that_would_have_no_samples_is_named_on_every_rank(
@@ -189,22 +194,22 @@ def test_a_rank_that_would_have_no_samples_is_named_on_every_rank(
 ) -> None:
     for rank in range(4):
         with pytest.raises(ConfigError, match=told):
-            ShardedSource(windows_of(samples), Sharding(Order(samples, 0), batch, remainder, 4), world_of(rank, 4))
+            ShardedSource(blocks_of(samples), Sharding(Order(samples, 0), batch, remainder, 4), world_of(rank, 4))
 
 
 def test_padding_gives_four_ranks_three_samples() -> None:
-    ranks = ranks_of(windows_of(3), Sharding(Order(3, None), 4, "pad", 4), 4)
+    ranks = ranks_of(blocks_of(3), Sharding(Order(3, None), 4, "pad", 4), 4)
     assert [numbers(next(rank).samples) for rank in ranks] == [[0], [1], [2], [0]]
 
 
 def test_steps_longer_than_an_epoch_serve_every_rank_from_several() -> None:
-    ranks = ranks_of(windows_of(3), Sharding(Order(3, None), 4), 4)
+    ranks = ranks_of(blocks_of(3), Sharding(Order(3, None), 4), 4)
     assert [numbers(next(rank).samples) for rank in ranks for _ in range(2)] == [[0], [1], [1], [2], [2], [0], [0], [1]]
 
 
 def test_an_order_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="the data have 20 samples, the order is one of 21"):
-        ShardedSource(windows_of(20), Sharding(Order(21, 0), 3), ALONE)
+        ShardedSource(blocks_of(20), Sharding(Order(21, 0), 3), ALONE)
 
 
 def fail_at(number: int) -> Callable[[Tree], Tree]:
@@ -224,12 +229,12 @@ def test_a_step_that_failed_can_be_tried_again_and_is_not_counted() -> None:
             raise ValueError("a bad one")
         return tree
 
-    source = ShardedSource(windows_of(9), Sharding(Order(9, None), 3), ALONE, transform=transform)
+    source = ShardedSource(blocks_of(9), Sharding(Order(9, None), 3), ALONE, transform=transform)
     assert numbers(next(source).samples) == [0, 1, 2]
     for _ in range(2):
         with pytest.raises(SourceError, match=r"^rank 0, samples 3 to 5 \(3 of them\): a bad one"):
             next(source)
-        assert source.state() == {"cursor": 3}
+        assert source.state_dict() == {"cursor": 3}
     broken[0] = False
     assert numbers(next(source).samples) == [3, 4, 5]
 
@@ -264,17 +269,17 @@ def test_streams_have_every_sample_once_an_epoch_and_go_on_from_every_step(
         return StreamedSource(stream_of(*lengths), batch, ALONE, streams=streams, seed=1, shuffle_buffer=4)
 
     source = fresh()
-    steps, states = [], [source.state()]
+    steps, states = [], [source.state_dict()]
     while states[-1]["epoch"] < 3:
         steps += take(source, 1)
-        states.append(source.state())
+        states.append(source.state_dict())
     epochs = [[x for step, at in zip(steps, states[1:], strict=True) if at["epoch"] == e for x in step] for e in (0, 1)]
     for epoch in (0, 1, 2)[: len(epochs)]:
         assert sorted(epochs[epoch]) == list(range(samples))
     assert epochs[0] != epochs[1]
     for k, state in enumerate(states[:-1]):
         resumed = fresh()
-        resumed.restore(state)
+        resumed.load_state_dict(state)
         assert take(resumed, 2)[: len(steps) - k] == steps[k : k + 2], f"resumed after {k} steps"
 
 
@@ -299,7 +304,7 @@ def test_a_stream_that_cannot_be_is_told(
     told: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ddp_tutorial.streamed.require_group", lambda _: None)
+    monkeypatch.setattr("ddp_tutorial.sharding.streamed.require_group", lambda _: None)
     with pytest.raises(ConfigError, match=told):
         next(StreamedSource(stream_of(*lengths), batch, world_of(0, size), streams=streams))
 
@@ -314,12 +319,12 @@ def test_a_stream_that_fails_is_told_with_its_places() -> None:
     assert take(source, 1) == [[0, 1, 2]]
     with pytest.raises(SourceError, match=r"^rank 0, places 3 to 5 of epoch 0: a bad one"):
         next(source)
-    assert source.state()["places"] == 3
+    assert source.state_dict()["places"] == 3
 
 
 def test_a_stream_of_text_is_told_what_to_do() -> None:
     dataset = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]}).to_iterable_dataset()
-    with pytest.raises(SourceError, match=r"values of type str; .* Keep the columns of numbers with dataset\.select"):
+    with pytest.raises(SourceError, match=r"'text' is a str, not a tensor\. .*\(dataset\.select_columns\)"):
         next(StreamedSource(dataset, 2, ALONE))
     assert len(take(StreamedSource(dataset.select_columns("x"), 2, ALONE), 2)) == 2
 
@@ -389,13 +394,13 @@ def test_a_tensor_travels_as_it_looks_not_as_it_lies() -> None:
 
 def test_alone_a_dispatched_source_reads_for_itself() -> None:
     sharding = Sharding(Order(20, 0), 3, "exact")
-    source = DispatchedSource(lambda: ShardedSource(windows_of(20), sharding, ALONE), ALONE)
-    alone = ShardedSource(windows_of(20), sharding, ALONE)
+    source = DispatchedSource(lambda: ShardedSource(blocks_of(20), sharding, ALONE), ALONE)
+    alone = ShardedSource(blocks_of(20), sharding, ALONE)
     for _ in range(9):
         assert numbers(next(source).samples) == numbers(next(alone).samples)
-        assert source.state() == alone.state()
-    source.restore({"cursor": 3})
-    alone.restore({"cursor": 3})
+        assert source.state_dict() == alone.state_dict()
+    source.load_state_dict({"cursor": 3})
+    alone.load_state_dict({"cursor": 3})
     assert numbers(next(source).samples) == numbers(next(alone).samples)
     source.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "dispatch"]
@@ -404,13 +409,19 @@ def test_alone_a_dispatched_source_reads_for_itself() -> None:
 @pytest.mark.parametrize(
     ("transform", "told"),
     [
-        (lambda tree: {"tokens": tree["tokens"][1:]}, "3 samples were read, and 2 came out of the transform"),
-        (lambda tree: tree | {"mean": tree["tokens"].float().mean()}, r"one row for each sample.*float32\[\]"),
-        (lambda tree: tree | {"name": ["text"] * 3}, "one row for each sample.*text"),
+        (
+            lambda tree: {"tokens": tree["tokens"][1:]},
+            r"a batch of 3 samples came out as 'tokens' has 2 rows\.",
+        ),
+        (
+            lambda tree: tree | {"mean": tree["tokens"].float().mean()},
+            "'tokens' has 3 rows, 'mean' is a single number",
+        ),
+        (lambda tree: tree | {"name": ["text"] * 3}, "'tokens' has 3 rows, 'name' is a str, not a tensor. A batch"),
     ],
 )
 def test_what_cannot_be_dealt_out_is_told(transform: Callable[[Tree], Tree], told: str) -> None:
-    inner = ShardedSource(windows_of(20), Sharding(Order(20, 0), 3), ALONE, transform=transform)
+    inner = ShardedSource(blocks_of(20), Sharding(Order(20, 0), 3), ALONE, transform=transform)
     source = DispatchedSource(lambda: inner, ALONE)
     with pytest.raises(SourceError, match=told):
         next(source)
@@ -428,26 +439,26 @@ class Read(NamedTuple):
 
     steps: list[list[int]]
     counts: list[int]
-    states: list[State]
+    states: list[SourceState]
 
 
 def read(source: Source, steps: int) -> Read:
     taken: list[list[int]] = []
-    counts, states = [], [source.state()]
+    counts, states = [], [source.state_dict()]
     for _ in range(steps):
         share = next(source)
         assert share.samples["tokens"].shape == (share.count, CONTEXT + 1)
         assert share.samples["tokens"].dtype == torch.int64
         taken.append(numbers(share.samples))
         counts.append(share.world_count)
-        states.append(source.state())
+        states.append(source.state_dict())
     source.close()
     return Read(taken, counts, states)
 
 
 def made(world: World, kind: str, samples: int = SAMPLES, batch: int = BATCH, **options: Any) -> Source:
     config = SourceConfig(kind=kind, window=16, shuffle_buffer=20, **options)
-    return make_source(config, windows_of(samples), batch, 7, world)
+    return make_source(blocks_of(samples), batch, world, seed=7, config=config)
 
 
 def left_behind() -> tuple[list[str], list[int]]:
@@ -464,7 +475,7 @@ def tour(world: World, folder: Path) -> dict[str, Any]:
         found[kind, "resumed"] = []
         for state in found[kind].states:
             source = made(world, kind)
-            source.restore(state)
+            source.load_state_dict(state)
             found[kind, "resumed"].append(read(source, 2))
         found[kind, "left"] = left_behind()
         if kind != "streamed":
@@ -566,13 +577,13 @@ def test_a_source_that_is_closed_leaves_no_thread_and_no_process(kind: str, two:
 # --------------------------------------------------------------------------------------- another number of ranks
 
 
-def go_on(world: World, folder: Path, states: dict[str, State]) -> dict[str, Any]:
+def go_on(world: World, folder: Path, states: dict[str, SourceState]) -> dict[str, Any]:
     os.chdir(folder)
     found = {}
     for kind in KINDS:
         source = made(world, kind, streams=4)
         if states:
-            source.restore(states[kind])
+            source.load_state_dict(states[kind])
         found[kind] = read(source, 6)
     return found
 
@@ -581,7 +592,7 @@ def go_on(world: World, folder: Path, states: dict[str, State]) -> dict[str, Any
 def test_4_ranks_then_2_then_3_see_what_one_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     alone = {kind: read(made(World(), kind, streams=4), 18) for kind in KINDS}
-    states: dict[str, State] = {}
+    states: dict[str, SourceState] = {}
     for turn, size in enumerate((4, 2, 3)):
         ranks = launch(go_on, size, tmp_path, states, device="cpu", echo=False, timeout=60)
         for kind in KINDS:
@@ -629,13 +640,13 @@ def with_workers(world: World) -> dict[str, Any]:
         return {"x": tree["tokens"][:, 0] + secret, "noise": torch.tensor([drawn] * len(tree["tokens"]))}
 
     sharding = Sharding(Order(SAMPLES, None), BATCH)
-    source = ShardedSource(windows_of(SAMPLES), sharding, world, transform=transform, workers=2)
+    source = ShardedSource(blocks_of(SAMPLES), sharding, world, transform=transform, workers=2)
     shares = [next(source).samples for _ in range(2)]
     source.close()
     return {
         "x": shares[0]["x"].tolist(),
         "noise": [tuple(share["noise"][0].tolist()) for share in shares],
-        "state": source.state(),
+        "state": source.state_dict(),
         "left": left_behind(),
     }
 
@@ -664,13 +675,13 @@ def test_workers_change_nothing_and_what_they_have_ahead_is_not_counted(kind: st
 def test_a_run_that_goes_on_draws_the_numbers_that_it_would_have_drawn(workers: int) -> None:
     def source(workers: int) -> ShardedSource:
         sharding = Sharding(Order(SAMPLES, 0), BATCH)
-        return ShardedSource(windows_of(SAMPLES), sharding, World(), transform=noisy, workers=workers)
+        return ShardedSource(blocks_of(SAMPLES), sharding, World(), transform=noisy, workers=workers)
 
     whole, torchs = source(0), torch.get_rng_state()
     drawn = [next(whole).samples["noise"] for _ in range(4)]
     assert all_differ([tuple(noise[0].tolist()) for noise in drawn])
     resumed = source(workers)
-    resumed.restore({"cursor": 2 * BATCH})
+    resumed.load_state_dict({"cursor": 2 * BATCH})
     assert all(torch.equal(next(resumed).samples["noise"], noise) for noise in drawn[2:])
     resumed.close()
     assert torch.equal(torch.get_rng_state(), torchs), "the process's own are left alone"
@@ -678,12 +689,12 @@ def test_a_run_that_goes_on_draws_the_numbers_that_it_would_have_drawn(workers: 
 
 @forking
 def test_random_numbers_of_streams_differ_by_worker_rank_and_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_tutorial.streamed.require_group", lambda _: None)
-    monkeypatch.setattr("ddp_tutorial.streamed.all_gather", lambda world, thing: [thing] * world.size)
+    monkeypatch.setattr("ddp_tutorial.sharding.streamed.require_group", lambda _: None)
+    monkeypatch.setattr("ddp_tutorial.sharding.streamed.all_gather", lambda world, thing: [thing] * world.size)
     drawn = []
     for rank, epoch in ((0, 0), (1, 0), (0, 1)):
         source = StreamedSource(stream_of(*[5] * 4), 4, world_of(rank, 2), transform=noisy, workers=2)
-        source.restore({"epoch": epoch, "places": 0, "streams": 4})
+        source.load_state_dict({"epoch": epoch, "places": 0, "streams": 4})
         found = noise_of(source)
         assert len(found) == 4  # two workers, two steps
         drawn += found
@@ -704,15 +715,15 @@ def test_a_transform_of_streams_may_ask_which_worker_it_is_in() -> None:
 # ------------------------------------------------------------------------------------------------- what goes wrong
 
 
-def error_of(source: Source, steps: int = 20) -> tuple[str, str, float, State]:
+def error_of(source: Source, steps: int = 20) -> tuple[str, str, float, SourceState]:
     """What is raised within so many steps, after how many seconds, and where the source then stands."""
     start = time.monotonic()
     try:
         for _ in range(steps):
             next(source)
     except Exception as error:
-        return type(error).__name__, str(error).split("\n")[0], time.monotonic() - start, source.state()
-    return "nothing", "", 0.0, source.state()
+        return type(error).__name__, str(error).split("\n")[0], time.monotonic() - start, source.state_dict()
+    return "nothing", "", 0.0, source.state_dict()
 
 
 def in_worker(number: int, do: Callable[[], object]) -> Callable[[Tree], Tree]:
@@ -737,10 +748,10 @@ def hang() -> None:
 
 
 def troubles(world: World) -> dict[str, Any]:
-    windows, sharding = windows_of(SAMPLES), Sharding(Order(SAMPLES, None), BATCH)
+    blocks, sharding = blocks_of(SAMPLES), Sharding(Order(SAMPLES, None), BATCH)
 
     def dispatched(**options: Any) -> DispatchedSource:
-        return DispatchedSource(lambda: ShardedSource(windows, sharding, ALONE, **options), world)
+        return DispatchedSource(lambda: ShardedSource(blocks, sharding, ALONE, **options), world)
 
     found: dict[str, Any] = {}
     for name, options in {
@@ -792,7 +803,7 @@ def test_what_fails_on_rank_0_is_raised_on_all_ranks_and_names_it(where: str, tr
 
 def second_rank(**options: Any) -> ShardedSource:
     sharding = Sharding(Order(SAMPLES, None), BATCH)
-    return ShardedSource(windows_of(SAMPLES), sharding, world_of(1, 2), workers=2, **options)
+    return ShardedSource(blocks_of(SAMPLES), sharding, world_of(1, 2), workers=2, **options)
 
 
 @forking
@@ -822,7 +833,7 @@ def test_a_worker_that_is_killed_is_named_in_seconds_while_another_is_waited_for
 def test_a_worker_that_is_stuck_is_named_when_patience_is_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # how long torch waits for its end
     before = left_behind()
-    kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), patience=1.5))
+    kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), worker_timeout=1.5))
     assert kind == "SourceError"
     assert told == "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no answer within 1.5 s; it is stuck, or slow"
     assert 1.5 < seconds < 20
@@ -833,13 +844,13 @@ def test_a_worker_that_is_stuck_is_named_when_patience_is_at_its_end(monkeypatch
 @forking
 @pytest.mark.timeout(60)
 def test_a_slow_worker_within_patience_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_tutorial.sharded.LOOK", 0.2)
+    monkeypatch.setattr("ddp_tutorial.sharding.sharded.POLL_SECONDS", 0.2)
 
     def slow(tree: Tree) -> Tree:
         time.sleep(0.7)  # longer than between two looks whether it is alive
         return tree
 
-    source = second_rank(transform=slow, patience=30)
+    source = second_rank(transform=slow, worker_timeout=30)
     assert numbers(next(source).samples) == [1, 3, 5, 7]
     source.close()
 
@@ -888,7 +899,7 @@ def train_on(world: World, kind: str) -> None:
     source: Source = (
         StreamedSource(stream_of(50, 50), BATCH, world, **options)
         if kind == "streamed"
-        else ShardedSource(windows_of(SAMPLES), sharding, world, **options)
+        else ShardedSource(blocks_of(SAMPLES), sharding, world, **options)
     )
     for _ in range(5):
         next(source)
@@ -908,7 +919,7 @@ def test_a_killed_worker_stops_all_ranks_in_seconds_with_one_error(kind: str) ->
 def leave(world: World) -> int:
     """Without a word to the others: the source is not closed."""
     sharding = Sharding(Order(SAMPLES, 0), BATCH)
-    source = DispatchedSource(lambda: ShardedSource(windows_of(SAMPLES), sharding, ALONE), world)
+    source = DispatchedSource(lambda: ShardedSource(blocks_of(SAMPLES), sharding, ALONE), world)
     return next(source).count
 
 
@@ -926,14 +937,14 @@ def uneven(world: World) -> dict[str, Any]:
         return StreamedSource(stream_of(3, 17), 4, world, seed=None)
 
     source = fresh()
-    shares, states = [], [source.state()]
+    shares, states = [], [source.state_dict()]
     for _ in range(11):
         shares.append(next(source))
-        states.append(source.state())
+        states.append(source.state_dict())
     resumed = []
     for state in states:
         again = fresh()
-        again.restore(state)
+        again.load_state_dict(state)
         share = next(again)
         resumed.append((share.samples["x"].tolist(), share.count, share.world_count))
     return {

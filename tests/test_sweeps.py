@@ -16,12 +16,21 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_tutorial import sweeps, tables
 from ddp_tutorial.config import CONFIGS, ConfigError
-from ddp_tutorial.experiments import _MARK, end_processes_of
-from ddp_tutorial.manifest import claimed
-from ddp_tutorial.notebooks import NOTEBOOKS
-from ddp_tutorial.sweeps import Point, code_version, folder_of, key_of, nested, plan_sweep, points_of, read_grid
+from ddp_tutorial.experiments import sweeps, tables
+from ddp_tutorial.experiments.execute import _MARK, end_processes_of
+from ddp_tutorial.experiments.notebooks import NOTEBOOKS
+from ddp_tutorial.experiments.sweeps import (
+    Point,
+    code_version,
+    folder_of,
+    key_of,
+    nested,
+    plan_sweep,
+    points_of,
+    read_grid,
+)
+from ddp_tutorial.files import locked
 
 COMMAND = [sys.executable, "-m", "ddp_tutorial", "sweep"]
 
@@ -153,10 +162,10 @@ def test_a_key_stands_for_parameters_configs_repeat_and_code() -> None:
 
 @given(st.dictionaries(st.from_regex(r"[a-z]\w{0,5}", fullmatch=True), plain, max_size=3), st.integers(1, 9))
 def test_a_folder_has_a_name_that_a_run_may_have(parameters: dict[str, object], repeat: int) -> None:
-    from ddp_tutorial.trainer import TrainConfig
+    from ddp_tutorial.training.config import TaskConfig
 
     name = f"sweeps/mine/{folder_of(parameters, repeat, '0123456789abcdef')}"
-    assert TrainConfig(name=name).name == name
+    assert TaskConfig(name=name).name == name
     assert f"repeat-{repeat}.01234567" in name
 
 
@@ -360,7 +369,7 @@ def test_changed_parameters_and_changed_code_run_anew(notebook: Path, monkeypatc
 
 def test_a_folder_in_use_is_refused(notebook: Path) -> None:
     Path("runs/sweeps/tiny").mkdir(parents=True)
-    with claimed(Path("runs/sweeps/tiny")), pytest.raises(ConfigError, match="is in use by another run"):
+    with locked(Path("runs/sweeps/tiny")), pytest.raises(ConfigError, match="is in use by another run"):
         run(notebook, "how=well")
     assert visitors() == []
 

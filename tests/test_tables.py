@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.tables import (
+from ddp_tutorial.experiments.tables import (
     Group,
     as_text,
     differences,

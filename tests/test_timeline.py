@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_tutorial.buckets import Bucket
-from ddp_tutorial.ddp import DDPConfig, LinkConfig, data_parallel
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.phases import phase
-from ddp_tutorial.timeline import (
+from ddp_tutorial.ddp.buckets import Bucket
+from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.figures import plots
+from ddp_tutorial.figures.timeline import (
     COMPUTE,
     LINK,
     Span,
@@ -29,6 +28,8 @@ from ddp_tutorial.timeline import (
     record,
     record_torch,
 )
+from ddp_tutorial.phases import phase
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 # --------------------------------------------------------------------------------------------------- arithmetic
@@ -212,3 +213,11 @@ def test_clocks_are_aligned_with_rank_0s() -> None:
     for rank, (same, shifted) in enumerate(launch(offsets, 3, device="cpu", echo=False, timeout=60)):
         assert abs(same) < 0.01
         assert shifted == pytest.approx(-5 * rank, abs=0.01)
+
+
+def test_a_phase_that_others_lie_in_is_not_drawn_over_them() -> None:
+    inner = [Span(COMPUTE, "forward", 0.0, 1.0), Span(COMPUTE, "backward", 1.0, 3.0)]
+    around = [Span(COMPUTE, "grads", 0.0, 3.0), *inner]
+    with_it, without = (plots.gantt({"a": Timeline([spans], "")}) for spans in (around, inner))
+    bars = [[patch.get_bbox().bounds for patch in figure.axes[0].patches] for figure in (with_it, without)]
+    assert bars[0] == bars[1]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ddp_tutorial import console
-from ddp_tutorial.console import (
+from ddp_tutorial.processes import console
+from ddp_tutorial.processes.console import (
     KEPT_LINES,
     Console,
     NotebookConsole,
@@ -23,7 +23,7 @@ from ddp_tutorial.console import (
     in_notebook,
     make_console,
 )
-from ddp_tutorial.transport import Sender, dump_call, dump_result, name_of, take_messages
+from ddp_tutorial.processes.transport import Sender, dump_call, dump_result, name_of, take_messages
 
 
 def split(data, cuts):

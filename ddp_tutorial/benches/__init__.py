@@ -1,16 +1,16 @@
 """Measure what the project claims about its own speed: `python -m ddp_tutorial bench NAME [--json]`.
 
-The arms of a benchmark run in turn, in one go, so that whatever else the machine does falls on all of them. Each
-arm is told by its median, lowest and highest value; a ratio is the median of the ratios repeat by repeat. Ratios
-are what to compare between machines, absolute values are not.
+The arms of a benchmark take turns within one execution, so that other load on the machine affects all of them alike. A
+benchmark reports the median, lowest and highest value of each arm, and ratios of two arms: the median of the ratios of
+single repeats. Compare ratios between machines, not absolute values.
 """
 
 import importlib
 import statistics
 from typing import Any
 
-# Each is a module beside this one, with a function `measure(repeats)`. They are imported when asked for: ranks
-# that a benchmark starts import its module too, and should not load more than what it measures.
+# Each is a module in this folder, with a function `measure(repeats)`. It is imported only when it is run, because the
+# ranks that a benchmark starts import this package too, and should load no more than what is measured.
 NAMES = ["launch", "overhead", "ddp", "buckets", "sources", "accumulation", "checkpoint", "scaling"]
 
 # Arm -> its value in each repeat.
@@ -54,7 +54,7 @@ def report(
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """A table for people."""
+    """A report as a table to print."""
     environment = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if value)
     lines = [f"bench {result['bench']} ({environment})"]
     width = max(map(len, result["arms"]))

@@ -1,22 +1,14 @@
 """What cutting a step into micro-batches costs, and what it costs to have the same bits on any number of ranks."""
 
-import statistics
 from typing import Any
 
-import torch
-
-from ddp_tutorial.accumulation import Batch, next_token, split
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.benches.step import take_turns
-from ddp_tutorial.ddp import DDPConfig, LinkConfig
-from ddp_tutorial.invariant import InvariantStrategy
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.model import GPT
-from ddp_tutorial.sharded import Share
-from ddp_tutorial.strategy import DDPStrategy, Strategy
+from ddp_tutorial.benches.step import CONTEXT, random_step
+from ddp_tutorial.experiments.arms import by_repeat, take_turns
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
-CONTEXT, SAMPLES = 64, 16  # tokens of a sample, samples of a rank in a step
+SAMPLES = 16  # of a rank in a step
 V = 4  # micro-batches of a step over both ranks, in the comparison of the two strategies
 KS = [1, 2, 4, 8]  # micro-batches of a rank, at the same batch
 _TURNS, _STEPS = 2, 2  # turns of an arm in a repeat, steps in a turn
@@ -29,34 +21,10 @@ def measure(repeats: int) -> dict[str, Any]:
     return report("accumulation", samples, "tokens/s", ratios)
 
 
-class _Step:
-    """A model of about 5 million parameters, an optimiser, and one step of them each time it is called."""
-
-    def __init__(self, world: World, parts: int, invariant: bool = False, link: LinkConfig | None = None) -> None:
-        torch.manual_seed(0)
-        model = GPT(layers=6, heads=4, width=256, context=CONTEXT)
-        config = DDPConfig(variant="torch", simulated_link=link)
-        self.strategy: Strategy = (
-            InvariantStrategy(model, world, parts * world.size) if invariant else DDPStrategy(model, world, config)
-        )
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        tokens = torch.randint(256, (SAMPLES, CONTEXT + 1), generator=torch.Generator().manual_seed(world.rank))
-        share = Share({"tokens": tokens}, SAMPLES, SAMPLES * world.size)
-        self.batches: list[Batch] = [next_token(part) for part in split(share, parts, world)]
-
-    def __call__(self) -> None:
-        self.strategy.backward(self.batches)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def _measure(world: World, repeats: int) -> Samples:
-    arms = {f"k{k}": _Step(world, k) for k in KS}
-    arms["ddp"], arms["invariant"] = _Step(world, V // world.size), _Step(world, V // world.size, invariant=True)
-    samples: Samples = {name: [] for name in arms}
-    for repeat in range(repeats + 1):
-        seconds = take_turns(arms, _TURNS, _STEPS)
-        if repeat:  # the first is not counted: buckets are rebuilt, memory is allocated
-            for name in arms:
-                samples[name].append(world.size * SAMPLES * CONTEXT * _STEPS / statistics.median(seconds[name]))
-    return samples
+    arms = {f"k{k}": random_step(world, SAMPLES, accumulation=k) for k in KS}
+    arms["ddp"] = random_step(world, SAMPLES, accumulation=V // world.size)
+    arms["invariant"] = random_step(world, SAMPLES, strategy="invariant", micro_batches=V)
+    turns = take_turns(world, arms, _STEPS, repeats * _TURNS)
+    tokens = world.size * SAMPLES * CONTEXT
+    return {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}

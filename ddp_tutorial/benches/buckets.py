@@ -1,19 +1,23 @@
-"""Does the model of bucket sizes hold? Steps predicted from one measured backward, and steps measured."""
+"""How well does `predict_step` predict steps with buckets of different sizes, from one measured backward?"""
 
 import time
 from typing import Any
 
 import torch.distributed as dist
 
+from ddp_tutorial.accumulation.loss import call_loss
+from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.benches.step import Step
-from ddp_tutorial.ddp import BucketDDP, DDPConfig, LinkConfig
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.link import LinkModel
+from ddp_tutorial.benches.step import random_step
+from ddp_tutorial.ddp.link import LinkModel
+from ddp_tutorial.ddp.variants import BucketDDP, DDPConfig, LinkConfig
+from ddp_tutorial.figures.timeline import arrivals, predict_step, ready_times
 from ddp_tutorial.phases import Stopwatch, observe
-from ddp_tutorial.timeline import arrivals, predict_step, ready_times
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
 
+_SAMPLES = 8  # of a rank in a step
 _CAPS = [0.1, 0.4, 1.6, 6.4, 25.6]  # MiB
 _LINKS = {
     "latency_bound": LinkConfig(latency_ms=5, megabytes_per_second=1000),
@@ -35,11 +39,11 @@ def _sweep(world: World, repeats: int) -> Samples:
     samples: Samples = {}
     for regime, link in _LINKS.items():
         for cap in _CAPS:
-            step = Step(world, DDPConfig(variant="bucket", bucket_cap_mb=cap, simulated_link=link))
+            step = random_step(world, _SAMPLES, ddp=DDPConfig(variant="bucket", bucket_cap_mb=cap, simulated_link=link))
             step()  # cuts the buckets anew
             point = f"{regime}_{cap}"
             samples |= {f"{point}_predicted": [], f"{point}_measured": []}
-            for _ in range(repeats):  # in turn: the machine is as busy for the one as for the other
+            for _ in range(repeats):  # in turn, so that other load on the machine affects both alike
                 dist.barrier()
                 before_and_after, arrived = _alone(step)
                 dist.barrier()
@@ -52,21 +56,28 @@ def _sweep(world: World, repeats: int) -> Samples:
     return samples
 
 
-def _alone(step: Step) -> tuple[float, dict[str, float]]:
-    """Seconds of a forward, and when the gradients arrive in a backward that talks to nobody."""
+def _alone(step: TrainStep) -> tuple[float, dict[str, float]]:
+    """Seconds of a forward, and of a backward without all-reduces until each gradient arrives."""
+    model, [batch] = _model(step), step.batches()
     start = time.perf_counter()
-    with step.model.no_sync():
-        loss = step.loss()
+    with model.no_sync():
+        loss, _ = call_loss(step.loss, model, batch)
         forward = time.perf_counter() - start
-        arrived = arrivals(step.module, loss.backward)
+        arrived = arrivals(step.model, loss.backward)
     step.optimizer.zero_grad()
     return forward, arrived
 
 
-def _predict(step: Step, arrived: dict[str, float], link: LinkModel, rest: float) -> float:
-    assert isinstance(step.model, BucketDDP)
-    size, backward = step.model.world.size, max(arrived.values())
-    seconds = [link.ring_seconds(bucket.buffer.nbytes, size) for bucket in step.model.buckets]
+def _predict(step: TrainStep, arrived: dict[str, float], link: LinkModel, rest: float) -> float:
+    model = _model(step)
+    size, backward = model.world.size, max(arrived.values())
+    seconds = [link.ring_seconds(bucket.buffer.nbytes, size) for bucket in model.buckets]
     who_uses_what = link.ring_seconds(4 * len(arrived), size)
-    ready = ready_times(step.model.buckets, arrived)
+    ready = ready_times(model.buckets, arrived)
     return predict_step([*ready, backward], [*seconds, who_uses_what], backward, rest)
+
+
+def _model(step: TrainStep) -> BucketDDP:
+    assert isinstance(step.strategy, DDPStrategy)
+    assert isinstance(step.strategy.model, BucketDDP)
+    return step.strategy.model

@@ -1,8 +1,7 @@
-"""Kill ranks at random, again and again, and see whether a run ends as if nothing had happened.
+"""Kill ranks at random, again and again, and compare the finished runs with one that was not disturbed, bit for bit.
 
-A run is started, one of its ranks (or all) killed by SIGKILL at a random edge of a random phase, every second time of
-one inside of saving, and started again with `resume: auto`, until it finishes; then the next run. Each finished run has
-to have the bits of one that nobody disturbed.
+A run is started, one of its ranks (or all) is killed by SIGKILL at a random edge of a phase, half of the time one of
+saving, and it is started again with `resume: auto`, until it finishes. Then the next run is started.
 """
 
 import json
@@ -20,26 +19,26 @@ from typing import Any
 import torch
 import torch._dynamo  # once, in the server; DDP would import it in every rank
 
+from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, latest
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS
-from ddp_tutorial.manifest import CHECKPOINTS, latest
 from ddp_tutorial.phases import Edge, observe
-from ddp_tutorial.train_config import ModelConfig, TrainConfig
-from ddp_tutorial.trainer import train
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World, process_group
 
 RANKS = 2
-EDGES = 160  # a rank is killed before so many of them,
-SAVING_EDGES = 80  # or so many of those of saving
-TIME_LIMIT = 60.0  # seconds for one life of a run
+EDGES = 160  # a rank is killed at one of its first edges of phases, out of so many,
+SAVING_EDGES = 80  # or at one of its first edges of saving, out of so many
+TIME_LIMIT = 60.0  # seconds for one attempt at a run
 
 
-def config_of(name: str, background: bool = False) -> TrainConfig:
-    """Small, and with everything that has state: dropout, float16's scale, accumulation, a log, a held-out loss."""
-    return TrainConfig.model_validate(
+def config_of(name: str, background: bool = False) -> TaskConfig:
+    """A small run with all kinds of state: dropout, float16's scale, accumulation, a log, a held-out loss."""
+    return TaskConfig.model_validate(
         {
             "name": name,
-            "corpus": "tales",
+            "corpus": "stories",
             "model": ModelConfig(layers=1, heads=2, width=16, context=16, dropout=0.1),
             "device": "cpu",
             "steps": 12,
@@ -50,23 +49,24 @@ def config_of(name: str, background: bool = False) -> TrainConfig:
             "log_every": 3,
             "eval_every": 4,
             "eval_samples": 8,
-            "checkpoint": {"every": 2, "keep_last": 2, "keep_best": 1, "background": background},
+            "checkpoint": {"every": 2, "keep_last": 2, "background": background},
             "resume": "auto",
         }
     )
 
 
 def measure_chaos(kills: int, seed: int = 0, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Kill that often, in a folder of its own; `resumed` of the lives began at a checkpoint.
+    """Kill `kills` times, in a temporary folder, and call `tell` with a line after each finished run.
 
-    `bit_equal` tells whether the weights, losses, and norms of every finished run were those of an undisturbed one.
+    `resumed` counts the attempts that began at a checkpoint, `in_saving` the kills inside of saving. `bit_equal` says
+    whether the weights, losses and norms of every finished run are those of an undisturbed one.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         os.chdir(folder)
         try:
-            _live(config_of("undisturbed"), {})
+            _attempt(config_of("undisturbed"), {})
             wanted = _outcome("undisturbed")
             found = {"kills": 0, "resumed": 0, "in_saving": 0, "runs": 0, "bit_equal": True}
             while found["kills"] < kills:
@@ -74,10 +74,10 @@ def measure_chaos(kills: int, seed: int = 0, tell: Callable[[str], None] = lambd
                 config = config_of(name, background=bool(found["runs"] % 2))
                 while _outcome(name) is None:
                     found["resumed"] += latest(RUNS / name / CHECKPOINTS) is not None
-                    victims = range(RANKS) if dice.random() < 0.2 else [dice.randrange(RANKS)]
-                    kind, edges = dice.choice([("save", SAVING_EDGES), ("", EDGES)])
-                    fate = kind, dice.randrange(1, edges)
-                    killed_in = _live(config, dict.fromkeys(victims, fate) if found["kills"] < kills else {})
+                    victims = range(RANKS) if rng.random() < 0.2 else [rng.randrange(RANKS)]
+                    kind, edges = rng.choice([("save", SAVING_EDGES), ("", EDGES)])
+                    kill_at = kind, rng.randrange(1, edges)
+                    killed_in = _attempt(config, dict.fromkeys(victims, kill_at) if found["kills"] < kills else {})
                     found["kills"] += killed_in is not None
                     found["in_saving"] += killed_in is not None and killed_in.startswith("save")
                 found["runs"] += 1
@@ -88,12 +88,12 @@ def measure_chaos(kills: int, seed: int = 0, tell: Callable[[str], None] = lambd
     return {"bench": "chaos", "environment": describe_environment(), **found}
 
 
-Fate = tuple[str, int]  # killed at that edge of the phases that begin with this
+KillPoint = tuple[str, int]  # which phases by the beginning of their names, and at which of their edges to kill
 
 
-def _live(config: TrainConfig, victims: dict[int, Fate]) -> str | None:
-    """One life of a run, until it finishes or ranks are killed. Returns the phase that one was killed in."""
-    context = multiprocessing.get_context("forkserver")  # its server has imported torch once, for all
+def _attempt(config: TaskConfig, victims: dict[int, KillPoint]) -> str | None:
+    """Start or resume a run, until it finishes or its `victims` are killed. Returns the phase of the kill."""
+    context = multiprocessing.get_context("forkserver")  # its server imports torch once, for all processes
     context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory(prefix="meet-") as folder:
         meet = f"file://{folder}/store"
@@ -107,7 +107,7 @@ def _live(config: TrainConfig, victims: dict[int, Fate]) -> str | None:
         deadline = time.monotonic() + TIME_LIMIT
         while any(rank.is_alive() for rank in ranks):
             failed = any(rank.exitcode for rank in ranks)
-            if failed:  # the others wait for it; a launcher would end them, too
+            if failed:  # the others wait for it: end them, as a launcher would
                 time.sleep(0.05)
             if failed or time.monotonic() > deadline:
                 for rank in ranks:
@@ -118,17 +118,17 @@ def _live(config: TrainConfig, victims: dict[int, Fate]) -> str | None:
         killed = [note.read_text() for note in notes if note.exists()]
         codes = [rank.exitcode for rank in ranks]
         if not killed and any(codes):
-            raise RuntimeError(f"nobody was killed on purpose, and ranks ended with {codes}; see {config.name}")
+            raise RuntimeError(f"no rank was killed on purpose, but ranks ended with {codes}; see {config.name}")
         return killed[0] if killed else None
 
 
-def _rank(rank: int, folder: Path, meet: str, config: TrainConfig, fate: Fate | None, note: Path) -> None:
+def _rank(rank: int, folder: Path, meet: str, config: TaskConfig, kill_at: KillPoint | None, note: Path) -> None:
     os.chdir(folder)
-    log = open(f"rank_{rank}.log", "w")  # noqa: SIM115, as long as the process
+    log = open(f"rank_{rank}.log", "w")  # noqa: SIM115, it stays open as long as the process
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
-    kind, left = fate or ("", sys.maxsize)
+    kind, left = kill_at or ("", sys.maxsize)
 
     def kill(edge: Edge) -> None:
         nonlocal left
@@ -144,7 +144,7 @@ def _rank(rank: int, folder: Path, meet: str, config: TrainConfig, fate: Fate | 
 
 
 def _outcome(name: str) -> tuple[Any, ...] | None:
-    """Weights, and of each step what has to be the same; None where the run has not finished."""
+    """What has to be the same for two runs: weights, and values of each step. None for a run that has not finished."""
     run = RUNS / name
     if not (run / "result.json").is_file():
         return None

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.checkpoint import Checkpointer, Component
-from ddp_tutorial.manifest import MANIFEST, Manifest, latest, name_of, sha256_of_json
+from ddp_tutorial.checkpoint.checkpointer import Checkpointer
+from ddp_tutorial.checkpoint.components import Component
+from ddp_tutorial.checkpoint.manifest import MANIFEST, Manifest, latest, name_of, sha256_of_json
 from ddp_tutorial.world import World
 
 WIDTH, LAYERS = 1024, 12  # a model of 50 MB, with AdamW's state 150 MB
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Seconds, in one process: of a synchronous save, of the wait for one in the background, of `torch.save` and fsync
-    of the same state, and of finding the newest of 1,000."""
+    """Seconds, in one process, that training waits for a synchronous save and for one in the background; and of
+    `torch.save` and fsync of the same state, and of finding the newest of 1,000 checkpoints."""
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
         folder = Path(name)
         parts = _parts()
@@ -37,7 +38,7 @@ def measure(repeats: int) -> dict[str, Any]:
         for repeat in range(repeats + 1):
             for arm in sorted(arms, reverse=bool(repeat % 2)):
                 seconds = arms[arm](repeat)
-                if repeat:  # the first brings memory and folders into being
+                if repeat:  # the first is not counted: it allocates memory and makes folders
                     samples[arm].append(seconds)
     ratios = {
         "async_stall_vs_sync": ("async_stall", "sync_save"),
@@ -55,14 +56,14 @@ def _parts() -> dict[str, Component]:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    os.sync()  # what others have left to write
+    os.sync()  # so that earlier writes are not counted
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def _stall(checkpointer: Checkpointer, step: int) -> float:
-    """What a training loop waits: the call, and putting into place what has been written meanwhile."""
+    """Seconds that a training loop waits: for the call of `save`, and for publishing what was written meanwhile."""
     stalled = _timed(lambda: checkpointer.save(step))
     while checkpointer.is_writing:
         time.sleep(0.01)

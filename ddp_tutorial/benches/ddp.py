@@ -1,17 +1,18 @@
-"""The variants of ddp.py side by side, and how much of its communication `BucketDDP` hides behind backward."""
+"""The DDP variants side by side, and how much of its communication `BucketDDP` hides behind backward."""
 
-import statistics
 from typing import Any
 
 import torch.distributed as dist
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.benches.step import CONTEXT, SAMPLES, Step, take_turns
-from ddp_tutorial.ddp import DDPConfig, LinkConfig
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.timeline import overlap, record
+from ddp_tutorial.benches.step import CONTEXT, random_step
+from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig
+from ddp_tutorial.experiments.arms import by_repeat, take_turns
+from ddp_tutorial.figures.timeline import overlap, record
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
+SAMPLES = 8  # of a rank in a step
 _TURNS, _STEPS = 4, 3  # turns of an arm in a repeat, steps in a turn
 _VARIANTS = {
     "naive": DDPConfig(variant="naive"),
@@ -26,8 +27,8 @@ _SLOW = DDPConfig(
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Tokens per second of each variant on the link that is there, and seconds of communication that a simulated,
-    bandwidth-bound link had hidden, and could have hidden. Two ranks with one thread each."""
+    """Tokens per second of each variant on the machine's own link; and on a simulated, slow link the seconds of
+    communication that were hidden behind backward, and that could have been. Two ranks with one thread each."""
     samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     units = dict.fromkeys(_VARIANTS, "tokens/s") | {"hidden": "s", "hideable": "s"}
     ratios = {f"{name}_vs_torch": (name, "torch") for name in ("naive", "flat", "bucket")}
@@ -35,19 +36,19 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def _measure(world: World, repeats: int) -> Samples:
-    arms = {name: Step(world, config) for name, config in _VARIANTS.items()}
-    slow = Step(world, _SLOW)
-    samples: Samples = {name: [] for name in (*arms, "hidden", "hideable")}
-    for repeat in range(repeats + 1):
-        seconds = take_turns(arms, _TURNS, _STEPS)
+    arms = {name: random_step(world, SAMPLES, ddp=config) for name, config in _VARIANTS.items()}
+    turns = take_turns(world, arms, _STEPS, repeats * _TURNS)
+    tokens = world.size * SAMPLES * CONTEXT
+    samples = {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}
+    slow = random_step(world, SAMPLES, ddp=_SLOW)
+    slow()  # cuts the buckets anew
+    samples |= {"hidden": [], "hideable": []}
+    for _ in range(repeats):
         slow()
         dist.barrier()
-        with record(slow.model.link) as recorder:
+        with record(slow.strategy.link) as recorder:
             slow()
-        if repeat:  # the first is not counted: buckets are rebuilt, memory is allocated
-            for name in arms:
-                samples[name].append(world.size * SAMPLES * CONTEXT * _STEPS / statistics.median(seconds[name]))
-            of = overlap(recorder.spans)
-            samples["hidden"].append(of.hidden)
-            samples["hideable"].append(of.hideable)
+        of = overlap(recorder.spans)
+        samples["hidden"].append(of.hidden)
+        samples["hideable"].append(of.hideable)
     return samples

@@ -1,15 +1,15 @@
 """What `launch` adds to a bare spawn: two ranks that form a group and do nothing else."""
 
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 import torch.multiprocessing
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.bare_rank import form_group_and_leave
-from ddp_tutorial.launcher import launch
+from ddp_tutorial.processes.launcher import launch
 
 
 def measure(repeats: int) -> dict[str, Any]:
@@ -31,6 +31,8 @@ def _launch_nothing() -> None:
 
 
 def _spawn_bare() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(form_group_and_leave, (2, port), nprocs=2)
+    """The ranks meet at a store that this process hosts, as under torchrun: on a port that the system has chosen (one
+    that is looked for first and opened later, somebody else may take in between), and for as long as a rank lives (the
+    store of rank 0 would be gone with rank 0, while others still ask it)."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(form_group_and_leave, (2, store.port), nprocs=2)

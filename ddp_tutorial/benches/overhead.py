@@ -1,25 +1,24 @@
 """The Trainer, with its logging, clipping and schedule, against a loop over torch's DDP written by hand."""
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import chdir
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.corpus import load_corpus
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.model import GPT
+from ddp_tutorial.experiments.arms import by_repeat, take_turns
 from ddp_tutorial.phases import observe
-from ddp_tutorial.train_config import ModelConfig, TrainConfig
-from ddp_tutorial.trainer import Trainer, learning_rate_factor, make_optimizer
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding.corpus import load_corpus
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.training.gpt import GPT
+from ddp_tutorial.training.optimization import make_optimizer, make_scheduler
+from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World
 
 # Name -> (model, samples a rank and step, steps a repeat). The steps make a repeat last about a second or two.
@@ -35,45 +34,30 @@ def measure(repeats: int) -> dict[str, Any]:
     samples: Samples = {}
     for size, (model, per_rank, steps) in _SIZES.items():
         total_steps = steps * (repeats + 1)
-        config = TrainConfig(model=model, batch_size=2 * per_rank, steps=total_steps, eval_every=total_steps)
+        config = TaskConfig(model=model, batch_size=2 * per_rank, steps=total_steps, eval_every=total_steps)
         rates = launch(_alternate, 2, config, repeats, steps, device="cpu", threads=1, echo=False)[0]
         samples |= {f"{arm}_{size}": values for arm, values in rates.items()}
     ratios = {f"trainer_vs_bare_{size}": (f"trainer_{size}", f"bare_{size}") for size in _SIZES}
     return report("overhead", samples, "tokens/s", ratios)
 
 
-def _alternate(world: World, config: TrainConfig, repeats: int, steps: int) -> Samples:
+def _alternate(world: World, config: TaskConfig, repeats: int, steps: int) -> Samples:
     """Tokens per second of both in each repeat, after one that is not counted.
 
     The two take turns every `log_every` steps, which is how long the Trainer needs to do each of its chores once:
     whatever slows the machine down for a second falls on both. A repeat counts with the median of its turns.
     """
-    samples: Samples = {"trainer": [], "bare": []}
-    tokens = config.log_every * config.batch_size * config.model.context
+    tokens = config.batch_size * config.model.context
     with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the Trainer's log goes there
-        trainer = Trainer(config, world)
-        arms = {"trainer": trainer.advance, "bare": _bare_loop(world, config)}
-        with observe(trainer.watch):
-            for repeat in range(repeats + 1):
-                rates: Samples = {name: [] for name in arms}
-                for turn in range(steps // config.log_every):
-                    for name in sorted(arms, reverse=bool(turn % 2)):
-                        rates[name].append(tokens / _time(arms[name], config.log_every))
-                if repeat:
-                    for name in arms:
-                        samples[name].append(statistics.median(rates[name]))
-    return samples
+        trainer = make_trainer(config, world)
+        arms: dict[str, Callable[[], object]] = {"trainer": trainer.step, "bare": _bare_loop(world, config)}
+        with observe(trainer.record.watch):
+            turns = take_turns(world, arms, config.log_every, repeats * steps // config.log_every)
+        trainer.log.close()
+    return {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}
 
 
-def _time(step: Callable[[], object], count: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    return time.perf_counter() - start
-
-
-def _bare_loop(world: World, config: TrainConfig) -> Callable[[], object]:
+def _bare_loop(world: World, config: TaskConfig) -> Callable[[], object]:
     """One step of what one writes with torch alone: no log, no phases, the loss not reduced over ranks."""
     torch.manual_seed(config.seed)
     context, per_rank = config.model.context, config.batch_size // world.size
@@ -81,7 +65,7 @@ def _bare_loop(world: World, config: TrainConfig) -> Callable[[], object]:
     model = GPT(**config.model.model_dump())
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, config)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config))
+    scheduler = make_scheduler(optimizer, config)
     order = torch.randperm((len(tokens) - 1) // context)[world.rank :: world.size]
     window = torch.arange(context + 1)
     cursor = 0

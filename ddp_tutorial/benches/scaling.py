@@ -4,19 +4,17 @@ All arms of a launch do the same optimiser steps on the same samples, and nothin
 no log. They live in the same ranks and take turns; while rank 0 works alone, the others sleep in a barrier.
 """
 
-import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.benches.step import Training, random_text, rest, take_turns
+from ddp_tutorial.benches.step import gpt_step, random_text
 from ddp_tutorial.collectives import assert_same
-from ddp_tutorial.ddp import DDPConfig
+from ddp_tutorial.ddp.variants import DDPConfig
 from ddp_tutorial.environment import cores
-from ddp_tutorial.launcher import launch
-from ddp_tutorial.sharded import ShardedSource
-from ddp_tutorial.sharding import Order, Sharding
-from ddp_tutorial.sources import ALONE
+from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, take_turns
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding.sources import ALONE, make_source
 from ddp_tutorial.world import World
 
 # Samples of a step, over all that work together; in the weak arms, of each rank. With fewer, ranks meet more often for
@@ -26,7 +24,7 @@ SAMPLES = 4096
 _TURNS, _STEPS = 2, 4  # turns of an arm in a repeat, steps in a turn
 
 
-class Arm(NamedTuple):
+class Setup(NamedTuple):
     """How one arm trains. `readers` share out each batch of `batch` samples; their gradients are averaged, as `ddp`
     says, if they `talk`. One reader is a process alone, with `threads` threads."""
 
@@ -37,20 +35,20 @@ class Arm(NamedTuple):
     ddp: DDPConfig = DDPConfig()
 
 
-def two_rank_arms() -> dict[str, Arm]:
+def two_rank_arms() -> dict[str, Setup]:
     """In a launch of two ranks."""
     return {
-        "one_thread": Arm(1),
-        "all_threads": Arm(1, threads=cores()),
-        "two_ranks": Arm(2),
-        "independent": Arm(2, talk=False),
-        "two_ranks_weak": Arm(2, batch=2 * BATCH),
-        "independent_weak": Arm(2, batch=2 * BATCH, talk=False),
+        "one_thread": Setup(1),
+        "all_threads": Setup(1, threads=cores()),
+        "two_ranks": Setup(2),
+        "independent": Setup(2, talk=False),
+        "two_ranks_weak": Setup(2, batch=2 * BATCH),
+        "independent_weak": Setup(2, batch=2 * BATCH, talk=False),
     }
 
 
 # In a launch of four. One process once more, to compare with in the same launch.
-FOUR_RANK_ARMS = {"one_thread_of_four": Arm(1), "four_ranks": Arm(4), "four_independent": Arm(4, talk=False)}
+FOUR_RANK_ARMS = {"one_thread_of_four": Setup(1), "four_ranks": Setup(4), "four_independent": Setup(4, talk=False)}
 
 
 def measure(repeats: int) -> dict[str, Any]:
@@ -74,28 +72,24 @@ def measure(repeats: int) -> dict[str, Any]:
     return report("scaling", two | four, "samples/s", ratios) | {"oversubscribed": crowded}
 
 
-def training_of(arm: Arm, world: World) -> Training | None:
+def arm_of(setup: Setup, world: World) -> Arm | None:
     """This rank's part in an arm; None if it has none."""
-    if world.rank >= arm.readers:
+    if world.rank >= setup.readers:
         return None
-    reader = world if arm.readers > 1 else ALONE
-    sharding = Sharding(Order(SAMPLES, seed=0), arm.batch, "carry", reader.size)
-    source = ShardedSource(random_text(SAMPLES), sharding, reader)
-    return Training(source, reader if arm.talk else ALONE, arm.ddp, arm.threads)
+    reader = world if setup.readers > 1 else ALONE
+    source = make_source(random_text(SAMPLES), setup.batch, reader)
+    return Arm(gpt_step(source, reader if setup.talk else ALONE, ddp=setup.ddp), setup.threads)
 
 
-def race(world: World, arms: dict[str, Arm], repeats: int, turns: int = _TURNS, steps: int = _STEPS) -> Samples:
+def race(world: World, setups: dict[str, Setup], repeats: int, turns: int = _TURNS, steps: int = _STEPS) -> Samples:
     """Samples per second of each arm in each repeat, by the median of its turns. Collective, the same on each rank but
     for what their clocks say."""
-    trainings = {name: training_of(arm, world) for name, arm in arms.items()}
-    calls: dict[str, Callable[[], object]] = {name: each or rest for name, each in trainings.items()}
-    samples: Samples = {name: [] for name in arms}
-    for repeat in range(repeats + 1):
-        seconds = take_turns(calls, turns, steps)
-        if repeat:  # the first is not counted: buckets are rebuilt, memory is allocated
-            for name, arm in arms.items():
-                samples[name].append(arm.batch * steps / statistics.median(seconds[name]))
-    for name, arm in arms.items():
-        if (training := trainings[name]) and arm.talk and arm.readers > 1:
-            assert_same(world, dict(training.module.named_parameters()), f"{name}: parameter")
-    return samples
+    arms = {name: arm_of(setup, world) for name, setup in setups.items()}
+    calls: dict[str, Callable[[], object]] = {name: each or idle for name, each in arms.items()}
+    taken = take_turns(world, calls, steps, repeats * turns)
+    for name, setup in setups.items():
+        if (arm := arms[name]) and setup.talk and setup.readers > 1:
+            assert_same(world, dict(arm.step.model.named_parameters()), f"{name}: parameter")
+    return {
+        name: [setup.batch / seconds for seconds in by_repeat(taken[name], repeats)] for name, setup in setups.items()
+    }

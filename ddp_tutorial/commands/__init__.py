@@ -1,4 +1,7 @@
-"""The commands of the command line, one file for each family; what they need is imported when they are called."""
+"""The command line: one file for each family of commands.
+
+What a command needs is imported when it is called, so that those which only read logs start at once.
+"""
 
 import click
 
@@ -6,7 +9,7 @@ import click
 def runs_begun(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """For the shell: the runs whose name begins like this."""
     from ddp_tutorial.files import RUNS
-    from ddp_tutorial.logs import find_runs
+    from ddp_tutorial.runs.summaries import find_runs
 
     return [name for path in find_runs() if (name := str(path.relative_to(RUNS))).startswith(begun)]
 

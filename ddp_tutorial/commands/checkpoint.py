@@ -21,7 +21,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint itself, or those of the run; one at least."""
-    from ddp_tutorial.manifest import CHECKPOINTS, MANIFEST, folders
+    from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, folders
 
     if (path / MANIFEST).is_file():
         return [path]
@@ -36,7 +36,7 @@ def _checkpoints(path: Path) -> list[Path]:
 @_as_json
 def checkpoint_list(path: Path, as_json: bool) -> None:
     """The checkpoints of a run: step, ranks, size, metrics."""
-    from ddp_tutorial.manifest import CheckpointError, read_manifest
+    from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest
 
     rows: list[dict[str, Any]] = []
     for folder in _checkpoints(path):
@@ -64,7 +64,7 @@ def _line(row: dict[str, Any]) -> str:
 @_as_json
 def checkpoint_inspect(path: Path, as_json: bool) -> None:
     """What is in a checkpoint (of a run, the newest): components, who shares them, files, versions."""
-    from ddp_tutorial.manifest import read_manifest
+    from ddp_tutorial.checkpoint.manifest import read_manifest
 
     folder = _checkpoints(path)[-1]
     manifest = read_manifest(folder)
@@ -85,7 +85,7 @@ def checkpoint_inspect(path: Path, as_json: bool) -> None:
 @_as_json
 def checkpoint_verify(path: Path, as_json: bool) -> None:
     """Compare every file with its checksum. Exit code 1 if something is wrong."""
-    from ddp_tutorial.manifest import verify
+    from ddp_tutorial.checkpoint.manifest import verify
 
     found = {str(folder): verify(folder) for folder in _checkpoints(path)}
     if as_json:
@@ -103,7 +103,7 @@ def checkpoint_verify(path: Path, as_json: bool) -> None:
 @_as_json
 def checkpoint_diff(path: Path, other: Path, as_json: bool) -> None:
     """Compare two checkpoints: settings, and every value in them. Exit code 1 if they differ."""
-    from ddp_tutorial.checkpoint import compare
+    from ddp_tutorial.checkpoint.comparison import compare
 
     found = compare(_checkpoints(path)[-1], _checkpoints(other)[-1])
     click.echo(

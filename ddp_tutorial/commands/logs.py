@@ -13,7 +13,7 @@ from ddp_tutorial.commands import a_run, runs_begun
 from ddp_tutorial.config import ConfigError
 
 if TYPE_CHECKING:
-    from ddp_tutorial.logs import Summary, Values
+    from ddp_tutorial.runs.summaries import Summary, Values
 
 
 @click.group()
@@ -35,15 +35,15 @@ def list_runs() -> None:
     """A line for each run, the newest last.
 
     Of all below runs/. A run is finished; stopped before its last step, on request or by a signal; failed, where a rank
-    has raised; killed, where it ended without a word; or running.
+    has raised; killed, where it ended without writing a result or an error; or running.
     """
-    from ddp_tutorial.logs import find_runs, summarise
+    from ddp_tutorial.runs.summaries import find_runs, summarise
 
     rows = [_cells(summarise(folder)) for folder in find_runs()]
     if not rows:
         click.echo("no runs below runs/; start one with: python -m ddp_tutorial train 2proc", err=True)
         return
-    head = ["state", "step", "loss", "held out", "tokens/s", "ranks", "took", "began", "run"]
+    head = ["state", "step", "loss", "held out", "rate", "ranks", "took", "began", "run"]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     to_the_right = {1, 2, 3, 4, 5, 6}
     for row in (head, *rows):
@@ -60,7 +60,7 @@ def _cells(run: "Summary") -> list[str]:
         _progress(run),
         _last(run.loss),
         _last(run.eval_loss),
-        _rate(run.tokens_per_second),
+        _rate(run),
         str(run.ranks),
         _duration(run.seconds),
         _when(run.began),
@@ -73,13 +73,13 @@ def _progress(run: "Summary") -> str:
 
 
 def _last(values: "Values | None") -> str:
-    from ddp_tutorial.runs import shown
+    from ddp_tutorial.runs.folder import shown
 
     return "-" if values is None else shown(values.last)
 
 
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:,.0f}"
+def _rate(run: "Summary") -> str:
+    return "-" if run.rate is None else f"{run.rate:,.0f} {run.unit}/s"
 
 
 def _duration(seconds: float | None) -> str:
@@ -118,7 +118,7 @@ def summary(runs: tuple[str, ...], everything: bool, form: str) -> None:
 
     What they were, how they ended, losses, speed, where the time went, memory, checkpoints.
     """
-    from ddp_tutorial.logs import find_run, find_runs, summarise
+    from ddp_tutorial.runs.summaries import find_run, find_runs, summarise
 
     if runs and everything:
         raise ConfigError("give the names of runs, or --all, not both")
@@ -137,7 +137,7 @@ def summary(runs: tuple[str, ...], everything: bool, form: str) -> None:
 
 
 def _one_line(run: "Summary") -> str:
-    """All on one line, as key=value with nothing for what is not known; `grep state=failed`."""
+    """All on one line, as key=value, for grep; unknown values are empty."""
     losses = {
         "loss": run.loss and run.loss.last,
         "eval_loss": run.eval_loss and run.eval_loss.last,
@@ -147,7 +147,7 @@ def _one_line(run: "Summary") -> str:
         "state": run.state,
         "step": f"{run.step}/{run.steps}",
         **{name: None if value is None else f"{value:.4f}" for name, value in losses.items()},
-        "tokens_per_second": None if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}",
+        f"{run.unit}_per_second": None if run.rate is None else f"{run.rate:.0f}",
         "ranks": run.ranks,
         "seconds": None if run.seconds is None else f"{run.seconds:.1f}",
         "corpus": run.config.get("corpus"),
@@ -161,17 +161,17 @@ def _one_line(run: "Summary") -> str:
 
 
 def _shortened(error: str, longest: int = 160) -> str:
-    """The first line of what a rank said, as one that fits."""
+    """The first line of an error, cut to `longest` characters."""
     line = next((line.strip() for line in error.splitlines() if line.strip()), "")
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
 def _table(summaries: list["Summary"]) -> str:
     """A row for each run, with the settings that are not the same in all of them."""
-    from ddp_tutorial.logs import differing
+    from ddp_tutorial.runs.summaries import differing
 
     settings = {name: values for name, values in differing(summaries).items() if name != "nprocs"}
-    head = ["run", *settings, "state", "step", "loss", "held out", "best held out", "tokens/s", "ranks", "took"]
+    head = ["run", *settings, "state", "step", "loss", "held out", "best held out", "rate", "ranks", "took"]
     lines = [head, ["---"] * (1 + len(settings)) + ["---"] + ["---:"] * 7]
     for number, run in enumerate(summaries):
         best = run.eval_loss and run.eval_loss.best
@@ -186,7 +186,7 @@ def _plain(value: Any) -> str:
 
 
 def _page(run: "Summary") -> str:
-    """What a person wants to know of a run, a line for each thing; without those that are not known."""
+    """A page about one run, a line for each fact that is known."""
     lines = {
         "state": _state(run),
         "error": run.failure and f"\n{'':14}".join(run.failure.error.strip().splitlines()),
@@ -221,7 +221,7 @@ def _model(config: dict[str, Any]) -> str | None:
 
 
 def _work(run: "Summary") -> str:
-    """How many ranks, where, and what each has of a step."""
+    """How many ranks, on which device, and how many samples of a step each has."""
     words = [f"{run.ranks} on {_plain(run.config.get('device'))}"]
     batch = run.config.get("batch_size")
     if isinstance(batch, int):
@@ -277,7 +277,7 @@ def _slowest(straggler: dict[str, Any] | None) -> str | None:
 
 
 def _losses(values: "Values | None") -> str | None:
-    from ddp_tutorial.runs import shown
+    from ddp_tutorial.runs.folder import shown
 
     if values is None:
         return None
@@ -286,9 +286,9 @@ def _losses(values: "Values | None") -> str | None:
 
 
 def _speed(run: "Summary") -> str | None:
-    if run.tokens_per_second is None:
+    if run.rate is None:
         return None
-    return f"{_rate(run.tokens_per_second)} tokens/s (median)" + (f", {run.tokens:,} tokens" if run.tokens else "")
+    return f"{_rate(run)} (median)" + (f", {run.count:,} {run.unit}" if run.count else "")
 
 
 def _time(run: "Summary") -> str | None:
@@ -341,7 +341,7 @@ def _memory(run: "Summary") -> str | None:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Draw each value averaged with those before it, as many in all; the values themselves stay as a shade.",
+    help="Draw the mean of each value and those before it, this many in all, over the values themselves in pale.",
 )
 @click.option("--compare", is_flag=True, help="All runs on the same axes, and the settings in which they differ.")
 @click.option("--loss-curves", "with_losses", is_flag=True, help="A panel of training and held-out loss.")
@@ -361,7 +361,7 @@ def plot(
     metrics are eval_loss, tokens_per_second, loss_scale, and seconds.PHASE, such as seconds.data.
     """
     from ddp_tutorial.files import RUNS
-    from ddp_tutorial.logs import find_run
+    from ddp_tutorial.runs.summaries import find_run
 
     endings = [".png", ".svg", ".pdf"]
     if output is not None and output.suffix not in endings:
@@ -374,7 +374,7 @@ def plot(
 
     mpl.use("agg")  # no window, whatever the environment asks for
 
-    from ddp_tutorial.run_plots import LOSSES, draw_runs, write_figure
+    from ddp_tutorial.figures.run_plots import LOSSES, draw_runs, write_figure
 
     default = [] if with_losses else ["loss", "grad_norm", "learning_rate"]
     names = [name.strip() for name in metrics.split(",")] if metrics is not None else default
@@ -401,21 +401,27 @@ def _joined(folders: list[Path]) -> str:
 @logs.command("tail")
 @a_run
 @click.option(
-    "-n", "count", type=click.IntRange(min=0), default=10, show_default=True, help="Last lines to begin with."
+    "-n",
+    "count",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="How many of the last lines to begin with.",
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--metrics", is_flag=True, help="The numbers of its steps, rather than what the rank has said.")
+@click.option("--metrics", is_flag=True, help="Follow the numbers of its steps instead.")
 def tail(run: str, count: int, rank: int, metrics: bool) -> None:
     """Follow the log of a run until it has ended.
 
-    It is what one rank has said; of a run that kept no such log, the numbers of its steps.
+    Shown is the log of one rank; of a run that kept no such log, the numbers of its steps.
     """
-    from ddp_tutorial.logs import find_run, follow, state_of, summarise
+    from ddp_tutorial.runs.folder import RunFolder
+    from ddp_tutorial.runs.summaries import find_run, follow, state_of, summarise
 
     folder = find_run(run)
-    log = folder / f"rank_{rank}.log"
+    log = RunFolder(folder).rank_log(rank)
     if metrics or (rank == 0 and not log.is_file()):
-        log = folder / "metrics.jsonl"
+        log = RunFolder(folder).metrics
     if not log.is_file() and rank > 0:
         there = sorted(int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.log"))
         told = f"; there are those of {', '.join(map(str, there))}" if there else ", nor of any other"
@@ -431,8 +437,8 @@ def tail(run: str, count: int, rank: int, metrics: bool) -> None:
 
 def _step(line: str) -> str:
     """A row of metrics for people; any other line as it is."""
-    from ddp_tutorial.logs import number
-    from ddp_tutorial.runs import shown
+    from ddp_tutorial.runs.folder import shown
+    from ddp_tutorial.runs.summaries import number, unit_of
 
     try:
         row = json.loads(line)
@@ -443,6 +449,6 @@ def _step(line: str) -> str:
     losses = {"loss": "loss", "eval_loss": "held out"}
     words = [f"{name} {shown(number(row, key))}" for key, name in losses.items() if key in row]
     numbers = {"grad_norm": "grad norm {:.3f}", "learning_rate": "learning rate {:.3g}"}
-    numbers |= {"tokens_per_second": "{:,.0f} tokens/s"}
+    numbers |= {f"{unit}_per_second": f"{{:,.0f}} {unit}/s" for unit in [unit_of([row])]}
     words += [form.format(value) for key, form in numbers.items() if (value := number(row, key)) is not None]
     return f"step {row['step']}: {', '.join(words)}"

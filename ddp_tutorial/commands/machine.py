@@ -13,8 +13,8 @@ from ddp_tutorial.config import ConfigError
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """Look at this machine, and say what will work on it. Exit code 1 if something will not."""
-    from ddp_tutorial.doctor import examine, verdict
+    """Check what will work on this machine. Exit code 1 if something will not."""
+    from ddp_tutorial.processes.doctor import examine, verdict
 
     findings = examine()
     if as_json:

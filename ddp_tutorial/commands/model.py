@@ -7,7 +7,7 @@ import click
 
 from ddp_tutorial.commands import a_run
 
-_best = click.option("--best", is_flag=True, help="The weights that best_model=true has kept, not the last ones.")
+_best = click.option("--best", is_flag=True, help="The best weights, kept with best_model=true, not the last.")
 
 
 @click.command()
@@ -16,9 +16,9 @@ _best = click.option("--best", is_flag=True, help="The weights that best_model=t
 @click.option("--samples", type=click.IntRange(min=1), help="Held-out samples; by default, as many as in training.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
-    """The loss of RUN's model on text that it has not learnt from."""
-    from ddp_tutorial.logs import find_run
-    from ddp_tutorial.saved import evaluate as judge
+    """The loss of RUN's model on held-out text."""
+    from ddp_tutorial.runs.summaries import find_run
+    from ddp_tutorial.training.export import evaluate as judge
 
     found = judge(find_run(run), samples=samples, best=best)
     text = (
@@ -31,14 +31,20 @@ def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
 @click.command()
 @a_run
 @_best
-@click.option("--prompt", default="def ", show_default=True, help="What to go on from.")
+@click.option("--prompt", default="def ", show_default=True, help="The text to continue.")
 @click.option("--length", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens (bytes) to write.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: no dice.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.8,
+    show_default=True,
+    help="0: the likeliest token each time.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
 def sample(run: str, best: bool, prompt: str, length: int, temperature: float, seed: int) -> None:
-    """Let RUN's model write."""
-    from ddp_tutorial.logs import find_run
-    from ddp_tutorial.saved import sample as write
+    """Generate text with RUN's model."""
+    from ddp_tutorial.runs.summaries import find_run
+    from ddp_tutorial.training.export import sample as write
 
     click.echo(write(find_run(run), prompt, length=length, temperature=temperature, seed=seed, best=best))
 
@@ -50,10 +56,10 @@ def sample(run: str, best: bool, prompt: str, length: int, temperature: float, s
 def export(run: str, folder: Path, best: bool) -> None:
     """Write RUN's model to a new FOLDER, as safetensors and JSON.
 
-    GPT.from_pretrained(FOLDER) has it back.
+    GPT.from_pretrained(FOLDER) loads it.
     """
-    from ddp_tutorial.logs import find_run
-    from ddp_tutorial.saved import export as write
+    from ddp_tutorial.runs.summaries import find_run
+    from ddp_tutorial.training.export import export as write
 
     write(find_run(run), folder, best=best)
     click.echo(f"{folder}: GPT.from_pretrained({str(folder)!r})")

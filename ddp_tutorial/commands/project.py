@@ -1,4 +1,4 @@
-"""What the project does with itself: its main job, its notebooks, its text, its benchmarks."""
+"""Commands about the project: its main job, its notebooks, made-up stories, its benchmarks."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from ddp_tutorial.config import ConfigError
 @click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Optimiser steps.")
 def run(steps: int) -> None:
     """The main job: train on two ranks and on one process, on real text, and compare. Two to three minutes."""
-    from ddp_tutorial.experiments import run_main_job
+    from ddp_tutorial.experiments.execute import run_main_job
 
     run_main_job(steps)
 
@@ -23,7 +23,7 @@ def run(steps: int) -> None:
 @click.option("--all", "everything", is_flag=True, help="Also those whose source has not changed.")
 def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
     """Execute the notebooks whose source has changed (or just PATHS), and save them with their outputs."""
-    from ddp_tutorial.notebooks import refresh
+    from ddp_tutorial.experiments.notebooks import refresh
 
     refresh(paths, everything=everything or bool(paths))
 
@@ -33,12 +33,12 @@ def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--files", type=click.IntRange(min=1), default=8, show_default=True, help="Parquet files to make.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, other stories.")
-def tales(count: int, folder: Path, files: int, seed: int) -> None:
+def stories(count: int, folder: Path, files: int, seed: int) -> None:
     """Make COUNT short stories, as Parquet files in a new FOLDER: data to try sources on, as large as you like."""
-    from ddp_tutorial.tales import write_tales
+    from ddp_tutorial.sharding.stories import write_stories
 
     try:
-        write_tales(count, folder, files, seed)
+        write_stories(count, folder, files, seed)
     except FileExistsError as error:
         raise ConfigError(f"{error}: name a new folder") from None
     click.echo(f"{count:,} stories in {files} files: train on them with corpus=parquet:{folder}")
@@ -52,7 +52,7 @@ def tales(count: int, folder: Path, files: int, seed: int) -> None:
 def bench(name: str, as_json: bool, repeats: int, kills: int) -> None:
     """Measure a claim: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, or chaos.
 
-    chaos kills ranks of small runs at random, and sees whether each run ends as if nothing had happened.
+    chaos kills ranks of small runs at random, and checks that each resumed run ends with the same bits.
     """
     from ddp_tutorial.benches import as_text, run_bench
 

@@ -24,7 +24,7 @@ def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, ti
     Points that have finished are not run again, unless they or the code have changed: after an interrupt, or a failure,
     the same command carries on. Exit code 1 if a point failed, when all others have been run.
     """
-    from ddp_tutorial.sweeps import SweepInterruptedError, failure_of, plan_sweep, run_sweep
+    from ddp_tutorial.experiments.sweeps import SweepInterruptedError, failure_of, plan_sweep, run_sweep
 
     plan = plan_sweep(notebook, settings, repeats, name)
     for number in (signal.SIGTERM, signal.SIGHUP):  # a job that has to go, a terminal that is closed: as Ctrl-C
@@ -60,7 +60,7 @@ def _tell(line: str) -> None:
 
 
 def _as_text(outcome: Any) -> str:
-    from ddp_tutorial.tables import as_text, differences, groups_of, metrics_of
+    from ddp_tutorial.experiments.tables import as_text, differences, groups_of, metrics_of
 
     plan, failed = outcome.plan, len(outcome.failures)
     lines = [f"{len(plan.points)} points: {len(plan.points) - failed} finished ({outcome.skipped} of them before)"]

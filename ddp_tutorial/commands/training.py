@@ -13,7 +13,7 @@ from ddp_tutorial import config as configs
 from ddp_tutorial.commands import a_run
 
 if TYPE_CHECKING:
-    from ddp_tutorial.train_config import TrainConfig
+    from ddp_tutorial.training.config import TaskConfig
 
 
 def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -23,7 +23,7 @@ def _configs(context: click.Context, parameter: click.Parameter, incomplete: str
 
 
 def _settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For the shell: `learning_rate=` and so on. base.yaml has them all, and needs no torch to be read."""
+    """For the shell: `learning_rate=` and so on. All are in base.yaml, which is read without loading torch."""
     known = configs.flat(yaml.safe_load((configs.CONFIGS / "base.yaml").read_text()))
     return [f"{name}=" for name in ["name", *known] if name.startswith(incomplete)]
 
@@ -44,28 +44,22 @@ def train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool)
     Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds. Exit code
     75 if it was stopped before its last step; the same command with resume=auto carries on.
     """
-    from ddp_tutorial.stopping import EXIT_CODE
-    from ddp_tutorial.train_config import TrainConfig
-    from ddp_tutorial.trainer import launch_training
-    from ddp_tutorial.trainer import train as train_here
-    from ddp_tutorial.world import World, joins_others, process_group
+    from ddp_tutorial.processes.signals import EXIT_CODE
+    from ddp_tutorial.processes.starting import run
+    from ddp_tutorial.training.config import TaskConfig
+    from ddp_tutorial.training.tasks import train as train_on_a_rank
+    from ddp_tutorial.world import World, joins_others
 
-    settings = configs.load(config, TrainConfig, overrides)
+    settings = configs.load(config, TaskConfig, overrides)
     joins = joins_others()
-    world = World.detect(device=settings.device) if joins else World()
+    world = World.detect(device=settings.device) if joins else World()  # rank 0 speaks for all
     if dry_run:
         if world.is_main:
             _tell_plan(settings, configs.layers(config, overrides), as_json)
         return
-    if joins:
-        import torch._dynamo  # noqa: F401  before the group, which would else outlive its block: see process_group
-
-        if world.is_main:
-            click.echo(str(world), err=True)
-        with process_group(world):
-            result = train_here(world, settings)
-    else:
-        result = launch_training(settings, echo=not as_json)
+    if joins and world.is_main:
+        click.echo(str(world), err=True)
+    result = run(train_on_a_rank, settings, nprocs=settings.nprocs, device=settings.device, echo=not as_json)
     if world.is_main:
         summary = json.loads((result.run / "result.json").read_text())
         click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else _in_a_line(result.run, summary))
@@ -75,37 +69,38 @@ def train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool)
         sys.exit(EXIT_CODE)
 
 
-def _tell_plan(settings: "TrainConfig", layers: list[configs.Layer], as_json: bool) -> None:
-    from ddp_tutorial.plan import as_text, plan
+def _tell_plan(settings: "TaskConfig", layers: list[configs.Layer], as_json: bool) -> None:
+    from ddp_tutorial.training.plan import as_text, plan
 
     found = plan(settings, layers)
     click.echo(json.dumps(found) if as_json else as_text(found))
 
 
 def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
-    """How a run has ended."""
-    from ddp_tutorial.ddp import LinkConfig
-    from ddp_tutorial.runs import shown
+    """One line that says how a run has ended."""
+    from ddp_tutorial.ddp.variants import LinkConfig
+    from ddp_tutorial.runs.folder import PER_SECOND, shown
 
     parameters, metrics = summary["parameters"], summary["metrics"]
     if summary["status"] == "stopped":
         return f"stopped after step {summary['step']} of {parameters['steps']}: {run}"
+    unit, rate = next((name.removesuffix(PER_SECOND), metrics[name]) for name in metrics if name.endswith(PER_SECOND))
     link = parameters["ddp"]["simulated_link"]
     slowed = f" over a simulated link ({LinkConfig(**link).model()})" if link else ""
     early = f" after {summary['step']} steps, {summary['reason']}" if summary["reason"] else ""
     return (
         f"loss {shown(metrics['loss'])}, held out {shown(metrics['eval_loss'])}{early}, "
-        f"{metrics['tokens_per_second']:,.0f} tokens/s on {summary['world_size']} ranks{slowed}: {run}"
+        f"{rate:,.0f} {unit}/s on {summary['world_size']} ranks{slowed}: {run}"
     )
 
 
 @click.command()
 @a_run
-@click.option("--save", is_flag=True, help="With a checkpoint of the step that it stops after.")
+@click.option("--save", is_flag=True, help="Save a checkpoint before it stops.")
 def stop(run: str, save: bool) -> None:
-    """Ask RUN, a folder or a name below runs/, to stop after the step that it is at."""
-    from ddp_tutorial.logs import find_run
-    from ddp_tutorial.runs import request_stop
+    """Ask RUN, a folder or a name below runs/, to stop after its current step."""
+    from ddp_tutorial.runs.folder import request_stop
+    from ddp_tutorial.runs.summaries import find_run
 
     folder = find_run(run)
     request_stop(folder, "save" if save else "stop")

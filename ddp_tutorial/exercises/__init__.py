@@ -9,7 +9,7 @@ In a notebook:
     exercise.hint()             # the next hint
     exercise.show_solution()
 
-Each exercise also brings wrong answers, the mistakes that people make. The tests put the solution and every wrong
+Each exercise also has wrong answers, the mistakes that people make. The tests put the solution and every wrong
 answer through the same check: the first must pass, all others must fail. The exercises of a notebook are in the
 module of its name.
 """
@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from ddp_tutorial.launcher import RankError, RankTimeoutError, launch
+from ddp_tutorial.processes.errors import RankError, RankTimeoutError
+from ddp_tutorial.processes.launcher import launch
 
 Answer = Callable[..., Any]
 
 
 class WrongAnswerError(AssertionError):
-    """What is wrong with an answer, in words for the one who gave it."""
+    """An answer is wrong; the message explains to the learner what."""
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Exercise:
         print(self.verdict(answer)[1])
 
     def verdict(self, answer: Answer) -> tuple[bool, str]:
-        """Is it right, and what is there to say?"""
+        """Whether `answer` is right, and what `check` prints about it."""
         try:
             return True, f"Right. {self.test(answer)}"
         except WrongAnswerError as wrong:
@@ -58,10 +59,10 @@ class Exercise:
         except NotImplementedError:
             return False, f"Your turn. {self.task}"
         except RankError as error:
-            if error.reason.startswith("raised NotImplementedError"):
+            if error.is_a(NotImplementedError):
                 return False, f"Your turn. {self.task}"
-            if error.reason.startswith("raised WrongAnswerError: "):
-                return False, f"Not yet. {error.reason.removeprefix('raised WrongAnswerError: ')}"
+            if error.is_a(WrongAnswerError):
+                return False, f"Not yet. {error.message}"
             return False, f"Not yet. When your answer ran on real ranks, {error}"
         except Exception as error:
             return False, f"Not yet. Your answer raised {type(error).__name__}: {error}"
@@ -86,7 +87,8 @@ def expect(condition: bool, otherwise: str) -> None:
 
 
 def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeout: float) -> list[Any]:
-    """Run the check on real ranks. If one waits for ever, that is what is wrong with the answer; `stuck` says so."""
+    """Run the check on real ranks. Raises `WrongAnswerError`, which begins with `stuck`, where some rank has not
+    returned after `timeout` seconds."""
     try:
         return launch(run, nprocs, *args, device="cpu", echo=False, timeout=timeout)
     except RankTimeoutError as error:
@@ -94,5 +96,5 @@ def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeo
 
 
 def numbers(tensor: torch.Tensor, digits: int = 6) -> str:
-    """What is in a tensor, in a line."""
+    """The values of a tensor in one line."""
     return "[" + ", ".join(f"{number:.{digits}g}" for number in tensor.detach().flatten().tolist()) + "]"

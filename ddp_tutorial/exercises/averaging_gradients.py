@@ -1,4 +1,4 @@
-"""The exercises of 03_averaging_gradients: average by hand, weigh unequal parts, start out equal."""
+"""The exercises of 03_averaging_gradients: average by hand, weight unequal parts, start with the same model."""
 
 from collections.abc import Callable
 
@@ -8,15 +8,17 @@ from torch import nn
 
 from ddp_tutorial.collectives import total
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
+from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
 # ---------------------------------------------------------------------------------------------- 1. average by hand
 
 
 class _Routes(nn.Module):
-    """Three vectors of the same length: one that every rank uses, one that only some do, one that never learns.
+    """Three vectors of the same length: one that every rank uses, one that only some ranks use, and a frozen one.
 
-    The loss is a product with the inputs, so that the gradient of each vector is the input itself.
+    The loss is a product with the inputs, so the gradient of `always` is the input itself, and that of `sometimes` ten
+    times the input.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,7 @@ class _Routes(nn.Module):
 
 
 def _run_average(world: World, answer: Answer) -> None:
-    """Rank r has the input [r + 1, 0]; first all take the detour, then all but the last rank."""
+    """Rank r has the input [r + 1, 0]. First all ranks use `sometimes`, then all but the last."""
     local = torch.tensor([world.rank + 1.0, 0.0])
     everyone = sum(range(1, world.size + 1)) / world.size
     with_detour = sum(range(1, world.size)) / world.size
@@ -97,7 +99,7 @@ def _average_gradients(world: World, model: nn.Module) -> None:
 
 
 def _with(finish: Callable[[World, nn.Parameter, torch.Tensor], None]) -> Answer:
-    """The solution but for what it does with a weight and its gradient."""
+    """The solution, but with `finish` to be called on each weight and its gradient."""
 
     def answer(world: World, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -167,15 +169,15 @@ average_gradients = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------ 2. weigh unequal parts
+# ----------------------------------------------------------------------------------------- 2. weight unequal parts
 
 _PARTS: tuple[tuple[tuple[float, ...], ...], ...] = (((1, 2, 3), (9,)), ((2, 4, 6, 8), (1, 5)), ((3, 5), ()))
 _ALL_ENTER = "every rank must enter the collective, also one that has no samples this time."
 
 
 def _run_ragged(world: World, answer: Answer) -> list[float]:
-    """This rank's gradient for each of the parts. One weight w = 1; a sample x has the loss w * x, so the gradient of
-    a sum of losses is the sum of its samples."""
+    """This rank's gradient for each case in `_PARTS`. There is one weight w = 1, and a sample x has the loss w * x, so
+    the gradient of a sum of losses is the sum of the samples."""
     gradients = []
     for parts in _PARTS:
         weight = torch.ones((), requires_grad=True)
@@ -183,7 +185,7 @@ def _run_ragged(world: World, answer: Answer) -> list[float]:
         try:
             loss = answer(world, (weight * mine).sum(), len(mine))
         except RuntimeError as error:
-            if "peer" not in str(error):
+            if not lost_connection(error):
                 raise
             message = f"Rank {world.rank} waited in a collective, and the other rank had left: {_ALL_ENTER}"
             raise WrongAnswerError(message) from None
@@ -247,8 +249,8 @@ ragged_loss = Exercise(
         "takes the mean of its own samples": _own_mean,
         "forgets that averaging divides by the number of ranks": _over_everyones_count,
         "adds up the losses, which cuts them off from the weights": _sums_of_losses,
-        "weighs a sum once more by its count": _weighed_twice,
-        "leaves the others alone when it has no samples": _skips_when_empty,
+        "multiplies a sum by its count once more": _weighed_twice,
+        "does not enter the collective when it has no samples": _skips_when_empty,
     },
     hints=(
         "What you want: (sum of rank 0 + sum of rank 1 + ...) / (count of rank 0 + count of rank 1 + ...).",
@@ -257,11 +259,11 @@ ragged_loss = Exercise(
     ),
 )
 
-# ----------------------------------------------------------------------------------------------- 3. start out equal
+# ------------------------------------------------------------------------------------- 3. start with the same model
 
 
 def _make_own(rank: int) -> nn.Sequential:
-    """A model as rank `rank` finds it: weights, a frozen layer, and buffers (floats and a count), all its own."""
+    """A model with other weights on each rank, also in a frozen layer, and other buffers (floats and a count)."""
     torch.manual_seed(100 + rank)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[2].requires_grad_(False)
@@ -299,7 +301,7 @@ def _test_start(answer: Answer) -> str:
     return "Weights, frozen weights and buffers are those of rank 0, on every rank, in the same tensors as before."
 
 
-def _start_equal(world: World, model: nn.Module) -> None:
+def _sync_initial_state(world: World, model: nn.Module) -> None:
     for tensor in model.state_dict().values():  # weights and buffers, not copied: the model's own memory
         dist.broadcast(tensor, src=0)
 
@@ -338,10 +340,10 @@ def _new_tensors(world: World, model: nn.Module) -> None:
     model.load_state_dict(state, assign=True)
 
 
-start_equal = Exercise(
-    task="start_equal(world, model): give every rank the model of rank 0, all that its state_dict() holds.",
+sync_initial_state = Exercise(
+    task="sync_initial_state(world, model): give every rank the model of rank 0, all that its state_dict() holds.",
     test=_test_start,
-    solution=_start_equal,
+    solution=_sync_initial_state,
     wrong={
         "leaves out the buffers": _weights_only,
         "leaves out what is frozen": _without_frozen,

@@ -1,4 +1,4 @@
-"""The exercises of 09_checkpointing: save atomically, find all that has state, check that ranks are equal."""
+"""The exercises of 10_checkpointing: save atomically, find all that has state, check that ranks are equal."""
 
 import copy
 import itertools
@@ -22,20 +22,22 @@ class _PowerCutError(Exception):
 
 @dataclass
 class Disk:
-    """A simulated disk, as unreliable as a real one is allowed to be.
+    """A simulated disk, with no more guarantees than a real one gives.
 
-    What has been written is in memory until `sync(name)`, and a new name, a rename or a removal is in memory until
-    `sync_names()`. When the power fails, any part of what is in memory may be lost.
+    What has been written is in memory only until `sync(name)`, and a new name, a rename or a removal until
+    `sync_names()`. When the power fails, any part of what is in memory only may be lost.
     """
 
     names: dict[str, int] = field(default_factory=dict)  # name -> number of a file
     files: list[bytes] = field(default_factory=list)
     _safe_files: dict[int, bytes] = field(default_factory=dict)
-    _safe_names: list[dict[str, int]] = field(default_factory=lambda: [{}])  # what the directory may be found as
+    _safe_names: list[dict[str, int]] = field(
+        default_factory=lambda: [{}]
+    )  # what the directory may be after a power cut
     _left: float = float("inf")
 
     def write(self, name: str, data: bytes) -> None:
-        """Write `data` to the file of this name, from its beginning; a new file, if there is none."""
+        """Replace the content of the file `name` by `data`; creates the file if there is none."""
         self._operation()
         if name not in self.names:
             self.names = {**self.names, name: len(self.files)}
@@ -49,7 +51,7 @@ class Disk:
         self._safe_files[self.names[name]] = self.files[self.names[name]]
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name; who had that name before has none now."""
+        """Give the file `old` the name `new`, in place of the file that had it."""
         self._operation()
         names = dict(self.names)
         names[new] = names.pop(old)
@@ -57,13 +59,13 @@ class Disk:
         self._safe_names.append(names)
 
     def remove(self, name: str) -> None:
-        """Forget a name."""
+        """Remove a name, and with it the file."""
         self._operation()
         self.names = {other: number for other, number in self.names.items() if other != name}
         self._safe_names.append(self.names)
 
     def sync_names(self) -> None:
-        """Return when all names are on the disk as they are now."""
+        """Return when all names have reached the disk as they are now."""
         self._operation()
         self._safe_names = [self.names]
 
@@ -73,7 +75,7 @@ class Disk:
         self._left -= 1
 
     def after_power_cut(self, name: str) -> Iterator[bytes | None]:
-        """All that may be found under the name: None where there is no such file."""
+        """Every content that the file `name` may have after a power cut now; None if there may be no such file."""
         for names in self._safe_names:
             if name not in names:
                 yield None
@@ -109,13 +111,13 @@ def _test_atomic(answer: Answer) -> str:
             if left in (_OLD, _NEW):
                 continue
             what = "there is no checkpoint at all" if left is None else f"the checkpoint may be {left!r}"
-            expect(False, f"If the power fails {when}, {what}: neither the old one nor the new one, whole.")
+            expect(False, f"If the power fails {when}, {what}: neither all of the old one nor all of the new.")
         if done:
             expect(found != {_OLD}, "When your function returns, the checkpoint is still the old one.")
             expect(
                 found == {_NEW},
-                "When your function has returned and the power fails, the old checkpoint may be back: a new name, too, "
-                "has to reach the disk.",
+                "When your function has returned and the power fails, the old checkpoint may be back: the new name "
+                "has to reach the disk as well.",
             )
             return f"Whichever of your {operations} operations is the last one, there is a whole checkpoint."
         expect(operations < 50, "Five operations are enough; yours are more than 50.")
@@ -181,12 +183,12 @@ atomic_save = Exercise(
         "syncs after the rename": _syncs_too_late,
         "removes the old one first": _old_one_removed_first,
         "does not sync the name": _name_not_synced,
-        "never gives it its name": _never_renamed,
+        "never renames it": _never_renamed,
     },
     hints=(
-        "Where can half a file lie without anybody taking it for the checkpoint? Under another name.",
-        "A rename is one step: there is the old file, or the new one. But the new one has to be on the disk by then.",
-        "write aside, sync, rename, sync_names. In this order.",
+        "Where can half a file be without being taken for the checkpoint? Under another name.",
+        "A rename is atomic: there is the old file or the new one. But the new one has to be on the disk by then.",
+        "Write under another name, sync, rename, sync_names. In this order.",
     ),
 )
 
@@ -235,9 +237,9 @@ _STATE = ("model", "optimizer", "scheduler", "noise", "cursor", "average")
 _WHY = {
     "model": "The weights are those of a new model.",
     "optimizer": "AdamW begins anew: its averages of the gradient and of its square are gone.",
-    "scheduler": "The learning rate is another one.",
-    "noise": "The random numbers are others: they begin again.",
-    "cursor": "It sees other samples: it begins again with the first.",
+    "scheduler": "The learning rate is different.",
+    "noise": "The random numbers are different: they begin again.",
+    "cursor": "It sees different samples: it begins again with the first.",
     "average": "The slow copy of the weights begins anew.",
 }
 
@@ -268,7 +270,7 @@ def _test_state(answer: Answer) -> str:
         state = answer(whole)
         expect(isinstance(state, dict), f"Return a dict, attribute by attribute; this is a {type(state).__name__}.")
         for name in state:
-            expect(hasattr(whole, str(name)), f"{name!r} is no attribute of the trainer, so nobody can put it back.")
+            expect(hasattr(whole, str(name)), f"{name!r} is no attribute of the trainer, so `restore` cannot set it.")
         for _ in range(3):
             whole.step()
         resumed = MiniTrainer()
@@ -389,7 +391,7 @@ def _test_differing(answer: Answer) -> str:
     for case, expected in _DIFFERING.items():
         for rank, found in enumerate(ranks):
             expect(found[case] == expected, f"With {case}, rank {rank} should find {expected}; it found {found[case]}.")
-    return "Every difference is found, down to a bit, and all ranks know of it."
+    return "Every difference is found, down to a bit, on all ranks."
 
 
 def _differing(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -416,7 +418,7 @@ def _nearly(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in tensors if not all(close(each[name], of_ranks[0][name]) for each in of_ranks)]
 
 
-def _rank_zero_stays_silent(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
+def _rank_zero_with_itself(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
     of_ranks = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
     return [name for name in tensors if of_ranks[world.rank][name] != of_ranks[0][name]]
 
@@ -434,13 +436,13 @@ differing = Exercise(
     solution=_differing,
     wrong={
         "compares sums": _sums,
-        "compares numbers, for which a NaN is no NaN, and a dtype nothing": _values,
+        "compares numbers: a NaN is not equal to itself, and the dtype is ignored": _values,
         "nearly equal is enough": _nearly,
-        "rank 0 never learns of it": _rank_zero_stays_silent,
+        "rank 0 compares with itself": _rank_zero_with_itself,
         "stops at the first": _first_only,
     },
     hints=(
-        "all_gather(world, thing) gives every rank what each has. What of a tensor is small, and tells all its bits?",
+        "all_gather(world, thing) gives every rank what each has. What is small, but differs if one bit does?",
         "digest({name: tensor}) is a hash of name, shape, dtype and bits.",
         "Compare the hashes of all ranks with those of rank 0, on every rank: then all have the same verdict.",
     ),

@@ -1,4 +1,4 @@
-"""The exercises of 02_collectives: who sends which chunk, a length that does not divide, and what it will cost."""
+"""The exercises of 02_collectives: which chunk to send, a length that does not divide, and the cost of both ways."""
 
 import math
 import re
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
-from ddp_tutorial.link import LinkModel
 from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------- 1. which chunk, in which round?
@@ -18,13 +18,13 @@ from ddp_tutorial.world import World
 
 def _test_chunk_to_send(answer: Answer) -> str:
     for size in range(1, 9):
-        # holds[rank][chunk] counts whose share is in it, and how often
+        # holds[rank][chunk] counts how often the share of each rank has been added to it
         holds = [[Counter({rank: 1}) for _ in range(size)] for rank in range(size)]
         for step in range(size - 1):
             sends = [answer(rank, step, size) for rank in range(size)]
             for rank, chunk in enumerate(sends):
                 said = f"With {size} ranks, in round {step}, rank {rank} sends chunk {chunk!r}"
-                expect(isinstance(chunk, int) and -size <= chunk < size, f"{said}, which there is not.")
+                expect(isinstance(chunk, int) and -size <= chunk < size, f"{said}, but there is no such chunk.")
             passed = [holds[rank][chunk].copy() for rank, chunk in enumerate(sends)]
             for rank, (chunk, shares) in enumerate(zip(sends, passed, strict=True)):
                 receiver = (rank + 1) % size
@@ -94,7 +94,7 @@ def _instead(*_: object, **__: object) -> None:
 
 
 def _run_any_length(world: World, answer: Answer) -> list[list[float] | str]:
-    """What the answer returned for each length, or how torch refused it, which it then does on all ranks."""
+    """What the answer returned for each length, until torch raised an error (on all ranks alike), then its message."""
     results: list[list[float] | str] = []
     for length in _LENGTHS:
         mine = (torch.arange(float(length)) + 1) * 10**world.rank
@@ -175,7 +175,7 @@ any_length = Exercise(
         "drops what does not divide": _drops_the_rest,
         "returns the padding too": _keeps_the_padding,
         "stops after the reduce-scatter": _stops_half_way,
-        "gathers what has not been added up": _gathers_without_adding,
+        "gathers without adding up": _gathers_without_adding,
     },
     hints=(
         "Both collectives want chunks of equal length. What could you append so that the sum stays right?",

@@ -1,4 +1,4 @@
-"""The exercises of 04_ddp_from_scratch: cut gradients into buckets, send a bucket in time, and pause the sending."""
+"""The exercises of 04_ddp_from_scratch: cut gradients into buckets, send a bucket in time, pause synchronisation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -102,8 +102,8 @@ assign = Exercise(
     },
     hints=(
         "Walk through reversed(range(len(sizes))), with one open bucket that you add to.",
-        "After adding: does the open bucket hold cap bytes or more? Then put it away and open a new one.",
-        "When the walk is over, the open bucket may hold something. It counts, too, but only if it is not empty.",
+        "After adding: does the open bucket hold cap bytes or more? Then close it and open a new one.",
+        "At the end, the open bucket may hold something. Return it too, but only if it is not empty.",
     ),
 )
 
@@ -111,8 +111,8 @@ assign = Exercise(
 
 
 @dataclass
-class _Parcel:
-    """A bucket as the exercise hands it out."""
+class _Bucket:
+    """The `bucket` that the answer is called with."""
 
     parameters: list[nn.Parameter]
     buffer: torch.Tensor
@@ -122,7 +122,7 @@ class _Parcel:
 
 @dataclass
 class _Log:
-    """What happened on this rank during a step."""
+    """What the answer did on this rank during a step."""
 
     started: int = 0
     blocking: bool = False
@@ -132,7 +132,7 @@ class _Log:
 
 
 class _Watched:
-    """An all-reduce under way, and whether somebody waited for it during backward."""
+    """The handle of an asynchronous all-reduce, which logs whether the answer waits for it during backward."""
 
     def __init__(self, work: Any, log: _Log) -> None:
         self.work, self.log = work, log
@@ -143,7 +143,7 @@ class _Watched:
 
 
 def _watch(log: _Log) -> Any:
-    """Stand in for `dist.all_reduce`, do the same, and note it."""
+    """Patch `dist.all_reduce` with a function that does the same and logs it."""
     all_reduce = dist.all_reduce
 
     def watched(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -165,54 +165,54 @@ def _run_in_time(world: World, answer: Answer) -> None:
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     gradients = [torch.autograd.grad(model(each).square().mean(), list(model.parameters())) for each in inputs]
     layers = list(model.parameters())
-    parcels = [_Parcel(part, torch.zeros(9 * len(part)), len(part)) for part in ([layers[2], layers[1]], [layers[0]])]
+    buckets = [_Bucket(part, torch.zeros(9 * len(part)), len(part)) for part in ([layers[2], layers[1]], [layers[0]])]
     log = _Log()
 
-    def on_gradient(parcel: _Parcel, parameter: nn.Parameter) -> None:
-        there = sum(each.grad is not None for each in parcel.parameters)
+    def on_gradient(bucket: _Bucket, parameter: nn.Parameter) -> None:
+        there = sum(each.grad is not None for each in bucket.parameters)
         try:
-            answer(world, parcel, parameter)
+            answer(world, bucket, parameter)
         except NotImplementedError:
             raise
         except (TypeError, AttributeError, RuntimeError) as error:
             log.trouble = log.trouble or (
-                f"When {there} of {len(parcel.parameters)} gradients of a bucket were there, your function ended in "
+                f"When {there} of {len(bucket.parameters)} gradients of a bucket were there, your function ended in "
                 f"{type(error).__name__}: {error}."
             )
 
-    for parcel in parcels:
-        for parameter in parcel.parameters:
-            parameter.register_post_accumulate_grad_hook(partial(on_gradient, parcel))
+    for bucket in buckets:
+        for parameter in bucket.parameters:
+            parameter.register_post_accumulate_grad_hook(partial(on_gradient, bucket))
     for _ in range(2):
         model.zero_grad()
         log.started, log.in_backward = 0, True
         with _watch(log):
             model(inputs[world.rank]).square().mean().backward()
         log.in_backward = False
-        _look_at(world, log, parcels)
-        for parcel in parcels:  # this is finish()
-            parcel.work.wait()
-            for parameter, piece in zip(parcel.parameters, parcel.buffer.split(9), strict=True):
+        _look_at(world, log, buckets)
+        for bucket in buckets:  # this is finish()
+            bucket.work.wait()
+            for parameter, piece in zip(bucket.parameters, bucket.buffer.split(9), strict=True):
                 assert parameter.grad is not None
                 parameter.grad.copy_(piece.view_as(parameter))
-            parcel.missing, parcel.work = len(parcel.parameters), None
+            bucket.missing, bucket.work = len(bucket.parameters), None
         for number, parameter in enumerate(layers):
             _compare(world, number, parameter, weights[number], [each[number] for each in gradients])
 
 
-def _look_at(world: World, log: _Log, parcels: Sequence[_Parcel]) -> None:
+def _look_at(world: World, log: _Log, buckets: Sequence[_Bucket]) -> None:
     expect(not log.trouble, f"{log.trouble} Send a bucket when all its gradients are there, not before.")
     expect(
-        log.started == len(parcels),
-        f"There are {len(parcels)} buckets, so backward should start {len(parcels)} all-reduces; it started "
+        log.started == len(buckets),
+        f"There are {len(buckets)} buckets, so backward should start {len(buckets)} all-reduces; it started "
         f"{log.started}.",
     )
     expect(
         not log.blocking and not log.waited,
-        "Your hook waits for its all-reduce, and so backward stands still meanwhile: nothing is hidden. Start it, keep "
+        "Your hook waits for its all-reduce, and backward cannot go on meanwhile: nothing is hidden. Start it, keep "
         "what all_reduce(..., async_op=True) returns in bucket.work, and leave the waiting to finish.",
     )
-    lost = [number for number, parcel in enumerate(parcels) if parcel.work is None]
+    lost = [number for number, bucket in enumerate(buckets) if bucket.work is None]
     expect(
         not lost, f"bucket.work of bucket {lost and lost[0]} is None after backward: finish has nothing to wait for."
     )
@@ -260,51 +260,51 @@ def _on_gradient(world: World, bucket: Any, parameter: nn.Parameter) -> None:
         bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
 
 
-def _fill(bucket: _Parcel, share: float) -> None:
+def _fill(bucket: _Bucket, share: float) -> None:
     tensors = [torch.zeros(9) if p.grad is None else p.grad.flatten() for p in bucket.parameters]
     bucket.buffer.copy_(torch.cat(tensors) * share)
 
 
-def _waits_inside(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+def _waits_inside(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
     _on_gradient(world, bucket, parameter)
     if bucket.work:
         bucket.work.wait()
 
 
-def _is_not_asynchronous(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+def _is_not_asynchronous(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
     bucket.missing -= 1
     if bucket.missing == 0:
         _fill(bucket, 1 / world.size)
         bucket.work = dist.all_reduce(bucket.buffer)
 
 
-def _sends_weights(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+def _sends_weights(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
     bucket.missing -= 1
     if bucket.missing == 0:
         bucket.buffer.copy_(torch.cat([p.detach().flatten() for p in bucket.parameters]) / world.size)
         bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
 
 
-def _does_not_divide(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+def _does_not_divide(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
     bucket.missing -= 1
     if bucket.missing == 0:
         _fill(bucket, 1)
         bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
 
 
-def _sends_at_the_first(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+def _sends_at_the_first(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
     if bucket.work is None:
         torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)  # type: ignore[union-attr]
         bucket.buffer /= world.size
         bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
 
 
-def _sends_at_each(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+def _sends_at_each(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
     _fill(bucket, 1 / world.size)
     bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
 
 
-def _forgets_the_work(world: World, bucket: _Parcel, parameter: nn.Parameter) -> None:
+def _forgets_the_work(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
     bucket.missing -= 1
     if bucket.missing == 0:
         _fill(bucket, 1 / world.size)
@@ -334,7 +334,7 @@ on_gradient = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------ 3. pause the sending
+# ------------------------------------------------------------------------------------- 3. pause synchronisation
 
 
 class _Pausable:
@@ -355,18 +355,18 @@ class _Pausable:
         (self.weight * x).backward()
 
     def gradient(self) -> float:
-        """What has been added up, which then is forgotten."""
+        """The accumulated gradient, which is then reset to None."""
         assert self.weight.grad is not None
         value, self.weight.grad = float(self.weight.grad), None
         return value
 
 
 def _pause(answer: Answer, model: _Pausable) -> AbstractContextManager[None]:
-    """The learner's generator as a context manager; fine if it is one already."""
+    """The answer's generator as a context manager, if it is not one already."""
     made = answer(model)
     if isinstance(made, AbstractContextManager):
         return made
-    expect(isinstance(made, Iterator), "There is no yield in your function. Write one, where the block should run.")
+    expect(isinstance(made, Iterator), "There is no yield in your function. Write one where the block should run.")
     return contextmanager(lambda: made)()
 
 
@@ -378,7 +378,7 @@ def _run_pause(world: World, answer: Answer) -> None:
         expect(
             world.size == 1 or float(model.weight.grad or 0) == mine,
             f"Inside the block, rank {world.rank} should keep its own gradient {mine}; it has {model.weight.grad}: "
-            "the ranks have talked.",
+            "there was an all-reduce.",
         )
         with pause(model):
             model.backward(mine)
@@ -408,7 +408,8 @@ def _expect_gradient(world: World, model: _Pausable, true: float, when: str) -> 
     expect(
         abs(got - true) < 1e-6,
         f"{when}, rank {world.rank} should have the mean over the ranks, {true:g}; it has {got:g}. "
-        f"model.sync is {model.sync}" + ("." if model.sync else ": from here on the ranks train apart, in silence."),
+        f"model.sync is {model.sync}"
+        + ("." if model.sync else ": from here on each rank trains on its own, without an error."),
     )
 
 
@@ -473,8 +474,8 @@ no_sync = Exercise(
         "does not pause": _does_not_pause,
     },
     hints=(
-        "Before the yield the block begins, behind it the block has ended. If the block raises, so does the yield.",
+        "What is before the yield runs before the block, the rest after it. If the block raises, so does the yield.",
         "Remember what model.sync was: a block may be inside another one.",
-        "try: yield, finally: put back what you remembered.",
+        "try: yield, finally: restore what you remembered.",
     ),
 )

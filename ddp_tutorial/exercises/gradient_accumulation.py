@@ -1,4 +1,4 @@
-"""The exercises of 07_gradient_accumulation: weigh a rank's loss, talk once a step, end an epoch."""
+"""The exercises of 08_gradient_accumulation: weight a rank's loss, communicate once a step, end an epoch."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,22 +9,22 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_tutorial.collectives import total
-from ddp_tutorial.ddp import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------------------- 1. what a rank's loss is
 
-_TOKENS = ([3, 3, 3], [5, 1, 3], [7, 2, 0])  # of each of 3 ranks: equal, unequal, and one that has none
+_TOKENS = ([3, 3, 3], [5, 1, 3], [7, 2, 0])  # on each of 3 ranks: equal, unequal, and none on one of them
 
 
 def _values(rank: int, tokens: int) -> torch.Tensor:
-    """The derivative of each token's loss by the one weight of the model."""
+    """The derivative of each token's loss with respect to the model's only weight."""
     return torch.arange(1.0, tokens + 1) * (1 + rank)
 
 
 def _run_rank_loss(world: World, answer: Answer) -> list[tuple[str, float]]:
-    """What came back, in words if it is no loss, and the gradient after an average over the ranks."""
+    """For each case what is wrong with the returned loss ("" if nothing), and its gradient averaged over the ranks."""
     found = []
     for counts in _TOKENS:
         weight = nn.Parameter(torch.tensor(2.0))
@@ -128,7 +128,8 @@ def _loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _run_talk_once(world: World, answer: Answer) -> list[tuple[int, int, float, bool]]:
-    """For each K: all-reduces, calls of loss_of, how far the gradient is off, and whether a next step talks."""
+    """For each K: the number of all-reduces and of calls of loss_of, the gradient's largest relative error, and
+    whether a backward after that synchronises again."""
     found = []
     for k in _KS:
         torch.manual_seed(0)
@@ -164,24 +165,24 @@ def _run_talk_once(world: World, answer: Answer) -> list[tuple[int, int, float, 
 
 
 def _test_talk_once(answer: Answer) -> str:
-    stuck = "Some rank waits for ever: the ranks did not talk equally often."
+    stuck = "Some rank waits for ever: the ranks did not start equally many all-reduces."
     for found in on_ranks(_run_talk_once, 2, answer, stuck=stuck, timeout=60):
         for k, (sent, calls, off, goes_on) in zip(_KS, found, strict=True):
             expect(calls == k, f"With {k} micro-batches, loss_of was called {calls} times.")
             expect(
                 sent > 0,
-                f"With {k} micro-batches, the ranks never talked: each has its own gradient. The last one is not to be "
-                "inside no_sync().",
+                f"With {k} micro-batches, there was no all-reduce: each rank has its own gradient. The last one must "
+                "not be inside no_sync().",
             )
             expect(
                 sent == 1,
-                f"With {k} micro-batches, the ranks talked {sent} times. torch's DDP decides in forward whether the "
-                "next backward talks, so forward and backward of all but the last belong inside no_sync().",
+                f"With {k} micro-batches, there were {sent} all-reduces. torch's DDP decides in forward whether the "
+                "next backward synchronises, so forward and backward of all but the last belong inside no_sync().",
             )
             expect(
                 off < 1e-5,
-                f"With {k} micro-batches, the ranks talked once, but the gradient is off by {off:.0%}. What comes "
-                "after the all-reduce is not in it: the last micro-batch should be the one that talks.",
+                f"With {k} micro-batches, there was one all-reduce, but the gradient is off by {off:.0%}. What comes "
+                "after the all-reduce is not in it: the last micro-batch should be the one that synchronises.",
             )
             expect(goes_on, "After your step, the model does not synchronise any more. Leave no_sync() again.")
     return "One all-reduce a step whatever K is, and the gradient is that of all micro-batches."
@@ -226,7 +227,7 @@ def _forgets_the_others(model: Any, batches: Sequence[torch.Tensor], loss_of: Lo
 
 def _switches_off_for_good(model: Any, batches: Sequence[torch.Tensor], loss_of: Loss) -> None:
     _talk_once(model, batches, loss_of)
-    model.ddp.require_backward_grad_sync = False  # what no_sync() sets, and sets back
+    model.ddp.require_backward_grad_sync = False  # what no_sync() sets, and resets
 
 
 talk_once = Exercise(
@@ -237,12 +238,12 @@ talk_once = Exercise(
         "no no_sync": _always,
         "forward outside of no_sync": _backward_only,
         "the last one inside, too": _never,
-        "talks in the first one": _first,
+        "synchronises in the first one": _first,
         "leaves out all but the last": _forgets_the_others,
         "switches synchronising off by hand, and not on again": _switches_off_for_good,
     },
     hints=(
-        "`with model.no_sync():` puts the talking off. For which micro-batches should it?",
+        "`with model.no_sync():` leaves out the all-reduce. For which micro-batches should it?",
         "All but the last, batches[:-1]; and loss_of, which is the forward, belongs inside as well.",
     ),
 )
@@ -346,11 +347,11 @@ steps_of = Exercise(
         "leaves the rest for the next epoch": _leaves_the_rest,
         "steps at index 0": _steps_at_zero,
         "divides by k": _divides_by_k,
-        "a step of nothing, where k divides": _an_empty_step,
-        "the divisor is never set back": _divisor_grows,
+        "an empty step, where k divides": _an_empty_step,
+        "the divisor is never reset": _divisor_grows,
     },
     hints=(
-        "Collect into a list, and count its tokens. When it has k, yield both and begin again, with both.",
-        "After the loop the list may hold something: yield that, too. But not if it is empty.",
+        "Collect into a list, and count its tokens. When it has k, yield both, and reset both.",
+        "After the loop the list may hold something: yield that too, but not if it is empty.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The exercises of 05_inside_torch_ddp: which way in, a hook of 16 bits, and where torch cuts."""
+"""The exercises of 05_inside_torch_ddp: through ddp or ddp.module, a hook of 16 bits, and where torch cuts buckets."""
 
 import time
 from typing import Any
@@ -10,10 +10,10 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_tutorial.buckets import MIB
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.ddp.buckets import MIB
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
-from ddp_tutorial.launcher import launch
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 # --------------------------------------------------------------------------------------------------- 1. which way in?
@@ -27,11 +27,11 @@ def _model() -> nn.Sequential:
 
 
 def _not_alone(ddp: DistributedDataParallel, _: object) -> None:
-    """Called before each forward through `ddp`. Training through it is everybody's; the ranks must not part here."""
+    """Called before each forward through `ddp`: raises where it is rank 0's evaluation, which others do not enter."""
     if not ddp.training or not torch.is_grad_enabled():
         raise WrongAnswerError(
             "The evaluation went through ddp(...). The model has buffers (BatchNorm's), so that starts with a "
-            "broadcast which all ranks must enter; rank 0 was alone. Evaluate through ddp.module: that talks to nobody."
+            "broadcast which all ranks must enter; rank 0 was alone. Evaluate through ddp.module, without collectives."
         )
 
 
@@ -122,7 +122,7 @@ def _train_and_evaluate(
 def _with_ways(
     train: str = "ddp", evaluate: str = "module", save: str = "module", mode: bool = False, back: bool = True
 ) -> Answer:
-    """The solution, but for the way in."""
+    """The solution, but with "ddp" or "module" for its three ways to the model, and these modes."""
 
     def answer(
         world: World,
@@ -161,7 +161,7 @@ train_and_evaluate = Exercise(
         "stays in evaluation mode": _with_ways(back=False),
     },
     hints=(
-        "Two ways lead to the model: ddp(x) and ddp.module(x). One of them may talk to the other ranks.",
+        "Two ways lead to the model: ddp(x) and ddp.module(x). One of them may enter collectives.",
         "Train through ddp, on all ranks. Whatever rank 0 does alone goes through ddp.module: evaluating and saving.",
         "BatchNorm behaves differently in evaluation: .eval() before, .train() after; and no gradients in between.",
     ),
@@ -170,7 +170,7 @@ train_and_evaluate = Exercise(
 # ------------------------------------------------------------------------------------------------ 2. a hook of 16 bits
 
 _LATE = 1.5  # seconds that rank 1 comes later to the first bucket
-# What the two ranks bring; the last has a mean that float16 cannot hold.
+# The gradients of the two ranks; the mean of the last numbers is more than float16 can hold.
 _GRADIENTS = ((1.0, 100.0, 3e-8, 1e5), (3.0, -40.0, 1e-8, 3e5))
 
 
@@ -186,13 +186,12 @@ class _Weights(nn.Module):
 
 
 class _Watched:
-    """The answer as torch's DDP calls it, and a note of what it sends, how long it takes and what it returns."""
+    """Calls the answer as torch's DDP does, and records what it sends and how long it takes."""
 
     def __init__(self, world: World, answer: Answer) -> None:
         self.world, self.answer = world, answer
         self.sent: list[torch.dtype] = []
         self.seconds: list[float] = []
-        self.wrong: str | None = None  # torch would hide an exception of ours in one of its own
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         if not self.seconds and self.world.rank == 1:
@@ -240,17 +239,17 @@ def _run_hook(world: World, answer: Answer) -> None:
                 ) from None
             raise
         _expect_mean(world, [model.first.grad, model.second.grad], x, exact)
-    expect(bool(watched.sent), "Your hook started no dist.all_reduce, so what did travel?")
+    expect(bool(watched.sent), "Your hook started no dist.all_reduce, so nothing was sent.")
     wide = [dtype for dtype in watched.sent if dtype != torch.bfloat16]
     expect(
         not wide,
-        f"What travels should be torch.bfloat16, 2 bytes a number; your all-reduce was given {wide and wide[0]}.",
+        f"What is sent should be torch.bfloat16, 2 bytes a number; your all-reduce was given {wide and wide[0]}.",
     )
     if world.rank == 0:
         expect(
             watched.seconds[0] < 0.8 * _LATE,
             f"The gradients are right, but your hook waits: rank 1 came {_LATE} s late to the first bucket, and rank "
-            f"0 stayed in the hook for {watched.seconds[0]:.1f} s. Backward stands still meanwhile: nothing is hidden. "
+            f"0 stayed in the hook for {watched.seconds[0]:.1f} s. Backward cannot go on meanwhile: nothing is hidden. "
             "Start with async_op=True, and leave the rest to the future's then().",
         )
 
@@ -291,7 +290,7 @@ def _bf16_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
 
 
 def _sending(before: int = 1, after: int = 1, dtype: torch.dtype = torch.bfloat16, wait: bool = False) -> Answer:
-    """The solution, but for these."""
+    """The solution, but dividing by `before` and `after` the sum, in this dtype, or waiting."""
 
     def answer(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -348,7 +347,7 @@ bf16_hook = Exercise(
 
 # --------------------------------------------------------------------------------------------------- 3. predict the cut
 
-_MODELS = (  # numbers of a model's parameters, in MiB of float32, and the cap
+_MODELS = (  # the sizes of a model's parameters, in MiB of float32, and the cap
     ((0.25, 0.25, 0.25, 0.25, 0.25), 0.5),
     ((0.25, 0.5, 0.125, 1.0, 0.125, 0.125), 0.6),
     ((0.5, 0.0625, 0.0625, 0.5), 0.0001),
@@ -388,7 +387,7 @@ def _torchs_own(world: World) -> list[tuple[list[int], list[int]]]:
 
 
 def _test_rebuilt(answer: Answer) -> str:
-    answer([MIB], 1.0)  # a skeleton is told so before ranks are started
+    answer([MIB], 1.0)  # an empty skeleton raises here, before ranks are started
     for (_, cap), (nbytes, true) in zip(_MODELS, launch(_torchs_own, 2, device="cpu", echo=False)[0], strict=True):
         got = answer(list(nbytes), cap)
         said = (

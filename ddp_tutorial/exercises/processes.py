@@ -1,4 +1,4 @@
-"""The exercises of 01_processes: who prints, who goes first, and how ranks find one another."""
+"""The exercises of 01_processes: who prints, who builds a cache, and how ranks find one another."""
 
 import tempfile
 import time
@@ -84,7 +84,7 @@ announce = Exercise(
 
 
 def _run_build_once(world: World, answer: Answer, folder: str) -> tuple[str, bool]:
-    """What the answer returned, and whether this rank built. Building takes a while, and is not done in one go."""
+    """What the answer returned, and whether this rank built. While `build` runs, half of a cache is there."""
     path, built = Path(folder) / "cache.txt", False
 
     def build() -> None:
@@ -148,7 +148,7 @@ build_once = Exercise(
     },
     hints=(
         "That the file exists does not mean that it is complete.",
-        "dist.barrier() lets nobody through until everybody is there. Where does rank 0 have to be by then?",
+        "dist.barrier() lets no rank through until all have entered it. What does rank 0 have to have done by then?",
     ),
 )
 

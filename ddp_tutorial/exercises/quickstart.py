@@ -1,4 +1,4 @@
-"""The exercises of 00_quickstart: the arithmetic by which two ranks stand in for one process."""
+"""The exercises of 00_quickstart: the arithmetic by which two ranks compute what one process does."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.collectives import total
 from ddp_tutorial.exercises import Answer, Exercise, expect
-from ddp_tutorial.launcher import launch
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------------------------ 1. deal the samples
@@ -19,7 +19,7 @@ def _test_deal(answer: Answer) -> str:
         parts = [[int(i) for i in answer(indices, rank, size)] for rank in range(size)]
         dealt = sorted(index for part in parts for index in part)
         said = f"With {samples} samples and {size} ranks you gave {parts}"
-        expect(len(dealt) == len(set(dealt)), f"{said}: some sample goes to two ranks, and would count double.")
+        expect(len(dealt) == len(set(dealt)), f"{said}: some sample goes to two ranks, and would count twice.")
         expect(dealt == indices, f"{said}: some sample goes to nobody.")
         lengths = [len(part) for part in parts]
         expect(max(lengths) - min(lengths) <= 1, f"{said}: one rank has much more to do, and all wait for it.")

@@ -1,12 +1,12 @@
-"""The exercises of 12_scaling: a fair speed-up from an unfair table, where sending outweighs computing, a batch that
-scales."""
+"""The exercises of 14_scaling: a fair speed-up from a table of unlike runs, the number of ranks at which sending takes
+longer than computing, and the batch that makes up for it."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
-from ddp_tutorial.link import LinkModel
-from ddp_tutorial.scaling import StepModel
+from ddp_tutorial.experiments.scaling import StepModel
 
 
 def _number(answer: Answer, *arguments: object) -> float:
@@ -20,8 +20,8 @@ def _number(answer: Answer, *arguments: object) -> float:
 
 
 class Timing(NamedTuple):
-    """A row of a benchmark's table. `seconds` is what the clock on the wall said; `evaluating` of these were not
-    training."""
+    """A row of a benchmark's table. `seconds` is the whole time of the run, and `evaluating` the part of it that was
+    evaluation, not training."""
 
     ranks: int
     threads: int  # of each rank
@@ -59,11 +59,11 @@ def _test_speed_up(answer: Answer) -> str:
 
 
 def _why(rows: Sequence[Timing], got: float) -> str:
-    """What explains a wrong number, if one of the usual mistakes does."""
+    """Which of the usual mistakes gives this number, if one does."""
     reasons = {
         _against_the_first: "the first row with one process is not the fastest one with the same global batch",
         _with_evaluation: "evaluation is inside of the timer",
-        _any_batch: "a baseline with another global batch makes other steps, which are more or less efficient",
+        _any_batch: "a baseline with another global batch takes different steps, which are more or less efficient",
         _ratio_of_seconds: "the rows have different numbers of steps, so compare rates",
         _efficiency: "this is the speed-up divided by the number of ranks, its efficiency; we asked for the speed-up",
     }
@@ -157,7 +157,7 @@ def _test_break_even(answer: Answer) -> str:
         said = f"batch {batch}, {per_sample:g} s a sample, {nbytes:g} bytes, {latency:g} s, {bandwidth:g} bytes/s"
         before = f"{told(right - 1)}, " if right > 2 else ""
         expect(got == right, f"{said}: {before}{told(right)}. So it is {right}; you gave {got:g}.")
-    return "Beyond that many ranks, half of each step or more would go into talking."
+    return "From that many ranks on, half of each step or more goes into communication."
 
 
 def _break_even(batch: int, per_sample: float, nbytes: float, latency: float, bandwidth: float) -> int:
@@ -220,7 +220,7 @@ break_even = Exercise(
 _STEPS = [
     (StepModel(0.0, 5e-3, 3.3e6, LinkModel(50e-6, 0.125e9)), 8, 0.9),
     (StepModel(2e-3, 5e-6, 4e8, LinkModel(5e-6, 12.5e9), buckets=16, overlap=0.8), 64, 0.9),  # hidden in part
-    (StepModel(0.0, 0.25, 8, LinkModel(0, 64)), 2, 0.9),  # an eighth of a second of sending: 4.5 samples
+    (StepModel(0.0, 0.25, 8, LinkModel(0, 64)), 2, 0.9),  # an eighth of a second of sending, as long as 4.5 samples
     (StepModel(1e-3, 1e-4, 1e6, LinkModel(20e-6, 1.25e9)), 1024, 0.5),
 ]
 
@@ -293,7 +293,7 @@ smallest_batch = Exercise(
         "gives one too few": _one_too_few,
     },
     hints=(
-        "A step is computing, and what of sending is not hidden. More samples make the first longer, not the second.",
+        "A step is computing plus the sending that is not hidden. More samples lengthen the first, not the second.",
         "Efficiency of s samples: compute(s) / (compute(s) + exposed(s, ranks)). Try 1, 2, 3, ... until it is enough.",
         "Tens of thousands of tries are fine. For fewer, double until it is enough, and then halve the interval.",
     ),

@@ -1,4 +1,4 @@
-"""The exercises of 06_sharding_data: go on from a cursor, evaluate exactly in step, find the bug in a worker split."""
+"""The exercises of 07_sharding_data: go on from a cursor, evaluate exactly and in step, find a worker's samples."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -7,14 +7,14 @@ import torch
 
 from ddp_tutorial.collectives import all_gather, total
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
-from ddp_tutorial.sharding import Order
+from ddp_tutorial.sharding.order import Order
 from ddp_tutorial.world import World
 
 # --------------------------------------------------------------------------------------------- 1. the rest of an epoch
 
 
 def _hands(answer: Answer, order: Order, cursor: int, batch: int, size: int) -> list[list[list[int]]]:
-    """[rank][step], the samples. Raises `WrongAnswerError` for what is no such thing."""
+    """The samples as [rank][step]. Raises `WrongAnswerError` where the answer yields anything else."""
     found = []
     for rank in range(size):
         steps = answer(order, cursor, batch, rank, size)
@@ -54,14 +54,14 @@ def _check_rest(answer: Answer, order: Order, cursor: int, batch: int, size: int
     expect(
         lengths == {len(expected)},
         f"{where}: {len(expected)} steps are left, for every rank; yours take {sorted(lengths)}. In a step without "
-        "samples, yield none of them: others count on this rank.",
+        "samples for this rank, yield an empty list: the other ranks wait for it.",
     )
     for number, want in enumerate(expected):
         got = [steps[number] for steps in found]
         expect(
             sorted(_merged(got)) == sorted(want),
             f"{where}: step {number} should have samples {want}, on all ranks together; yours have {got}. "
-            "First comes the slice of the step, then the dealing.",
+            "First take the samples of the step, then deal them to the ranks.",
         )
         sizes = [len(hand) for hand in got]
         expect(
@@ -151,7 +151,7 @@ rest_of_epoch = Exercise(
 
 # ----------------------------------------------------------------------------------------------- 2. evaluate in step
 
-_SETS = (8, 7, 5, 1)  # numbers of samples, for 3 ranks: divisible or not, and with nothing for some
+_SETS = (8, 7, 5, 1)  # numbers of samples, for 3 ranks: divisible or not, and too few for all
 
 
 def _loss(sample: int) -> float:
@@ -202,7 +202,7 @@ def _test_evaluate(answer: Answer) -> str:
             evaluated = [_loss(sample) for called in calls for sample in called]
             found = "something else"
             if abs(got - sum(evaluated) / len(evaluated)) < 1e-4:
-                found = f"the mean with {copies} copies counted"
+                found = f"the mean with {copies} copies counted too"
             raise WrongAnswerError(
                 f"The mean loss of {samples} samples is {mean:.4f}. Rank {rank} returned {got:.4f}: {found}."
             )
@@ -213,7 +213,7 @@ def _evaluate(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]
     loss_sum = torch.tensor(0.0)
     for first in range(0, samples, world.size):
         mine = first + world.rank
-        loss = loss_of(mine if mine < samples else 0)  # a copy, to keep step
+        loss = loss_of(mine if mine < samples else 0)  # a copy, so that all ranks call loss_of equally often
         if mine < samples:
             loss_sum += loss
     return float(total(world, loss_sum)) / samples
@@ -269,7 +269,7 @@ evaluate = Exercise(
     solution=_evaluate,
     wrong={
         "counts the copies": _counts_copies,
-        "leaves the others alone when it has nothing left": _leaves_out_copies,
+        "makes no call when it has no sample left": _leaves_out_copies,
         "returns the mean of its own samples": _own_mean,
         "takes the mean of unequal means": _mean_of_means,
         "lets every rank do everything": _everyone_everything,
@@ -277,7 +277,7 @@ evaluate = Exercise(
         "goes past the end of the data": _past_the_end,
     },
     hints=(
-        "Pad for the calls, not for the mean: a copy is evaluated, and its loss thrown away.",
+        "Pad the calls, not the mean: evaluate a copy, and throw its loss away.",
         "In round k, this rank's sample is k * world.size + world.rank. If there is none, evaluate any other.",
         "Add up the losses of real samples only, total(world, ...) them over the ranks, and divide by `samples`.",
     ),
@@ -287,7 +287,7 @@ evaluate = Exercise(
 
 
 def _all_parts(answer: Answer, samples: int, size: int, workers: int) -> list[list[list[int]]]:
-    """[rank][worker], the samples."""
+    """The samples as [rank][worker]."""
     parts = [[answer(samples, rank, size, worker, workers) for worker in range(workers)] for rank in range(size)]
     for part in [part for rank in parts for part in rank]:
         expect(part is not None, "Nothing came back. Return the sample numbers of this worker.")

@@ -1,4 +1,4 @@
-"""The exercises of 08_what_is_not_synced: normalise over all ranks, step together or not at all, report the loss."""
+"""The exercises of 09_what_is_not_synced: normalise over all ranks, step together or not at all, report the loss."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Total(torch.autograd.Function):
-    """The sum over ranks; backward, the sum of the ranks' gradients."""
+    """The sum over ranks; in backward, the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ _PARTS = {"Three ranks with 3 samples each": [3, 3, 3], "Three ranks with 2, 0 a
 
 
 def _union() -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples [9, 2], and how much each output counts in the loss."""
+    """Samples [9, 2], and the weight of each output in the loss."""
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(2, 9, 2, generator=generator, dtype=torch.float64)
     return x + torch.arange(9.0, dtype=torch.float64)[:, None], weights
@@ -48,7 +48,7 @@ def _outputs_and_gradients(world: World, answer: Answer) -> list[Any]:
 
 
 def _one_split(world: World, answer: Answer, parts: list[int]) -> tuple[str, Any, Any]:
-    """As (problem, outputs, gradients). Every rank brings what it has: the verdict is about all of them."""
+    """(problem, outputs, gradients) of this rank; `_check_split` judges those of all ranks together."""
     x, weights = (each.split(parts)[world.rank] for each in _union())
     x = x.clone().requires_grad_()
     out = answer(x, _Total.apply)
@@ -74,7 +74,7 @@ def _check_split(ranks: list[Any], where: str, parts: list[int]) -> None:
         own = torch.cat([_apart(part) for part in x.detach().split(parts)])
         why = "These"
         if torch.isnan(outs).any():
-            why = "A rank without samples has no mean; sums it can add, and they are zero. These"
+            why = "A rank without samples has no mean, but it has sums, which are zero. These"
         elif torch.allclose(outs, own):
             why = "Each rank has normalised over its own samples alone. These"
         expected = f"Expected, of the first sample, {numbers(right[0], 4)}; got {numbers(outs[0], 4)}."
@@ -179,7 +179,7 @@ _SCALE = 8.0
 
 
 def _one_case(world: World, answer: Answer, bad: dict[int, float]) -> dict[str, Any]:
-    """Each rank has two weights at 1, whose gradients are 1 and 2, times the scale, but for what is `bad`."""
+    """Two weights at 1 with gradients 1 and 2, times the scale; `bad` replaces one number of them on some ranks."""
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights, lr=0.25)
     for number, weight in enumerate(weights, start=1):
@@ -198,7 +198,7 @@ def _overflow_cases(world: World, answer: Answer) -> list[dict[str, Any]]:
     found = []
     for bad in _CASES.values():
         found.append(_one_case(world, answer, bad))
-        all_gather(world, "here")  # who has left a collective out waits here, while the others wait there
+        all_gather(world, "here")  # a rank that has left out a collective waits here, and the check times out
     return found
 
 
@@ -310,7 +310,7 @@ step_together = Exercise(
         "keeps the gradients of a step that is left out": _deciding(_agreed, zeroed=False),
     },
     hints=(
-        "Two questions: has my part overflowed, and has anybody's? Only the second one decides.",
+        "Two questions: has my part overflowed, and has that of any rank? Only the second one decides.",
         "gradient.isfinite().all() answers the first. `any_rank(world, flag)` the second; every rank has to call it.",
         "Decide once, and let step, scale and zero_grad follow: after an overflow the gradients have to go as well.",
     ),
@@ -335,7 +335,7 @@ def _report_all(world: World, answer: Answer) -> list[object]:
         except ZeroDivisionError:
             got = math.nan
         found.append(float(got) if isinstance(got, (int, float, torch.Tensor)) else got)
-        all_gather(world, "here")  # who has left a collective out waits here, while the others wait there
+        all_gather(world, "here")  # a rank that has left out a collective waits here, and the check times out
     return found
 
 
@@ -411,7 +411,7 @@ reported_loss = Exercise(
         "takes the mean of the ranks' means": _mean_of_the_ranks,
         "takes its own count for that of every rank": _own_count,
         "knows it on rank 0 only": _only_on_rank_zero,
-        "does not take part when it has no tokens": _leaves_if_empty,
+        "does not enter the collective when it has no tokens": _leaves_if_empty,
     },
     hints=(
         "Means do not add up. What does?",

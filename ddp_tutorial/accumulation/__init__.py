@@ -1,0 +1,9 @@
+"""What is one optimiser step?
+
+`micro_batches` cuts it, `loss` adds up what its parts return, `strategies` turn them into the gradient of all ranks,
+`invariant` does so with the same bits on any number of ranks, `precision` makes the update from the gradient.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,11 @@
+from .invariant import InvariantStrategy as InvariantStrategy
+from .loss import LossError as LossError
+from .loss import StepLoss as StepLoss
+from .micro_batches import accumulate as accumulate
+from .micro_batches import split as split
+from .precision import NotFiniteError as NotFiniteError
+from .precision import Precision as Precision
+from .precision import PrecisionConfig as PrecisionConfig
+from .strategies import DDPStrategy as DDPStrategy
+from .strategies import Strategy as Strategy
+from .strategies import make_strategy as make_strategy

@@ -1,0 +1,208 @@
+"""What a loss returns, and how it adds up over the micro-batches of a step and over all ranks.
+
+    def loss(model, batch):
+        logits = model(batch["pixels"])
+        right = (logits.argmax(-1) == batch["digit"]).sum()
+        count = len(batch["digit"])
+        return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
+
+A loss is a sum and a count until it is shown: sums and counts of micro-batches and ranks add up, means do not. Count
+what the loss is a mean over: samples, or tokens that are not padding. Metrics beside it are sums and counts too, by
+name. Several losses are one sum: add them up, each weighted, and report each as a metric.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.world import World
+
+# (model, batch) -> sum, count; or sum, count, {name: (sum, count)}
+Loss = Callable[[Any, Any], tuple[Any, ...]]
+Number = float | torch.Tensor
+
+LOSS = "loss"  # the name of the loss among the metrics
+_EXAMPLE = "return F.cross_entropy(logits, targets, reduction='sum'), len(targets)"
+
+
+class LossError(ConfigError):
+    """A loss that does not return a sum, a count and, if it likes, metrics."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The sum and the count of the loss and of each metric, by name, over all micro-batches of a step and all ranks."""
+
+    sums: dict[str, float]
+    counts: dict[str, float]
+    votes: float = 0.0  # of all ranks; see `StepLoss.reduce`
+
+    def means(self) -> dict[str, float]:
+        """Sum over count of each; NaN where nothing was counted."""
+        return {name: self.sums[name] / self.counts[name] if self.counts[name] else math.nan for name in self.sums}
+
+
+def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, tuple[Number, Number]]]:
+    """What to call backward on, and the sum and count of the loss and of each metric, without a graph.
+
+    Raises `LossError` where `loss` returns something else.
+    """
+    returned = loss(model, batch)
+    if not (isinstance(returned, tuple) and len(returned) in {2, 3}):
+        raise LossError(f"the loss should return a sum and a count, as in '{_EXAMPLE}'; found {_told(returned)}")
+    total, count, *rest = returned
+    metrics = rest[0] if rest else {}
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        raise LossError(
+            f"the first that the loss returns should be its sum, a tensor of one number, as in '{_EXAMPLE}'; "
+            f"found {_told(total)}"
+        )
+    if not _is_number(count):
+        raise LossError(f"the second that the loss returns should be how many it is a sum of; found {_told(count)}")
+    if not isinstance(metrics, Mapping) or LOSS in metrics:
+        raise LossError(
+            f"the third that the loss returns should be metrics, such as {{'accuracy': (right, count)}}, none called "
+            f"{LOSS!r}; found {_told(metrics)}"
+        )
+    for name, pair in metrics.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))):
+            raise LossError(f"metric {name!r} should be a sum and a count, as in (right, count); found {_told(pair)}")
+    pairs = {LOSS: (total, count), **metrics}
+    return total, {name: (_detached(a), _detached(b)) for name, (a, b) in pairs.items()}
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _detached(value: Number) -> Number:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _told(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_told, value))})"
+    return f"{value!r} ({type(value).__name__})"
+
+
+class StepLoss:
+    """A loss, called for each micro-batch of a step and added up over all of them and over all ranks.
+
+    The gradient should be that of sum over count of all ranks, but what the other ranks count is known only while
+    backward computes. So `forward` divides by the count that is *expected*, and `finish` multiplies the gradient by how
+    far that was off. Expected is about the count of the step before, as a power of two: dividing by it rounds nothing,
+    so the gradient has the same bits whatever was expected, and float16 has numbers of the size that it has for means.
+    """
+
+    def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
+        self.loss, self.world, self.precision = loss, world, precision or Precision(world=world)
+        self.names: tuple[str, ...] = ()
+        self.expected = 0.0
+        self._micro_batches = 1
+        self._parts: dict[str, tuple[Number, Number]] = {}
+        self._reduced: tuple[torch.Tensor, dist.Work | None] | None = None
+
+    def begin(self, micro_batches: int) -> None:
+        """A step of so many micro-batches on this rank begins. Nothing is left of one that has failed."""
+        self._micro_batches, self._parts, self._reduced = micro_batches, {}, None
+
+    def forward(self, model: Any, batch: Any, times: float = 1.0) -> torch.Tensor:
+        """The loss of one micro-batch, as a part of the mean over all ranks, times `precision.loss_scale` and `times`.
+
+        The first call is collective: what is wrong with the loss on some rank is raised on all, as `LossError`.
+        """
+        if self.names:
+            total, parts = self._call(model, batch)
+        else:
+            total, parts = self._first_call(model, batch)
+        if tuple(parts) != self.names:
+            raise LossError(f"the loss returned {', '.join(parts)}; before, it was {', '.join(self.names)}")
+        before = self._parts
+        self._parts = {name: _sum(before[name], pair) if before else pair for name, pair in parts.items()}
+        return total * (times * self.precision.loss_scale / self.expected)
+
+    def _call(self, model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, tuple[Number, Number]]]:
+        with self.precision.autocast():
+            return call_loss(self.loss, model, batch)
+
+    def _first_call(self, model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, tuple[Number, Number]]]:
+        total, problem = torch.empty(0), None
+        parts: dict[str, tuple[Number, Number]] = {}
+        try:
+            total, parts = self._call(model, batch)
+        except LossError as error:
+            problem = str(error)
+        count = float(parts[LOSS][1]) * self._micro_batches if parts else 0.0
+        of_ranks = all_gather(self.world, (problem, tuple(parts), count))
+        for rank, (told, names, _) in enumerate(of_ranks):
+            if told:
+                raise LossError(f"on rank {rank}, {told}")
+            if names != of_ranks[0][1]:
+                raise LossError(f"rank 0's loss returns {', '.join(of_ranks[0][1])}, rank {rank}'s {', '.join(names)}")
+        self.names = tuple(parts)
+        self.expected = self.expected or _power_of_two(sum(each for _, _, each in of_ranks))
+        return total, parts
+
+    def reduce(self, votes: float = 0.0) -> None:
+        """Begin to add up over the ranks. After the last forward, before its backward: it travels meanwhile.
+
+        `votes` are added up with it: a question to all ranks that costs no all-reduce of its own.
+        """
+        flat = [*(value for pair in self._parts.values() for value in pair), votes]
+        device = self.world.device
+        values = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).view(()) for value in flat])
+        work = dist.all_reduce(values, async_op=True) if self.world.size > 1 else None
+        self._reduced = values, work
+
+    def finish(self, parameters: Iterable[nn.Parameter]) -> Totals:
+        """The totals of all ranks. Corrects the gradients of `parameters`, which are those of the whole step by now.
+
+        Raises `ValueError`, on all ranks, where no rank has counted anything: there is no mean of nothing.
+        """
+        assert self._reduced is not None, "finish comes after reduce"
+        (values, work), self._reduced = self._reduced, None
+        if work is not None:
+            work.wait()
+        *numbers, votes = values.tolist()
+        sums, counts = (dict(zip(self.names, numbers[i::2], strict=True)) for i in range(2))
+        totals = Totals(sums, counts, votes)
+        count = totals.counts[LOSS]
+        if count == 0:
+            raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")
+        if count != self.expected:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, self.expected / count)
+            self.expected = _power_of_two(count)
+        return totals
+
+    def state_dict(self) -> dict[str, float]:
+        """The expected count, the same on all ranks: in float16, it has a say in what overflows."""
+        return {"expected": self.expected}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.expected = state["expected"]
+
+
+def _sum(a: tuple[Number, Number], b: tuple[Number, Number]) -> tuple[Number, Number]:
+    return _double(a[0]) + _double(b[0]), _double(a[1]) + _double(b[1])
+
+
+def _double(value: Number) -> Number:
+    return value.double() if isinstance(value, torch.Tensor) else value
+
+
+def _power_of_two(count: float) -> float:
+    """The one nearest to `count` on a logarithmic scale; 1 where that is nothing, infinite or not a number."""
+    return 2.0 ** round(math.log2(count)) if 0 < count < math.inf else 1.0

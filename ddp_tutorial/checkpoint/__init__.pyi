@@ -1,0 +1,9 @@
+from .checkpointer import Checkpointer as Checkpointer
+from .components import Component as Component
+from .components import RandomState as RandomState
+from .components import StateOf as StateOf
+from .manifest import CheckpointError as CheckpointError
+from .manifest import read_manifest as read_manifest
+from .manifest import verify as verify
+from .resuming import find_checkpoint as find_checkpoint
+from .resuming import latest_valid as latest_valid

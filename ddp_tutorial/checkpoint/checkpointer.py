@@ -1,0 +1,380 @@
+"""What survives: save and load the state of a run, exactly, on any number of ranks.
+
+    checkpointer = Checkpointer(folder, {"model": Component(model), "rng": Component(rng, "per_rank")}, world)
+    checkpointer.save(step)
+    manifest = checkpointer.load(latest(folder))
+
+A component is anything with `state_dict` and `load_state_dict`. Which ranks have the same of it decides who writes it:
+
+    replicated   all ranks have the same; rank 0 writes it, after a check that it really is the same
+    global       rank 0 has it for all
+    per_rank     each rank has its own
+    per_node     the ranks of one machine have the same
+    per_group    each group of `span` consecutive ranks has the same
+    sharded      each rank has a piece of every tensor (DTensor, as FSDP makes them); in a world of another size it has
+                 another piece
+
+All ranks agree on every step of saving and loading: if one fails, all raise, and the earlier checkpoints stay as they
+were. Files are compared with the manifest before anything is restored, and only tensors and plain values are read:
+nothing in a checkpoint is executed.
+"""
+
+import os
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ddp_tutorial.checkpoint.components import Component, OtherWorld, State
+from ddp_tutorial.checkpoint.manifest import (
+    MANIFEST,
+    SCHEMA,
+    CheckpointError,
+    Manifest,
+    Mode,
+    StoredComponent,
+    StoredFile,
+    folders,
+    name_of,
+    read_manifest,
+    sha256_of_json,
+    to_remove,
+    unpublish,
+    verify,
+)
+from ddp_tutorial.checkpoint.replicas import Check, agreed, assert_replicated
+from ddp_tutorial.checkpoint.storage import (
+    check_plain,
+    load_shards,
+    read_state,
+    sync_and_hash,
+    write_shards,
+    write_state,
+)
+from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero
+from ddp_tutorial.files import sync, write_json
+from ddp_tutorial.phases import phase
+from ddp_tutorial.world import World, require_group
+
+
+class Checkpointer:
+    """Saves and loads the `components` of one run, in `folder`. All methods but `close` are collective.
+
+    Keeps the `keep_last` newest checkpoints and the `keep_best` best by `metric`; `check` is how thoroughly replicated
+    state is compared between ranks (see `assert_replicated`), `config` what the manifest records of the run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        components: Mapping[str, Component],
+        world: World,
+        *,
+        config: Mapping[str, Any] | None = None,
+        check: Check = "tensor",
+        background: bool = False,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        metric: str = "eval_loss",
+        mode: Mode = "min",
+    ) -> None:
+        require_group(world)
+        if keep_last < 1:
+            raise ValueError(f"keep_last={keep_last}: the last checkpoint is what a run goes on from, so 1 or more")
+        self.folder, self.components, self.world = folder, dict(components), world
+        self.config, self.check, self.background = dict(config or {}), check, background
+        self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
+        self._pending: _Writer | None = None
+        self._memory: list[Any] = []
+        self._removing: threading.Thread | None = None
+
+    def clear_up(self) -> None:
+        """Remove the unfinished checkpoints that a killed run has left. Lock the folder first: see `files.locked`."""
+        if self.world.is_main:
+            _remove(list(self.folder.glob(".step_*.part")))
+
+    def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
+        """Write a checkpoint of `step`. With `background`, only copy the state, and let a thread write the copy.
+
+        Raises `CheckpointError` on all ranks if one rank cannot write its part; then nothing of it is left behind.
+        """
+        self.finish()
+        self.close()
+        with phase("save: copy" if self.background else "save: collect"):
+            states, sharded = self._states()
+        writer = _Writer(self, step, dict(metrics or {}), states)
+        try:
+            writer.write_sharded(sharded)
+        except CheckpointError:
+            writer.remove()
+            raise
+        self._pending = writer
+        if self.background:
+            writer.start()
+        else:
+            writer.run()
+            self.finish()
+
+    @property
+    def is_writing(self) -> bool:
+        """Is a background save still being written, on this rank?"""
+        return self._pending is not None and not self._pending.done
+
+    def poll(self) -> None:
+        """Publish a background save if all ranks have written their part. Call it after each step.
+
+        An error of the background is raised here, on all ranks.
+        """
+        if self._pending is not None and not any_rank(self.world, self.is_writing):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a background save on all ranks, publish it, and remove the checkpoints that need not be kept."""
+        writer, self._pending = self._pending, None
+        if writer is not None:
+            writer.join()
+            writer.publish()
+            self._prune()
+
+    def load(self, folder: Path, leave_out: Sequence[str] = ()) -> Manifest:
+        """Restore all components from the checkpoint in `folder`, except those that `leave_out` names.
+
+        Raises `CheckpointError` on all ranks, before anything has been restored, where files are damaged, where a
+        component is missing in the checkpoint or in this run, and where a component saved on another number of ranks
+        cannot be restored on this one.
+        """
+        with phase("load"):
+            manifest, restores = agreed(self.world, lambda: self._read(folder, leave_out))
+            for restore in restores:
+                restore()
+        checked: Manifest = manifest
+        return checked
+
+    def close(self) -> None:
+        """Wait for this rank's background threads. A save that `finish` has not waited for is not published."""
+        if self._pending is not None:
+            self._pending.join()
+            self._pending = None
+        if self._removing is not None:
+            self._removing.join()
+            self._removing = None
+
+    def _states(self) -> tuple[dict[str, State], dict[str, State]]:
+        """The states that this rank has to write, after the checks; those of sharded components apart."""
+        states = {name: dict(component.thing.state_dict()) for name, component in self.components.items()}
+        agreed(self.world, lambda: check_plain(states))
+        if self.check != "none":
+            for name, component in self.components.items():
+                if component.shared not in {"global", "sharded"} and self.world.size > 1:
+                    assert_replicated(self.world, name, states[name], component.ranks_alike(self.world), self.check)
+        sharded = {name: states.pop(name) for name, part in self.components.items() if part.shared == "sharded"}
+        owned = {
+            name: state
+            for name, state in states.items()
+            if self.world.rank % self.components[name].ranks_alike(self.world) == 0
+        }
+        return (self._copied(owned) if self.background else owned), sharded
+
+    def _copied(self, states: dict[str, State]) -> dict[str, State]:
+        """A copy on the CPU, in the memory of the last copy where it fits: new memory takes several times as long."""
+        values, structure = tree_flatten(states)
+        before = self._memory if len(self._memory) == len(values) else [None] * len(values)
+        self._memory = [_copy(value, old) for value, old in zip(values, before, strict=True)]
+        copied: dict[str, State] = tree_unflatten(self._memory, structure)
+        return copied
+
+    def _read(self, folder: Path, leave_out: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
+        """Check the checkpoint and read what this rank needs of it; returns the calls that restore it."""
+        manifest = read_manifest(folder)
+        if unknown := set(leave_out) - set(self.components):
+            raise CheckpointError(f"{sorted(unknown)[0]!r} is no component of this run: {', '.join(self.components)}")
+        wanted = [name for name in self.components if name not in leave_out]
+        for name in wanted:
+            if name not in manifest.components:
+                raise CheckpointError(f"{folder} has no {name!r}; to go on without, leave it out by name")
+        for name in manifest.components:
+            if name not in self.components and name not in leave_out:
+                raise CheckpointError(f"{folder} has {name!r}, which this run has no use for")
+        if problems := verify(folder):
+            raise CheckpointError("; ".join(problems))
+        return manifest, [self._restore(folder, manifest, name) for name in wanted]
+
+    def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
+        """The call that restores one component. Its file is read already; sharded tensors are read by the call itself,
+        because all ranks read them together."""
+        component, stored = self.components[name], manifest.components[name]
+        thing, alike = component.thing, component.ranks_alike(self.world)
+        if stored.shared != component.shared:
+            raise CheckpointError(f"{folder} has {name!r} {stored.shared}, and here it is {component.shared}")
+        if stored.shared == "sharded":
+            return partial(load_shards, folder / name, thing)
+        if len(stored.files) == self.world.size // alike:
+            return partial(thing.load_state_dict, read_state(folder / stored.files[self.world.rank // alike].path))
+        if not isinstance(thing, OtherWorld):
+            raise CheckpointError(
+                f"{name!r} is {stored.shared}: {folder} has it for {manifest.world_size} ranks, and it cannot be "
+                f"given to {self.world.size}. To go on without, leave it out by name."
+            )
+        states = [read_state(folder / file.path) for file in stored.files]
+        return partial(thing.load_from_other_world, states, manifest.step)
+
+    def _prune(self) -> None:
+        """Remove the checkpoints that need not be kept: rank 0 takes their names away, a thread deletes the files."""
+        if self.world.is_main:
+            metrics = {}
+            for path in folders(self.folder):
+                try:
+                    metrics[path] = read_manifest(path).metrics.get(self.metric)
+                except CheckpointError:
+                    continue  # damaged, or of a newer version: leave it for a person to look at
+            gone = [unpublish(path) for path in to_remove(metrics, self.keep_last, self.keep_best, self.mode)]
+            self._removing = threading.Thread(target=_remove, args=(gone,), name="remove checkpoints", daemon=True)
+            self._removing.start()
+
+
+class _Writer:
+    """Writes one checkpoint: this rank's files into a temporary folder, which gets the checkpoint's name at the end.
+
+    `run` may be in a thread, so it enters no collective; `write_sharded` and `publish` do, in the main thread.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer, step: int, metrics: dict[str, Any], states: dict[str, State]
+    ) -> None:
+        self.checkpointer, self.world = checkpointer, checkpointer.world
+        self.step, self.metrics, self.states = step, metrics, states
+        self.path = checkpointer.folder / name_of(step)
+        self.temporary: Path = from_rank_zero(
+            self.world, checkpointer.folder / f".{name_of(step)}.{os.getpid()}.{time.time_ns()}.part"
+        )
+        self.shards: dict[str, list[Path]] = {}
+        self.files: dict[str, list[StoredFile]] = {}
+        self.error: Exception | None = None
+        self.done = False
+        self._thread: threading.Thread | None = None
+
+    def write_sharded(self, states: Mapping[str, State]) -> None:
+        """Write the sharded components now, also of a background save: ranks write them together."""
+        for name, state in states.items():
+            folder = self.temporary / name
+            with phase("save: write"):
+                agreed(self.world, partial(write_shards, folder, state, self.world))
+            self.shards[name] = sorted(folder.iterdir())[self.world.rank :: self.world.size]
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def run(self) -> None:
+        """Write this rank's files, and wait until they have reached the disk. `publish` raises the error, if any."""
+        try:
+            self.temporary.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor() as pool:  # while one file is hashed, the next one is written
+                records = [(name, pool.submit(self._record, path)) for name, path in self._write()]
+            for name, record in records:
+                self.files.setdefault(name, []).append(record.result())
+        except Exception as error:
+            self.error = error
+        self.done = True
+
+    def _write(self) -> Iterator[tuple[str, Path]]:
+        """The name and path of each of this rank's files, as soon as it is written; shards have been written before."""
+        for name, paths in self.shards.items():
+            for path in paths:
+                yield name, path
+        for name, state in self.states.items():
+            alike = self.checkpointer.components[name].ranks_alike(self.world)
+            stem = name if alike == self.world.size else f"{name}.rank_{self.world.rank}"
+            with phase("save: write"):
+                path = write_state(self.temporary / stem, state)
+            yield name, path
+
+    def _record(self, path: Path) -> StoredFile:
+        """Wait until a file has reached the disk, and return what the manifest says of it."""
+        with phase("save: sync"):
+            sha256 = sync_and_hash(path)
+        where = path.relative_to(self.temporary).as_posix()
+        return StoredFile(path=where, rank=self.world.rank, nbytes=path.stat().st_size, sha256=sha256)
+
+    def publish(self) -> None:
+        """When all ranks have written: add the manifest, then rename the folder. If one has failed, remove it all."""
+        try:
+            agreed(self.world, self._raise_error)
+            files_of_ranks = all_gather(self.world, self.files)
+            agreed(self.world, lambda: self._rename(files_of_ranks) if self.world.is_main else None)
+        finally:
+            self.remove()
+
+    def remove(self) -> None:
+        """Delete the temporary folder. After a successful `publish` it has another name, and nothing is deleted."""
+        if self.world.is_main:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _rename(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:
+        with phase("save: manifest"):
+            write_json(self.temporary / MANIFEST, self._manifest(files_of_ranks).sealed())
+        with phase("save: rename"):
+            replaced = [unpublish(self.path)] if self.path.exists() else []  # of the same step, before a restart
+            self.temporary.rename(self.path)
+            sync(self.path.parent)
+            _remove(replaced)
+
+    def _manifest(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> Manifest:
+        config = self.checkpointer.config
+        components = {
+            name: StoredComponent(
+                shared=component.shared,
+                span=component.ranks_alike(self.world),
+                files=[file for files in files_of_ranks for file in files.get(name, [])],
+            )
+            for name, component in self.checkpointer.components.items()
+        }
+        return Manifest(
+            schema_version=SCHEMA,
+            step=self.step,
+            world_size=self.world.size,
+            versions=_versions(),
+            config=config,
+            config_sha256=sha256_of_json(config),
+            metrics=self.metrics,
+            components=components,
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "ddp_tutorial": version("ddp_tutorial"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _copy(value: Any, memory: Any) -> Any:
+    """A tensor's copy on the CPU, in `memory` if that has its shape and dtype; any other value as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(memory, torch.Tensor) and memory.shape == value.shape and memory.dtype == value.dtype:
+        return memory.copy_(value.detach())
+    return value.detach().to("cpu", copy=True)
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,198 @@
+"""What a checkpoint is on the disk: a folder with a manifest, which is written last. Never imports torch.
+
+    runs/NAME/checkpoints/step_00000050/
+        model.safetensors  optimizer.pt  rng.rank_0.pt  rng.rank_1.pt ...
+        manifest.json      step, world size, versions, config, and for each file its size and its sha256
+
+A checkpoint is written under another name and renamed when everything in it has reached the disk. So a folder with this
+name and a manifest is complete; `verify` finds out whether its files have been damaged since.
+"""
+
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ddp_tutorial.config import FailedError
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # the folder, in that of a run, where its checkpoints are
+_NAME = re.compile(r"step_(\d{8,})")
+_PIECE = 1 << 20  # bytes that are read at a time
+
+
+class CheckpointError(FailedError):
+    """A checkpoint cannot be written, read, or used here."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class StoredFile(_Record):
+    """One file of a checkpoint: its path in the folder, the rank that wrote it, its size and its sha256."""
+
+    path: str
+    rank: int
+    nbytes: int
+    sha256: str
+
+
+class StoredComponent(_Record):
+    """One component: how ranks shared it (see `Component`), and its files in the order of the ranks that wrote them."""
+
+    shared: str
+    span: int
+    files: list[StoredFile]
+
+
+class Manifest(_Record):
+    """What a checkpoint says about itself."""
+
+    schema_version: int
+    step: int
+    world_size: int
+    versions: dict[str, str]
+    config: dict[str, Any]
+    config_sha256: str
+    metrics: dict[str, float | None]
+    components: dict[str, StoredComponent]
+
+    def sealed(self) -> dict[str, Any]:
+        """The content of the file: all fields, and a checksum of them."""
+        content = self.model_dump()
+        return content | {"sha256": sha256_of_json(content)}
+
+    @property
+    def files(self) -> list[StoredFile]:
+        return [file for component in self.components.values() for file in component.files]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+def name_of(step: int) -> str:
+    """The name of the folder of a step."""
+    return f"step_{step:08}"
+
+
+def folders(parent: Path) -> list[Path]:
+    """The checkpoints in `parent`, lowest step first. A folder without a manifest is none; no file is opened."""
+    found = {
+        int(match[1]): path
+        for path in (parent.iterdir() if parent.is_dir() else ())
+        if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    }
+    return [found[step] for step in sorted(found)]
+
+
+def latest(parent: Path) -> Path | None:
+    """The checkpoint with the highest step, whatever its date. Whether it is valid is for `verify` to say."""
+    return next(reversed(folders(parent)), None)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises `CheckpointError` for a folder that is no checkpoint, and for a manifest that this version cannot read."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no checkpoint: there is no {MANIFEST} in it") from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: it is no object")
+    version, seal = content.get("schema_version"), content.pop("sha256", None)
+    if isinstance(version, int) and version > SCHEMA:
+        raise CheckpointError(
+            f"{folder} was written by a newer version (schema {version}; this one knows up to {SCHEMA}). "
+            "Update ddp_tutorial to read it."
+        )
+    if seal != sha256_of_json(content):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: its checksum is not the one in it")
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {where}: {first['msg']}") from None
+    if any(Path(file.path).is_absolute() or ".." in Path(file.path).parts for file in manifest.files):
+        raise CheckpointError(f"{folder / MANIFEST} names files outside of its folder")
+    return manifest
+
+
+def verify(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, a line for each file; an empty list if all is as it was written."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    return [problem for file in manifest.files if (problem := _problem(folder, file))]
+
+
+def _problem(folder: Path, file: StoredFile) -> str | None:
+    path = folder / file.path
+    if not path.is_file():
+        return f"{path} is missing"
+    if (nbytes := path.stat().st_size) != file.nbytes:
+        return f"{path} has {nbytes:,} bytes and should have {file.nbytes:,}"
+    if sha256_of(path) != file.sha256:
+        return f"{path} is damaged: its checksum is not the one in the manifest"
+    return None
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def sha256_of_json(content: Mapping[str, Any]) -> str:
+    """The sha256 of `content` as JSON; the order of its keys does not matter."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Settings that differ: by dotted name, the value in `before` and the one in `now`, None where it is missing."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[f"{prefix}{key}"] = (old, new)
+    return found
+
+
+Mode = Literal["min", "max"]
+
+
+def to_remove(
+    metrics: Mapping[Path, float | None], keep_last: int, keep_best: int, mode: Mode, spared: Iterable[Path] = ()
+) -> list[Path]:
+    """Which checkpoints to remove: all but the last `keep_last`, the `keep_best` best by their metric, and `spared`.
+
+    `metrics` has the value of each checkpoint, in the order of their steps. None and NaN are worse than any number.
+    """
+    last = list(metrics)[-keep_last:] if keep_last else []
+    sign = 1 if mode == "min" else -1
+    numbers = {path: value for path, value in metrics.items() if value is not None and not math.isnan(value)}
+    best = sorted(numbers, key=lambda path: sign * numbers[path])[:keep_best]
+    stay = {*last, *best, *spared}
+    return [path for path in metrics if path not in stay]
+
+
+def unpublish(folder: Path) -> Path:
+    """Rename a checkpoint so that it is none any more, and return its new path: quick, where deleting may be slow."""
+    (folder / MANIFEST).unlink(missing_ok=True)  # first: what is being deleted must not look like a checkpoint
+    return folder.rename(folder.with_name(f".{folder.name}.{time.time_ns()}.part"))

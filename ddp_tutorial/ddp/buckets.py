@@ -1,0 +1,91 @@
+"""Gradients that are sent together. Which parameter goes into which bucket is pure arithmetic: `assign_buckets`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+MIB = 2**20
+
+
+def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, first_cap: float) -> list[list[int]]:
+    """Cut the sequence of gradients, in the order in which they become ready, into buckets; returns indices.
+
+    A bucket is closed as soon as it holds `cap` bytes (`first_cap` for the first), so its last gradient may exceed the
+    cap, and no gradient is cut in two; torch has the same rule. All gradients of a bucket are of one kind (dtype and
+    device), and each kind has a first bucket. Buckets come in the order in which they are complete.
+
+    The first should be small: the earlier it is full, the earlier the first all-reduce can start.
+    """
+    buckets: list[list[int]] = []
+    open_bucket: dict[object, list[int]] = {}
+    held: dict[object, int] = {}
+    cap_of: dict[object, float] = {}
+    for index, kind in enumerate(kinds):
+        open_bucket.setdefault(kind, []).append(index)
+        held[kind] = held.get(kind, 0) + nbytes[index]
+        if held[kind] >= cap_of.get(kind, first_cap):
+            buckets.append(open_bucket.pop(kind))
+            held[kind], cap_of[kind] = 0, cap
+    rest = sorted(open_bucket.values(), key=lambda bucket: bucket[-1])
+    return buckets + rest
+
+
+@dataclass
+class Bucket:
+    """One flat buffer for several gradients, and a view of it for each of them, in the order of the buffer."""
+
+    name: str
+    buffer: torch.Tensor
+    names: list[str]
+    parameters: list[nn.Parameter]
+    views: list[torch.Tensor]
+
+    @staticmethod
+    def of(name: str, named: Sequence[tuple[str, nn.Parameter]]) -> "Bucket":
+        """A bucket of zeros for these parameters, which are all of one dtype and device."""
+        names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        sizes = [parameter.numel() for parameter in parameters]
+        buffer = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        views = [piece.view(p.shape) for piece, p in zip(buffer.split(sizes), parameters, strict=True)]
+        return Bucket(name, buffer, names, parameters, views)
+
+    @torch.no_grad()
+    def collect(self, place: int, world_size: int) -> None:
+        """Copy the gradient of parameter `place` into the buffer, divided by the world size: the sum will be the mean.
+
+        Divided before the sum, so that a sum in half precision does not overflow. Afterwards `.grad` is the view, so
+        the gradient is in memory once.
+        """
+        parameter, view = self.parameters[place], self.views[place]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+            return
+        check_dense(self.names[place], gradient)
+        if gradient.data_ptr() == view.data_ptr() and gradient.numel():  # it is the view, since the last step
+            view.mul_(1 / world_size)
+        else:
+            torch.mul(gradient, 1 / world_size, out=view)
+        parameter.grad = view
+
+
+def check_dense(name: str, gradient: torch.Tensor | None) -> None:
+    """Raise `ValueError` for a sparse gradient: it holds only some rows, and other ranks have other rows."""
+    if gradient is not None and gradient.is_sparse:
+        raise ValueError(f"parameter {name!r} has a sparse gradient: build its layer with sparse=False")
+
+
+def make_buckets(
+    parameters: Sequence[tuple[str, nn.Parameter]], cap: float = float("inf"), first_cap: float | None = None
+) -> list[Bucket]:
+    """Buckets of `cap` bytes for the named parameters, in the order given; without a cap, one for each dtype."""
+    tensors = [parameter for _, parameter in parameters]
+    groups = assign_buckets(
+        [tensor.nbytes for tensor in tensors],
+        [(tensor.dtype, tensor.device) for tensor in tensors],
+        cap,
+        cap if first_cap is None else first_cap,
+    )
+    return [Bucket.of(f"bucket {number}", [parameters[i] for i in group]) for number, group in enumerate(groups)]

@@ -1,0 +1,191 @@
+"""What carries gradients between ranks: a link with a latency and a bandwidth, the machine's own or a simulated one.
+
+The alpha-beta model (Hockney, 1994) says that a message of n bytes takes alpha + n / beta seconds, with the latency
+alpha and the bandwidth beta. `fit_link` estimates both from measurements. `SimulatedLink` delays all-reduces so that
+they take as long as on a link with a given latency and bandwidth, to study slow networks on one machine.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, require_group
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """The alpha-beta model of a link: `latency` in seconds per message, `bandwidth` in bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+    def __str__(self) -> str:
+        return f"{self.latency * 1e3:g} ms, {self.bandwidth / 1e6:g} MB/s"
+
+    def seconds(self, nbytes: float, rounds: float = 1) -> float:
+        """The time of `rounds` messages one after another, with `nbytes` in all of them together."""
+        return rounds * self.latency + nbytes / self.bandwidth
+
+    def ring_seconds(self, nbytes: float, size: int) -> float:
+        """A ring all-reduce of `nbytes` over `size` ranks: 2 (N - 1) rounds of a chunk of nbytes / N."""
+        rounds = 2 * (size - 1)
+        return self.seconds(rounds * nbytes / size, rounds)
+
+    def tree_seconds(self, nbytes: float, size: int) -> float:
+        """A tree all-reduce: 2 log2 N rounds, rounded up, of all `nbytes`."""
+        rounds = 2 * math.ceil(math.log2(size))
+        return self.seconds(rounds * nbytes, rounds)
+
+
+def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> LinkModel:
+    """The latency and bandwidth that fit measurements best: `seconds[i]` for `rounds[i]` messages one after another,
+    with `nbytes[i]` in all of them together.
+
+    Least squares of the relative error, so that small messages count as much as large ones. Raises `ValueError` where
+    the measurements do not determine both numbers, for example because all have the same size.
+    """
+    measured = np.asarray(seconds, dtype=float)
+    if not np.all(measured > 0):
+        raise ValueError(f"a measured time should be above zero; found {measured.min()} seconds")
+    columns = np.column_stack([rounds, nbytes]) / measured[:, None]
+    scale = np.linalg.norm(columns, axis=0)
+    rank, per_byte = 0, 0.0
+    if scale.all():
+        columns /= scale
+        (latency, per_byte), _, rank, _ = np.linalg.lstsq(columns, np.ones_like(measured), rcond=1e-6)
+    if rank < 2 or per_byte <= 0:
+        raise ValueError(
+            f"{len(measured)} measurements do not determine a latency and a bandwidth. "
+            "Measure at least two sizes, one of them large enough to take clearly longer."
+        )
+    if latency < 0:  # then fit the bandwidth alone
+        latency, per_byte = 0.0, columns[:, 1].sum()
+    return LinkModel(float(latency / scale[0]), float(scale[1] / per_byte))
+
+
+class Transfer(NamedTuple):
+    """One all-reduce that a link has carried; times are in seconds of the machine's monotonic clock."""
+
+    name: str
+    nbytes: int
+    issued: float
+    start: float
+    end: float
+
+
+class Link(Protocol):
+    """Carries all-reduces, in the order in which they are started; every rank must start the same ones.
+
+    `observer` is called with each one that has ended.
+    """
+
+    observer: Callable[[Transfer], object] | None
+
+    def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
+        """Start summing `tensor` over all ranks, in place. The future's value is the tensor, once it is summed."""
+        ...
+
+
+class DirectLink:
+    """The machine's own link: `torch.distributed`'s all-reduce, through NCCL or gloo."""
+
+    def __init__(self, world: World) -> None:
+        require_group(world)
+        self.world = world
+        self.observer: Callable[[Transfer], object] | None = None
+
+    def __str__(self) -> str:
+        return "direct link"
+
+    def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
+        """Start summing `tensor` over all ranks, in place."""
+        if self.world.size == 1:
+            return _done(tensor)
+        issued = time.monotonic()
+
+        def arrived(reduced: Future[list[torch.Tensor]]) -> torch.Tensor:
+            reduced.value()  # raises if it failed, which `then` alone would not
+            if self.observer is not None:
+                self.observer(Transfer(name, tensor.nbytes, issued, issued, time.monotonic()))
+            return tensor
+
+        return dist.all_reduce(tensor, async_op=True).get_future().then(arrived)
+
+
+class SimulatedLink:
+    """A link slowed down to `model`: each all-reduce over N ranks takes as long as a ring would, 2 (N - 1) latencies
+    and the time for 2 (N - 1) / N of its bytes, counted from when the last rank has joined it and the one before ended.
+
+    A thread computes the sum with a real all-reduce, then sleeps until that time is over; meanwhile the rank goes on
+    computing, as it does beside a network card. `overruns` counts the all-reduces that really took longer than the
+    model says: a simulated link cannot be faster than the machine. Only for ranks on the CPU of one machine, whose
+    monotonic clock they share.
+    """
+
+    def __init__(self, world: World, model: LinkModel, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+        require_group(world)
+        if world.device.type != "cpu" or world.local_size != world.size:
+            raise ConfigError(f"a simulated link connects ranks on the CPU of one machine; this is {world}")
+        self.world, self.model = world, model
+        self.observer: Callable[[Transfer], object] | None = None
+        self.overruns = 0
+        self._free = 0.0  # when the link is free for the next all-reduce; the same time on all ranks
+        self._queue: SimpleQueue[tuple[torch.Tensor, str, float, Future[torch.Tensor]]] = SimpleQueue()
+        # A group of its own: in a shared one, the main thread's collectives could come before this thread's on one rank
+        # and after them on another.
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None
+        if world.size > 1:
+            threading.Thread(target=self._carry, name="simulated link", daemon=True).start()
+
+    def __str__(self) -> str:
+        return f"simulated link: {self.model}"
+
+    def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
+        """Start summing `tensor` over all ranks, in place."""
+        if self.world.size == 1:
+            return _done(tensor)
+        future: Future[torch.Tensor] = Future()
+        self._queue.put((tensor, name, time.monotonic(), future))
+        return future
+
+    def _carry(self) -> None:
+        while True:
+            tensor, name, issued, future = self._queue.get()
+            try:
+                self._carry_one(tensor, name, issued)
+            except Exception as error:  # raised in the main thread, when it waits for the future
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(tensor)
+
+    def _carry_one(self, tensor: torch.Tensor, name: str, issued: float) -> None:
+        joined = torch.tensor(issued, dtype=torch.float64)
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)  # when did the last rank join in?
+        start = max(float(joined), self._free)
+        end = start + self.model.ring_seconds(tensor.nbytes, self.world.size)
+        dist.all_reduce(tensor, group=self._group)
+        left = end - time.monotonic()
+        if left < 0:
+            self.overruns += 1
+        else:
+            time.sleep(left)
+        self._free = end
+        if self.observer is not None:
+            self.observer(Transfer(name, tensor.nbytes, issued, start, time.monotonic()))
+
+
+def _done(tensor: torch.Tensor) -> Future[torch.Tensor]:
+    future: Future[torch.Tensor] = Future()
+    future.set_result(tensor)
+    return future

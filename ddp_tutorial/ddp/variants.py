@@ -1,0 +1,409 @@
+"""Four ways to average gradients over ranks, behind one small interface: `forward`, `no_sync`, `finish`.
+
+    model = data_parallel(module, world, DDPConfig(variant="bucket"))
+    with model.no_sync():                  # all micro-batches of a step but the last
+        loss(model(first)).backward()
+    loss(model(last)).backward()
+    model.finish()                         # now every rank holds the mean of all ranks' gradients
+    optimizer.step()
+
+`NaiveDDP` and `FlatDDP` send gradients after backward, `BucketDDP` while backward is still running; `TorchDDP` is
+torch's own. Backward computes the gradient of this rank's loss; `finish` leaves the mean over ranks in `.grad`.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Literal, cast
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, model_validator
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_tutorial.collectives import all_gather, broadcast_tensors, from_rank_zero
+from ddp_tutorial.config import Config
+from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
+from ddp_tutorial.ddp.hooks import Cast, Hook, Pending, Plain, PowerSGD
+from ddp_tutorial.ddp.link import DirectLink, Link, LinkModel, SimulatedLink
+from ddp_tutorial.world import World, require_group
+
+
+class LinkConfig(Config):
+    """The latency and the bandwidth of a simulated link; see `SimulatedLink`."""
+
+    latency_ms: float = Field(0.1, ge=0)
+    megabytes_per_second: float = Field(100.0, gt=0)
+
+    def model(self) -> LinkModel:
+        return LinkModel(self.latency_ms / 1e3, self.megabytes_per_second * 1e6)
+
+
+class DDPConfig(Config):
+    """Which variant, and its options, named as torch names them where torch has them."""
+
+    variant: Literal["naive", "flat", "bucket", "torch"] = "torch"
+    bucket_cap_mb: float | None = Field(None, gt=0, description="MiB in a bucket; default 25, and 1 for the first")
+    find_unused_parameters: bool = Field(False, description="allow parameters that get no gradient in a step")
+    sync_buffers: bool = Field(True, description="broadcast rank 0's buffers, such as BatchNorm's, each step")
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = Field("none", description="how buckets are compressed")
+    powersgd_rank: int = Field(2, ge=1)
+    static_graph: bool = Field(False, description="torch only: every step uses the same parameters")
+    gradient_as_bucket_view: bool = Field(True, description="torch only; our buckets always are")
+    device_ids: list[int] | None = Field(None, description="torch only; default: the rank's own GPU, if it has one")
+    simulated_link: LinkConfig | None = Field(None, description="slow all-reduces down to this link")
+
+    @model_validator(mode="after")
+    def _options_belong_to_the_variant(self) -> "DDPConfig":
+        changed = {
+            name for name in self.model_fields_set if getattr(self, name) != type(self).model_fields[name].default
+        }
+        for options, variants in _ONLY.items():
+            for name in sorted(changed & options):
+                if self.variant not in variants:
+                    raise ValueError(f"'{name}' is an option of variant {' or '.join(variants)}, not of {self.variant}")
+        if "powersgd_rank" in changed and self.hook != "powersgd":
+            raise ValueError(f"'powersgd_rank' is an option of hook powersgd, not of hook {self.hook}")
+        if self.variant == "torch" and self.hook == "powersgd":
+            raise ValueError(
+                "'hook' powersgd needs variant=bucket: it starts a second all-reduce when the first has ended. All "
+                "ranks must start them in the same order, which our buckets ensure and torch's on gloo do not"
+            )
+        return self
+
+
+_ONLY = {
+    frozenset({"static_graph", "gradient_as_bucket_view", "device_ids"}): ("torch",),
+    frozenset({"bucket_cap_mb", "hook", "powersgd_rank"}): ("bucket", "torch"),
+}
+
+
+class DataParallel(ABC):
+    """A model of which every rank has a copy that it trains on its own part of the batch.
+
+    Not an `nn.Module`: the model is `.module`, and its state dict is the one to save. Constructing is collective: the
+    ranks compare their models, and start with rank 0's weights and buffers.
+    """
+
+    link: Link | None = None  # what carries the gradients; None where torch's C++ code sends them by itself
+
+    def __init__(
+        self, module: nn.Module, world: World, *, find_unused_parameters: bool = False, sync_buffers: bool = True
+    ) -> None:
+        sync_initial_state(module, world)
+        self.module, self.world = module, world
+        self.find_unused_parameters = find_unused_parameters
+        # A tied parameter has several names and is listed once; a frozen one has no gradient to average.
+        self.trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.sync_buffers = sync_buffers
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.forward(*inputs, **named)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's output on this rank's inputs."""
+        return self.module(*inputs, **named)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward and backward inside add to this rank's gradients, without any communication."""
+        yield
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that `finish` broadcasts. Listed anew each time: `self.count = self.count + 1` replaces one."""
+        return list(self.module.buffers()) if self.sync_buffers else []
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Call it after the last backward of a step: every `.grad` becomes the mean over all ranks, and rank 0's
+        buffers are broadcast. Collective.
+
+        Raises `RuntimeError`, on all ranks, where a parameter has no gradient on some rank, unless
+        `find_unused_parameters` allows it. Then it counts as zero on that rank; a parameter that no rank has used has
+        no gradient afterwards.
+        """
+
+
+class NaiveDDP(DataParallel):
+    """The simplest version: after backward, one all-reduce for each parameter, one after another."""
+
+    link: Link
+
+    def __init__(self, module: nn.Module, world: World, link: Link, **options: bool) -> None:
+        super().__init__(module, world, **options)
+        self.link = link
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for name, parameter in agree_on_used(self, self.link):
+            check_dense(name, parameter.grad)
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            parameter.grad /= self.world.size
+            self.link.all_reduce(parameter.grad, name).wait()
+        broadcast_tensors(self.world, self.buffers)
+
+
+class FlatDDP(DataParallel):
+    """All gradients in one flat buffer: one all-reduce after backward, so its latency is paid once."""
+
+    link: Link
+
+    def __init__(self, module: nn.Module, world: World, link: Link, **options: bool) -> None:
+        super().__init__(module, world, **options)
+        self.link = link
+        self.buckets = make_buckets(self.trainable)  # one for each dtype and device
+
+    def finish(self) -> None:
+        used = agree_on_used(self, self.link)
+        for bucket in self.buckets:
+            for place in range(len(bucket.parameters)):
+                bucket.collect(place, self.world.size)
+            self.link.all_reduce(bucket.buffer, bucket.name).wait()
+        assign_grads(self.buckets, used)
+        broadcast_tensors(self.world, self.buffers)
+
+
+class BucketDDP(DataParallel):
+    """Buckets whose all-reduce starts as soon as they are full, while backward goes on with the layers below.
+
+    Backward reaches the last layers first, so the first bucket has the parameters that were registered last. After the
+    first step the buckets are cut anew, in the order in which gradients arrived. All ranks start the same buckets in
+    the same order, whatever order their own gradients come in: all-reduces are matched by order, not by name.
+    """
+
+    link: Link
+
+    def __init__(
+        self, module: nn.Module, world: World, hook: Hook, *, bucket_cap_mb: float | None = None, **options: bool
+    ) -> None:
+        super().__init__(module, world, **options)
+        self.hook, self.link = hook, hook.link
+        self.cap = (25 if bucket_cap_mb is None else bucket_cap_mb) * MIB
+        self.first_cap = MIB if bucket_cap_mb is None else self.cap
+        self._sync = True
+        self._rebuilt = False
+        self._build(range(len(self.trainable))[::-1])
+        for index, (_, parameter) in enumerate(self.trainable):
+            parameter.register_post_accumulate_grad_hook(partial(_arrive_at, WeakMethod(self._arrive), index))
+
+    def _build(self, order: Sequence[int]) -> None:
+        """Cut the parameters into buckets, in the order of these indices."""
+        self.buckets = make_buckets([self.trainable[index] for index in order], self.cap, self.first_cap)
+        slots = {name: (b, s) for b, bucket in enumerate(self.buckets) for s, name in enumerate(bucket.names)}
+        self._slot = [slots[name] for name, _ in self.trainable]
+        self._expect()
+
+    def _expect(self) -> None:
+        """Begin a step: no gradient has arrived, and no bucket is under way."""
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._arrived: dict[int, None] = {}  # a set that keeps its order
+        self._pending: list[Pending] = []
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self._arrived and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a forward came after a backward that no finish() has ended. Call finish() before the optimiser's "
+                "step, or run all but the last backward of a step inside no_sync()."
+            )
+        return super().forward(*inputs, **named)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _arrive(self, index: int, parameter: nn.Parameter) -> None:
+        """Called by autograd as soon as `parameter.grad` is complete for this backward."""
+        if index in self._arrived:  # its bucket may be under way, and adding to it, in no_sync too, would spoil the sum
+            raise RuntimeError(
+                f"parameter {self.trainable[index][0]!r} got a second gradient before finish(). Run all but the last "
+                "backward of a step inside no_sync()."
+            )
+        if not self._sync:
+            return
+        self._arrived[index] = None
+        self._fill_slot(index)
+
+    def _fill_slot(self, index: int) -> None:
+        """Put a gradient into its bucket, then start every bucket that is complete and whose turn has come."""
+        bucket, slot = self._slot[index]
+        self.buckets[bucket].collect(slot, self.world.size)
+        self._missing[bucket] -= 1
+        while (following := len(self._pending)) < len(self.buckets) and not self._missing[following]:
+            self._pending.append(self.hook.start(self.buckets[following]))
+
+    def finish(self) -> None:
+        try:
+            for index in range(len(self.trainable)):
+                if index not in self._arrived:  # unused in this backward; an earlier micro-batch may have used it
+                    self._fill_slot(index)
+            try:
+                used = agree_on_used(self, self.link)
+            finally:  # after an error too: no bucket may be under way when the next backward begins
+                for pending in self._pending:
+                    pending.wait()
+            assign_grads(self.buckets, used)
+            if not self._rebuilt:
+                self._rebuild()
+        finally:
+            self._expect()
+        broadcast_tensors(self.world, self.buffers)
+
+    def _rebuild(self) -> None:
+        """Cut the buckets in the order in which rank 0's gradients arrived, then those that did not arrive."""
+        self._rebuilt = True
+        never = [index for index in range(len(self.trainable))[::-1] if index not in self._arrived]
+        self._build(from_rank_zero(self.world, [*self._arrived, *never]))
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is not None:  # a view of an old bucket, whose memory can then be freed
+                    parameter.grad = view.copy_(parameter.grad)
+
+
+def _arrive_at(arrive: WeakMethod[Callable[[int, nn.Parameter], None]], index: int, parameter: nn.Parameter) -> None:
+    """The hook of a parameter. It outlives its `BucketDDP`, and then does nothing: the module may be wrapped anew."""
+    if (method := arrive()) is not None:
+        method(index, parameter)
+
+
+class TorchDDP(DataParallel):
+    """torch's own `DistributedDataParallel`. Its backward waits for the all-reduces, so `finish` does nothing."""
+
+    def __init__(self, module: nn.Module, world: World, config: DDPConfig, hook: Hook | None = None) -> None:
+        super().__init__(
+            module,
+            world,
+            find_unused_parameters=config.find_unused_parameters,
+            sync_buffers=False,  # torch does that itself
+        )
+        self.link = hook.link if hook else None  # without a hook, torch's C++ code calls gloo or NCCL by itself
+        self.ddp: DistributedDataParallel | None = None
+        if world.size == 1:
+            return
+        gpu = [world.device.index] if world.device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(
+            module,
+            device_ids=config.device_ids or gpu,
+            bucket_cap_mb=config.bucket_cap_mb,
+            find_unused_parameters=config.find_unused_parameters,
+            static_graph=config.static_graph,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            forward_sync_buffers=config.sync_buffers,
+            init_sync=False,  # sync_initial_state has done it, and names what differs
+        )
+        if hook is not None:
+            self.ddp.register_comm_hook(hook, _reduce_with)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return (self.ddp or self.module)(*inputs, **named)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        if self.ddp is None:
+            yield
+        else:
+            with self.ddp.no_sync():
+                yield
+
+    def finish(self) -> None:
+        pass
+
+
+def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    """One of our hooks in the form that torch's DDP calls, with a bucket that is not yet divided by the world size."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    pending = hook.start(Bucket(f"bucket {bucket.index()}", buffer, [], [], bucket.gradients()))
+    future = cast("Future[torch.Tensor]", pending)  # of the hooks here, only PowerSGD returns something else
+    return future.then(lambda done: done.value())  # C++ sees an exception that Python has set only if value() raises it
+
+
+def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = None) -> DataParallel:
+    """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` says. Collective."""
+    config = config or DDPConfig()
+    link: Link = SimulatedLink(world, config.simulated_link.model()) if config.simulated_link else DirectLink(world)
+    options = {"find_unused_parameters": config.find_unused_parameters, "sync_buffers": config.sync_buffers}
+    if config.variant == "naive":
+        return NaiveDDP(module, world, link, **options)
+    if config.variant == "flat":
+        return FlatDDP(module, world, link, **options)
+    if config.variant == "bucket":
+        return BucketDDP(module, world, make_hook(link, world, config), bucket_cap_mb=config.bucket_cap_mb, **options)
+    as_it_is = config.hook == "none" and config.simulated_link is None
+    return TorchDDP(module, world, config, None if as_it_is else make_hook(link, world, config))
+
+
+def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:
+    """The hook that `config` names, over `link`; one rank alone sends nothing, so it compresses nothing."""
+    if config.hook == "none" or world.size == 1:
+        return Plain(link)
+    if config.hook == "powersgd":
+        return PowerSGD(link, world.size, config.powersgd_rank)
+    return Cast(link, torch.float16 if config.hook == "fp16" else torch.bfloat16)
+
+
+def sync_initial_state(module: nn.Module, world: World) -> None:
+    """Check that all ranks have the same model, then give all of them rank 0's weights and buffers. Collective.
+
+    Raises `RuntimeError` on every rank, naming the first difference. Without the check, tensors of different shapes
+    could meet in one all-reduce, and gloo would add up what fits without an error.
+    """
+    require_group(world)
+    layouts = all_gather(world, _layout(module))
+    for rank, layout in enumerate(layouts):
+        for number, (first, other) in enumerate(zip_longest(layouts[0], layout, fillvalue="nothing")):
+            if first != other:
+                raise RuntimeError(
+                    f"the ranks have different models: at place {number}, rank 0 has {first}, rank {rank} has {other}"
+                )
+    broadcast_tensors(world, [*module.parameters(), *module.buffers()])
+
+
+def _layout(module: nn.Module) -> list[str]:
+    """A line for each parameter and buffer, in the order of registration."""
+
+    def described(kind: str, name: str, tensor: torch.Tensor) -> str:
+        return f"{kind} {name!r}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+    lines = [
+        described("parameter" if p.requires_grad else "frozen parameter", name, p)
+        for name, p in module.named_parameters()
+    ]
+    return lines + [described("buffer", name, b) for name, b in module.named_buffers()]
+
+
+@torch.no_grad()
+def agree_on_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters that have a gradient on some rank. Collective: one all-reduce of a number for each.
+
+    Raises `RuntimeError`, on all ranks, for a parameter without a gradient on some rank, unless that is allowed.
+    """
+    mine = [parameter.grad is not None for _, parameter in model.trainable]
+    counts = torch.tensor(mine, dtype=torch.int32, device=model.world.device)
+    link.all_reduce(counts, "who uses what").wait()
+    if not model.find_unused_parameters and bool((counts < model.world.size).any()):
+        unused = all_gather(model.world, [name for name, parameter in model.trainable if parameter.grad is None])
+        told = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in enumerate(unused) if names)
+        raise RuntimeError(
+            f"parameters that got no gradient: {told}. The loss does not depend on them. Use them, freeze them with "
+            "requires_grad_(False), or allow it with find_unused_parameters=True."
+        )
+    return [named for named, count in zip(model.trainable, counts.tolist(), strict=True) if count]
+
+
+def assign_grads(buckets: Sequence[Bucket], used: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Set `.grad` of each used parameter to its view of the bucket, and that of all others to None."""
+    names = {name for name, _ in used}
+    for bucket in buckets:
+        for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
+            parameter.grad = view if name in names else None

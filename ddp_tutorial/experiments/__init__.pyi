@@ -1,0 +1,1 @@
+from .execute import read_parameters as read_parameters

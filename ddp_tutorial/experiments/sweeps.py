@@ -1,0 +1,404 @@
+"""Run a notebook over a grid of parameters: each point in a process of its own, and one table at the end.
+
+    runs/sweeps/NAME/
+        source-sharded.repeat-1.3f09a2b1/   one point: the executed notebook, its log, result.json, point.json
+        results.parquet  results.csv        a row for each point; see tables.py
+        compare.ipynb    compare.html       notebooks/experiments/compare.ipynb, executed over the table
+
+A point has a key, made from its parameters and from the code. A point that has finished under its key is not run again:
+an interrupted sweep goes on where it was, and a changed one runs only its new points. All points run once before any is
+repeated, so that a slow stretch of the machine affects all of them alike.
+"""
+
+import ast
+import contextlib
+import datetime
+import hashlib
+import io
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from ddp_tutorial.checkpoint.manifest import sha256_of_json
+from ddp_tutorial.config import Config, ConfigError, did_you_mean, merge, parse_yaml
+from ddp_tutorial.experiments.execute import end_processes_of, execute, last_lines, run_notebook
+from ddp_tutorial.experiments.notebooks import NOTEBOOKS, source_digest
+from ddp_tutorial.experiments.tables import FINISHED, FIXED, row_of, write_table
+from ddp_tutorial.files import RUNS, locked, write_json
+
+SWEEPS = RUNS / "sweeps"
+COMPARE = NOTEBOOKS / "experiments" / "compare.ipynb"
+PACKAGE = Path(__file__).parents[1]
+_FOLDER = re.compile(r"\w[\w.-]*")
+
+Grid = dict[str, list[Any]]
+
+
+# ------------------------------------------------------------------------------------------- from words to points
+
+
+def read_grid(settings: Sequence[str]) -> Grid:
+    """`["source=sharded,streamed", "steps=10"]` -> the values of each parameter, with the types that YAML gives them.
+
+    A value with commas in it is written as in YAML: `sizes=[1,2],[3]` or `text='a,b',c`. Raises `ConfigError`.
+    """
+    grid: Grid = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        key, text = key.strip(), text.strip()
+        if not equals or not all(part.isidentifier() for part in key.split(".")):
+            raise ConfigError(f"{setting!r} is not of the form key=value,value, such as source=sharded,streamed")
+        if key in grid:
+            raise ConfigError(f"{key!r} is set twice; write {key}=value,value")
+        values = _values(setting, text)
+        told = [_as_json(setting, value) for value in values]
+        if twice := [each for each in told if told.count(each) > 1]:
+            raise ConfigError(f"{key!r} has the value {twice[0]} twice; to run a point again, use --repeats")
+        grid[key] = values
+    return grid
+
+
+def _values(setting: str, text: str) -> list[Any]:
+    """The values in `text`, read as a YAML list without its brackets. Unlike YAML's list, it may not end in a comma."""
+    empty = f"{setting!r} has an empty value; an empty text is written as ''"
+    if not text or text.endswith(","):
+        raise ConfigError(empty)
+    try:
+        return list(parse_yaml(f"[{text}]", setting))
+    except ConfigError as error:
+        raise ConfigError(empty if re.search(r"^\s*,|,\s*,", text) else str(error)) from None
+
+
+def _as_json(setting: str, value: Any) -> str:
+    if isinstance(value, datetime.date):
+        raise ConfigError(f"{setting!r}: {value} is a date to YAML; write it in quotes, as '{value}'")
+    try:
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{setting!r}: {value} is neither text nor a finite number, nor made of these") from None
+
+
+def points_of(grid: Grid, repeats: int) -> list[tuple[dict[str, Any], int]]:
+    """Every combination of the values with repeat 1, in the order given, then all of them with repeat 2, and so on."""
+    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    return [(parameters, repeat) for repeat in range(1, repeats + 1) for parameters in combinations]
+
+
+def nested(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"ddp.variant": "flat"}` -> `{"ddp": {"variant": "flat"}}`, which is how a notebook takes it."""
+    whole: dict[str, Any] = {}
+    for key, value in parameters.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}  # noqa: PLW2901
+        whole = merge(whole, value)
+    return whole
+
+
+def key_of(parameters: Mapping[str, Any], resolved: Mapping[str, Any], repeat: int, code: str) -> str:
+    """A key that is the same only for the same parameters, resolved configs, repeat and code."""
+    return sha256_of_json({"parameters": dict(parameters), "resolved": dict(resolved), "repeat": repeat, "code": code})[
+        :16
+    ]
+
+
+def folder_of(parameters: Mapping[str, Any], repeat: int, key: str) -> str:
+    """The name of a point's folder: its parameters, repeat and key, shortened."""
+    words = [f"{name}-{value if isinstance(value, str) else json.dumps(value)}" for name, value in parameters.items()]
+    told = _clean("_".join(words))[:80].rstrip("._-") or "defaults"
+    return f"{told}.repeat-{repeat}.{key[:8]}"
+
+
+def _clean(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text).strip("._-")
+
+
+def code_version(notebook: Any, package: Path = PACKAGE) -> str:
+    """A digest of all code that a result depends on: the package's source and configs, the notebook's code cells."""
+    digest = hashlib.sha256(source_digest(notebook).encode())
+    for path in sorted(package.rglob("*")):
+        if path.suffix in {".py", ".yaml"}:
+            digest.update(repr((path.relative_to(package).as_posix(), path.read_bytes())).encode())
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------- what a notebook takes
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The source of a notebook's cell tagged `parameters`, and of the one after it if that calls `read_parameters`."""
+
+    notebook: str
+    source: str
+    check: str
+
+    @property
+    def names(self) -> list[str]:
+        """The names that the parameters cell assigns to."""
+        targets: list[ast.expr | None] = []
+        for node in ast.parse(self.source).body:
+            targets += node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+
+    def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The configs that the notebook makes of these parameters. Raises `ConfigError` if it refuses them.
+
+        Executes the notebook's two cells here, so that a mistake in the last point is found before the first one runs.
+        """
+        if not self.check:
+            unknown = [name for name in given if name not in self.names]
+            if unknown:
+                hint = did_you_mean(unknown[0], self.names)
+                raise ConfigError(f"{self.notebook} has no parameter {unknown[0]!r}.{hint}")
+            return {}
+        cells: dict[str, Any] = {"__name__": "__main__"}
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                exec(compile(self.source, self.notebook, "exec"), cells)
+                cells |= given
+                exec(compile(self.check, self.notebook, "exec"), cells)
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.notebook}: the cell after the parameters raised {type(error).__name__}: {error}"
+                ) from None
+        return {name: value.model_dump(mode="json") for name, value in cells.items() if isinstance(value, Config)}
+
+
+def parameters_in(notebook: Any, name: str) -> Parameters:
+    """The parameters of a notebook. Raises `ConfigError` for one that cannot be swept."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
+    if len(places) != 1:
+        raise ConfigError(f"{name} has {len(places)} cells tagged 'parameters'; a sweep needs one")
+    after = code[places[0] + 1].source if places[0] + 1 < len(code) else ""
+    found = Parameters(name, code[places[0]].source, after if "read_parameters(" in after else "")
+    if "name" not in found.names:
+        raise ConfigError(f"{name} has no parameter 'name', the folder below runs/ where it should write result.json")
+    return found
+
+
+# ------------------------------------------------------------------------------------------- running the points
+
+
+@dataclass(frozen=True)
+class Point:
+    """One execution of the notebook: its parameters, which repeat, its key, and the folder it writes to."""
+
+    parameters: dict[str, Any]
+    repeat: int
+    key: str
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        told = " ".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{told} repeat={self.repeat}".strip()
+
+    def read(self) -> dict[str, Any] | None:
+        """The record of its execution, or None if it has not been run under this key."""
+        try:
+            record = json.loads((self.folder / "point.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return record if isinstance(record, dict) and record.get("key") == self.key else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep whose points have been checked; nothing has been written yet."""
+
+    notebook: Path
+    folder: Path
+    points: list[Point]
+
+
+def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: str = "") -> Plan:
+    """The points of a sweep. Writes nothing. Raises `ConfigError` where the notebook would refuse one of them."""
+    grid = read_grid(settings)
+    source = _read(notebook)
+    parameters = parameters_in(source, notebook.name)
+    reserved = [key for key in grid if key == "name" or key in FIXED]
+    if reserved:
+        raise ConfigError(f"{reserved[0]!r} cannot be swept: the sweep sets it, or has a column of that name")
+    name = name or _clean(notebook.stem) or "sweep"
+    if not _FOLDER.fullmatch(name):
+        raise ConfigError(f"the name {name!r} should be a folder below {SWEEPS}/, of letters, digits, '-', '_' and '.'")
+    folder = SWEEPS / name
+    code = code_version(source)
+    points = []
+    resolved: dict[str, dict[str, Any]] = {}  # each combination is resolved once for all repeats
+    for values, repeat in points_of(grid, repeats):
+        told = json.dumps(values)
+        if told not in resolved:
+            resolved[told] = parameters.resolve({**nested(values), "name": "sweeps/point"})
+        key = key_of(values, resolved[told], repeat, code)
+        points.append(Point(values, repeat, key, folder / folder_of(values, repeat, key)))
+    return Plan(notebook, folder, points)
+
+
+def _read(notebook: Path) -> Any:
+    if not notebook.is_file():
+        known = sorted(path.stem for path in COMPARE.parent.glob("*.ipynb"))
+        raise ConfigError(f"there is no notebook {str(notebook)!r}.{did_you_mean(notebook.stem, known)}")
+    try:
+        return nbformat.read(notebook, as_version=4)
+    except Exception as error:  # nbformat's own, and those of whatever else the file may be
+        raise ConfigError(f"{notebook} is not a notebook: {str(error).partition(chr(10))[0][:200]}") from None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The points of a sweep and their records. `skipped` of them had finished before."""
+
+    plan: Plan
+    records: list[dict[str, Any]]
+    skipped: int
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the sweep's table, one for each point."""
+        return [
+            row_of(point.parameters, point.repeat, record["status"], record["seconds"], record["metrics"], point.key)
+            for point, record in zip(self.plan.points, self.records, strict=True)
+        ]
+
+    @property
+    def failures(self) -> list[tuple[Point, dict[str, Any]]]:
+        """The points that did not finish, with their records."""
+        both = zip(self.plan.points, self.records, strict=True)
+        return [(point, record) for point, record in both if record["status"] != FINISHED]
+
+
+class SweepInterruptedError(KeyboardInterrupt):
+    """A sweep was interrupted: the running point has been ended, those that have finished are kept."""
+
+    def __init__(self, done: int, points: int) -> None:
+        super().__init__(f"interrupted; {done} of {points} points are done and kept. The same command carries on.")
+
+
+def run_sweep(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outcome:
+    """Run the points that have not finished yet, then write the table and the comparison.
+
+    A point that fails, or takes longer than `timeout` seconds, does not stop the others; `tell` is called with a line
+    about it. Raises `ConfigError` where another sweep runs in the same folder, `SweepInterruptedError` after an
+    interrupt, and `NotebookError` if the comparison fails.
+    """
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(plan.folder):
+        try:
+            outcome = _run_points(plan, timeout, tell)
+            _write_outcome(outcome, tell)
+        except KeyboardInterrupt:
+            finished = sum(record["status"] == FINISHED for point in plan.points if (record := point.read()))
+            raise SweepInterruptedError(finished, len(plan.points)) from None
+        return outcome
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    with locked(folder):
+        end_processes_of(folder)  # of a sweep that was killed: with the lock, no other can be running here
+        yield
+
+
+def _run_points(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outcome:
+    from tqdm import tqdm
+
+    before = {point.key: record for point in plan.points if (record := point.read()) and record["status"] == FINISHED}
+    records = []
+    seconds = 0.5 if sys.stderr.isatty() else 60.0  # between two updates of the bar: in a file, each is a line
+    nothing_to_do = len(before) == len(plan.points)
+    options: dict[str, Any] = {"unit": "point", "mininterval": seconds, "miniters": 0, "smoothing": 0}
+    with tqdm(total=len(plan.points), disable=nothing_to_do, **options) as bar:
+        for point in plan.points:
+            if point.key not in before:
+                bar.set_description_str(point.label)
+            record = before.get(point.key) or _run(plan.notebook, point, timeout, lambda: bar.update(0))
+            if record["status"] != FINISHED:
+                tell(failure_of(point, record))
+            records.append(record)
+            bar.update()
+    return Outcome(plan, records, len(before))
+
+
+def _write_outcome(outcome: Outcome, tell: Callable[[str], object]) -> None:
+    """Write the table, and execute the comparison, unless there is one of exactly this table."""
+    folder, finished = outcome.plan.folder, len(outcome.plan.points) - len(outcome.failures)
+    table, page = folder / "results.csv", folder / "compare.html"
+    old = table.read_bytes() if table.is_file() else b""
+    write_table(folder, outcome.rows)
+    if finished and not (page.is_file() and table.read_bytes() == old):
+        page.unlink(missing_ok=True)
+        tell(f"comparing {finished} points")
+        run_notebook(COMPARE, folder, {"name": f"sweeps/{folder.name}", "table": str(folder / "results.parquet")})
+
+
+def _run(notebook: Path, point: Point, timeout: float, look: Callable[[], object]) -> dict[str, Any]:
+    """Run one point in a fresh folder, and return its record, which is also written there, last of all."""
+    shutil.rmtree(point.folder, ignore_errors=True)  # left by an attempt that failed or was interrupted
+    point.folder.mkdir(parents=True)
+    began = time.monotonic()
+    name = point.folder.relative_to(RUNS).as_posix()
+    code = execute(notebook, point.folder, {**nested(point.parameters), "name": name}, look, timeout)
+    seconds = round(time.monotonic() - began, 2)
+    record: dict[str, Any] = {
+        "schema": 1,
+        "key": point.key,
+        "parameters": point.parameters,
+        "repeat": point.repeat,
+        "seconds": seconds,
+    } | _judged(point.folder, notebook.name, code, timeout)
+    write_json(point.folder / "point.json", record)
+    return record
+
+
+def _judged(folder: Path, notebook: str, code: int | None, timeout: float) -> dict[str, Any]:
+    """The status, metrics and error of an execution. It has finished if papermill's exit `code` is 0 and the notebook's
+    result says so; the executed notebook's metadata says "completed" even when the kernel has died."""
+    cell, error = _where_it_stopped(folder / notebook)
+    try:
+        result = json.loads((folder / "result.json").read_bytes())
+        status, metrics = result["status"], dict(result["metrics"])
+    except (OSError, ValueError, TypeError, KeyError):
+        status, metrics = None, {}
+    if code == 0 and status == FINISHED:
+        return {"status": FINISHED, "metrics": metrics, "cell": None, "error": None}
+    if code is None:
+        return {"status": "timed out", "metrics": {}, "cell": cell, "error": f"longer than {timeout:g} s"}
+    if code == 0:
+        cell = None  # all of them ran
+        error = "it has written no result.json" if status is None else f"its result.json says {status!r}"
+    return {"status": "failed", "metrics": {}, "cell": cell, "error": error or last_lines(folder, 1)[0]}
+
+
+def _where_it_stopped(executed: Path) -> tuple[str | None, str | None]:
+    """The last cell that began, by its number and first line, and its error, both read from the executed notebook."""
+    try:
+        cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
+    except Exception:  # the file is missing, or incomplete
+        return None, None
+    begun = [place for place, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
+    if not begun:
+        return None, None
+    cell = cells[begun[-1]]
+    first = next((line for line in cell.source.splitlines() if line.strip()), "")
+    errors = [output for output in cell.outputs if output.output_type == "error"]
+    told = f"{errors[0].ename}: {errors[0].evalue}".strip().splitlines()[0] if errors else None
+    return f"[{begun[-1] + 1}] {first.strip()}", told
+
+
+def failure_of(point: Point, record: Mapping[str, Any]) -> str:
+    """One line: which point failed, in which cell, with which error, and in which folder to look."""
+    cell = f" in cell {record['cell']}" if record["cell"] else ""
+    return f"{record['status']}: {point.label}{cell}: {record['error']} ({point.folder})"

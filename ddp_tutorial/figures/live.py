@@ -1,0 +1,57 @@
+"""Sliders that choose the figure to show, in a running notebook.
+
+A saved notebook does not keep what a widget shows: show one figure beside it as well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+from matplotlib.figure import Figure
+
+from ddp_tutorial.figures.plots import as_png
+
+
+def slider(frames: Mapping[str, Figure], label: str) -> widgets.VBox:
+    """A slider over the names of `frames`, and the figure of the one it is at; it begins with the first.
+
+    `label` stands before the slider. Each figure is drawn once, here, and closed, so that the notebook does not show it
+    a second time. The slider only works while the notebook has a running kernel.
+    """
+    if not frames:
+        raise ValueError("a slider needs at least one figure")
+    pictures = {name: as_png(figure) for name, figure in frames.items()}
+    names = list(pictures)
+    picture = widgets.Image(value=pictures[names[0]], format="png")
+    choice = widgets.SelectionSlider(options=names, description=label, layout={"width": "600px"})
+    choice.style.description_width = "initial"
+
+    def show(change: Mapping[str, Any]) -> None:
+        picture.value = pictures[change["new"]]
+
+    choice.observe(show, names="value")
+    return widgets.VBox([choice, picture])
+
+
+def explore(draw: Callable[..., Figure], **choices: Sequence[Any]) -> widgets.VBox:
+    """A slider for each argument of `draw` in `choices`, over the values given there, and the figure that `draw` makes.
+
+    It begins with the first value of each. Where `draw` raises `ValueError`, its message stands above the last figure.
+    """
+    sliders = {
+        name: widgets.SelectionSlider(options=list(values), description=name) for name, values in choices.items()
+    }
+    picture, message = widgets.Image(format="png"), widgets.Label()
+
+    def show(_: Mapping[str, Any] | None) -> None:
+        try:
+            picture.value = as_png(draw(**{name: each.value for name, each in sliders.items()}))
+            message.value = ""
+        except ValueError as error:
+            message.value = str(error)
+
+    for each in sliders.values():
+        each.style.description_width = "initial"
+        each.observe(show, names="value")
+    show(None)
+    return widgets.VBox([*sliders.values(), message, picture])

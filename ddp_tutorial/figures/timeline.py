@@ -1,0 +1,285 @@
+"""When did each rank compute, when did its link carry gradients, and how much of that was hidden behind backward?
+
+    def steps(world):
+        ...
+        with record(model.link) as recorder:
+            train_step()
+        return gather(world, recorder)
+
+    timeline = launch(steps, 2)[0]
+    plots.gantt({"one step": timeline})
+    timeline.overlap(rank=0).fraction
+
+Times are in seconds of the machine's monotonic clock; `gather` puts the spans of all ranks on rank 0's clock.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.ddp.buckets import Bucket
+from ddp_tutorial.ddp.link import Link, Transfer
+from ddp_tutorial.files import write_atomically
+from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.world import World, require_group
+
+COMPUTE, LINK = "compute", "link"
+TORCHS_OWN = "torch's own all-reduces, from its profiler"
+
+
+class Span(NamedTuple):
+    """Something that lasted from `start` to `end`, in seconds, in one lane of a figure: a process, or a part of it."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+class Overlap(NamedTuple):
+    """How much communication went on during backward, in seconds.
+
+    `hideable` is the most that could: all of the communication, or all of backward if that is shorter.
+    """
+
+    communication: float
+    hidden: float
+    hideable: float
+
+    @property
+    def fraction(self) -> float:
+        """Of what could be hidden, how much was: 0 to 1."""
+        return self.hidden / self.hideable if self.hideable else 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of all ranks, in seconds of rank 0's clock. `link` describes what carried the gradients."""
+
+    ranks: list[list[Span]]
+    link: str
+
+    def of(self, rank: int, name: str) -> list[Span]:
+        """A rank's spans of one name, in order."""
+        return sorted((span for span in self.ranks[rank] if span.name == name), key=lambda span: span.start)
+
+    def overlap(self, rank: int) -> Overlap:
+        """How much of a rank's communication went on during its backward?"""
+        return overlap(self.ranks[rank])
+
+    def save_trace(self, path: Path) -> None:
+        """Write it for chrome://tracing or https://ui.perfetto.dev: a process for each rank, a thread for each lane."""
+        write_atomically(path, json.dumps({"traceEvents": list(self._events())}).encode())
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        zero = min(span.start for spans in self.ranks for span in spans)
+        for rank, spans in enumerate(self.ranks):
+            yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            lanes = list(dict.fromkeys(span.lane for span in spans))
+            for number, lane in enumerate(lanes):
+                named = f"{lane} ({self.link})" if lane == LINK else lane
+                yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": named}}
+            for span in spans:  # times in microseconds
+                start, duration = (span.start - zero) * 1e6, (span.end - span.start) * 1e6
+                place = {"pid": rank, "tid": lanes.index(span.lane)}
+                yield {"ph": "X", "name": span.name, "ts": start, "dur": duration, **place}
+
+
+class Recorder:
+    """Turns phases into spans of the compute lane, and the transfers of a link into spans of the link's lane."""
+
+    def __init__(self, link: str = "") -> None:
+        self.link = link
+        self.spans: list[Span] = []
+        self._open: dict[str, float] = {}
+        self._issued: list[Transfer] = []
+
+    def on_edge(self, edge: Edge) -> None:
+        if edge.entered:
+            self._open[edge.name] = edge.time
+        elif edge.name in self._open:
+            self.spans.append(Span(COMPUTE, edge.name, self._open.pop(edge.name), edge.time))
+
+    def on_transfer(self, transfer: Transfer) -> None:
+        self.spans.append(Span(LINK, transfer.name, transfer.start, transfer.end))
+        self._issued.append(transfer)
+
+    def close(self) -> None:
+        """Split the backward of torch's DDP, which returns only when the last bucket has arrived.
+
+        It counts as backward until that bucket was issued, when the last gradient was there. The rest is waiting, which
+        our variants do in `finish`, and is called so.
+        """
+        for place, span in enumerate(self.spans):
+            within = [each for each in self._issued if span.start <= each.issued <= span.end]
+            if span.name == "backward" and within and all(each.end <= span.end for each in within):
+                done = max(each.issued for each in within)
+                self.spans[place] = span._replace(end=done)
+                self.spans.append(Span(COMPUTE, "finish", done, span.end))
+
+
+@contextmanager
+def record(link: Link | None) -> Iterator[Recorder]:
+    """Record the phases of this rank and the transfers of `link`, while the block runs.
+
+    Raises `ValueError` without a link, as for torch's DDP without a hook: use `record_torch`.
+    """
+    if link is None:
+        raise ValueError("this model has no link to record: torch's DDP sends by itself. Use record_torch().")
+    recorder = Recorder(str(link))
+    link.observer = recorder.on_transfer
+    try:
+        with observe(recorder.on_edge):
+            yield recorder
+        recorder.close()
+    finally:
+        link.observer = None
+
+
+@contextmanager
+def record_torch() -> Iterator[Recorder]:
+    """The same for torch's own DDP, whose all-reduces are taken from torch's profiler.
+
+    The profiler has a clock of its own. Both record the phases, which gives the difference between the two clocks.
+    """
+    recorder = Recorder(TORCHS_OWN)
+    with ExitStack() as stack:
+        stack.enter_context(observe(recorder.on_edge))
+        profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU], acc_events=True))
+        yield recorder
+    add_transfers_of_torch(recorder, profiler.events() or [])
+    recorder.close()
+
+
+def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
+    """Add the all-reduces among the `events` of torch's profiler, which has recorded the same phases as `recorder`."""
+    ahead = _ahead_of_profiler(recorder.spans, events)
+    reduced = [event.time_range for event in events if event.name.endswith(":all_reduce")]
+    for number, times in enumerate(sorted(reduced, key=lambda times: times.start)):
+        start, end = ahead + times.start / 1e6, ahead + times.end / 1e6
+        recorder.on_transfer(Transfer(f"bucket {number}", 0, start, start, end))
+
+
+def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
+    """Seconds to add to the profiler's times. Observers are called a little before the profiler records that a phase
+    begins, and a little after it records its end; so the difference of the clocks is between the largest one seen at a
+    beginning and the smallest one seen at an end."""
+    least, most = [], []
+    for name in {span.name for span in spans}:
+        ours = sorted((span for span in spans if span.name == name), key=lambda span: span.start)
+        seen = sorted((event.time_range for event in events if event.name == name), key=lambda times: times.start)
+        least += [span.start - times.start / 1e6 for span, times in zip(ours, seen, strict=True)]
+        most += [span.end - times.end / 1e6 for span, times in zip(ours, seen, strict=True)]
+    return (max(least) + min(most)) / 2
+
+
+def gather(world: World, recorder: Recorder) -> Timeline:
+    """The spans of all ranks on rank 0's clock, the same on every rank. Collective."""
+    behind = clock_offset(world)
+    mine = [span._replace(start=span.start + behind, end=span.end + behind) for span in recorder.spans]
+    return Timeline(all_gather(world, mine), recorder.link)
+
+
+def clock_offset(world: World, clock: Callable[[], float] = time.monotonic, rounds: int = 16) -> float:
+    """Seconds to add to this rank's clock to get rank 0's. Collective. The error is at most half a round trip.
+
+    Each rank in turn asks rank 0 for its time, as NTP does (Mills, 1991), and uses the answer that came quickest. Ranks
+    on one machine share its monotonic clock, and find about zero.
+    """
+    require_group(world)
+    offset, best = 0.0, float("inf")
+    for other in range(1, world.size):
+        for _ in range(rounds):
+            if world.is_main:
+                dist.recv(_time(world), other)
+                dist.send(_time(world, clock()), other)
+            elif world.rank == other:
+                asked = clock()
+                dist.send(_time(world), 0)
+                answer = _time(world)
+                dist.recv(answer, 0)
+                answered = clock()
+                trip = answered - asked
+                if trip < best:
+                    best, offset = trip, float(answer) - (asked + answered) / 2
+    return offset
+
+
+def _time(world: World, seconds: float = 0.0) -> torch.Tensor:
+    return torch.tensor(seconds, dtype=torch.float64, device=world.device)
+
+
+def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, float]:
+    """Seconds from the start of `backward()` until each parameter's gradient is there, by name, in that order.
+
+    An all-reduce of that gradient could start then. Measure it without all-reduces, which would delay backward.
+    """
+    seconds: dict[str, float] = {}
+
+    def note(name: str, _: nn.Parameter) -> None:
+        seconds[name] = time.monotonic()
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(note, name))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+    start = time.monotonic()
+    try:
+        backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: moment - start for name, moment in seconds.items()}
+
+
+def ready_times(buckets: Sequence[Bucket], arrivals: Mapping[str, float]) -> list[float]:
+    """When each bucket can start: when the last of its gradients has arrived, and not before the bucket before it."""
+    return list(accumulate((max(arrivals[name] for name in bucket.names) for bucket in buckets), max))
+
+
+def predict_step(
+    ready: Sequence[float], all_reduce_seconds: Sequence[float], backward: float, rest: float = 0.0
+) -> float:
+    """Seconds of a step whose buckets are `ready` after so many seconds of backward, on a link that takes
+    `all_reduce_seconds` for each and carries one at a time; `rest` is what a step takes before and after backward.
+
+    The link is idle until a bucket is ready and the one before it has arrived; the step ends when backward and the
+    last bucket have.
+    """
+    free = 0.0
+    for bucket_ready, seconds in zip(ready, all_reduce_seconds, strict=True):
+        free = max(free, bucket_ready) + seconds
+    return max(backward, free) + rest
+
+
+def overlap(spans: Sequence[Span]) -> Overlap:
+    """How much of the time in the link's lane is also in a span called backward?"""
+    carried = _union([(span.start, span.end) for span in spans if span.lane == LINK])
+    backward = _union([(span.start, span.end) for span in spans if span.name == "backward"])
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in carried for b in backward)
+    communication, computing = (sum(end - start for start, end in each) for each in (carried, backward))
+    return Overlap(communication, both, min(communication, computing))
+
+
+def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same stretches of time without overlaps, in order."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged

@@ -1,0 +1,146 @@
+"""What a person sees of the ranks while they run: their output in order, and one progress bar.
+
+In a terminal, lines appear as they come, each marked with its rank. In a notebook they are printed when the
+ranks have ended, grouped by rank: a cell's output is then the same each time it runs, so that it can be
+compared in a test, and nothing lands in another cell.
+"""
+
+import codecs
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO
+
+# Lines of one rank that are kept for the notebook and for error messages; a runaway print must not fill memory.
+KEPT_LINES = 2_000
+
+
+class RankLog:
+    """Turns the bytes that one rank writes into lines, and keeps the last of them."""
+
+    def __init__(self, rank: int, show: Callable[[int, str], None]) -> None:
+        self.rank = rank
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.dropped = 0
+        self._show = show
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial = ""
+
+    def feed(self, data: bytes, *, final: bool = False) -> None:
+        text = self._partial + self._decoder.decode(data, final)
+        *lines, rest = text.split("\n")
+        if final and rest:
+            lines, rest = [*lines, rest], ""
+        for line in lines:
+            self.dropped += len(self.lines) == KEPT_LINES
+            shown = _last_state(line)
+            self.lines.append(shown)
+            self._show(self.rank, shown)
+        # what a carriage return has overwritten is not needed, except that this might be half of "\r\n"
+        self._partial = _last_state(rest) + ("\r" if rest.endswith("\r") else "")
+
+    def tail(self, count: int = 20) -> str:
+        return "\n".join(list(self.lines)[-count:])
+
+
+def _last_state(line: str) -> str:
+    """What a terminal would show at last of a line that was redrawn in place with carriage returns."""
+    return line.removesuffix("\r").rpartition("\r")[2]
+
+
+class Console:
+    """Where the output and the progress of ranks go. This base class shows nothing."""
+
+    def line(self, rank: int, text: str) -> None:
+        """One line that a rank printed."""
+
+    def say(self, text: str) -> None:
+        """One line from the launcher itself."""
+
+    def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
+        """Rank 0 says how far it is."""
+
+    def close(self, logs: Iterable[RankLog]) -> None:
+        """All ranks have ended."""
+
+
+class TerminalConsole(Console):
+    """Live lines with the rank in front; a bar on stderr where that is a terminal."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self.out = out or sys.stdout
+        self.bar: Any = None
+
+    def line(self, rank: int, text: str) -> None:
+        self.say(f"[rank {rank}] {text}")
+
+    def say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.write(text, file=self.out)
+        else:
+            print(text, file=self.out, flush=True)
+
+    def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
+        if self.bar is None:
+            from tqdm import tqdm  # only where a bar is shown
+
+            self.bar = tqdm(total=total, disable=None, file=sys.stderr, leave=True, dynamic_ncols=True)
+        self.bar.total = total
+        self.bar.set_postfix_str(describe(numbers), refresh=False)
+        self.bar.update(done - self.bar.n)
+
+    def close(self, logs: Iterable[RankLog]) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class NotebookConsole(Console):
+    """A widget while the ranks run; their lines, grouped by rank, at the end."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.bar: Any = None
+        self.label: Any = None
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
+        if self.bar is None:
+            import ipywidgets
+            from IPython.display import display
+
+            self.bar, self.label = ipywidgets.IntProgress(), ipywidgets.Label()
+            display(ipywidgets.HBox([self.bar, self.label]))
+        self.bar.max, self.bar.value = total, done
+        self.label.value = f"{done}/{total}  {describe(numbers)}"
+
+    def close(self, logs: Iterable[RankLog]) -> None:
+        lines = list(self.said)
+        for log in logs:
+            if log.dropped:
+                lines.append(f"[rank {log.rank}] ({log.dropped} earlier lines dropped)")
+            lines += [f"[rank {log.rank}] {line}" for line in log.lines]
+        if lines:
+            print("\n".join(lines))
+
+
+def describe(numbers: dict[str, Any]) -> str:
+    """`{"loss": 2.1234, "tokens_per_second": 31234.5}` -> `"loss 2.123, 31,234 tokens/s"`."""
+    rates = {name.removesuffix("_per_second"): numbers[name] for name in numbers if name.endswith("_per_second")}
+    others = {name: value for name, value in numbers.items() if name.removesuffix("_per_second") not in rates}
+    parts = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in others.items() if value is not None]
+    return ", ".join(parts + [f"{rate:,.0f} {unit}/s" for unit, rate in rates.items() if rate])
+
+
+def in_notebook() -> bool:
+    """True inside a Jupyter kernel (JupyterLab, papermill, nbval), false in a terminal, IPython's too."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def make_console(echo: bool) -> Console:
+    if not echo:
+        return Console()
+    return NotebookConsole() if in_notebook() else TerminalConsole()

@@ -1,0 +1,178 @@
+"""What this machine has for distributed training, and what will work on it: `python -m ddp_tutorial doctor`.
+
+Each check tries the thing itself: two ranks are started, a port is opened, a file is written to shared memory.
+"""
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.collectives import total
+from ddp_tutorial.environment import cores, describe_environment
+from ddp_tutorial.files import RUNS
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.world import World
+
+GIB = 2**30
+Look = Callable[[], tuple[bool | None, str, str]]  # what a `Finding` says besides its name
+PACKAGES = ("torch", "numpy", "datasets", "papermill", "jupyterlab", "nbval")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check has found. `ok` is None for information that is neither good nor bad."""
+
+    name: str
+    ok: bool | None
+    text: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Run every check. One that raises gives a finding that is not ok, with the error as its text."""
+    return [_careful(name, look) for name, look in _LOOKS.items()]
+
+
+def _careful(name: str, look: Look) -> Finding:
+    try:
+        return Finding(name, *look())
+    except Exception as error:
+        return Finding(name, False, f"{type(error).__name__}: {error}".split("\n", maxsplit=1)[0])
+
+
+def _versions() -> tuple[bool | None, str, str]:
+    found = []
+    missing = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    advice = f"missing: {', '.join(missing)}; pip install -e '.[notebooks,dev]'" if missing else ""
+    return not missing or None, f"Python {platform.python_version()}, {', '.join(found)}", advice
+
+
+def _processor() -> tuple[bool | None, str, str]:
+    count = cores()
+    model = describe_environment()["processor"]
+    advice = "" if count > 1 else "two ranks take turns on one core: right results, no speed-up"
+    return (True if count > 1 else None), f"{count} cores, {model or platform.machine()}", advice
+
+
+def _memory() -> tuple[bool | None, str, str]:
+    memory = psutil.virtual_memory()
+    ranks = int(memory.available // (0.5 * GIB))
+    advice = "" if ranks >= 4 else "a rank on a CPU needs about half a GiB: close other programs, or use fewer ranks"
+    return (
+        ranks >= 2,
+        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free, enough for {ranks} ranks",
+        advice,
+    )
+
+
+def _gpus() -> tuple[bool | None, str, str]:
+    count = torch.cuda.device_count()
+    if not count:
+        return None, f"none that torch {torch.__version__} can use; everything here works without", ""
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    return True, f"{count}: {names}; NCCL {'yes' if dist.is_nccl_available() else 'no'}", ""
+
+
+def _backends() -> tuple[bool | None, str, str]:
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    text = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in there.items())
+    return there["gloo"], text, "" if there["gloo"] else "install a torch with gloo: pip install torch"
+
+
+def _loopback() -> tuple[bool | None, str, str]:
+    names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
+        port = server.getsockname()[1]
+    if not names:
+        return None, f"127.0.0.1 answers (port {port})", "no interface called lo or lo0: set GLOO_SOCKET_IFNAME"
+    return True, f"{names[0]}, 127.0.0.1 answers; free ports are given out, such as {port}", ""
+
+
+def _hostname() -> tuple[bool | None, str, str]:
+    name = socket.gethostname()
+    try:
+        return True, f"{name} is {socket.gethostbyname(name)}", ""
+    except OSError:
+        advice = "launch does not need it, torchrun may: use --standalone, or --rdzv-endpoint=127.0.0.1:0"
+        return None, f"{name} has no address", advice
+
+
+def _port() -> tuple[bool | None, str, str]:
+    """29500 is torchrun's default port."""
+    try:
+        with socket.create_server(("127.0.0.1", 29500)):
+            return True, "29500, torchrun's, is free", ""
+    except OSError:
+        return None, "29500, torchrun's, is taken", "torchrun --standalone, or --master-port with another one"
+
+
+def _shared_memory() -> tuple[bool | None, str, str]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return None, "no /dev/shm, which is as it should be outside Linux", ""
+    free = shutil.disk_usage(folder).free
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"\0" * 2**20)
+    advice = "" if free > GIB / 4 else "source.workers needs it: in a container, start that with --shm-size=1g"
+    return free > GIB / 16, f"{free / GIB:.1f} GiB free in /dev/shm", advice
+
+
+def _folder() -> tuple[bool | None, str, str]:
+    place = RUNS if RUNS.is_dir() else Path()
+    free = shutil.disk_usage(place).free
+    if not os.access(place, os.W_OK):
+        return False, f"{place.resolve().name}/ cannot be written to", "change to a folder of yours: runs go below it"
+    return free > GIB, f"{free / GIB:.0f} GiB free for runs/", "" if free > GIB else "make room: runs and checkpoints"
+
+
+def _add(world: World) -> float:
+    return float(total(world, torch.tensor(float(world.rank + 1))))
+
+
+def _ranks() -> tuple[bool | None, str, str]:
+    results = launch(_add, 2, device="cpu", echo=False, timeout=60)
+    well = results == [3.0, 3.0]
+    return well, f"two ranks have met over gloo, and added 1 + 2 to {results[0]:g}", ""
+
+
+_LOOKS: dict[str, Look] = {
+    "versions": _versions,
+    "processor": _processor,
+    "memory": _memory,
+    "GPUs": _gpus,
+    "backends": _backends,
+    "loopback": _loopback,
+    "hostname": _hostname,
+    "ports": _port,
+    "shared memory": _shared_memory,
+    "disk": _folder,
+    "ranks": _ranks,
+}
+
+
+def verdict(findings: list[Finding]) -> str:
+    """One line that says what will work on this machine, or which checks have failed."""
+    broken = [finding.name for finding in findings if finding.ok is False]
+    if broken:
+        return f"will not work as it is: {', '.join(broken)}"
+    gpus = torch.cuda.device_count()
+    where = f"on {gpus} GPUs with NCCL, and on CPUs" if gpus > 1 else "on CPUs with gloo"
+    fast = "" if gpus > 1 or cores() > 1 else ", for correctness only: there is one core"
+    system = "" if sys.platform == "linux" else f" ({sys.platform} is not tested)"
+    return f"several ranks will work {where}{fast}{system}"

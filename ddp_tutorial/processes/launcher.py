@@ -1,0 +1,500 @@
+"""Run a function on several ranks, from a notebook cell, a script or `python -c`.
+
+    def hello(world):
+        return world.rank, dist.get_world_size()
+
+    launch(hello, 2)   # [(0, 2), (1, 2)]
+
+The processes are started by `torch.multiprocessing.spawn`. This module adds what that lacks:
+
+- `fn` and its arguments travel by value, so lambdas, closures and functions of a cell work.
+- The parent hosts the store where ranks meet, on a port that the system chose and on the loopback interface only,
+  and sets the variables that torchrun sets. A rank runs the same code here and on a cluster.
+- Each rank has two pipes to the parent. One takes file descriptors 1 and 2, so that whatever the rank, its
+  children or C++ code print stays in order and has a name on it; the other carries progress, result and error.
+- The parent waits on all ranks at once. When one raises, dies or leaves, all are ended; also when the time limit is
+  reached (each rank reports first where it stands) and on an interrupt.
+- A rank never outlives its parent.
+"""
+
+import linecache
+import os
+import pickle
+import re
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from ddp_tutorial.collectives import RankZeroFailedError
+from ddp_tutorial.environment import cores
+from ddp_tutorial.processes.console import Console, RankLog, make_console
+from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, lost_connection
+from ddp_tutorial.processes.rank import Job, run_rank
+from ddp_tutorial.processes.signals import handling
+from ddp_tutorial.processes.transport import Descriptor, dump_call, take_messages
+from ddp_tutorial.world import World, choose_device
+
+Result = TypeVar("Result")
+
+# When one rank has failed, the others are given this long to fail too, so that cause and effect can be told apart.
+GRACE_SECONDS = 0.3
+# When ranks have only heard that rank 0 has failed, it has this long to say how. It may still be closing files.
+RANK_ZERO_SECONDS = 5.0
+# How long ranks have to say where they stand when the time is up, and to end when they are asked to.
+REPORT_SECONDS = 2.0
+END_SECONDS = 1.0
+# A pipe holds 64 KiB on Linux; what is left in that of a rank that has ended is read in a few pieces of that size. More
+# can only come from a process that it has started, and which still writes.
+_PIPE_PIECES = 16
+# The environment variable by which the processes that ranks have started are found.
+_MARK = "DDP_TUTORIAL_LAUNCH"
+
+
+def launch(
+    fn: Callable[..., Result],
+    nprocs: int,
+    *args: Any,
+    device: str = "auto",
+    timeout: float | None = 600.0,
+    threads: int | None = None,
+    echo: bool = True,
+    in_process: bool = False,
+    pass_on: Sequence[signal.Signals] = (),
+) -> list[Result]:
+    """Run `fn(world, *args)` on `nprocs` ranks and return their results, rank 0's first.
+
+    Call it from the main thread. Inside `fn` the process group is up (a single rank has none), and
+    `progress` moves the bar that the parent shows.
+
+    - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
+    - `timeout`: seconds until every rank must have returned; None for no limit.
+    - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
+    - `echo`: show what the ranks print, their progress, and which device was chosen.
+    - `in_process`: with `nprocs=1`, call `fn` in this process. Its exceptions then arrive as they were raised;
+      `timeout` and `threads` have no effect.
+    - `pass_on`: signals, such as SIGTERM, that this process sends on to the ranks instead of ending at once.
+
+    Processes that the ranks have started are ended with them, after a success too: a launch leaves none behind.
+
+    Raises `RankError` (`RankTimeoutError` at the limit) when a rank fails, after all have been ended, and
+    `ValueError` or `TypeError` for arguments that cannot be used, before anything is started.
+    """
+    _check(fn, nprocs, timeout, threads, in_process)
+    kind = choose_device(device, local_size=nprocs).type
+    console = make_console(echo)
+    if device == "auto":
+        console.say(_announce(nprocs, kind))
+    if in_process:
+        console.close([])
+        return [fn(World.detect({}, device=kind), *args)]
+    call = dump_call(fn, args)
+    with _Ranks(nprocs, console) as ranks:
+        ranks.start(call, kind, threads or max(1, cores() // nprocs))
+        with handling(pass_on, ranks.pass_on):
+            ranks.wait(timeout)
+        return ranks.results()
+
+
+def _check(fn: object, nprocs: object, timeout: float | None, threads: int | None, in_process: bool) -> None:
+    if not callable(fn):
+        raise TypeError(f"launch(fn, nprocs): fn should be a function, found {fn!r}")
+    if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
+        raise ValueError(f"nprocs={nprocs!r}: should be a whole number of ranks, 1 or more, such as nprocs=2")
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise ValueError(f"timeout={timeout!r}: should be a positive number of seconds, or None for no limit")
+    if threads is not None and not (isinstance(threads, int) and threads >= 1):
+        raise ValueError(f"threads={threads!r}: should be 1 or more, or None to share out the cores")
+    if in_process and nprocs != 1:
+        raise ValueError(f"in_process=True runs one rank, found nprocs={nprocs}. Use nprocs=1, or leave it out.")
+
+
+def _announce(nprocs: int, device: str) -> str:
+    ranks = "1 rank" if nprocs == 1 else f"{nprocs} ranks"
+    if device == "cuda":
+        return f"{ranks} on cuda, nccl"
+    gpus = torch.cuda.device_count()
+    return f"{ranks} on cpu, gloo" + (f" (GPUs found: {gpus}, fewer than ranks)" if gpus else "")
+
+
+@dataclass
+class _Rank:
+    """One rank as its parent sees it: its process, its two pipes, and its result or error."""
+
+    rank: int
+    process: Any
+    output: int
+    messages: int
+    log: RankLog
+    inbox: bytearray = field(default_factory=bytearray)
+    started: bool = False
+    result: bytes | None = None
+    raised: Raised | None = None
+    traceback: str = ""
+    raised_at: float = 0.0  # on the machine's monotonic clock
+    report: str | None = None
+    exit_code: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.raised is not None or (self.exit_code is not None and self.result is None)
+
+    @property
+    def heard_of_rank_zero(self) -> bool:
+        """It has raised because rank 0 told it of its own failure: the cause is rank 0's."""
+        return self.raised is not None and self.raised.is_a(RankZeroFailedError)
+
+    @property
+    def lost_connection(self) -> bool:
+        return self.raised is not None and lost_connection(self.raised.message)
+
+    @property
+    def cause_order(self) -> tuple[int, float]:
+        """For finding the cause among several failures: what a rank raised by itself, in order of time; then ranks that
+        died without an error; then those that lost the connection to another; last those that heard of rank 0."""
+        if self.raised is None:
+            return 1, 0.0
+        return (3 if self.heard_of_rank_zero else 2 if self.lost_connection else 0), self.raised_at
+
+    @property
+    def reason(self) -> str:
+        if self.raised is not None:
+            return f"raised {_without_noise(str(self.raised))}"
+        if self.result is not None:
+            return "had returned"
+        if self.exit_code is None:
+            return "was still running"
+        if self.exit_code < 0:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        when = "before it returned a result" if self.started else "before it reached your function"
+        return f"exited with code {self.exit_code} {when}"
+
+
+class _Ranks:
+    """All ranks of one launch: started, listened to, and ended when the block ends, however it does."""
+
+    def __init__(self, nprocs: int, console: Console) -> None:
+        self.nprocs = nprocs
+        self.console = console
+        self.ranks: list[_Rank] = []
+        self.selector = selectors.DefaultSelector()
+        self.mark = secrets.token_hex(8)
+        # The ranks hold the other end; when this one is closed, they report where they stand.
+        self.lifeline: int | None = None
+
+    def __enter__(self) -> "_Ranks":
+        return self
+
+    def start(self, call: bytes, device: str, threads: int) -> None:
+        self.store = store = _loopback_store(self.nprocs)  # it has to live as long as the ranks
+        environ = {**_rank_environment(self.nprocs, threads, store.port if store else 0), _MARK: self.mark}
+        with ExitStack() as parents_copies, _interrupts_held(), _main_module_hidden(), _environment(environ):
+            outputs, messages = ([os.pipe() for _ in range(self.nprocs)] for _ in range(2))
+            lifeline, self.lifeline = os.pipe()
+            for fd in (lifeline, *(write for _, write in outputs + messages)):
+                parents_copies.callback(os.close, fd)
+            call_file = parents_copies.enter_context(TemporaryFile())  # nameless: it vanishes with its last user
+            call_file.write(call)
+            call_file.flush()
+            job = Job(
+                outputs=[Descriptor(write) for _, write in outputs],
+                messages=[Descriptor(write) for _, write in messages],
+                lifeline=Descriptor(lifeline),
+                call=Descriptor(call_file.fileno()),
+                threads=threads,
+                device=device,
+                sources=_cell_sources(),
+                parent=os.getpid(),
+                # the signal of a parent's death is bound to the thread that started the child
+                dies_with_thread=threading.current_thread() is threading.main_thread(),
+            )
+            processes = torch.multiprocessing.spawn(run_rank, (job,), self.nprocs, join=False).processes
+            for rank, process in enumerate(processes):
+                log = RankLog(rank, self.console.line)
+                self._listen(_Rank(rank, process, outputs[rank][0], messages[rank][0], log))
+
+    def _listen(self, rank: _Rank) -> None:
+        self.ranks.append(rank)
+        for fd, handle in (
+            (rank.output, self._read_output),
+            (rank.messages, self._read_messages),
+            (rank.process.sentinel, self._reap),
+        ):
+            os.set_blocking(fd, False)
+            self.selector.register(fd, selectors.EVENT_READ, partial(handle, rank))
+
+    def wait(self, timeout: float | None) -> None:
+        """Listen until all ranks have returned and ended; raise for the first that fails."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._running() and not any(rank.failed for rank in self.ranks):
+            if not self._listen_until(deadline):
+                raise self._timed_out(timeout)
+        self._listen_while(lambda: True, GRACE_SECONDS)
+        self._listen_while(self._cause_is_missing, RANK_ZERO_SECONDS)
+        failed = [rank for rank in self.ranks if rank.failed]
+        if failed:
+            raise self._failure(min(failed, key=lambda rank: rank.cause_order))
+
+    def _listen_while(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._running() and condition() and self._listen_until(deadline):
+            pass
+
+    def _cause_is_missing(self) -> bool:
+        """Ranks have failed, but only because rank 0 has, and that one has not said how."""
+        return all(rank.heard_of_rank_zero for rank in self.ranks if rank.failed)
+
+    def pass_on(self, number: int, frame: object) -> None:
+        """Send every rank the signal that this process has been sent."""
+        for rank in self._running():
+            os.kill(rank.process.pid, number)  # until it has been reaped, its number is its own
+
+    def results(self) -> list[Any]:
+        """What the ranks returned, rebuilt in this process."""
+        values = []
+        for rank in self.ranks:
+            if rank.exit_code:
+                self.console.say(f"rank {rank.rank} returned its result, but then ended with code {rank.exit_code}")
+            try:
+                values.append(pickle.loads(rank.result or b""))
+            except Exception as error:
+                why = f"returned a value that cannot be rebuilt here: {type(error).__name__}: {error}"
+                raise RankError(rank.rank, why) from error
+        return values
+
+    def __exit__(self, *_: object) -> None:
+        """End what still runs, then show what was printed. An interrupt waits: cut short, this would leave ranks."""
+        with _interrupts_held():
+            _end([rank.process for rank in self.ranks], self.mark)
+            for rank in self.ranks:
+                self._reap(rank)
+                os.close(rank.output)
+                os.close(rank.messages)
+            self.selector.close()
+            self._let_go_of_lifeline()
+            self.console.close([rank.log for rank in self.ranks])
+
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self.ranks if rank.exit_code is None]
+
+    def _listen_until(self, deadline: float | None) -> bool:
+        """Handle what has arrived, or wait for it. False when the deadline has passed."""
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            return False
+        for key, _ in self.selector.select(remaining):
+            key.data()
+        return True
+
+    def _read_output(self, rank: _Rank) -> bool:
+        return self._drain(rank.output, rank.log.feed)
+
+    def _read_messages(self, rank: _Rank) -> bool:
+        more = self._drain(rank.messages, rank.inbox.extend)
+        for kind, *content in take_messages(rank.inbox):
+            match kind:
+                case "started":
+                    rank.started = True
+                case "progress" if rank.rank == 0:
+                    self.console.progress(*content)
+                case "result":
+                    rank.result = content[0]
+                case "raised":
+                    rank.raised, rank.traceback, rank.raised_at = content
+                case "report":
+                    rank.report = content[0]
+        return more
+
+    def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
+        """Read one piece; a flood of output must not keep the parent from all else. False if there was nothing."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:  # the other side has closed it: stop watching
+            with suppress(KeyError):
+                self.selector.unregister(fd)
+        take(data)
+        return bool(data)
+
+    def _reap(self, rank: _Rank) -> None:
+        """The rank's process has ended: read what is left in its pipes. Its children may hold them open; don't wait."""
+        if rank.exit_code is not None:
+            return
+        while self._read_messages(rank):
+            pass
+        for _ in range(_PIPE_PIECES):
+            if not self._read_output(rank):
+                break
+        rank.log.feed(b"", final=True)
+        rank.process.join()
+        rank.exit_code = rank.process.exitcode
+        self.selector.unregister(rank.process.sentinel)
+
+    def _failure(self, first: _Rank) -> RankError:
+        others = [f"rank {rank.rank} {rank.reason}" for rank in self.ranks if rank is not first]
+        note = f"Meanwhile {', '.join(others)}." if others else ""
+        if first.lost_connection and any(rank.result is not None for rank in self.ranks):
+            note += " A rank that returns closes its connections: every rank must enter every collective."
+        trace = _without_noise(_name_cells(first.traceback))
+        return RankError(first.rank, first.reason, trace, first.log.tail(), note, first.raised)
+
+    def _timed_out(self, timeout: float | None) -> RankTimeoutError:
+        late = self._running()
+        self._let_go_of_lifeline()
+        deadline = time.monotonic() + REPORT_SECONDS
+        while any(rank.report is None for rank in self._running()) and self._listen_until(deadline):
+            pass
+        stories = []
+        for rank in self.ranks:
+            silent = "  no answer: not up yet, stopped, or busy in native code"
+            stood = _name_cells(rank.report or silent).rstrip() if rank in late else ""
+            stories.append(f"rank {rank.rank} {rank.reason}\n{stood}".rstrip())
+        # the rank to name is one that is not waiting for the others
+        first = min(late, key=lambda rank: (rank.result is not None, ": waiting" in (rank.report or "")))
+        running = ", ".join(str(rank.rank) for rank in late)
+        reason = f"did not end within {timeout:g} s (still running: rank {running})"
+        return RankTimeoutError(first.rank, reason, "\n\n".join(stories), first.log.tail())
+
+    def _let_go_of_lifeline(self) -> None:
+        if self.lifeline is not None:
+            os.close(self.lifeline)
+            self.lifeline = None
+
+
+def _end(processes: list[Any], mark: str) -> None:
+    """Ask, then kill, each rank; kill whatever the ranks have started; return when they are gone."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + END_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.join()
+    # What a rank has started may have outlived it and be anybody's child by now; but it has inherited the mark.
+    for other in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if other.pid != os.getpid() and other.environ().get(_MARK) == mark:
+                other.kill()
+
+
+def _loopback_store(nprocs: int) -> dist.TCPStore | None:
+    """Where the ranks meet, hosted here. The socket is ours: nobody can take the port in between, and it listens on
+    the loopback interface only, where TCPStore by itself would listen on all."""
+    if nprocs == 1:
+        return None
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(nprocs, 16))
+    return dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        nprocs,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
+    """The variables that torchrun would set, all but RANK and LOCAL_RANK."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), "lo")
+    return {
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client; the parent is the server
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let interrupts wait until the end of the block, here and in the children that are started inside.
+
+    Two things are needed. Children inherit the signal mask, so none of them is hit before it has learnt to ignore
+    interrupts. But the mask is the thread's own, and a process with several threads, such as a Jupyter kernel, is hit
+    all the same; hence the handler, which takes a note.
+    """
+    resource_tracker.ensure_running()  # else spawn starts it inside, which unblocks SIGINT (Python 3.11)
+    noted: list[int] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()  # Python interrupts no other
+    if in_main_thread:
+        handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set for the children that start inside, from their first moment on, and put back for this process."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep spawn from running the caller's script again in each rank: what a rank needs is sent to it by value."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _cell_sources() -> dict[str, list[str]]:
+    """The source lines of notebook cells, by file name: entries of linecache with no time of change and no file."""
+    return {
+        name: entry[2]
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and entry[2] and not Path(name).exists()
+    }
+
+
+def _name_cells(trace: str) -> str:
+    """Call a cell what the notebook calls it: `File "ipykernel_7/3.py", line 2` -> `Cell In[4], line 2`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    known_as = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)
+    return re.sub(r'File "([^"]+)"', lambda match: " ".join(known_as(match[1]) or [match[0]]), trace)
+
+
+def _without_noise(text: str) -> str:
+    """gloo's messages without the line of its C++ source in front and the general advice at the end."""
+    text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text)
+    return re.sub(r"\. This is typically caused by .*", "", text)

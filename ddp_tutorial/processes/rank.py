@@ -1,0 +1,164 @@
+"""The rank's side of a launch: make a spawned process a rank, run the call, send back its result or error."""
+
+import atexit
+import ctypes
+import faulthandler
+import io
+import json
+import linecache
+import mmap
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.processes.errors import Raised
+from ddp_tutorial.processes.transport import Descriptor, Sender, dump_result
+from ddp_tutorial.world import World, process_group
+
+_PR_SET_PDEATHSIG = 1
+
+_send: Sender | None = None  # set once, when this process becomes a rank
+_exit_code = 1
+
+
+def progress(done: int, total: int, **numbers: float) -> None:
+    """Report that `done` of `total` is done. The parent shows rank 0's as a bar; outside `launch` it has no effect."""
+    if _send is not None:
+        _send("progress", done, total, numbers)
+
+
+@dataclass
+class Job:
+    """What a rank is given when it is spawned; one object for all ranks.
+
+    The call itself waits in a file. Passed along here, a large one would make the ranks start one after
+    another, because spawn writes to each until that one has read everything.
+    """
+
+    outputs: list[Descriptor]
+    messages: list[Descriptor]
+    lifeline: Descriptor
+    call: Descriptor
+    threads: int
+    device: str
+    sources: dict[str, list[str]]
+    parent: int
+    dies_with_thread: bool
+
+
+def run_rank(rank: int, job: Job) -> None:
+    """The function that `torch.multiprocessing.spawn` calls in each new process."""
+    global _send, _exit_code
+    atexit.register(_end_without_finalising)  # first in, so last to be called
+    _never_outlive_the_parent(job)
+    for other, (output, messages) in enumerate(zip(job.outputs, job.messages, strict=True)):
+        if other != rank:
+            os.close(output.fd)
+            os.close(messages.fd)
+    _redirect_output(job.outputs[rank].fd)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # the other variables were set when it was spawned
+    torch.set_num_threads(job.threads)
+    for name, lines in job.sources.items():  # so that tracebacks show the lines of a cell
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    send = _send = Sender(job.messages[rank].fd)
+    threading.Thread(target=_answer, args=(job.lifeline.fd, send, threading.get_ident()), daemon=True).start()
+    send("started")
+    with ExitStack() as stack:
+        try:
+            fn, args = pickle.loads(mmap.mmap(job.call.fd, 0, access=mmap.ACCESS_READ))
+            world = stack.enter_context(process_group(World.detect(os.environ, device=job.device)))
+            outcome: tuple[Any, ...] = ("result", dump_result(fn(world, *args)))
+        except (Exception, SystemExit) as error:  # a rank that leaves has failed: the others count on it
+            outcome = ("raised", Raised.of(error), _own_traceback(error), time.monotonic())
+        # Told before the group is torn down: when that breaks the others' connections, the cause is known already.
+        send(*outcome)
+    _exit_code = int(outcome[0] == "raised")
+
+
+def _end_without_finalising() -> None:
+    """End this process before Python takes its interpreter apart.
+
+    torch's threads can outlive the process group (see `process_group`). One that lets go of a tensor while the
+    interpreter is being torn down aborts a rank that has done its work: "terminate called without an active
+    exception".
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_exit_code)
+
+
+def _never_outlive_the_parent(job: Job) -> None:
+    """Ignore interrupts, which are for the parent to handle, and be killed when it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if sys.platform == "linux" and job.dies_with_thread:
+        # torch.multiprocessing.spawn asked for SIGINT here, which we have just decided to ignore
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != job.parent:  # it died before we asked to be told
+        os._exit(1)
+
+
+def _redirect_output(fd: int) -> None:
+    """Send all that this process, its children and C++ code print down one pipe, a line at a time."""
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    faulthandler.enable(all_threads=False)  # a crash in native code leaves its stack in the log
+
+
+def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
+    """Wait until the parent closes the lifeline: at the time limit, or because it has died. Report where this rank
+    stands, and end when the parent does."""
+    connection.wait([lifeline])
+    with suppress(OSError):
+        send("report", _where(main_thread))
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback without the frames of this package's launching; empty where there are no others."""
+    story = traceback.TracebackException.from_exception(error)
+    ours = {__file__, dump_result.__code__.co_filename}
+    story.stack = traceback.StackSummary.from_list([f for f in story.stack if f.filename not in ours])
+    return "".join(story.format()) if story.stack else ""
+
+
+def _where(thread: int) -> str:
+    """The stack of a thread inside the user's function, down to where it calls torch, and the last collective that
+    this rank entered."""
+    stack = traceback.extract_stack(sys._current_frames().get(thread))
+    ours = max((i for i, frame in enumerate(stack) if frame.filename == __file__), default=-1)
+    torchs = str(Path(torch.__file__).parent)
+    theirs = [frame for frame in stack[ours + 1 :] if not frame.filename.startswith(torchs)]
+    return "".join(traceback.format_list(theirs)) + _last_collective()
+
+
+def _last_collective() -> str:
+    """From torch's flight recorder. Ranks in step number their collectives alike."""
+    if not dist.is_initialized():
+        return ""
+    recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+    entries = json.loads(getattr(torch._C._distributed_c10d, recorder)()).get("entries", [])
+    if not entries:
+        return "  no collective yet\n"
+    last = entries[-1]
+    state = "finished" if last["retired"] else "waiting"
+    return f"  collective {last['collective_seq_id']}, {last['profiling_name']} of {last['input_sizes']}: {state}\n"

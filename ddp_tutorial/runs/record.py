@@ -1,0 +1,108 @@
+"""What is kept of one run, as one context manager: its folder, its log, what each rank says and uses, how it failed.
+
+with RunRecord(world, folder, config=...) as record:
+    record.log.add(...)
+record.write_result({...})
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ddp_tutorial.collectives import from_rank_zero
+from ddp_tutorial.environment import describe_environment
+from ddp_tutorial.files import RUNS, FolderInUseError, locked, new_directory, write_json
+from ddp_tutorial.phases import Stopwatch, observe
+from ddp_tutorial.runs.folder import RunFolder
+from ddp_tutorial.runs.rank_logs import failure_noted, rank_log
+from ddp_tutorial.runs.step_log import StepLog
+from ddp_tutorial.runs.usage import Usage
+from ddp_tutorial.world import World
+
+
+def open_folder(world: World, name: str, label: str, config: Mapping[str, Any], *, again: bool) -> RunFolder:
+    """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide. Collective.
+
+    It is called `name`, or by the time and `label`. With `again` it is the folder of that name, whoever made it; else a
+    name that is taken gets a number.
+    """
+    run: Path | None = None
+    if world.is_main:
+        if again:
+            run = RUNS / name
+            run.mkdir(parents=True, exist_ok=True)
+        else:
+            run = new_directory(RUNS, name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}-{world.size}x")
+        if not RunFolder(run).exists():  # else it may be that of a run which is going on
+            write_json(RunFolder(run).config, config)
+    made: Path = from_rank_zero(world, run)  # type: ignore[assignment]
+    return RunFolder(made)
+
+
+class RunRecord:
+    """What is kept of a run, on one rank. Enter it once, for the length of the run; entering is collective.
+
+    Inside, the folder is locked, what the rank says goes to its log, phases are timed, and an exception leaves a note.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: RunFolder,
+        *,
+        unit: str = "samples",
+        events: bool = False,
+        memory_limit_mb: float = 0,
+    ) -> None:
+        self.world, self.folder = world, folder
+        self.log = StepLog(world, folder.metrics, unit, events=events)
+        self.usage = Usage(world, memory_limit_mb)
+        self.watch = Stopwatch()
+        self.step = 0  # that a failure came after
+        self._inside = ExitStack()
+
+    def __enter__(self) -> "RunRecord":
+        with ExitStack() as stack:
+            stack.callback(self.log.close_file)  # also when a step fails
+            stack.enter_context(locked_by_rank_zero(self.world, self.folder.path))
+            stack.enter_context(rank_log(self.world, self.folder))
+            stack.enter_context(failure_noted(self.world, self.folder, lambda: self.step))
+            stack.enter_context(observe(self.watch))
+            if self.world.is_main:  # how an earlier attempt has ended
+                self.folder.failure.unlink(missing_ok=True)
+                self.folder.result.unlink(missing_ok=True)
+            self._inside = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inside.__exit__(*error)
+
+    def step_done(self, number: int) -> dict[str, float]:
+        """The seconds of a step by phase, for the log; they are added up for the usage of ranks."""
+        self.step = number
+        seconds = self.watch.take()
+        self.usage.add(seconds)
+        return seconds
+
+    def write_result(self, content: Mapping[str, Any]) -> None:
+        """`result.json`, the last thing that a run writes, with the environment; on rank 0."""
+        if self.world.is_main:
+            write_json(self.folder.result, {"schema": 1, **content, "environment": describe_environment()})
+
+
+@contextmanager
+def locked_by_rank_zero(world: World, folder: Path) -> Iterator[None]:
+    """Inside, no other run may use `folder`. Raises `FolderInUseError`, on all ranks, where one does. Collective."""
+    with ExitStack() as stack:
+        problem = None
+        if world.is_main:
+            try:
+                stack.enter_context(locked(folder))
+            except FolderInUseError as error:
+                problem = str(error)
+        problem = from_rank_zero(world, problem)
+        if problem is not None:
+            raise FolderInUseError(problem)
+        yield

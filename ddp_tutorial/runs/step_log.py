@@ -1,0 +1,173 @@
+"""The numbers of a run: every step and evaluation as a line of JSON, and, thinned out, as TensorBoard reads them."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_tutorial.files import write_atomically
+from ddp_tutorial.runs.folder import PER_SECOND
+from ddp_tutorial.world import World
+
+
+class StepLog:
+    """What a run keeps of its steps: a file of JSON lines, on rank 0, and the losses and rates, on every rank.
+
+    What it is given is the same on all ranks already, so nothing here is collective. A step costs an entry in a list;
+    `flush` writes them, in one write of whole lines, so a killed run's file is valid. `unit` is what the loss counts,
+    "samples" or "tokens", say: the log has how many it were so far, and how many a second.
+    """
+
+    def __init__(self, world: World, path: Path, unit: str = "samples", *, events: bool = False) -> None:
+        self.unit = unit
+        self.losses: list[float] = []
+        self.rates: list[float] = []  # of `unit` per second, between flushes
+        self.count = 0  # of `unit`, since the run began
+        self._path = path
+        self._file = path.open("ab", buffering=0) if world.is_main else None
+        self._pending: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self._events = Events(path.parent) if events and world.is_main else None
+        self._began = time.monotonic()
+        self._flushed = time.monotonic()
+        self._flushed_count = 0
+
+    def add(
+        self,
+        step: int,
+        means: Mapping[str, float],
+        count: float,
+        grad_norm: torch.Tensor,
+        learning_rate: float,
+        seconds: Mapping[str, float],
+        **others: float,
+    ) -> None:
+        """One step: means of the loss and the metrics over all ranks, how much the loss has counted, the norm of the
+        gradient before clipping, seconds by phase, and other numbers."""
+        self.count += int(count)
+        self.losses.append(means["loss"])
+        record = {
+            "step": step,
+            "learning_rate": learning_rate,
+            self.unit: self.count,
+            "elapsed": self.elapsed(),
+            "seconds": {name: round(value, 6) for name, value in seconds.items()},
+        }
+        self._pending.append((record | others | dict(means), grad_norm))
+
+    def flush(self) -> None:
+        """Write the steps since the last flush."""
+        if not self._pending:
+            return
+        steps, self._pending = self._pending, []
+        now = time.monotonic()
+        rate = (self.count - self._flushed_count) / (now - self._flushed)
+        self._flushed, self._flushed_count = now, self.count
+        self.rates.append(rate)
+        measured = {self.unit + PER_SECOND: round(rate, 1)}
+        self.write(*(record | {"grad_norm": float(norm)} | measured for record, norm in steps))
+
+    def go_back(self, step: int, losses: list[float], count: int) -> None:
+        """Carry on after `step` of an earlier run: cut its file back, so that no step is in it twice."""
+        self.losses, self.count, self._flushed_count = list(losses), count, count
+        self._pending = []
+        if self._file is not None:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+            elapsed = json.loads(kept[-1]).get("elapsed", 0.0) if kept else 0.0
+            self._began = time.monotonic() - elapsed
+            self._file.close()
+            write_atomically(self._path, b"".join(kept))
+            self._file = self._path.open("ab", buffering=0)
+        if self._events is not None:
+            self._events.go_back(step)
+
+    def sync(self) -> None:
+        """Let the file reach the disk, with all steps so far."""
+        self.flush()
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def elapsed(self) -> float:
+        """Seconds that the run has gone on, without those between an interruption and its resumption."""
+        return round(time.monotonic() - self._began, 3)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The last loss and rate, for whoever watches; empty before the first flush."""
+        return {"loss": self.losses[-1], self.unit + PER_SECOND: self.rates[-1]} if self.rates else {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not part of the time that steps take."""
+        began = time.monotonic()
+        yield
+        self._flushed += time.monotonic() - began
+
+    def write(self, *records: dict[str, Any]) -> None:
+        """Append records to the file, on rank 0; the last of them becomes a point of TensorBoard's curves."""
+        if self._file is not None:
+            lines = "".join(json.dumps(without_nan(record), allow_nan=False) + "\n" for record in records)
+            self._file.write(lines.encode())
+        if self._events is not None:
+            self._events.write(records[-1])
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self.flush()
+        self.close_file()
+
+    def close_file(self) -> None:
+        """Without the steps that have not been written yet."""
+        if self._file is not None:
+            self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+class Events:
+    """The numbers of a run once more, as TensorBoard reads them: `tensorboard --logdir runs`, where that is installed.
+
+    A file is made with the first numbers. A run that goes on after a step writes another, which says that what comes
+    after that step in the file before does not count.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import SummaryWriter  # now, rather than in the time of a step
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        self._summary = Summary
+        self._open = partial(SummaryWriter, str(folder), flush_secs=10)
+        self._purge_step: int | None = None
+        self._writer: Any = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One point of every curve: all numbers of a record but the step, the time and what is counted up."""
+        if self._writer is None:
+            self._writer = self._open(purge_step=self._purge_step)
+        shown = {name: value for name, value in record.items() if isinstance(value, float) and name != "elapsed"}
+        # At once: one by one, as add_scalar takes them, they cost a fast step several percent.
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
+        self._writer.file_writer.add_summary(self._summary(value=values), record["step"])
+
+    def go_back(self, step: int) -> None:
+        self.close()
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def without_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: a diverged loss becomes null, and readers show a gap."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }

@@ -1,0 +1,73 @@
+"""What each rank uses: memory, and seconds by phase. Whoever is slow, or grows, has a name."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.runs.rank_logs import LOG
+from ddp_tutorial.runs.summaries import straggler
+from ddp_tutorial.world import World
+
+MB = 1e6
+
+
+class Usage:
+    """Of one rank, added up step by step, and brought together now and then."""
+
+    def __init__(self, world: World, limit_mb: float = 0) -> None:
+        self.world, self.limit_mb = world, limit_mb
+        self._process = psutil.Process()
+        self._before: Counter[str] = Counter()  # seconds by phase, until they were brought together last
+        self._since: Counter[str] = Counter()  # and since then
+        self._peak_mb = 0.0
+        self._warned = False
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """The seconds of one step, by phase."""
+        self._since.update(seconds)
+
+    def watch_memory(self) -> float:
+        """The megabytes that this process has now, with a warning, once, where that is more than the limit."""
+        used = self._process.memory_info().rss / MB
+        self._peak_mb = max(self._peak_mb, used)
+        if self.limit_mb and used > self.limit_mb and not self._warned:
+            self._warned = True
+            LOG.warning(
+                "rank %d uses %.0f MB of memory, more than memory_limit_mb=%g: a smaller batch_size, more accumulation "
+                "or model.recompute=true would need less",
+                self.world.rank,
+                used,
+                self.limit_mb,
+            )
+        return used
+
+    def of_ranks(self) -> dict[str, Any]:
+        """Of all ranks: memory now, and seconds by phase since the last call. Collective."""
+        since, self._since = self._since, Counter()
+        self._before.update(since)
+        return self._gather(self.watch_memory(), since)
+
+    def of_ranks_in_all(self) -> dict[str, Any]:
+        """Of all ranks, over the whole run: the most memory, seconds by phase, and who was slow. Collective."""
+        self.watch_memory()
+        seconds = self._before.copy()
+        seconds.update(self._since)  # `+` would leave out what took no time
+        used = self._gather(self._peak_mb, seconds)
+        return used | {"straggler": straggler(used["seconds"])}
+
+    def _gather(self, rss_mb: float, seconds: Mapping[str, float]) -> dict[str, Any]:
+        is_gpu = self.world.device.type == "cuda"
+        cuda_mb = torch.cuda.max_memory_allocated(self.world.device) / MB if is_gpu else 0.0
+        ranks = all_gather(self.world, (rss_mb, cuda_mb, dict(seconds)))
+        phases = dict.fromkeys(name for _, _, each in ranks for name in each)
+        used: dict[str, Any] = {
+            "rss_mb": [round(rss, 1) for rss, _, _ in ranks],
+            "seconds": {name: [round(each.get(name, 0.0), 6) for _, _, each in ranks] for name in phases},
+        }
+        if is_gpu:
+            used["cuda_mb"] = [round(cuda, 1) for _, cuda, _ in ranks]
+        return used

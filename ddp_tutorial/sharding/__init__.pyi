@@ -1,0 +1,16 @@
+from .corpus import load_corpus as load_corpus
+from .dispatched import DispatchedSource as DispatchedSource
+from .order import Order as Order
+from .order import Sharding as Sharding
+from .order import deal as deal
+from .samples import ArrowShards as ArrowShards
+from .samples import Rows as Rows
+from .samples import TokenBlocks as TokenBlocks
+from .samples import as_samples as as_samples
+from .sharded import ShardedSource as ShardedSource
+from .sharded import Share as Share
+from .sharded import Source as Source
+from .sharded import SourceError as SourceError
+from .sources import SourceConfig as SourceConfig
+from .sources import make_source as make_source
+from .streamed import StreamedSource as StreamedSource

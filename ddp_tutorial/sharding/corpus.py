@@ -1,0 +1,203 @@
+"""Text to learn from, as bytes: each byte is a token, of 256 kinds. There is nothing to download, and no tokenizer.
+
+`python` is the standard library's own source, which is on every machine that runs this. `stories` is a small sample
+of made-up stories that comes with the repository; `stories:N` makes N of them on the spot.
+
+For text of your own: `text:PATH` is a file or a folder. `json:PATH` and `parquet:PATH` are files, or folders of them,
+with a column of text, `text` unless you add its name, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a data set of
+the Hugging Face hub, and `hub:OWNER/NAME[:20000]` its first 20,000 documents, streamed, so that no more than those is
+downloaded. These three are read with `datasets`, and the tokens are cached below runs/cache.
+"""
+
+import hashlib
+import socket
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import torch
+
+from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.files import RUNS, directory_written_atomically
+from ddp_tutorial.sharding.stories import story
+
+STORIES = Path(__file__).parents[2] / "data" / "stories"
+
+# One document in this many is held out for evaluation, by its place in the list, so that none is in both.
+HELD_OUT = 20
+
+CACHE = RUNS / "cache"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two runs of bytes (uint8 tensors of one dimension): for training, and held out for evaluation."""
+
+    name: str
+    train: torch.Tensor
+    valid: torch.Tensor
+
+
+def load_corpus(name: str) -> Corpus:
+    """Read a corpus by name. Raises `ConfigError` if it is not known, not there, or empty.
+
+    Where ranks share a folder, let rank 0 be first (`collectives.rank_zero_first`): the others find its cache.
+    """
+    kind, _, argument = name.partition(":")
+    if kind in _READERS:
+        return Corpus(name, *_split(name, _READERS[kind](argument)))
+    if kind not in _DATASETS:
+        raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted([*_READERS, *_DATASETS]))}")
+    folder = CACHE / f"corpus-{hashlib.blake2b(_identity(kind, argument).encode(), digest_size=8).hexdigest()}"
+    if not folder.exists():
+        train, valid = _split(name, list(_read_dataset(kind, argument)))
+        with directory_written_atomically(folder) as unfinished:
+            np.save(unfinished / "train.npy", train.numpy())
+            np.save(unfinished / "valid.npy", valid.numpy())
+    parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))
+    return Corpus(name, *map(torch.from_numpy, parts))
+
+
+def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens to train on, and those that are held out for evaluation."""
+    documents = [text for text in documents if text]
+    if not documents:
+        raise ConfigError(f"corpus {name!r} is empty: there is no text in it to learn from")
+    if len(documents) == 1:  # one document: hold out its end
+        cut = len(documents[0]) - len(documents[0]) // HELD_OUT
+        return _tokens([documents[0][:cut]]), _tokens([documents[0][cut:]])
+    held_out = [i % HELD_OUT == min(HELD_OUT, len(documents)) - 1 for i in range(len(documents))]
+    train = [text for text, out in zip(documents, held_out, strict=True) if not out]
+    valid = [text for text, out in zip(documents, held_out, strict=True) if out]
+    return _tokens(train), _tokens(valid)
+
+
+def encode(text: str) -> torch.Tensor:
+    """Text -> its UTF-8 bytes as tokens [bytes] (int64)."""
+    return torch.tensor(list(text.encode()), dtype=torch.int64)
+
+
+def decode(tokens: torch.Tensor) -> str:
+    """Tokens [bytes] -> text; bytes that are not UTF-8 become a replacement character."""
+    return bytes(tokens.tolist()).decode(errors="replace")
+
+
+def _tokens(documents: list[bytes]) -> torch.Tensor:
+    # a NUL byte, which is in no text, marks where one document ends and the next begins
+    return torch.from_numpy(np.frombuffer(b"\0".join(documents), dtype=np.uint8).copy())
+
+
+def _read_python(argument: str) -> list[bytes]:
+    if argument:
+        raise ConfigError(f"corpus 'python' takes no argument, found 'python:{argument}'")
+    library = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    paths = [path for path in library.rglob("*.py") if not skipped & set(path.relative_to(library).parts)]
+    return [path.read_bytes() for path in sorted(paths)]
+
+
+def _read_text(argument: str) -> list[bytes]:
+    path = Path(argument)
+    if not argument or not path.exists():
+        raise ConfigError(f"corpus 'text:{argument}': there is no file or folder {argument!r}")
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    return [file.read_bytes() for file in files]
+
+
+def _read_stories(argument: str) -> list[bytes]:
+    if not argument:
+        if not STORIES.is_dir():
+            raise ConfigError("corpus 'stories' reads data/stories of the repository. Elsewhere, use 'stories:3000'.")
+        tables = [pyarrow.parquet.read_table(path) for path in sorted(STORIES.glob("*.parquet"))]
+        return [story.encode() for table in tables for story in table["text"].to_pylist()]
+    if not argument.isdecimal() or int(argument) == 0:
+        raise ConfigError(f"corpus 'stories:{argument}': give a number of stories, such as stories:3000")
+    return [story(number).encode() for number in range(int(argument))]
+
+
+_READERS: dict[str, Callable[[str], list[bytes]]] = {
+    "python": _read_python,
+    "stories": _read_stories,
+    "text": _read_text,
+}
+
+
+# ---------------------------------------------------------------------------------------------- through `datasets`
+
+_DATASETS = ["json", "parquet", "hub"]
+
+
+def _identity(kind: str, argument: str) -> str:
+    """What a cached corpus is named by: its name and, for files, their paths, sizes and times of writing."""
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in _files(kind, argument)]
+    return f"{kind}:{argument} {stats}"
+
+
+def _files(kind: str, argument: str) -> list[Path]:
+    if kind == "hub":
+        return []
+    where = argument.partition("#")[0]
+    path = Path(where)
+    endings = {"json": (".json", ".jsonl"), "parquet": (".parquet",)}[kind]
+    files = sorted(each for each in path.rglob("*") if each.suffix in endings) if path.is_dir() else [path]
+    if not where or not files or not path.exists():
+        what = f"file of {' or '.join(endings)} in folder" if where and path.is_dir() else "file or folder"
+        raise ConfigError(f"corpus '{kind}:{argument}': there is no {what} {where!r}")
+    return files
+
+
+def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
+    """The documents of files, or of the hub. Raises `ConfigError`, naming the row, for what is no text."""
+    from datasets import disable_progress_bars, load_dataset  # takes a second to import
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    where, _, column = argument.partition("#")
+    column = column or "text"
+    try:
+        if kind == "hub":
+            where, sliced, first = where.partition("[:")
+            _reach_hub(argument)
+            rows = load_dataset(where, split="train", streaming=bool(sliced))
+            rows = rows.take(int(first.removesuffix("]"))) if sliced else rows
+        else:
+            files = list(map(str, _files(kind, argument)))
+            disable_progress_bars()  # files of this machine are read in no time
+            rows = load_dataset(kind, data_files=files, split="train", cache_dir=str(CACHE / "datasets"))
+        for number, row in enumerate(rows):
+            if column not in row:
+                others = ", ".join(map(repr, row))
+                raise ConfigError(
+                    f"corpus '{kind}:{argument}' has no column {column!r}, but {others}. Add # and a name."
+                )
+            if not isinstance(row[column], str):
+                found = type(row[column]).__name__
+                raise ConfigError(f"corpus '{kind}:{argument}', row {number}: {column!r} should be text, found {found}")
+            yield row[column].encode()
+    except ConfigError:
+        raise
+    except (OSError, ValueError, DatasetGenerationError, DatasetNotFoundError) as error:
+        cause = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise ConfigError(f"corpus '{kind}:{argument}' cannot be read: {cause}") from None
+
+
+def _reach_hub(argument: str) -> None:
+    """Raise `ConfigError` at once where the hub cannot be reached; `datasets` would try five times first."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"corpus 'hub:{argument}': {address.hostname} cannot be reached ({error}). With HF_HUB_OFFLINE=1 a data "
+            "set is taken that was downloaded before. Without any: 'python', 'stories:100000', or json: or parquet: "
+            "files of yours."
+        ) from None

@@ -1,0 +1,179 @@
+"""`DispatchedSource`: rank 0 reads, and sends each rank its share."""
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
+from ddp_tutorial.sharding.samples import as_batch, rows_of
+from ddp_tutorial.sharding.sharded import Share, Source, SourceError, SourceState, to_device
+from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, require_group
+
+
+class DispatchedSource:
+    """Rank 0 reads for all and sends each rank its share: for data that only one process can read.
+
+    `make` builds what rank 0 reads from, a source for a world of one; it is called on rank 0 alone. Threads read, send
+    and receive up to `prefetch` steps ahead, over a process group of their own, while the ranks compute. A batch is any
+    tree of tensors, with a row for each sample; it need not divide by the ranks. A `collate_fn` that pads does so to
+    the longest sample of the whole batch. What fails on rank 0 is raised on all ranks, as a `SourceError`.
+
+    Where a dataset or a transform draws random numbers, give the inner source `workers`: a thread has no random numbers
+    of its own, and would draw from those of the training.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Source],
+        world: World,
+        *,
+        prefetch: int = 2,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
+    ) -> None:
+        require_group(world)
+        self.world = world
+        with rank_zero_first(world):
+            self._inner = make() if world.is_main else None
+            first = (self._inner.batch_size, self._inner.state_dict()) if self._inner else None
+        # gloo, on GPUs too: what travels is still in main memory, and other collectives are not disturbed.
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None
+        self._ahead: queue.Queue[tuple[Share, SourceState] | Exception] = queue.Queue(prefetch)
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        told = from_rank_zero(world, first)
+        assert told is not None  # what rank 0 has told
+        self.batch_size: int = told[0]
+        self._state: SourceState = told[1]
+
+    def __next__(self) -> Share:
+        if self._thread is None:
+            self._closing.clear()
+            work = self._serve if self.world.is_main else self._receive
+            self._thread = threading.Thread(target=work, name="dispatch", daemon=True)
+            self._thread.start()
+        found = self._ahead.get()
+        if isinstance(found, Exception):
+            self._thread = None
+            raise found
+        share, self._state = found
+        return replace(share, samples=to_device(share.samples, self.world.device))
+
+    def _serve(self) -> None:
+        assert self._inner is not None
+        try:
+            while not self._closing.is_set():
+                share, state = next(self._inner), self._inner.state_dict()
+                samples = as_batch(share.samples, share.count)
+                parts = [torch.arange(share.count)[rank :: self.world.size] for rank in range(self.world.size)]
+                for rank in range(1, self.world.size):
+                    self._send((rows_of(samples, parts[rank]), len(parts[rank]), share.world_count, state), rank)
+                mine = Share(rows_of(samples, parts[0]), len(parts[0]), share.world_count)
+                self._put((mine, state))
+            told = None
+        except Exception as error:
+            told = f"rank 0 could not read on: {error}"
+            failed = SourceError(told)
+            failed.__cause__ = error
+        try:
+            for rank in range(1, self.world.size):
+                self._send(told, rank)
+        finally:  # also where a rank is gone
+            if told:
+                self._put(failed)
+
+    def _receive(self) -> None:
+        try:
+            while (found := self._recv()) is not None:
+                if isinstance(found, str):
+                    return self._put(SourceError(found))
+                *share, state = found
+                self._put((Share(*share), state))
+        except Exception as error:  # the connection is lost: the main thread will raise it
+            self._put(error)
+
+    def _put(self, found: tuple[Share, SourceState] | Exception) -> None:
+        """Hand it to the main thread as soon as there is room, unless the source is being closed."""
+        while not self._closing.is_set():
+            try:
+                return self._ahead.put(found, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def _send(self, thing: object, rank: int) -> None:
+        """As two messages: the number of bytes, and the bytes."""
+        data = pack(thing)
+        dist.send(torch.tensor(len(data)), rank, group=self._group)
+        dist.send(data, rank, group=self._group)
+
+    def _recv(self) -> Any:
+        length = torch.tensor(0)
+        dist.recv(length, 0, group=self._group)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(data, 0, group=self._group)
+        return unpack(data)
+
+    def state_dict(self) -> SourceState:
+        """Rank 0's, as it was after the step that was taken last."""
+        return self._state
+
+    def load_state_dict(self, state: SourceState) -> None:
+        self.close()
+        self._state = state
+        if self._inner:
+            self._inner.load_state_dict(state)
+
+    def close(self) -> None:
+        """Collective: rank 0 stops sending, and the others receive until it has."""
+        if self._thread is not None:
+            self._closing.set()
+            self._thread.join()
+            self._thread = None
+        while not self._ahead.empty():
+            self._ahead.get()
+        if self._inner:
+            self._inner.close()
+
+
+class _Leaf(NamedTuple):
+    """The dtype and shape of a tensor; stands for it in what is pickled."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+_ALIGN = 16  # bytes; each tensor begins at a multiple, as its type may demand
+
+
+def pack(thing: object) -> torch.Tensor:
+    """Anything, with the tensors in it, as bytes (uint8): its structure, pickled, then the tensors as they are."""
+    leaves, tree = tree_flatten(thing)
+    tensors = [leaf.detach().cpu().resolve_conj().resolve_neg() for leaf in leaves if torch.is_tensor(leaf)]
+    told = [_Leaf(leaf.dtype, tuple(leaf.shape)) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+    head = pickle.dumps(tree_unflatten(told, tree))
+    parts = [torch.tensor([len(head)]).view(torch.uint8), torch.frombuffer(bytearray(head), dtype=torch.uint8)]
+    for part in [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]:
+        parts += [torch.zeros(-sum(map(len, parts)) % _ALIGN, dtype=torch.uint8), part]
+    return torch.cat(parts)
+
+
+def unpack(data: torch.Tensor) -> Any:
+    """The inverse of `pack`. It unpickles, so use it for what another rank of this run has sent, and nothing else."""
+    length = int(data[:8].view(torch.int64))
+    at = 8 + length
+    leaves, tree = tree_flatten(pickle.loads(bytes(data[8:at].numpy())), is_leaf=lambda leaf: isinstance(leaf, _Leaf))
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, _Leaf):
+            at += -at % _ALIGN
+            nbytes = int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+            leaves[number] = data[at : at + nbytes].view(leaf.dtype).view(leaf.shape)
+            at += nbytes
+    return tree_unflatten(leaves, tree)

@@ -1,0 +1,274 @@
+"""`ShardedSource`: every rank works out which samples are its own, and reads those. And what all sources share."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import cloudpickle
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.rng import seeded_rng
+from ddp_tutorial.sharding.order import Indices, Sharding, deal
+from ddp_tutorial.sharding.samples import ArrowShards, Data, Tensors, TokenBlocks, Tree, as_batch, as_samples, rows_of
+from ddp_tutorial.world import World
+
+Item = TypeVar("Item")
+Transform = Callable[[Tree], Tree]
+SourceState = Mapping[str, int]
+
+# How long a worker may take for one batch, in seconds, before it counts as stuck.
+WORKER_TIMEOUT = 120.0
+# How often, in seconds, it is checked that the workers are alive.
+POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank gets of one step: `count` samples, of `world_count` on all ranks.
+
+    `samples` is what the data's fetch or `collate_fn`, then `transform`, made: a tree of tensors with `count` rows. At
+    the end of an epoch a rank may have none of a step; then the tensors have no rows.
+    """
+
+    samples: Tree
+    count: int
+    world_count: int
+
+
+class SourceError(RuntimeError):
+    """Samples could not be read; says by which rank and worker, and which samples."""
+
+
+class Source(Protocol):
+    """An endless iterator over steps. Every rank takes the same number of them."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step over all ranks; the last step of an epoch may have fewer."""
+        ...
+
+    def __next__(self) -> Share: ...
+
+    def state_dict(self) -> SourceState:
+        """Where the world stands after the steps that have been taken, the same on every rank. Batches that were read
+        ahead and not taken do not count."""
+        ...
+
+    def load_state_dict(self, state: SourceState) -> None:
+        """Go on from there. Before the first step."""
+        ...
+
+    def close(self) -> None:
+        """Stop reading ahead. Collective where ranks read for one another."""
+        ...
+
+
+class ShardedSource:
+    """Every rank works out which samples are its own, and reads those.
+
+    `data` is any map-style dataset, or samples as `as_samples` makes them (with a `collate_fn`, for instance).
+
+    With `workers`, other processes read up to `prefetch` batches ahead each, and apply `transform` there. The random
+    numbers that the dataset, its `collate_fn` and `transform` draw (torch's, NumPy's, Python's) depend on seed, rank
+    and cursor alone: a resumed run draws the same ones, and the number of workers changes nothing.
+
+    Raises `SourceError`, naming rank, worker and samples, for whatever fails while reading, a worker that has died,
+    and one that gives no batch within `worker_timeout` seconds.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        sharding: Sharding,
+        world: World,
+        *,
+        transform: Transform | None = None,
+        workers: int = 0,
+        prefetch: int = 2,
+        worker_timeout: float = WORKER_TIMEOUT,
+    ) -> None:
+        self.data: Data = as_samples(data)
+        if len(self.data) != sharding.order.samples:
+            raise ConfigError(f"the data have {len(self.data)} samples, the order is one of {sharding.order.samples}")
+        require_samples_for_all(sharding, world)
+        self.sharding, self.world, self.batch_size = sharding, world, sharding.batch_size
+        self.workers, self.worker_timeout = workers, worker_timeout
+        self.cursor = 0
+        self._planned: deque[tuple[Indices, int, int]] = deque()  # samples of this rank, cursor and count of the world
+        self._fetch = _Fetch(self.data, transform, (sharding.order.seed or 0, world.rank))
+        self._options = worker_options(workers, prefetch, worker_timeout)
+        self._batches: Iterator[Tree] | None = None
+
+    def _plan(self) -> Iterator[tuple[int, Indices]]:
+        cursor = self.cursor
+        while True:
+            indices, cursor = self.sharding.step(cursor)
+            mine = deal(indices, self.world.rank, self.world.size)
+            self._planned.append((mine, cursor, len(indices)))
+            yield cursor, mine
+
+    def __next__(self) -> Share:
+        if self._batches is None:
+            self._batches = self._read()
+            self._taken = 0
+        try:
+            samples = next_from(self._batches, self.worker_timeout)
+        except Exception as error:
+            turn = self._taken % max(1, self.workers)
+            who, ahead = culprit(self._batches, turn, self.workers)
+            where = _range(self._planned[ahead][0]) if ahead < len(self._planned) else "reading ahead"
+            self.close()  # the same step can be tried again
+            raise SourceError(f"rank {self.world.rank}{who}, {where}: {error}") from error
+        self._taken += 1
+        mine, self.cursor, world_count = self._planned.popleft()
+        return Share(to_device(samples, self.world.device), len(mine), world_count)
+
+    def _read(self) -> Iterator[Tree]:
+        """Batch after batch, from the cursor on. Without workers and a GPU, torch's DataLoader would only cost time."""
+        if not self.workers and self.world.device.type == "cpu":
+            return map(self._fetch.__getitem__, self._plan())
+        loader: DataLoader[Tree] = DataLoader(
+            self._fetch,
+            sampler=_Plan(self._plan),
+            batch_size=None,  # what the plan asks for is a batch already
+            generator=torch.Generator(),  # else torch's own would move on
+            pin_memory=self.world.device.type == "cuda",
+            **self._options,
+        )
+        return iter(loader)
+
+    def state_dict(self) -> SourceState:
+        """The cursor, which is a number of samples."""
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state: SourceState) -> None:
+        """May be called at any time; batches that were read ahead are thrown away."""
+        self.close()
+        self.cursor = state["cursor"]
+
+    def close(self) -> None:
+        """End the workers. The next step would start new ones."""
+        end_workers(self._batches)
+        self._batches = None
+        self._planned.clear()
+
+
+def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[str, Any]:
+    """What a DataLoader is told about its workers. Raises `ConfigError` for a negative number of them."""
+    if workers < 0:
+        raise ConfigError(f"'workers' should be 0 or more processes, found {workers}")
+    if not workers:
+        return {}
+    look = min(POLL_SECONDS, worker_timeout)
+    return {"num_workers": workers, "prefetch_factor": prefetch, "timeout": look, "worker_init_fn": _seed_numpy}
+
+
+def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
+    """The next of a DataLoader's batches. Raises `SourceError` if there is none within `worker_timeout` seconds.
+
+    A DataLoader notices dead workers only when its own timeout is over; so that is `POLL_SECONDS`, again and again.
+    """
+    deadline = time.monotonic() + worker_timeout
+    while True:
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            if time.monotonic() >= deadline:
+                raise SourceError(f"no answer within {worker_timeout:g} s; it is stuck, or slow") from None
+
+
+def culprit(batches: object, turn: int, workers: int) -> tuple[str, int]:
+    """Which worker an error is about, in words, and how many batches after this one its batch comes.
+
+    It is the worker that has died, if one has, or else the one whose turn it is.
+    """
+    if not workers:
+        return "", 0
+    processes = getattr(batches, "_workers", [])
+    worker = next((number for number, process in enumerate(processes) if not process.is_alive()), turn)
+    return f", worker {worker} of {workers}", (worker - turn) % workers
+
+
+def _seed_numpy(_: int) -> None:
+    np.random.seed(torch.initial_seed() % 2**32)  # torch and Python's random are seeded by torch
+
+
+def _range(indices: Indices) -> str:
+    if not len(indices):
+        return "no samples"
+    return f"samples {indices.min()} to {indices.max()} ({len(indices)} of them)"
+
+
+def end_workers(batches: object) -> None:
+    """End the workers of a DataLoader's iterator now. By itself it would only do so when nothing refers to it any more,
+    and the traceback of an error may."""
+    if shutdown := getattr(batches, "_shutdown_workers", None):
+        shutdown()
+
+
+class _Plan(Sampler[tuple[int, Indices]]):
+    def __init__(self, plan: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
+        self.plan = plan
+
+    def __iter__(self) -> Iterator[tuple[int, Indices]]:
+        return self.plan()
+
+
+class ByValue:
+    """Pickled by value with cloudpickle, so that functions defined in a notebook's cell reach a worker process."""
+
+    def __getstate__(self) -> bytes:
+        return cloudpickle.dumps(vars(self))
+
+    def __setstate__(self, state: bytes) -> None:
+        vars(self).update(cloudpickle.loads(state))
+
+
+class _Fetch(ByValue, Dataset[Tree]):
+    """The dataset that a DataLoader, and so a worker, reads: its items are whole batches."""
+
+    def __init__(self, data: Data, transform: Transform | None, entropy: tuple[int, ...]) -> None:
+        self.data, self.transform, self.entropy = data, transform, entropy
+        # Seeding takes longer than reading from these, and they draw nothing.
+        self.is_deterministic = transform is None and isinstance(data, TokenBlocks | ArrowShards | Tensors)
+
+    def __getitem__(self, planned: tuple[int, Indices]) -> Tree:
+        cursor, indices = planned
+        if not len(indices):  # one sample goes the way of all, and is then left out: what is left has the right form
+            return rows_of(self[cursor, np.zeros(1, dtype=np.int64)], slice(0, 0))
+        # Random numbers are those of a process. In a thread of rank 0 that reads while the main thread trains, seeding
+        # would change what the model draws meanwhile.
+        leaves_rng = self.is_deterministic or threading.current_thread() is not threading.main_thread()
+        with nullcontext() if leaves_rng else seeded_rng(*self.entropy, cursor):
+            samples = self.data.fetch(indices)
+            return as_batch(self.transform(samples) if self.transform else samples, len(indices))
+
+
+def require_samples_for_all(sharding: Sharding, world: World) -> None:
+    """Raise `ConfigError` if some rank would never see a sample."""
+    samples, batch = sharding.order.samples, sharding.batch_size
+    repeats = sharding.remainder in {"pad", "carry"}  # so that few samples serve many ranks
+    for limit, what in ((batch, f"batch_size {batch}"), (batch if repeats else samples, f"{samples} samples")):
+        if limit < world.size:
+            raise ConfigError(
+                f"rank {limit} of {world.size} has no samples: {samples} samples, batch_size {batch}, "
+                f"and {what} is not enough for {world.size} ranks. Use fewer ranks."
+            )
+
+
+def to_device(samples: Tree, device: torch.device) -> Tree:
+    """A batch on this rank's device. On the CPU nothing is copied; to a GPU the copy, from pinned memory, runs beside
+    the computation."""
+    if device.type == "cpu":
+        return samples
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if torch.is_tensor(leaf) else leaf, samples)

@@ -1,0 +1,148 @@
+"""`make_source`: from data, and a config that says how to read them, to a source.
+
+A source answers two questions: which samples does this rank see next, and how is that resumed? It gives, step after
+step, this rank's share of the world's batch, without end: epoch follows epoch. Its state is small, the same on every
+rank, and means the same to a world of another size.
+
+    kind          who reads                                              which data
+    sharded       every rank reads its own samples, by number            any map-style dataset
+    dispatched    rank 0 reads, and sends each rank its share            any map-style dataset
+    streamed      every rank follows streams of its own                  any iterable dataset
+    fast_stream   every rank reads its own samples, by number, out of    Arrow files
+                  memory-mapped Arrow files in the order of shuffle
+                  windows: as quick as following a stream
+
+Token blocks and Arrow files can be read in all four ways.
+"""
+
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ddp_tutorial.collectives import all_gather, rank_zero_first
+from ddp_tutorial.config import Config, ConfigError
+from ddp_tutorial.sharding.corpus import CACHE
+from ddp_tutorial.sharding.dispatched import DispatchedSource
+from ddp_tutorial.sharding.order import Order, Remainder, Sharding
+from ddp_tutorial.sharding.samples import (
+    ArrowShards,
+    CollateFn,
+    TokenBlocks,
+    as_samples,
+    as_shards,
+    has_numbers,
+    name_of,
+    require_dataset,
+)
+from ddp_tutorial.sharding.sharded import ShardedSource, Source, Transform, require_samples_for_all
+from ddp_tutorial.world import World
+
+
+class SourceConfig(Config):
+    """How the data are read."""
+
+    kind: Literal["sharded", "dispatched", "streamed", "fast_stream"] = "sharded"
+    remainder: Remainder = Field("carry", description="what becomes of an epoch's last samples; see sharding/order.py")
+    workers: int = Field(0, ge=0, description="processes that read ahead, for each rank")
+    prefetch: int = Field(2, ge=1, description="batches that are read ahead, by each worker or by rank 0")
+    window: int = Field(65536, ge=1, description="fast_stream only: samples that are shuffled among themselves")
+    streams: int | None = Field(None, ge=1, description="streamed only: logical streams, which decide the order")
+    shuffle_buffer: int = Field(1000, ge=1, description="streamed only: samples that are shuffled among themselves")
+
+
+ALONE = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads for all, as one process would read for itself
+
+
+def make_source(
+    data: Any,
+    batch_size: int,
+    world: World,
+    *,
+    seed: int | None = 0,
+    config: SourceConfig = SourceConfig(),  # noqa: B008  # it is frozen
+    collate_fn: CollateFn | None = None,
+    transform: Transform | None = None,
+) -> Source:
+    """The source that `config` names, over `data`. Collective: every rank gives the same data, whole.
+
+    `data` is a map-style dataset (see `as_samples`), an iterable dataset for kind streamed, or `TokenBlocks` or
+    `ArrowShards` for any kind. `batch_size` counts the samples of a step over all ranks. Without a `seed` they come in
+    the order in which they lie. `collate_fn` makes a batch of a list of samples, as in torch's DataLoader; `transform`
+    makes another batch of a batch, for instance by augmentation.
+
+    The kinds streamed and fast_stream have token blocks written as Arrow files below runs/cache, by rank 0, once for
+    each corpus. Raises `ConfigError`, on all ranks, where data and kind do not go together, the data are empty or not
+    equally many on all ranks, or there are fewer samples than ranks.
+    """
+    _require_kind(config, data)
+    ahead: dict[str, Any] = {"transform": transform, "workers": config.workers, "prefetch": config.prefetch}
+    if config.kind == "streamed" and not isinstance(data, TokenBlocks | ArrowShards):
+        return _streamed(data, batch_size, world, seed, config, collate_fn, ahead)
+    samples = as_samples(data, collate_fn)
+    _require_samples(len(samples), world)
+    if isinstance(samples, TokenBlocks) and config.kind in {"streamed", "fast_stream"}:
+        with rank_zero_first(world):
+            paths = as_shards(samples, CACHE)
+        samples = ArrowShards(paths)
+    if config.kind == "streamed":
+        return _streamed(samples, batch_size, world, seed, config, None, ahead)
+    order = Order(len(samples), seed, config.window if config.kind == "fast_stream" else None)
+    sharding = Sharding(order, batch_size, config.remainder, world.size)
+    if config.kind == "dispatched":
+        require_samples_for_all(sharding, world)
+        inner = partial(ShardedSource, samples, sharding, ALONE, **ahead)
+        return DispatchedSource(inner, world, prefetch=config.prefetch)
+    return ShardedSource(samples, sharding, world, **ahead)
+
+
+def _streamed(
+    data: Any,
+    batch_size: int,
+    world: World,
+    seed: int | None,
+    config: SourceConfig,
+    collate_fn: CollateFn | None,
+    ahead: dict[str, Any],
+) -> Source:
+    from ddp_tutorial.sharding.streamed import StreamedSource, iterable  # `datasets` takes a second to import
+
+    options = {"streams": config.streams, "seed": seed, "shuffle_buffer": config.shuffle_buffer, **ahead}
+    if collate_fn is not None:
+        options["collate_fn"] = collate_fn
+    dataset = iterable(data.paths, data.columns) if isinstance(data, ArrowShards) else data
+    return StreamedSource(dataset, batch_size, world, **options)
+
+
+def _require_kind(config: SourceConfig, data: Any) -> None:
+    """Raise `ConfigError` where the data are no dataset, or cannot be read in the way that `config` names."""
+    require_dataset(data)
+    kind, name = config.kind, name_of(data)
+    if kind == "streamed" and config.remainder != "carry":
+        raise ConfigError("'source.remainder' is for sources that know how long they are; a stream ends where it ends")
+    if isinstance(data, TokenBlocks | ArrowShards):
+        return
+    if kind == "fast_stream":
+        raise ConfigError(
+            f"source.kind=fast_stream reads Arrow files, and {name} is none. Use source.kind=sharded, or give "
+            "Arrow files: make_source(ArrowShards(paths), ...)."
+        )
+    if kind == "streamed" and (hasattr(data, "fetch") or has_numbers(data)):
+        as_stream = ", or give dataset.to_iterable_dataset()" if hasattr(data, "to_iterable_dataset") else ""
+        raise ConfigError(
+            f"source.kind=streamed is for data that can only be followed, and {name} can be read by number. Use "
+            f"source.kind=sharded{as_stream}."
+        )
+
+
+def _require_samples(samples: int, world: World) -> None:
+    """Raise `ConfigError`, on all ranks, for no samples, and for different numbers of them. Collective."""
+    lengths = all_gather(world, samples)
+    for rank, length in enumerate(lengths):
+        if length != lengths[0]:
+            raise ConfigError(
+                f"rank {rank} has {length} samples, rank 0 has {lengths[0]}. Give every rank the whole dataset: the "
+                "source deals it out to them."
+            )
+    if not samples:
+        raise ConfigError("the dataset is empty: there are 0 samples to read")

@@ -1,0 +1,10 @@
+from .config import TaskConfig as TaskConfig
+from .config import TrainConfig as TrainConfig
+from .export import load as load
+from .gpt import GPT as GPT
+from .step import TrainStep as TrainStep
+from .tasks import launch_training as launch_training
+from .tasks import make_trainer as make_trainer
+from .tasks import train as train
+from .trainer import Trainer as Trainer
+from .trainer import TrainResult as TrainResult

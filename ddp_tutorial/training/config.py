@@ -1,0 +1,188 @@
+"""What a run is told: every setting, with its default, its range, and what it is for.
+
+`TrainConfig` is for any model, data and loss. `TaskConfig` adds what it takes to build them by name, as the command
+line and the configs do.
+"""
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ddp_tutorial.accumulation.precision import PrecisionConfig
+from ddp_tutorial.accumulation.strategies import Kind
+from ddp_tutorial.checkpoint.replicas import Check
+from ddp_tutorial.config import Config
+from ddp_tutorial.ddp.variants import DDPConfig
+from ddp_tutorial.sharding.sources import SourceConfig
+from ddp_tutorial.training.stopping import Mode
+
+
+class CheckpointConfig(Config):
+    """When the state of a run is saved, and what is kept."""
+
+    every: int = Field(0, ge=0, description="steps between saves, with one at the end; 0 for none")
+    keep_last: int = Field(2, ge=1)
+    check: Check = Field("tensor", description="that ranks are equal before it is written; none, quick, tensor, full")
+    background: bool = Field(False, description="training waits for a copy in memory only, not for the disk")
+
+
+class BestConfig(Config):
+    """Which evaluation is the best: for early stopping, and for the model that is kept."""
+
+    metric: str = Field("loss", description="loss, or a metric that the loss function returns beside it")
+    mode: Mode = "min"
+
+
+class EarlyStoppingConfig(Config):
+    """When a run ends before its last step, because it gets no better; see `stopping.without_progress`."""
+
+    patience: int = Field(0, ge=0, description="evaluations in a row that were not better; 0 for never")
+    minimum_delta: float = Field(0.0, ge=0, description="better by this much is better")
+    grace_steps: int = Field(0, ge=0, description="steps before evaluations begin to count")
+
+
+class ProfileConfig(Config):
+    """Steps that torch's profiler watches, on every rank; see profiling.py."""
+
+    steps: int = Field(0, ge=0, description="how many; 0 for none")
+    first_step: int = Field(10, ge=1, description="the first of them; those before warm up")
+
+
+class TrainConfig(Config):
+    """How a model is trained, whatever the model. Same config, data, world size and machine: same bits."""
+
+    name: str = Field("", description="folder below runs/; by default made from the time")
+    seed: int = Field(0, ge=0, lt=2**31)
+    strategy: Kind = "ddp"
+    ddp: DDPConfig = DDPConfig()
+    micro_batches: int = Field(4, ge=1, description="strategy invariant only: of a step, over all ranks")
+    accumulation: int = Field(1, ge=1, description="strategy ddp only: micro-batches of a step, on each rank")
+    precision: PrecisionConfig = PrecisionConfig()
+
+    steps: int = Field(200, ge=1)
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="see optimization.OPTIMIZERS")
+    learning_rate: float = Field(3e-3, gt=0, description="the highest of the schedule")
+    warmup_steps: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="how it falls after that")
+    schedule_steps: int | None = Field(None, ge=1, description="in which it goes up and down; by default, `steps`")
+    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="in the end, as a part of the highest")
+    weight_decay: float = Field(0.1, ge=0, description="of matrices; biases and norms have none")
+    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: str = Field("never", description="never; auto: from the run's own last checkpoint; or the path of one")
+    resume_allow: tuple[str, ...] = Field(
+        (), strict=False, description="settings that may differ from the checkpoint's"
+    )
+    resume_without: tuple[str, ...] = Field((), strict=False, description="components to begin anew, such as optimizer")
+
+    log_every: int = Field(10, ge=1, description="steps between writes to the log, which holds every step")
+    eval_every: int = Field(50, ge=1)
+    eval_samples: int = Field(256, ge=1, description="held-out samples in one evaluation, over all ranks")
+    best: BestConfig = BestConfig()
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    best_model: bool = Field(False, description="keep the weights of the best evaluation so far, in best/")
+    tensorboard: bool = Field(True, description="events for TensorBoard, beside metrics.jsonl")
+    memory_limit_mb: float = Field(0, ge=0, description="of one rank; warns above it; 0 for no limit")
+    profile: ProfileConfig = ProfileConfig()
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The highest learning rate of the schedule."""
+        return self.learning_rate
+
+    @property
+    def label(self) -> str:
+        """What a run without a name is called by, after the time."""
+        return "train"
+
+    @property
+    def remarks(self) -> list[str]:
+        """What somebody should be told when the run begins: what is not as it was written down."""
+        return []
+
+    @model_validator(mode="after")
+    def _options_belong_to_the_strategy(self) -> "TrainConfig":
+        if self.strategy == "invariant" and self.accumulation != 1:
+            raise ValueError("'accumulation' is of strategy ddp; invariant has 'micro_batches', over all ranks")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_resumed(self) -> "TrainConfig":
+        if self.resume == "auto" and not self.name:
+            raise ValueError("'resume' auto goes on with the run of the same 'name': give it one")
+        if self.checkpoint.every and self.ddp.hook == "powersgd":
+            raise ValueError("'ddp.hook' powersgd keeps what it has left out in memory, and no checkpoint has it")
+        return self
+
+    @field_validator("name")
+    @classmethod
+    def _stays_below_runs(cls, name: str) -> str:
+        if not re.fullmatch(r"([\w][\w.-]*(/[\w][\w.-]*)*)?", name):
+            raise ValueError(
+                f"'name' {name!r} should be a folder below runs/, of letters, digits, '-', '_', '.' and '/'"
+            )
+        return name
+
+
+class ModelConfig(Config):
+    """The size of the GPT of task gpt."""
+
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    width: int = Field(128, ge=1)
+    context: int = Field(128, ge=1, description="tokens that the model sees at once")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    recompute: bool = Field(False, description="activations of a block in backward, instead of keeping them")
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "ModelConfig":
+        if self.width % self.heads:
+            raise ValueError(f"'model.width' {self.width} should be a multiple of 'model.heads' {self.heads}")
+        return self
+
+
+class TaskConfig(TrainConfig):
+    """A run whose model, data and loss are known by name: a task, what it learns from, and on how many ranks."""
+
+    task: str = Field("gpt", description="see tasks.TASKS")
+    corpus: str = "python"
+    model: ModelConfig = ModelConfig()
+    source: SourceConfig = SourceConfig()
+    batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
+    learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field("fixed", description="how it grows with batch_size")
+    learning_rate_batch: int = Field(16, ge=1, description="batch_size that learning_rate was chosen for")
+    nprocs: int = Field(2, ge=1, description="ranks to start on this machine; torchrun and Slurm have their own say")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """`learning_rate`, scaled to `batch_size` as `learning_rate_rule` says.
+
+        These are rules of thumb, for k times the samples in a step. Linear: one step should go as far as k steps did
+        (Goyal et al., "Accurate, large minibatch SGD", 2017; with a warm-up). Square root: the noise of the gradient
+        falls with sqrt(k), and Adam divides by it (Malladi et al., "On the SDEs and scaling rules for adaptive gradient
+        algorithms", 2022).
+        """
+        times = self.batch_size / self.learning_rate_batch
+        return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
+
+    @property
+    def label(self) -> str:
+        return self.corpus.partition(":")[0]
+
+    @property
+    def remarks(self) -> list[str]:
+        if self.learning_rate_rule == "fixed":
+            return []
+        return [
+            f"learning rate {self.peak_learning_rate:g}: {self.learning_rate:g}, scaled from batch_size "
+            f"{self.learning_rate_batch} to {self.batch_size} by the rule {self.learning_rate_rule!r}"
+        ]
+
+    @model_validator(mode="after")
+    def _samples_have_numbers(self) -> "TaskConfig":
+        if self.strategy == "invariant" and self.source.kind == "streamed":
+            raise ValueError("'strategy' invariant needs samples by number: use another 'source.kind' than streamed")
+        return self

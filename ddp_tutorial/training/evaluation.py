@@ -1,0 +1,49 @@
+"""The loss and the metrics on samples that the model has not learnt from: the same numbers on any number of ranks."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ddp_tutorial.accumulation.loss import Loss, call_loss
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.sharding.order import deal
+from ddp_tutorial.sharding.samples import Data
+from ddp_tutorial.sharding.sharded import to_device
+from ddp_tutorial.training.step import evaluating
+from ddp_tutorial.world import World
+
+
+@torch.no_grad()
+def evaluate(
+    world: World,
+    model: nn.Module,
+    loss: Loss,
+    held_out: Data,
+    count: int,
+    batch_size: int,
+    precision: Precision | None = None,
+) -> dict[str, float]:
+    """The mean loss and metrics over the first `count` held-out samples, or all where there are fewer.
+
+    Each sample is seen by exactly one rank, `batch_size` at a time: no rank pads, and what is shown is a mean of sums.
+    Collective; leaves each module in training or not, as it was.
+    """
+    precision = precision or Precision(world=world)
+    mine = deal(np.arange(min(count, len(held_out))), world.rank, world.size)
+    sums: dict[str, tuple[float, float]] = {}
+    with evaluating(model):
+        for start in range(0, len(mine), batch_size):
+            batch: Any = to_device(held_out.fetch(mine[start : start + batch_size]), world.device)
+            with precision.autocast():
+                _, pairs = call_loss(loss, model, batch)
+            for name, (total, counted) in pairs.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + float(total), before[1] + float(counted)
+    of_ranks = all_gather(world, sums)  # a rank without samples knows no names
+    names = dict.fromkeys(name for each in of_ranks for name in each)
+    totals = {name: [sum(each[name][i] for each in of_ranks if name in each) for i in range(2)] for name in names}
+    return {name: total / counted if counted else math.nan for name, (total, counted) in totals.items()}

@@ -1,0 +1,73 @@
+"""The optimizer and the learning rate's schedule, by name or as somebody brings them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.training.config import TrainConfig
+
+Optimizer = torch.optim.Optimizer
+# Ready ones, or functions that make them of the model and of the optimizer.
+OptimizerLike = Optimizer | Callable[[nn.Module], Optimizer]
+SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True),  # Loshchilov & Hutter, 2019
+    "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
+}
+
+# How much of the way down is left, after the part `done` of it.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+}
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """The optimizer that `config` names, of the parameters that are trained. Decay is for matrices; norms and biases
+    are left to themselves."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return OPTIMIZERS[config.optimizer](groups, lr=config.peak_learning_rate)
+
+
+def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
+    """The schedule that `config` describes."""
+    return LambdaLR(optimizer, learning_rate_factor(config))
+
+
+def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
+    """A line up over the warm-up, then as `schedule` says down to `final_lr_fraction` at the last step."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        done = (step - config.warmup_steps) / max(1, (config.schedule_steps or config.steps) - 1 - config.warmup_steps)
+        low = config.final_lr_fraction
+        return low + (1 - low) * SCHEDULES[config.schedule](min(1.0, done))
+
+    return factor
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise `ConfigError` unless it has each parameter of `model` that is trained, and no others."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if foreign := held - names.keys():
+        raise ConfigError(
+            f"the optimizer has {len(foreign)} tensors that are no parameters of the model. Make it from the model "
+            "that is trained: torch.optim.SGD(model.parameters(), ...)"
+        )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise ConfigError(
+            f"the optimizer lacks parameter {missing[0]!r}" + (f" and {len(missing) - 1} others" if missing[1:] else "")
+            + ": add it to a group, or freeze it with requires_grad_(False)"
+        )  # fmt: skip

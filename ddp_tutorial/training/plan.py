@@ -1,0 +1,120 @@
+"""What a run would do, found out without doing it: `train CONFIG --dry-run`. Nothing is written, no rank started."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ddp_tutorial.accumulation.memory import bytes_kept
+from ddp_tutorial.accumulation.strategies import micro_batches_per_rank
+from ddp_tutorial.config import Layer, flat
+from ddp_tutorial.files import RUNS
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.tasks import task_of
+from ddp_tutorial.world import World, choose_device, joins_others
+
+DEFAULT = "default"
+
+
+def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Settings with where each came from, the world, the batch, what there is to do, memory, and the folder.
+
+    `layers` are those that `config` was made from. Raises `ConfigError` where the world or the device is not to be had.
+    """
+    if joins := joins_others(environ):
+        world = World.detect(environ, device=config.device)
+        size, device = world.size, world.device.type
+    else:
+        size, device = config.nprocs, choose_device(config.device, local_size=config.nprocs).type
+    parts = micro_batches_per_rank(
+        config.strategy, size, accumulation=config.accumulation, micro_batches=config.micro_batches
+    )
+    samples = math.ceil(config.batch_size / size / parts)
+    task = task_of(config)
+    units = config.batch_size * task.units_per_sample(config)
+    return {
+        "settings": settings(config, layers),
+        "unit": task.unit,  # of what the loss counts
+        "world": {
+            "ranks": size,
+            "device": device,
+            "backend": "none" if size == 1 else "nccl" if device == "cuda" else "gloo",
+            "started_by": "torchrun or Slurm" if joins else "train, on this machine",
+        },
+        "batch": {
+            "samples": config.batch_size,
+            task.unit: units,
+            "micro_batches_per_rank": parts,
+            "samples_per_micro_batch": samples,
+        },
+        "work": {
+            "steps": config.steps,
+            task.unit: config.steps * units,
+            "evaluations": math.ceil(config.steps / config.eval_every),
+            "checkpoints": math.ceil(config.steps / config.checkpoint.every) if config.checkpoint.every else 0,
+        },
+        "memory_per_rank": memory(config, samples),
+        "directory": str(RUNS / (config.name or f"(time)-{config.label}-{size}x")),
+    }
+
+
+def settings(config: TaskConfig, layers: Iterable[Layer]) -> dict[str, dict[str, Any]]:
+    """Each setting by its dotted name: its value, and where that was set last."""
+    set_by: dict[str, str] = {}
+    for origin, values in layers:
+        set_by |= dict.fromkeys(flat(values), origin)
+    return {
+        name: {"value": value, "from": set_by.get(name, DEFAULT)}
+        for name, value in flat(config.model_dump(mode="json")).items()
+    }
+
+
+def memory(config: TaskConfig, samples: int) -> dict[str, int]:
+    """Bytes of one rank, as estimated: four for each parameter and for its gradient, what the optimizer keeps, and
+    what forward leaves for backward with `samples` in a micro-batch, computed on torch's meta device, without data.
+
+    Attention may need less than that says. Python and torch themselves come on top: about 300 MB on a CPU.
+    """
+    task = task_of(config)
+    with torch.device("meta"):
+        model, batch = task.model(config), task.batch_like(config, samples)
+        with bytes_kept(model) as kept:
+            task.loss(model, batch)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    kept_for_each = {"adamw": 8, "sgd": 4}[config.optimizer]  # two averages, or one, in float32
+    return {
+        "parameters": parameters,
+        "weights": 4 * parameters,
+        "gradients": 4 * parameters,
+        "optimizer": kept_for_each * parameters,
+        "activations": kept.nbytes,
+        "total": (8 + kept_for_each) * parameters + kept.nbytes,
+    }
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """A plan for people."""
+    settings = found["settings"]
+    shown = {f"{name}: {json.dumps(each['value'])}": each["from"] for name, each in settings.items()}
+    width = max(map(len, shown))
+    lines = [f"{line:{width}}  # {origin}" for line, origin in shown.items()]
+    unit = found["unit"]
+    world, batch, work, memory = (found[key] for key in ("world", "batch", "work", "memory_per_rank"))
+    ranks = "1 rank" if world["ranks"] == 1 else f"{world['ranks']} ranks"
+    parts, samples = batch["micro_batches_per_rank"], batch["samples_per_micro_batch"]
+    micro = f"{samples} samples" if parts == 1 else f"{parts} micro-batches of {samples} samples"
+    megabytes = {name: f"{memory[name] / 1e6:,.1f}" for name in memory}
+    lines += [
+        "",
+        f"world    {ranks} on {world['device']}, {world['backend']}, started by {world['started_by']}",
+        f"batch    {batch['samples']} samples, {batch[unit]:,} {unit}; on each rank {micro}",
+        f"work     {work['steps']:,} steps, {work[unit]:,} {unit}, {work['evaluations']} evaluations, "
+        f"{work['checkpoints']} checkpoints",
+        f"memory   about {megabytes['total']} MB for each rank: {memory['parameters']:,} parameters, "
+        f"{megabytes['activations']} MB of activations",
+        f"writes   {found['directory']}/ (nothing now: this is a dry run)",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""A few steps of a run under torch's profiler, on every rank, and their timeline.
+
+In the run's folder: `profile/rank_0.json.gz`, ... as torch writes them, every operator in it; `profile/timeline.json`,
+all ranks on one clock; both for chrome://tracing or https://ui.perfetto.dev. And `profile/timeline.png`, to look at.
+"""
+
+from contextlib import ExitStack
+
+from torch.profiler import ProfilerActivity, profile
+
+from ddp_tutorial.ddp.link import Link
+from ddp_tutorial.figures.timeline import TORCHS_OWN, Recorder, Timeline, add_transfers_of_torch, gather
+from ddp_tutorial.files import write_atomically
+from ddp_tutorial.phases import observe, phase
+from ddp_tutorial.runs.folder import RunFolder
+from ddp_tutorial.runs.rank_logs import LOG
+from ddp_tutorial.world import World
+
+
+class StepProfiler:
+    """Watches the steps from `first` to `last`, counted from 1; none if there is none between them.
+
+    Call `before` and `after` around each step, on all ranks.
+    """
+
+    def __init__(self, world: World, run: RunFolder, first: int, last: int, link: Link | None) -> None:
+        self.world, self.folder, self.first, self.last, self.link = world, run.profile, first, last, link
+        self._recorder: Recorder | None = None
+        self._watching = ExitStack()
+
+    def before(self, step: int) -> None:
+        """Begin to watch, if `step` is the first. A run that is resumed in the middle of them watches none."""
+        if step != self.first or self.first > self.last:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self.world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._recorder = Recorder(str(self.link) if self.link else TORCHS_OWN)
+        self._watching.enter_context(observe(self._recorder.on_edge))
+        self._profiler = self._watching.enter_context(profile(activities=activities, acc_events=True))
+        if self.link:
+            self.link.observer = self._recorder.on_transfer
+            self._watching.callback(setattr, self.link, "observer", None)
+
+    def after(self, step: int) -> None:
+        """Write what was seen, if `step` is the last. Collective then."""
+        if self._recorder is None or step != self.last:
+            return
+        recorder, self._recorder = self._recorder, None
+        self._watching.close()
+        with phase("profile"):
+            self._write(recorder)
+
+    def _write(self, recorder: Recorder) -> None:
+        if not self.link:
+            add_transfers_of_torch(recorder, self._profiler.events() or [])
+        recorder.close()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self.folder / f"rank_{self.world.rank}.json.gz"))
+        timeline = gather(self.world, recorder)
+        if self.world.is_main:
+            timeline.save_trace(self.folder / "timeline.json")
+            write_atomically(self.folder / "timeline.png", self._figure(timeline))
+            LOG.info("steps %d to %d in %s", self.first, self.last, self.folder)
+
+    def _figure(self, timeline: Timeline) -> bytes:
+        from ddp_tutorial.figures import plots  # matplotlib, in rank 0 only
+
+        ranks = {f"rank {rank}": Timeline([spans], timeline.link) for rank, spans in enumerate(timeline.ranks)}
+        return plots.as_png(plots.gantt(ranks, title=f"Steps {self.first} to {self.last}, on every rank"))
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop watching; steps that have not all come leave no result."""
+        self._watching.close()

@@ -1,0 +1,218 @@
+"""One optimiser step of any model, data and loss: what the trainer repeats, and what benchmarks and experiments time.
+
+step = TrainStep(model, source, loss, world, config)
+done = step()        # data, gradient, update; the same on all ranks
+done.means["loss"]
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ddp_tutorial.accumulation.loss import LOSS, Loss, LossError, call_loss
+from ddp_tutorial.accumulation.micro_batches import locate_nonfinite, split
+from ddp_tutorial.accumulation.precision import NotFiniteError, Precision
+from ddp_tutorial.accumulation.strategies import make_strategy
+from ddp_tutorial.checkpoint.components import Component
+from ddp_tutorial.collectives import any_rank
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.phases import phase
+from ddp_tutorial.sharding.sharded import Source
+from ddp_tutorial.training.config import TrainConfig
+from ddp_tutorial.training.optimization import (
+    OptimizerLike,
+    SchedulerLike,
+    check_optimizer,
+    make_optimizer,
+    make_scheduler,
+)
+from ddp_tutorial.world import World, require_group
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """What came of a step, the same on all ranks: the means of the loss and the metrics, how much the loss has counted,
+    the norm of the gradient before clipping, the learning rate, and the votes of all ranks. `made` is False where
+    float16 overflowed: the weights are as they were."""
+
+    means: dict[str, float]
+    count: float
+    grad_norm: torch.Tensor
+    learning_rate: float
+    made: bool
+    votes: float
+
+
+class TrainStep:
+    """Data, gradient, update: one optimiser step each time it is called. Collective.
+
+    `model` is moved to the rank's device and starts with rank 0's weights. `optimizer` and `scheduler` may be ready
+    ones or functions, of the model and of the optimizer; by default they are as `config` says. Raises `ConfigError` for
+    a model on another device, an optimizer of other parameters, and, at the first step, a loss that does not return a
+    sum and a count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Source,
+        loss: Loss,
+        world: World,
+        config: TrainConfig,
+        *,
+        optimizer: OptimizerLike | None = None,
+        scheduler: SchedulerLike | None = None,
+    ) -> None:
+        require_group(world)
+        self.model, self.source, self.loss, self.world, self.config = (
+            _on_device(model, world),
+            source,
+            loss,
+            world,
+            config,
+        )
+        self.precision = Precision(config.precision, world)
+        self.strategy = make_strategy(
+            config.strategy,
+            model,
+            world,
+            loss,
+            ddp=config.ddp,
+            accumulation=config.accumulation,
+            micro_batches=config.micro_batches,
+            seed=config.seed,
+            precision=self.precision,
+        )
+        made = optimizer or make_optimizer(model, config)
+        self.optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model)
+        check_optimizer(self.optimizer, model)
+        scheduled = scheduler or make_scheduler(self.optimizer, config)
+        self.scheduler = scheduled(self.optimizer) if callable(scheduled) else scheduled
+        self.number = 0  # of steps that have been taken
+        self._is_checked = False
+
+    def __call__(self, votes: float = 0.0) -> StepDone:
+        with phase("data"):
+            batches = self.batches()
+        if not self._is_checked:
+            self._check_loss(batches[0])
+        with phase("grads"):
+            totals = self.strategy.backward(batches, votes)
+        with phase("update"):
+            norm, made = self._update(totals.sums[LOSS], batches)
+            rate = float(self.optimizer.param_groups[0]["lr"])
+            if made:  # else the rate would move on, and the weights have not
+                self.scheduler.step()
+        self.number += 1
+        return StepDone(totals.means(), totals.counts[LOSS], norm, rate, made, totals.votes)
+
+    def batches(self) -> list[Any]:
+        """This rank's micro-batches of the next step."""
+        return [part.samples for part in split(next(self.source), self.strategy.per_rank, self.world)]
+
+    def _update(self, loss: float, batches: list[Any]) -> tuple[torch.Tensor, bool]:
+        """Clip by the norm over all parameters, step, zero. Returns the norm before clipping, and whether the weights
+        have moved.
+
+        A step whose gradient is not finite is left out where the scale of float16 can be the reason. Else it is a bug,
+        and raises `NotFiniteError` on all ranks, before it has reached the weights.
+        """
+        norm, made, scale_may_help = self.precision.update(self.optimizer, self.config.clip, loss)
+        if not (made or scale_may_help):
+            where = locate_nonfinite(self.world, self.model, self.loss, batches, self.precision)
+            raise NotFiniteError(f"step {self.number + 1}: the gradient is not finite. {where[0].upper()}{where[1:]}.")
+        return norm, made
+
+    def _check_loss(self, batch: Any) -> None:
+        """Raise `LossError`, on all ranks, where the loss is a mean on some rank: its count would weigh it wrongly."""
+        self._is_checked = True
+        if any_rank(self.world, is_a_mean(self.loss, self.model, batch, self.precision)):
+            raise LossError(
+                "the loss is a mean: the same samples twice gave twice the count and the same loss. Return a sum, as "
+                "in F.cross_entropy(..., reduction='sum')"
+            )
+
+    def warm_up(self) -> None:
+        """Forward and backward of one step, of which nothing is kept. Collective.
+
+        After the first backward of a process, DDP cuts its buckets anew, in the order in which gradients came; and in
+        other buckets, three ranks or more add up in another order. So a process that resumes a run does this first.
+        """
+        cursor = self.source.state_dict()
+        self.strategy.backward(self.batches())
+        self.optimizer.zero_grad()
+        self.source.load_state_dict(cursor)
+
+    def components(self) -> dict[str, Component]:
+        """All that a checkpoint needs of it; but for random numbers, the same on all ranks."""
+        parts = {
+            "model": Component(self.model),
+            "optimizer": Component(self.optimizer),
+            "scheduler": Component(self.scheduler),
+            "source": Component(self.source),
+            "strategy": Component(self.strategy),
+        }
+        return parts | ({"precision": Component(self.precision)} if self.precision.scale else {})
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self.source.close()
+
+
+def _on_device(model: nn.Module, world: World) -> nn.Module:
+    """`model` on this rank's device. Raises `ConfigError` where parts of it are on another one, or nothing is to be
+    trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("the model has no parameter that is trained: all are frozen, or there are none")
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+        return model.to(world.device)
+    for name, tensor in tensors.items():
+        if tensor.device != world.device:
+            raise ConfigError(
+                f"the model's {name!r} is on {tensor.device}, and rank {world.rank} computes on {world.device}. Leave "
+                "the model on the CPU, or move it with model.to(world.device)"
+            )
+    return model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is in evaluation mode; after, each module is in the mode in which it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def is_a_mean(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
+    """Does `loss` give the same for some samples as for the same samples twice, while it counts twice as many?
+
+    False where that cannot be found out: no samples, or a batch that is no tree of tensors with a row for each.
+    """
+    rows = {len(leaf) if torch.is_tensor(leaf) and leaf.dim() else 0 for leaf in tree_leaves(batch)}
+    if len(rows) != 1 or rows == {0}:
+        return False
+    few = tree_map(lambda leaf: leaf[:2], batch)
+    twice = tree_map(lambda leaf: torch.cat([leaf, leaf]), few)
+    devices = [leaf.device for leaf in tree_leaves(batch)[:1] if leaf.device.type == "cuda"]
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), evaluating(model), precision.autocast():
+        try:
+            pairs = [call_loss(loss, model, each)[1][LOSS] for each in (few, twice)]
+        except Exception:  # what is wrong with the loss will be told where it is used
+            return False
+    (sum_1, count_1), (sum_2, count_2) = ((float(total), float(count)) for total, count in pairs)
+    return count_2 == 2 * count_1 != 0 and sum_1 != 0 and abs(sum_2 - sum_1) < 1e-3 * abs(sum_1)
+
+
+def shown(values: Mapping[str, float]) -> str:
+    """Metrics for people: "loss 0.1234, accuracy 0.9711"."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in values.items())

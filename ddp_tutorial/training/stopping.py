@@ -1,0 +1,75 @@
+"""Stop early, all ranks at the same step: on a signal, because somebody has asked for it, or for lack of progress."""
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from ddp_tutorial.processes.signals import SIGNALS, handling
+from ddp_tutorial.runs.folder import RunFolder, StopRequest
+from ddp_tutorial.world import World
+
+Answer = StopRequest | Literal[""]
+Mode = Literal["min", "max"]
+
+
+class Stopping:
+    """What some rank was asked to do, agreed by all ranks at the end of the same step.
+
+    Each rank has a vote in every step. The votes are added up with the loss (see `accumulation.loss.StepLoss.reduce`),
+    so that asking all ranks costs no all-reduce of its own.
+    """
+
+    def __init__(self, world: World, run: RunFolder) -> None:
+        self.world, self.request = world, run.stop_request
+        self.signalled = False
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside, a signal asks to save and stop."""
+        return handling(SIGNALS, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.signalled = True
+
+    def vote(self) -> float:
+        """This rank's: 1 to stop, and more than all ranks together could have for that to save first."""
+        if self.signalled:
+            return self.world.size + 1
+        if self.world.is_main and self.request.exists():
+            return self.world.size + 1 if self.request.read_text().strip() == "save" else 1
+        return 0
+
+    def answer(self, votes: float) -> Answer:
+        """What all ranks do, from the sum of their votes. Saving goes before stopping."""
+        return "save" if votes > self.world.size else "stop" if votes else ""
+
+    def close(self) -> None:
+        """Remove the request: it has been met, or the run has ended."""
+        if self.world.is_main:
+            self.request.unlink(missing_ok=True)
+
+
+def without_progress(
+    values: Mapping[int, float], minimum_delta: float = 0.0, grace_steps: int = 0, mode: Mode = "min"
+) -> int:
+    """Evaluations in a row that were not better than the best before them, up to the last. `values` are by step.
+
+    Better means lower (with mode max: higher) by more than `minimum_delta`; a NaN never is. Evaluations of the first
+    `grace_steps` steps may be the best, but are not held against the run. All there is to know is in the values, so a
+    resumed run decides as the uninterrupted one.
+    """
+    sign = 1 if mode == "min" else -1
+    best, count = math.inf, 0
+    for step in sorted(values):
+        if sign * values[step] < best - minimum_delta:
+            best, count = sign * values[step], 0
+        elif step > grace_steps:
+            count += 1
+    return count
+
+
+def best_step(values: Mapping[int, float], mode: Mode = "min") -> int | None:
+    """The step with the lowest (with mode max: highest) value, the first of equals; None where no value is finite."""
+    sign = 1 if mode == "min" else -1
+    finite = [step for step in sorted(values) if math.isfinite(values[step])]
+    return min(finite, key=lambda step: sign * values[step], default=None)

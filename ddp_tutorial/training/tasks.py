@@ -1,0 +1,121 @@
+"""What a config can name: a task is a model, samples and a loss, built from a `TaskConfig`.
+
+    config = TaskConfig(steps=100)
+    results = launch(train, 2, config)      # two processes; or launch(train, 1, config), the same run on one
+
+One process and N ranks do the same work: `batch_size` counts the samples of a step over all ranks. To train a model of
+your own from configs and the command line, put it into `TASKS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_tutorial.accumulation.loss import Loss
+from ddp_tutorial.collectives import rank_zero_first
+from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.processes.signals import SIGNALS
+from ddp_tutorial.sharding.corpus import load_corpus
+from ddp_tutorial.sharding.samples import Data, TokenBlocks
+from ddp_tutorial.sharding.sharded import Source
+from ddp_tutorial.sharding.sources import make_source
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.trainer import Trainer, TrainResult
+from ddp_tutorial.world import World
+
+
+@dataclass(frozen=True)
+class Task:
+    """How to build what is trained. All ranks call the functions alike; `samples` reads files, rank 0 first."""
+
+    model: Callable[[TaskConfig], nn.Module]
+    samples: Callable[[TaskConfig], tuple[Data, Data]]  # to learn from, and held out
+    loss: Loss
+    unit: str  # what the loss counts
+    units_per_sample: Callable[[TaskConfig], int]
+    batch_like: Callable[[TaskConfig, int], Any]  # a batch of so many samples, for its shapes: to estimate memory
+    load: Callable[[Any], nn.Module]  # the model, from the folder where it was saved
+
+
+def _gpt(config: TaskConfig) -> nn.Module:
+    return GPT(**config.model.model_dump())
+
+
+def _token_blocks(config: TaskConfig) -> tuple[Data, Data]:
+    corpus = load_corpus(config.corpus)
+    return TokenBlocks(corpus.train, config.model.context), TokenBlocks(corpus.valid, config.model.context)
+
+
+TASKS: dict[str, Task] = {
+    "gpt": Task(
+        model=_gpt,
+        samples=_token_blocks,
+        loss=next_token_loss,
+        unit="tokens",
+        units_per_sample=lambda config: config.model.context,
+        batch_like=lambda config, samples: {
+            "tokens": torch.zeros(samples, config.model.context + 1, dtype=torch.int64)
+        },
+        load=GPT.from_pretrained,
+    ),
+}
+
+
+def task_of(config: TaskConfig) -> Task:
+    """The task that `config` names. Raises `ConfigError` if there is none of that name."""
+    if config.task not in TASKS:
+        raise ConfigError(f"'task' {config.task!r} is not known.{did_you_mean(config.task, sorted(TASKS))}")
+    return TASKS[config.task]
+
+
+def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
+    """The samples to learn from and those held out. Raises `ConfigError` where they are too few. Collective."""
+    with rank_zero_first(world):
+        train, held_out = task_of(config).samples(config)
+    if len(train) < config.batch_size or not len(held_out):
+        raise ConfigError(
+            f"corpus {config.corpus!r} has {len(train)} samples of {config.model.context} tokens to learn from, and "
+            f"{len(held_out)} held out: too few for one batch of {config.batch_size} and one to evaluate. Use more "
+            "text, a smaller batch_size or a smaller model.context."
+        )
+    return train, held_out
+
+
+def source_of(config: TaskConfig, world: World) -> Source:
+    """The source that `config` describes. Collective."""
+    train, _ = samples_of(config, world)
+    return make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
+
+
+def model_of(config: TaskConfig) -> nn.Module:
+    """The model, with weights that depend on `config.seed` alone."""
+    torch.manual_seed(config.seed)
+    return task_of(config).model(config)
+
+
+def make_trainer(config: TaskConfig, world: World) -> Trainer:
+    """A Trainer of the task that `config` names. Collective."""
+    task = task_of(config)
+    train, held_out = samples_of(config, world)
+    source = make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
+    return Trainer(model_of(config), source, task.loss, world, config, held_out=held_out, unit=task.unit)
+
+
+def train(world: World, config: TaskConfig) -> TrainResult:
+    """The function to launch: `launch(train, config.nprocs, config)`."""
+    return make_trainer(config, world).train()
+
+
+def launch_training(config: TaskConfig, **options: Any) -> TrainResult:
+    """Train on `config.nprocs` ranks of this machine and return rank 0's result, which is that of all.
+
+    `options` go to `launch`. There is no time limit unless one is given: training may take as long as it takes.
+    """
+    defaults = {"timeout": None, "pass_on": SIGNALS}
+    results = launch(train, config.nprocs, config, device=config.device, **(defaults | options))
+    return results[0]

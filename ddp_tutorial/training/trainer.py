@@ -1,0 +1,288 @@
+"""Train any model, on any data, with any loss, on any number of ranks. The loop is `Trainer.train`.
+
+def loss(model, batch):                        # a sum, and what it is a sum of
+    return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+def main(world):
+    source = make_source(dataset, 64, world)   # 64 samples a step, over all ranks
+    return Trainer(nn.Linear(8, 1), source, loss, world, TrainConfig(steps=300)).train()
+
+launch(main, 2)
+"""
+
+import os
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_tutorial.accumulation.loss import LOSS, Loss
+from ddp_tutorial.checkpoint.checkpointer import Checkpointer
+from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf
+from ddp_tutorial.checkpoint.resuming import find_checkpoint
+from ddp_tutorial.collectives import any_rank, assert_same, digest
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import write_json
+from ddp_tutorial.phases import phase
+from ddp_tutorial.processes.rank import progress
+from ddp_tutorial.rng import reseed, seed_of
+from ddp_tutorial.runs.rank_logs import LOG
+from ddp_tutorial.runs.record import RunRecord, open_folder
+from ddp_tutorial.runs.step_log import without_nan
+from ddp_tutorial.sharding.samples import as_samples
+from ddp_tutorial.sharding.sharded import Source
+from ddp_tutorial.training.best import Best
+from ddp_tutorial.training.config import TrainConfig
+from ddp_tutorial.training.evaluation import evaluate
+from ddp_tutorial.training.optimization import OptimizerLike, SchedulerLike
+from ddp_tutorial.training.profiling import StepProfiler
+from ddp_tutorial.training.step import TrainStep, shown
+from ddp_tutorial.training.stopping import Answer, Stopping
+from ddp_tutorial.training.weights import save_model
+from ddp_tutorial.world import World
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to; the same on every rank, but for the rate, which each has measured for itself."""
+
+    run: Any  # the folder, a Path
+    losses: list[float]  # of each step, a mean over all ranks
+    evaluations: dict[int, dict[str, float]]  # step -> name -> mean: the loss and the metrics on held-out samples
+    rate: float  # of what the loss counts (samples, tokens) per second
+    weights: str  # a digest of all weights, to compare runs bit for bit
+    stopped_at: int | None = None  # the step, if somebody had it stopped before the last one
+
+    @property
+    def eval_losses(self) -> dict[int, float]:
+        """Held-out losses by step."""
+        return {step: means[LOSS] for step, means in self.evaluations.items()}
+
+
+class Trainer:
+    """One training run, seen by one rank. All methods are collective.
+
+    `loss(model, batch)` returns a sum and a count, and metrics beside them if it likes (see `accumulation.loss`).
+    `held_out` is a dataset to evaluate on. `optimizer` and `scheduler` may be given, ready or as functions; by default
+    they are those of `config`. `unit` is what the loss counts, for the log. Raises `ConfigError` where these do not fit
+    one another or the world.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Source,
+        loss: Loss,
+        world: World,
+        config: TrainConfig | None = None,
+        *,
+        held_out: Any = None,
+        optimizer: OptimizerLike | None = None,
+        scheduler: SchedulerLike | None = None,
+        unit: str = "samples",
+    ) -> None:
+        config = config or TrainConfig()
+        if held_out is None and (config.best_model or config.early_stopping.patience):
+            raise ConfigError("'early_stopping' and 'best_model' go by evaluations: give the Trainer held_out samples")
+        self.train_step = TrainStep(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
+        self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
+        self.held_out = None if held_out is None else as_samples(held_out)
+        torch.manual_seed(seed_of(config.seed, world.rank))  # different on every rank: so is dropout
+        self.settings = config.model_dump(mode="json")
+        self.run = open_folder(world, config.name, config.label, self.settings, again=config.resume == "auto")
+        self.record = RunRecord(
+            world, self.run, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
+        )
+        self.log, self.best = self.record.log, Best(world, self.run, config)
+        first, last = config.profile.first_step, config.profile.first_step + config.profile.steps - 1
+        self.profiler = StepProfiler(world, self.run, first, min(last, config.steps), self.train_step.strategy.link)
+        self.stopping = Stopping(world, self.run)
+        self.requested: Answer = ""
+        options = config.checkpoint
+        self.checkpoints = Checkpointer(
+            self.run.checkpoints,
+            self.components(),
+            world,
+            config=self.settings,
+            check=options.check,
+            background=options.background,
+            keep_last=options.keep_last,
+        )
+
+    @property
+    def number(self) -> int:
+        """How many steps have been taken."""
+        return self.train_step.number
+
+    def train(self) -> TrainResult:
+        """All steps, then the result."""
+        with self.record, self.stopping.listening(), self.profiler:
+            self.begin()
+            self.resume()
+            while not self.is_done():
+                self.step()
+                if self.held_out is not None and self.is_due(self.config.eval_every):
+                    self.evaluate()
+                if self.is_due(self.config.checkpoint.every):
+                    self.save()
+            return self.finish()
+
+    def is_done(self) -> bool:
+        return self.number >= self.config.steps or self.best.is_stalled or bool(self.requested)
+
+    def is_due(self, every: int) -> bool:
+        """Is this a step after which it is done that is done `every` so many, and after the last? Never, for 0."""
+        if not every:
+            return False
+        return self.number % every == 0 or self.number == self.config.steps or self.best.is_stalled
+
+    def step(self) -> None:
+        """One optimiser step, logged."""
+        self.profiler.before(self.number + 1)
+        done = self.train_step(self.stopping.vote())
+        seconds = self.record.step_done(self.number)
+        scale = self.train_step.precision.loss_scale
+        self.log.add(self.number, done.means, done.count, done.grad_norm, done.learning_rate, seconds, loss_scale=scale)
+        if self.is_due(self.config.log_every):
+            self.log.flush()
+            self.record.usage.watch_memory()
+            LOG.debug("step %d: %s", self.number, shown(done.means))
+            progress(self.number, self.config.steps, **self.log.latest)
+        self.profiler.after(self.number)
+        self.checkpoints.poll()
+        self.requested = self.stopping.answer(done.votes)
+
+    def begin(self) -> None:
+        """Say what is about to happen."""
+        LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
+        for remark in self.config.remarks:
+            LOG.info(remark)
+
+    def resume(self) -> None:
+        """Go on from where the config says; without a checkpoint there, from the beginning."""
+        is_found = self.config.resume == "auto"  # the folder: it may be that of a run which was killed
+        if is_found:
+            self.checkpoints.clear_up()
+            if self.world.is_main:
+                write_json(self.run.config, self.settings)
+        folder = find_checkpoint(self.world, self.run.path, self.config.resume, self.settings, self.config.resume_allow)
+        if folder is not None:
+            self.train_step.warm_up()
+            manifest = self.checkpoints.load(folder, self.config.resume_without)
+            left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
+            LOG.info("going on after step %d, from %s%s", manifest.step, folder, left_out)
+        elif is_found:
+            self.log.go_back(0, [], 0)
+
+    def components(self) -> dict[str, Component]:
+        """All that a run needs to go on as if nothing had happened, and who has the same of it."""
+        return self.train_step.components() | {
+            "progress": Component(StateOf(self.progress, self.set_progress)),
+            "rng": Component(RandomState(self.world.device, self.reseed), "per_rank"),
+        }
+
+    def reseed(self, step: int) -> None:
+        """Random numbers of this rank's own, for a world of another size that goes on after `step`."""
+        reseed(self.config.seed, self.world.rank, step)
+
+    def progress(self) -> dict[str, Any]:
+        """How far the run is, as plain values and tensors."""
+        return {
+            "step": self.number,
+            "count": self.log.count,
+            "evaluations": {step: dict(means) for step, means in self.best.evaluations.items()},
+            "losses": torch.tensor(self.log.losses, dtype=torch.float64),
+        }
+
+    def set_progress(self, state: dict[str, Any]) -> None:
+        self.train_step.number = self.record.step = state["step"]
+        self.best.go_back(state["step"], state["evaluations"])
+        self.log.go_back(state["step"], state["losses"].tolist(), state["count"])
+
+    def save(self) -> None:
+        """A checkpoint of this step, with the log up to it."""
+        self.train_step.strategy.sync_buffers()
+        self.log.sync()
+        with phase("save"), self.log.paused():
+            means = self.best.evaluations.get(self.number, {})
+            metrics = {f"eval_{name}": value for name, value in means.items()} | {"loss": self.log.losses[-1]}
+            self.checkpoints.save(self.number, metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean loss and metrics over the first `eval_samples` held-out samples, each seen by exactly one rank."""
+        assert self.held_out is not None, "there are no held-out samples"
+        self.log.flush()
+        with phase("evaluate"), self.log.paused():
+            self.train_step.strategy.sync_buffers()
+            size = max(1, self.train_step.source.batch_size // self.world.size)
+            precision, samples = self.train_step.precision, self.config.eval_samples
+            means = evaluate(self.world, self.model, self.loss, self.held_out, samples, size, precision)
+            used = self.record.usage.of_ranks()
+            # The values are the same on all ranks. But whoever leaves the loop alone makes the others wait for ever.
+            stalled = self.best.add(self.number, means, self.model)
+            self.best.is_stalled = any_rank(self.world, stalled)
+        self.log.write(
+            {
+                "step": self.number,
+                **{f"eval_{name}": value for name, value in means.items()},
+                "elapsed": self.log.elapsed(),
+                "seconds": self.record.watch.take(),
+                "ranks": used,
+            }
+        )
+        LOG.debug("step %d: held out %s", self.number, shown(means))
+        return means
+
+    def finish(self) -> TrainResult:
+        """Check that the ranks ended up with the same weights; rank 0 writes the model, and the result last."""
+        self.stopping.close()
+        self.train_step.strategy.sync_buffers()
+        if self.requested == "save" and not self.is_due(self.config.checkpoint.every):  # else it has just been saved
+            self.save()
+        weights = self.model.state_dict()
+        assert_same(self.world, weights, "weight")
+        self.checkpoints.finish()
+        self.checkpoints.close()
+        self.train_step.close()
+        self.log.close()
+        result = TrainResult(
+            run=self.run.path,
+            losses=self.log.losses,
+            evaluations=self.best.evaluations,
+            rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first warms up
+            weights=digest(weights),
+            stopped_at=self.number if self.number < self.config.steps and not self.best.is_stalled else None,
+        )
+        used = self.record.usage.of_ranks_in_all()
+        if used["straggler"]:
+            LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
+        if self.world.is_main:
+            save_model(self.model, self.run.model)
+        self.record.write_result(self.summary(result, used))
+        return result
+
+    def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:
+        """What `result.json` says; `used` is of all ranks."""
+        best, last = self.best.step, result.evaluations.get(self.number, {})
+        metrics = {"loss": result.losses[-1] if result.losses else None}
+        metrics |= {f"eval_{name}": value for name, value in last.items()}
+        if best is not None:
+            metrics |= {f"best_eval_{name}": value for name, value in result.evaluations[best].items()}
+        return {
+            "status": "finished" if result.stopped_at is None else "stopped",
+            "reason": f"no better since step {best}" if self.best.is_stalled else "",
+            "step": self.number,
+            "parameters": self.settings,
+            "world_size": self.world.size,
+            "metrics": without_nan(
+                metrics
+                | {
+                    "best_step": best,
+                    f"{self.log.unit}_per_second": round(result.rate, 1),
+                    "weights": result.weights,
+                }
+            ),
+            "ranks": used,
+        }

@@ -1,0 +1,47 @@
+"""A model's weights in a folder that cannot execute anything when it is read."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import nn
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import directory_written_atomically
+
+WEIGHTS = "model.safetensors"
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """Write `model` into `folder`, in place of an earlier one there.
+
+    A model with `save_pretrained`, as Hugging Face's and our GPT have it, writes what it takes to load it without its
+    code's arguments; of any other it is the weights and buffers, as safetensors, tied ones once.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    with directory_written_atomically(folder) as aside:
+        write_model(model, aside)
+
+
+def write_model(model: nn.Module, folder: Path) -> None:
+    """The files of `save_model`, into a folder that is there."""
+    if hasattr(model, "save_pretrained"):
+        save: Any = model.save_pretrained
+        save(folder)
+    else:
+        safetensors.torch.save_model(model, str(folder / WEIGHTS))
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Put weights that `save_model` has written into `model`.
+
+    Raises `ConfigError` where there are none, and where they are those of another model.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {WEIGHTS}: is it the folder of a model?")
+    try:
+        safetensors.torch.load_model(model, path)
+    except RuntimeError as error:
+        raise ConfigError(f"{path} does not fit the model: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,101 @@
+"""Ranks that are forked from servers which have imported torch, so that a test's `launch` takes tenths of a second.
+
+`torch.multiprocessing.spawn` starts a new interpreter for each rank, and two seconds of each launch go to importing
+torch. Here a rank is forked from a process that has done that and nothing else (`multiprocessing`'s forkserver): it
+imports this package itself, has an environment, a folder and a path of its own, and ends like any other. There are
+three servers, each with a seed of its own for Python's hashes, and a launch takes another one for each rank than the
+launch before: ranks which rely on the order of a set would differ, as they do when they are spawned.
+
+What cannot be had this way is left to the tests that spawn (`SPAWNED` in conftest.py) and to the notebooks: a rank's
+parent is the server, which the kernel tells it of when it dies, and the environment that other processes see is the
+server's.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from typing import Any
+
+import numpy as np
+import torch.multiprocessing
+
+# What the package imports, but for pyarrow, which starts a thread: none would be there in a forked process.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle", "psutil", "pydantic", "yaml", "tqdm"]
+PRELOADED += ["huggingface_hub.hub_mixin", "safetensors.torch"]
+SERVERS = 3
+
+# Of the tests: inside a launch there is more, by which it finds and ends what it has started. And nothing may wake up a
+# GPU in a server, or forked processes could not use it.
+_OWN = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_servers: list[forkserver.ForkServer] = []
+_launches = itertools.count()
+
+
+def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True) -> Any:
+    """In place of `torch.multiprocessing.spawn`: the same processes, started sooner."""
+    turn = next(_launches)
+    contexts = []
+    for rank in range(nprocs):
+        with _served_by(_server((turn + rank) % SERVERS)):
+            start = torch.multiprocessing.start_processes
+            contexts.append(start(_run, (rank, dict(os.environ), fn, args), 1, join=False, start_method="forkserver"))
+    context = torch.multiprocessing.ProcessContext(
+        [process for one in contexts for process in one.processes],
+        [file for one in contexts for file in one.error_files],
+    )
+    while join and not context.join():
+        pass
+    return context
+
+
+def _run(_: int, rank: int, environ: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """In the new process: be what a spawned one would be, then do as told."""
+    _become(environ)
+    np.random.seed()  # Python does this for its own random numbers; torch begins with the same in any process
+    for job in args:
+        if hasattr(job, "parent"):  # that of a spawned rank is the process that launches it
+            job.parent = os.getppid()
+    fn(rank, *args)
+
+
+def _server(index: int) -> forkserver.ForkServer:
+    """All are started at the first call; until one has imported what it should, its ranks wait."""
+    while len(_servers) < SERVERS:
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload(PRELOADED)
+        with _environment(_OWN):
+            server.ensure_running()
+        _servers.append(server)
+    return _servers[index]
+
+
+def servers() -> list[int]:
+    """The process numbers of those that have been started; they live as long as this process."""
+    return [server._forkserver_pid for server in _servers]
+
+
+def _become(environ: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+@contextmanager
+def _environment(environ: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    _become(environ)
+    try:
+        yield
+    finally:
+        _become(before)
+
+
+@contextmanager
+def _served_by(server: forkserver.ForkServer) -> Iterator[None]:
+    before = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = before

@@ -1,0 +1,528 @@
+"""Data as people have it: any dataset and any collate_fn fit a source as they are; what does not fit is told."""
+
+import random
+import time
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding import (
+    ArrowShards,
+    Rows,
+    ShardedSource,
+    Source,
+    SourceConfig,
+    TokenBlocks,
+    as_samples,
+    make_source,
+)
+from ddp_tutorial.sharding.order import Order, Sharding
+from ddp_tutorial.sharding.sharded import SourceError
+from ddp_tutorial.world import World
+from ranks import error_of
+
+SAMPLES, BATCH = 22, 5
+STEPS = 5  # an epoch, as `exact` cuts it: 5, 5, 5, 5, 2: too few for three ranks
+
+
+class Nested(Dataset[Any]):
+    """Rows are tuples in dicts in tuples. There is no more to it than torch asks for."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> Any:
+        return {"id": number, "inner": (torch.full((2,), number), [{"x": np.float32(number)}])}, float(number)
+
+
+class Batched(Nested):
+    """Reads many rows at once, where torch asks for them so."""
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [self[number] for number in numbers]
+
+    def __getitem__(self, number: int) -> Any:
+        return {"id": number}
+
+
+def text(number: int) -> dict[str, Any]:
+    """As a tokenizer leaves it: between 1 and 7 tokens."""
+    return {"input_ids": [number] * (1 + number * 5 % 7), "label": number % 2}
+
+
+class Encoding(UserDict[str, Any]):
+    """As the `BatchEncoding` of transformers, which is no dict."""
+
+
+def pad(rows: list[dict[str, Any]]) -> Encoding:
+    """As a collator of transformers: a list of dicts -> a mapping of tensors."""
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    padded = pad_sequence(ids, batch_first=True, padding_value=-1)
+    return Encoding(input_ids=padded, attention_mask=padded >= 0, labels=torch.tensor([row["label"] for row in rows]))
+
+
+def table() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"id": range(SAMPLES), "pair": [[i, i + 1] for i in range(SAMPLES)]})
+
+
+class Case(NamedTuple):
+    """A dataset, what puts its rows together, and where the number of a sample stands in a batch."""
+
+    dataset: Callable[[], Any]
+    ids: Callable[[Any], torch.Tensor]
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+CASES = {
+    "TensorDataset": Case(lambda: TensorDataset(torch.arange(SAMPLES), torch.rand(SAMPLES, 2)), lambda batch: batch[0]),
+    "Dataset, nested": Case(Nested, lambda batch: batch[0]["id"]),
+    "Dataset, __getitems__": Case(Batched, lambda batch: batch["id"]),
+    "Subset": Case(lambda: Subset(range(100, 200), range(SAMPLES)), lambda batch: batch - 100),  # type: ignore[arg-type]
+    "list": Case(lambda: [{"id": i} for i in range(SAMPLES)], lambda batch: batch["id"]),
+    "tensor": Case(lambda: torch.arange(SAMPLES), lambda batch: batch),
+    "datasets, no format": Case(table, lambda batch: batch["id"]),
+    "datasets, torch": Case(lambda: table().with_format("torch"), lambda batch: batch["id"]),
+    "datasets, numpy": Case(lambda: table().with_format("numpy"), lambda batch: batch["id"]),
+    "text in a list": Case(lambda: [text(i) for i in range(SAMPLES)], lambda batch: batch["input_ids"][:, 0], pad),
+    "text in datasets": Case(
+        lambda: datasets.Dataset.from_list([text(i) for i in range(SAMPLES)]),
+        lambda batch: batch["input_ids"][:, 0],
+        pad,
+    ),
+    "text in datasets, torch": Case(
+        lambda: datasets.Dataset.from_list([text(i) for i in range(SAMPLES)]).with_format("torch"),
+        lambda batch: batch["input_ids"][:, 0],
+        lambda rows: {"input_ids": pad_sequence([row["input_ids"] for row in rows], batch_first=True)},
+    ),
+}
+
+
+class Followed(IterableDataset[Any]):
+    """A torch IterableDataset that divides its rows by the workers, as torch's documentation shows it."""
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        info = get_worker_info()
+        return ({"id": i} for i in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1))
+
+
+class EmptyStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+
+class FollowedText(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(text, range(SAMPLES))
+
+
+STREAMS = {
+    "IterableDataset": Case(Followed, lambda batch: batch["id"]),
+    "text in an IterableDataset": Case(FollowedText, lambda batch: batch["input_ids"][:, 0], pad),
+    "datasets.IterableDataset": Case(lambda: table().to_iterable_dataset(num_shards=3), lambda batch: batch["id"]),
+}
+
+
+def content(tree: Any) -> Any:
+    """All there is in a batch, to be compared. What torch's pytree does not know is told apart from a dict."""
+    leaves, form = tree_flatten(tree)
+    return str(form), [(leaf.dtype, leaf.tolist()) if torch.is_tensor(leaf) else repr(leaf) for leaf in leaves]
+
+
+# ------------------------------------------------------------------------------------------------- in one process
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_by_number_are_the_batches_of_a_data_loader(name: str) -> None:
+    case = CASES[name]
+    dataset, numbers = case.dataset(), [4, 0, 21, 4]
+    [batch] = DataLoader(dataset, batch_sampler=[numbers], collate_fn=case.collate_fn)
+    samples = as_samples(dataset, case.collate_fn)
+    assert len(samples) == SAMPLES
+    found = samples.fetch(np.array(numbers))
+    assert type(found) is type(batch)
+    unwrapped = [dict(each) if isinstance(each, Encoding) else each for each in (found, batch)]
+    assert content(unwrapped[0]) == content(unwrapped[1])
+    assert case.ids(found).tolist() == numbers
+    empty = samples.fetch(np.array([], dtype=np.int64))
+    assert {len(leaf) for leaf in tree_leaves(empty)} == {0}
+
+
+def test_what_has_fetch_passes_through() -> None:
+    blocks = TokenBlocks(torch.arange(10), 3)
+    assert as_samples(blocks) is blocks
+    rows = Rows([1, 2])
+    assert as_samples(rows) is rows
+    with pytest.raises(ConfigError, match=r"TokenBlocks gives whole batches \(fetch\): leave out collate_fn"):
+        as_samples(blocks, pad)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("name", ["IterableDataset", "datasets.IterableDataset"])
+def test_an_iterable_dataset_is_followed_whole_by_any_number_of_workers(name: str, workers: int) -> None:
+    case = STREAMS[name]
+    source = make_source(
+        case.dataset(), BATCH, World(), config=SourceConfig(kind="streamed", workers=workers, streams=2)
+    )
+    epochs = []
+    for _ in range(2):
+        shares = [next(source) for _ in range(STEPS)]
+        epochs.append([number for share in shares for number in case.ids(share.samples).tolist()])
+    source.close()
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(SAMPLES))
+    assert epochs[0] != epochs[1], "shuffled anew"
+
+
+def test_an_iterable_is_told_of_the_epoch_and_without_a_seed_comes_as_it_lies() -> None:
+    class Told:
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            return iter([(self.epoch, i) for i in range(3)])
+
+    source = make_source(Told(), 2, World(), seed=None, config=SourceConfig(kind="streamed"))
+    steps = [list(zip(*(part.tolist() for part in next(source).samples), strict=True)) for _ in range(3)]
+    assert steps == [[(0, 0), (0, 1)], [(0, 2)], [(1, 0), (1, 1)]]
+
+
+def test_arrow_files_are_read_in_all_four_ways(tmp_path: Any) -> None:
+    table().select_columns("id").save_to_disk(tmp_path)
+    shards = ArrowShards(list(tmp_path.glob("*.arrow")))
+    for kind in ("sharded", "dispatched", "streamed", "fast_stream"):
+        source = make_source(shards, SAMPLES, World(), config=SourceConfig(kind=kind))  # type: ignore[arg-type]
+        assert sorted(next(source).samples["id"].tolist()) == list(range(SAMPLES))
+        assert source.batch_size == SAMPLES
+        source.close()
+
+
+class Augmented(Dataset[Any]):
+    """Each row draws random numbers, as augmentation does."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.tensor([torch.rand(()).item(), random.random(), float(np.random.rand())], dtype=torch.float64)
+
+
+def masked(rows: list[Any]) -> Any:
+    """Draws, too, as the collators that mask words do."""
+    return {"row": torch.stack(rows), "mask": torch.rand(len(rows))}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_what_a_dataset_draws_depends_on_seed_rank_and_cursor_and_not_on_workers() -> None:
+    def steps(rank: int = 0, seed: int = 0, workers: int = 0, cursor: int = 0) -> list[Any]:
+        sharding = Sharding(Order(SAMPLES, seed), 4)
+        world = World(rank, 2, rank, 2)
+        source = ShardedSource(as_samples(Augmented(), masked), sharding, world, workers=workers)
+        source.load_state_dict({"cursor": cursor})
+        found = [content(next(source).samples) for _ in range(3)]
+        source.close()
+        return found
+
+    before = torch.get_rng_state(), random.getstate()
+    first = steps()
+    assert first == steps(workers=2)
+    assert first[1:] == steps(cursor=4)[:2]
+    assert len({str(each) for each in (*first, *steps(rank=1), *steps(seed=1))}) == 9
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate(), "those of the training are left alone"
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (
+            [{"ids": [1, 2]}, {"ids": [1]}],
+            r"column 'ids' of row 1 is a list of 1 \(int\), that of row 0 is a list of 2",
+        ),
+        ([torch.zeros(2), torch.zeros(3)], r"row 1 is torch.float32\[3\], that of row 0 is torch.float32\[2\]"),
+        (
+            [(1, np.zeros(2)), (1, np.zeros((2, 2)))],
+            r"column '1' of row 1 is float64\[2, 2\], that of row 0 is float64\[2\]",
+        ),
+        (
+            [{"a": {"b": torch.zeros(1)}}, {"a": {"b": torch.zeros(2)}}],
+            r"column 'a' of row 1 is {'b': 'torch.float32\[2\]'}",
+        ),
+    ],
+)
+def test_rows_of_different_shapes_need_a_collate_fn_which_the_error_says(rows: list[Any], told: str) -> None:
+    source = make_source(rows, 2, World(), seed=None)
+    with pytest.raises(SourceError, match=f"^rank 0, samples 0 to 1.*{told}.*need a collate_fn.*make_source") as raised:
+        next(source)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_a_stream_of_rows_of_different_lengths_says_so_too() -> None:
+    source = make_source(FollowedText(), 4, World(), config=SourceConfig(kind="streamed"))
+    with pytest.raises(SourceError, match=r"^rank 0, places 0 to 3 of epoch 0: column 'input_ids' .* need a coll"):
+        next(source)
+
+
+class Broken(Nested):
+    def __getitem__(self, number: int) -> Any:
+        return {"x": {3: 1}[number]}
+
+
+def lose_a_row(rows: list[Any]) -> Any:
+    return {"x": torch.zeros(len(rows)), "y": (torch.zeros(len(rows) - 1), torch.zeros(len(rows)))}
+
+
+def fail(rows: list[Any]) -> Any:
+    raise KeyError("label")
+
+
+BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
+    "unequal leaves": (
+        range(SAMPLES),
+        lose_a_row,
+        "a batch of {n} samples came out as 'x' has {n} rows, 'y.0' has {less} rows, 'y.1' has {n} rows",
+    ),
+    "one for all": (range(SAMPLES), lambda rows: {"n": torch.tensor(1)}, "'n' is a single number"),
+    "text": ([{"x": i, "name": "a"} for i in range(SAMPLES)], None, "'x' has {n} rows, 'name' is a str, not a tensor"),
+    "unreadable": (Broken(), None, "row {first} cannot be read: KeyError: {first}"),
+    "collate_fn fails": (range(SAMPLES), fail, "collate_fn (fail) cannot make a batch of {n} rows from {first} to "),
+}
+
+# ------------------------------------------------------------------------------------------------------ real ranks
+
+
+class Read(NamedTuple):
+    """What a rank got of each step: numbers of samples, all there is in them; and the state after each."""
+
+    numbers: list[list[int]]
+    contents: list[Any]
+    states: list[Any]
+
+
+def read(source: Source, ids: Callable[[Any], torch.Tensor], steps: int) -> Read:
+    numbers, contents, states = [], [], [source.state_dict()]
+    for _ in range(steps):
+        share = next(source)
+        assert not isinstance(share.samples, UserDict)
+        assert {len(leaf) for leaf in tree_leaves(share.samples)} == {share.count}
+        numbers.append(ids(share.samples).tolist())
+        contents.append(content(share.samples))
+        states.append(source.state_dict())
+    source.close()
+    return Read(numbers, contents, states)
+
+
+def tour(world: World) -> dict[tuple[str, str], dict[str, Any]]:
+    found = {}
+    ways = [(name, case, kind) for name, case in CASES.items() for kind in ("sharded", "dispatched")]
+    for name, case, kind in [*ways, *((name, case, "streamed") for name, case in STREAMS.items())]:
+        torch.manual_seed(0)
+        dataset = case.dataset()
+        config = SourceConfig.model_validate(
+            {"kind": kind, "shuffle_buffer": 7} | ({} if kind == "streamed" else {"remainder": "exact"})
+        )
+        fresh = partial(make_source, dataset, BATCH, world, seed=3, config=config, collate_fn=case.collate_fn)
+        steps = 2 * (STEPS if kind != "streamed" else STEPS + 2)
+        whole = read(fresh(), case.ids, steps)
+        resumed = []
+        for state in whole.states:
+            source = fresh()
+            source.load_state_dict(state)
+            resumed.append(read(source, case.ids, 1))
+        found[name, kind] = {"whole": whole, "resumed": resumed, "batch_size": fresh().batch_size}
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], dict[str, Any]]]:
+    return launch(tour, request.param, device="cpu", threads=1, echo=False, timeout=170)
+
+
+ByNumber = [(name, kind) for name in CASES for kind in ("sharded", "dispatched")]
+Followable = [(name, "streamed") for name in STREAMS]
+
+
+@pytest.mark.parametrize("way", ByNumber, ids=str)
+def test_every_sample_is_seen_once_an_epoch(ranks: list[Any], way: tuple[str, str]) -> None:
+    for epoch in (slice(0, STEPS), slice(STEPS, 2 * STEPS)):
+        seen = Counter(n for rank in ranks for step in rank[way]["whole"].numbers[epoch] for n in step)
+        assert seen == Counter(range(SAMPLES))
+    for rank in ranks:
+        assert rank[way]["whole"].states == ranks[0][way]["whole"].states
+        assert rank[way]["batch_size"] == BATCH
+
+
+@pytest.mark.parametrize("way", Followable, ids=str)
+def test_every_sample_of_a_stream_is_seen_once_an_epoch(ranks: list[Any], way: tuple[str, str]) -> None:
+    epochs: dict[int, Counter[int]] = {}
+    for rank in ranks:
+        read = rank[way]["whole"]
+        for numbers, state in zip(read.numbers, read.states[1:], strict=True):
+            epochs.setdefault(state["epoch"], Counter()).update(numbers)
+    assert epochs[0] == Counter(range(SAMPLES))
+    assert epochs[1] <= epochs[0]
+
+
+@pytest.mark.parametrize("way", [*ByNumber, *Followable], ids=str)
+def test_a_resume_at_any_step_gives_the_same_batch_on_every_rank(ranks: list[Any], way: tuple[str, str]) -> None:
+    for rank in ranks:
+        whole, resumed = rank[way]["whole"], rank[way]["resumed"]
+        assert len(resumed) == len(whole.contents) + 1
+        for k, content in enumerate(whole.contents):
+            assert resumed[k].contents == [content], f"resumed after {k} steps"
+
+
+def train_beside(world: World) -> bool:
+    """Random numbers of the main thread, with and without a source that reads beside it."""
+    torch.manual_seed(world.rank)
+    wanted = [torch.rand(3).tolist() for _ in range(10)]
+    torch.manual_seed(world.rank)
+    config = SourceConfig(kind="dispatched", prefetch=1)
+    # The thread reads on while the main thread draws.
+    source = make_source(Nested(), 4, world, config=config, transform=lambda batch: time.sleep(0.1) or batch)
+    found = []
+    for _ in range(10):
+        next(source)
+        time.sleep(0.03)
+        found.append(torch.rand(3).tolist())
+    source.close()
+    return found == wanted
+
+
+def refusals(world: World) -> dict[str, str]:
+    """What is told on this rank, of everything that should be refused."""
+
+    def made(data: Any, batch_size: int = 4, kind: str = "sharded", remainder: str = "carry", **options: Any) -> Source:
+        config = SourceConfig.model_validate({"kind": kind, "remainder": remainder})
+        return make_source(data, batch_size, world, config=config, **options)
+
+    class NoLength(Dataset[Any]):
+        def __getitem__(self, number: int) -> int:
+            return number
+
+    ten, blocks = list(range(10)), TokenBlocks(torch.arange(31), 3)
+    found = {
+        "IterableDataset, sharded": error_of(lambda: made(Followed())),
+        "datasets.IterableDataset, dispatched": error_of(
+            lambda: made(table().to_iterable_dataset(), kind="dispatched")
+        ),
+        "no length": error_of(lambda: made(NoLength())),
+        "nothing": error_of(lambda: made(None)),
+        "DataLoader": error_of(lambda: made(DataLoader(Nested()))),
+        "splits": error_of(lambda: made({"train": ten, "test": ten})),
+        "splits, streamed": error_of(lambda: made({"train": ten, "test": ten}, kind="streamed")),
+        "list, streamed": error_of(lambda: made(ten, kind="streamed")),
+        "datasets, streamed": error_of(lambda: made(table(), kind="streamed")),
+        "list, fast_stream": error_of(lambda: made(ten, kind="fast_stream")),
+        "generator": error_of(lambda: made((i for i in ten), kind="streamed")),
+        "nothing, streamed": error_of(lambda: made(None, kind="streamed")),
+        "blocks with collate_fn": error_of(lambda: made(blocks, kind="streamed", collate_fn=default_collate)),
+        "empty": error_of(lambda: made([])),
+        "empty, dispatched": error_of(lambda: made([], kind="dispatched")),
+        "empty, streamed": error_of(lambda: next(made(EmptyStream(), kind="streamed"))),
+        "different": error_of(lambda: made(range(10 + world.rank))),
+        "too few": error_of(lambda: made([1], remainder="exact")),
+        "too few, dispatched": error_of(lambda: made(ten, batch_size=1, kind="dispatched")),
+        "batch_size": error_of(lambda: made(ten, batch_size=0)),
+    }
+    for name, (rows, collate_fn, _) in BAD_ROWS.items():
+        for kind in ("sharded", "dispatched"):
+            source = make_source(rows, 4, world, seed=None, config=SourceConfig(kind=kind), collate_fn=collate_fn)  # type: ignore[arg-type]
+            found[f"{name}, {kind}"] = error_of(lambda source=source: next(source))  # type: ignore[misc]
+            source.close()
+    found["random numbers of the training"] = str(train_beside(world))
+    return found
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[dict[str, str]]:
+    return launch(refusals, 2, device="cpu", threads=1, echo=False, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("IterableDataset, sharded", "test_any_dataset.Followed has no length, or no samples by number"),
+        (
+            "datasets.IterableDataset, dispatched",
+            "follow it as a stream: make_source(..., config=SourceConfig(kind='streamed",
+        ),
+        ("no length", "it lacks __len__ or __getitem__. Add both, or follow it as a stream"),
+        ("nothing", "a NoneType has no length"),
+        ("DataLoader", "collate_fn=loader.collate_fn)"),
+        ("splits", "a dict is a mapping of 'train', 'test', not a list of samples. Choose one of its splits"),
+        ("splits, streamed", "Choose one of its splits"),
+        ("list, streamed", "a list can be read by number. Use source.kind=sharded."),
+        ("datasets, streamed", "Use source.kind=sharded, or give dataset.to_iterable_dataset()"),
+        ("list, fast_stream", "source.kind=fast_stream reads Arrow files, and a list is none. Use source.kind=sharded"),
+        ("generator", "a generator can be followed once only"),
+        ("nothing, streamed", "a NoneType cannot be followed"),
+        ("blocks with collate_fn", "leave out collate_fn"),
+        ("empty", "the dataset is empty"),
+        ("empty, dispatched", "the dataset is empty"),
+        ("empty, streamed", "the data set is empty"),
+        ("different", "rank 1 has 11 samples, rank 0 has 10. Give every rank the whole dataset"),
+        ("too few", "rank 1 of 2 has no samples: 1 samples, batch_size 4"),
+        ("too few, dispatched", "rank 1 of 2 has no samples: 10 samples, batch_size 1"),
+        ("batch_size", "'batch_size' should be 1 or more, found 0"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_config_error_on_all_ranks(
+    what: str, told: str, refused: list[dict[str, str]]
+) -> None:
+    for rank in refused:
+        assert rank[what].startswith("ConfigError: ")
+        assert told in rank[what]
+        assert "\n" not in rank[what]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "dispatched"])
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_batch_that_is_none_is_told_on_all_ranks_with_its_leaves(
+    name: str, kind: str, refused: list[dict[str, str]]
+) -> None:
+    for number, rank in enumerate(refused):
+        n, first = (4, "rank 0 could not read on: rank 0") if kind == "dispatched" else (2, f"rank {number}")
+        told = rank[f"{name}, {kind}"]
+        assert told.startswith(f"SourceError: {first}, samples ")
+        assert BAD_ROWS[name][2].format(n=n, less=n - 1, first=0 if kind == "dispatched" else number) in told
+
+
+def test_a_thread_that_reads_for_all_leaves_the_random_numbers_of_the_training_alone(
+    refused: list[dict[str, str]],
+) -> None:
+    assert [rank["random numbers of the training"] for rank in refused] == ["True", "True"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_workers_of_one_stream_that_pad_to_different_lengths_are_told_what_to_do() -> None:
+    config = SourceConfig(kind="streamed", workers=2, streams=2)
+    source = make_source(FollowedText(), 4, World(), seed=None, config=config, collate_fn=pad)
+    with pytest.raises(SourceError, match=r"its 2 workers have collated does not fit .* pad to a fixed length, or"):
+        [next(source) for _ in range(3)]
+    source = make_source(FollowedText(), 4, World(), config=config.model_copy(update={"workers": 1}), collate_fn=pad)
+    assert isinstance(next(source).samples, Mapping)
+    source.close()

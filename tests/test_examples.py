@@ -1,0 +1,276 @@
+"""The examples do what they say: the same on one process and two ranks, the same after a kill, and as plain torch."""
+
+import ast
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow.parquet
+import pytest
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+
+from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, launch, synchronise_batch_norm
+from ddp_tutorial.config import ConfigError, from_arguments
+from ddp_tutorial.examples import digits
+from ddp_tutorial.runs.folder import load_run
+from ddp_tutorial.sharding import Order, ShardedSource, Sharding, as_samples
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "ddp_tutorial" / "examples"
+NAMES = ["digits", "finetune", "plain"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# One thread, as the ranks of `launch` get here: the number of threads decides in which order some sums are added up.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of all tests of this file are."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(autouse=True)
+def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def finished(*command: str) -> str:
+    """What a command prints, with rank 0's share, when it has ended well."""
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def killed(*command: str, when: Callable[[], bool]) -> None:
+    """Start a command, and end it and all that it has started with SIGKILL as soon as `when` says so."""
+    process = psutil.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not when():
+            assert process.poll() is None, "it has ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        everyone = [process, *process.children(recursive=True)] if process.is_running() else []
+        for each in everyone:
+            each.kill()
+        psutil.wait_procs(everyone)
+
+
+def apart(one: Sequence[float], other: Sequence[float], steps: int) -> float:
+    """The largest distance between the first losses of two runs."""
+    assert min(len(one), len(other)) >= steps
+    return max(abs(a - b) for a, b in zip(one[:steps], other[:steps], strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------- the data
+
+
+def test_the_digits_are_those_that_scikit_learn_ships() -> None:
+    tables = [
+        pyarrow.parquet.read_table(ROOT / "data" / "digits" / f"{part}.parquet") for part in ("train", "held_out")
+    ]
+    assert [table.num_rows for table in tables] == [1437, 360]
+    pixels = np.array([row for table in tables for row in table["pixels"].to_pylist()])
+    digit = np.array([row for table in tables for row in table["digit"].to_pylist()])
+    assert pixels.shape == (1797, 64)
+    assert (pixels.min(), pixels.max()) == (0, 16)
+    assert np.bincount(digit).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    # of load_digits() of scikit-learn 1.9.1, in its order
+    content = pixels.astype(np.uint8).tobytes() + digit.astype("<i8").tobytes()
+    assert hashlib.sha256(content).hexdigest() == "65e5b4619795efb40c1082f4c350c049e4ad552200d369b6ae99e21eef5e72c5"
+
+
+# -------------------------------------------------------------------------------------------------------- the files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_enough_to_copy_and_says_how_to_run_it(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 100
+    doc = ast.get_docstring(ast.parse(text)) or ""
+    assert f"python -m ddp_tutorial.examples.{name}" in doc
+    assert f"torchrun --nproc-per-node 2 -m ddp_tutorial.examples.{name}" in doc
+
+
+def test_plain_imports_nothing_of_this_package() -> None:
+    tree = ast.walk(ast.parse((EXAMPLES / "plain.py").read_text()))
+    imported = [alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names]
+    tree = ast.walk(ast.parse((EXAMPLES / "plain.py").read_text()))
+    imported += [node.module or "." for node in tree if isinstance(node, ast.ImportFrom)]
+    packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert packages == {"torch", "pyarrow"}
+
+
+def test_a_misspelt_option_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'stepz'\. Did you mean 'steps'"):
+        from_arguments(digits.Options, ["stepz=3"])
+    assert from_arguments(digits.Options, ["checkpoint.every=5"]).checkpoint.every == 5
+
+
+# ----------------------------------------------------------------------------------------------------------- digits
+
+QUIET = ["tensorboard=false", "log_every=1"]
+SHORT = ["steps=40", "schedule_steps=200", "eval_every=40", *QUIET]
+
+
+def trained(nprocs: int, *arguments: str) -> TrainResult:
+    """Train the digits on ranks of `launch`; the result of rank 0, once all are known to have the same."""
+    options = from_arguments(digits.Options, arguments)
+    results: list[TrainResult] = launch(digits.main, nprocs, options, threads=1, echo=False, timeout=170)
+    assert all(each.losses == results[0].losses and each.weights == results[0].weights for each in results)
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> TrainResult:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return trained(1, "name=alone", *QUIET)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> TrainResult:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return trained(2, "name=two", *SHORT)
+
+
+def test_over_95_percent_of_the_digits_held_out_are_told_right(alone: TrainResult) -> None:
+    result = json.loads((alone.run / "result.json").read_text())
+    assert result["metrics"]["eval_accuracy"] == alone.evaluations[200]["accuracy"] > 0.95
+    assert round(alone.evaluations[200]["accuracy"] * 360, 6).is_integer()  # each image counts once
+
+
+def test_two_ranks_have_the_losses_of_one_process(alone: TrainResult, two: TrainResult) -> None:
+    assert apart(alone.losses, two.losses, 20) < 1e-5
+
+
+def test_under_torchrun_killed_at_a_random_step_and_said_again_it_ends_with_the_same_bits(two: TrainResult) -> None:
+    command = [*TORCHRUN, "-m", "ddp_tutorial.examples.digits", "name=torchrun", "resume=auto", "checkpoint.every=4"]
+    step, log = random.randint(5, 30), Path("runs/torchrun/metrics.jsonl")
+    killed(*command, *SHORT, when=lambda: log.is_file() and len(log.read_bytes().splitlines()) >= step)
+    assert not Path("runs/torchrun/result.json").exists(), f"killed after step {step}"
+    assert list(Path("runs/torchrun/checkpoints").iterdir())
+    assert "accuracy" in finished(*command, *SHORT)
+    run = load_run("runs/torchrun")
+    assert run.result is not None
+    assert run.series("loss")[1] == two.losses, f"killed after step {step}"
+    assert run.result["metrics"]["weights"] == two.weights
+
+
+# ------------------------------------------------------------------------------------------------------------ plain
+
+PLAIN_STEPS = 30  # of 22 an epoch, so that both shuffle twice
+
+
+class TorchOrder(Order):
+    """Samples in the order of torch's DistributedSampler. Its ranks take them in turn, as ours do."""
+
+    def __call__(self, epoch: int, positions: Any) -> Any:
+        generator = torch.Generator().manual_seed((self.seed or 0) + epoch)
+        return torch.randperm(self.samples, generator=generator).numpy()[positions]
+
+
+def train_like_plain(world: World, accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The digits once more, with the samples in the order in which `plain` has them."""
+    torch.manual_seed(0)
+    samples = as_samples(digits.images("train"))
+    trainer = Trainer(
+        synchronise_batch_norm(digits.Net(), world),
+        ShardedSource(samples, Sharding(TorchOrder(len(samples), 0), 64, "drop"), world),
+        digits.loss,
+        world,
+        TrainConfig(steps=PLAIN_STEPS, accumulation=accumulation, tensorboard=False),
+        optimizer=digits.sgd,
+        scheduler=partial(OneCycleLR, max_lr=0.05, total_steps=PLAIN_STEPS),
+    )
+    return trainer.train().losses, trainer.model.state_dict()
+
+
+def train_both_ways(world: World) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    return [train_like_plain(world, accumulation) for accumulation in (1, 2)]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_plain_torch_comes_to_the_weights_of_the_library_bit_for_bit(nprocs: int) -> None:
+    """Sums over samples divided by 64, a power of two, round alike whoever divides first, and the sum of two ranks has
+    no order. So there is no tolerance here: the library does what plain torch does, to the last bit."""
+    starter = TORCHRUN if nprocs > 1 else [sys.executable]
+    for number in (1, 2):
+        options = [f"checkpoint=plain-{nprocs}-{number}.pt", f"steps={PLAIN_STEPS}", f"accumulate={number}"]
+        finished(*starter, "-m", "ddp_tutorial.examples.plain", *options)
+    for results in launch(train_both_ways, nprocs, threads=1, echo=False, timeout=170):
+        for accumulate, (losses, weights) in zip((1, 2), results, strict=True):
+            plain_losses, plain_weights, *_ = torch.load(f"plain-{nprocs}-{accumulate}.pt")
+            assert apart(losses, plain_losses, PLAIN_STEPS) < 1e-6  # added up in double precision there, not here
+            compared = [name for name in weights if not name.endswith("num_batches_tracked")]
+            assert compared == [name for name in plain_weights if not name.endswith("num_batches_tracked")]
+            assert [name for name in compared if not torch.equal(weights[name], plain_weights[name])] == []
+
+
+def test_plain_torch_killed_and_said_again_ends_with_the_same_bits() -> None:
+    command = [*TORCHRUN, "-m", "ddp_tutorial.examples.plain", "steps=80"]
+    assert "held out: accuracy" in finished(*command, "checkpoint=whole.pt")
+    path, moment = Path("killed.pt"), random.uniform(0, 0.3)
+
+    def some_time_after_a_checkpoint() -> bool:
+        if path.exists():
+            time.sleep(moment)
+        return path.exists()
+
+    killed(*command, "checkpoint=killed.pt", when=some_time_after_a_checkpoint)
+    assert len(torch.load(path)[0]) in {20, 40, 60}, f"killed {moment:.3f} s after the first checkpoint"
+    finished(*command, "checkpoint=killed.pt")
+    (losses, weights, *_), (losses_again, weights_again, *_) = torch.load("whole.pt"), torch.load(path)
+    assert losses == losses_again
+    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+
+
+# --------------------------------------------------------------------------------------------------------- finetune
+
+
+def finetune_in_several_ways(world: World, ways: dict[str, list[str]]) -> dict[str, TrainResult]:
+    from ddp_tutorial.examples import finetune
+
+    return {
+        name: finetune.main(world, from_arguments(finetune.Options, [f"name={name}", *QUIET, *arguments]))
+        for name, arguments in ways.items()
+    }
+
+
+def test_law_2_texts_of_different_lengths_give_the_same_losses_however_they_are_shared_out() -> None:
+    pytest.importorskip("transformers")
+    few = ["steps=6", "eval_samples=19", "eval_every=6"]
+    losses, held_out = [], []
+    for nprocs in (1, 2):
+        ways = {f"{nprocs}-{parts}": [*few, f"accumulation={parts}"] for parts in (1, 2)}
+        ranks = launch(finetune_in_several_ways, nprocs, ways, threads=1, echo=False, timeout=170)
+        assert all(each[name].weights == ranks[0][name].weights for each in ranks for name in ways)
+        losses += [result.losses for result in ranks[0].values()]
+        held_out += [result.eval_losses[6] for result in ranks[0].values()]
+    assert all(apart(losses[0], other, 6) < 1e-5 for other in losses[1:])
+    assert max(held_out) - min(held_out) < 1e-5
+
+
+def test_finetune_goes_on_with_the_same_bits() -> None:
+    pytest.importorskip("transformers")
+    few = ["schedule_steps=6", "eval_samples=8", "checkpoint.every=3"]
+    whole = launch(finetune_in_several_ways, 2, {"whole": ["steps=6", *few]}, threads=1, echo=False, timeout=170)
+    launch(finetune_in_several_ways, 2, {"cut": ["steps=3", *few]}, threads=1, echo=False, timeout=170)
+    again = ["steps=6", "resume=auto", "resume_allow=[steps]", *few]
+    cut = launch(finetune_in_several_ways, 2, {"cut": again}, threads=1, echo=False, timeout=170)
+    for rank in range(2):
+        assert cut[rank]["cut"].losses == whole[rank]["whole"].losses
+        assert cut[rank]["cut"].weights == whole[rank]["whole"].weights

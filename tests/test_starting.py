@@ -1,0 +1,186 @@
+"""Law: the same script trains on the ranks that torchrun or Slurm started, or else on ranks that it starts itself."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_tutorial import ConfigError, RankError, World, rank_zero_first, run
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from ddp_tutorial import run
+
+class Net(torch.nn.Linear):  # a class of the script, as people's models are
+    pass
+
+def main(world, start):
+    model = Net(1, 1, bias=False)
+    number = torch.tensor(start + world.rank)
+    if world.size > 1:
+        dist.all_reduce(number)
+    return f"{type(model).__name__} {number.item()} of {world.size}, group {dist.is_initialized()}, rank {world.rank}"
+
+def say(line):  # in one write, which no other rank's can cut in two
+    print(line + "\\n", end="", flush=True)
+
+say("top level")
+if __name__ == "__main__":
+    say(run(main, 10, nprocs=3, device="cpu", threads=1))
+    assert not dist.is_initialized()
+"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def script(workdir: Path) -> Path:
+    path = workdir / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def python(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def test_a_script_that_nobody_started_as_a_rank_starts_ranks_and_has_the_result_of_rank_0(script: Path) -> None:
+    done = python(sys.executable, script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["top level", "Net 33 of 3, group True, rank 0"]  # 10 + 11 + 12
+
+
+def test_under_torchrun_each_process_is_a_rank_and_starts_none(script: Path) -> None:
+    done = python(*TORCHRUN, script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "Net 21 of 2, group True, rank 0",  # 10 + 11
+        "Net 21 of 2, group True, rank 1",
+        "top level",
+        "top level",
+    ]
+
+
+def test_under_slurm_each_task_is_a_rank_and_starts_none(script: Path) -> None:
+    """As `srun --ntasks 2` sets the variables."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    loopback = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | step | meet | {"SLURM_PROCID": task, "SLURM_LOCALID": task},
+        )
+        for task in ("0", "1")
+    ]
+    try:
+        for rank, task in enumerate(tasks):
+            out, err = task.communicate(timeout=100)
+            assert task.returncode == 0, err
+            assert out.splitlines() == ["top level", f"Net 21 of 2, group True, rank {rank}"]
+    finally:
+        for task in tasks:
+            task.kill()
+            task.communicate()
+
+
+def test_a_single_rank_under_torchrun_has_no_group_and_starts_no_other(script: Path) -> None:
+    done = python(sys.executable, script, RANK="0", WORLD_SIZE="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["top level", "Net 10 of 1, group False, rank 0"]
+
+
+def shown(error: BaseException) -> str:
+    """What Python prints of an error that nobody catches."""
+    return "".join(traceback.format_exception(error))
+
+
+def test_a_setting_that_a_rank_refuses_is_a_config_error_though_the_other_ranks_have_failed_too() -> None:
+    def prepare(world: World) -> None:
+        with rank_zero_first(world):
+            raise ConfigError("'steps' is too few")
+
+    with pytest.raises(ConfigError) as caught:
+        run(prepare, nprocs=2, device="cpu", echo=False)
+    assert str(caught.value) == "'steps' is too few"
+    assert shown(caught.value).endswith("ddp_tutorial.config.ConfigError: 'steps' is too few\n")
+    assert "launcher.py" not in shown(caught.value)
+    assert "rank 1" not in shown(caught.value)
+
+
+def test_what_else_a_rank_raises_comes_with_its_own_traceback_and_without_the_launchers_frames() -> None:
+    def fail(world: World) -> None:
+        raise KeyError("a bug")
+
+    with pytest.raises(RankError) as caught:
+        run(fail, nprocs=1, device="cpu", echo=False)
+    assert caught.value.is_a(KeyError)
+    assert "rank 0 raised KeyError: 'a bug'" in shown(caught.value)
+    assert 'raise KeyError("a bug")' in shown(caught.value)
+    assert "launcher.py" not in shown(caught.value)
+
+
+def test_options_go_to_the_launch_and_a_limit_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match="did not end within 4 s"):
+        run(lambda world: time.sleep(1000), nprocs=1, device="cpu", timeout=4)
+    assert (
+        run(lambda world: print("hidden") or torch.get_num_threads(), nprocs=1, device="cpu", echo=False, threads=3)
+        == 3
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(ConfigError, match="device='cuda' needs one GPU for each of the 2 ranks"):
+        run(print, device="cuda")
+
+
+WAITING = """
+import signal
+import threading
+from ddp_tutorial import run
+
+def main(world):
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    print("ready", flush=True)
+    while not asked.wait(0.05):
+        pass
+    return f"rank {world.rank} was asked to end, and had time to"
+
+print(run(main, nprocs=2, device="cpu", threads=1), flush=True)
+"""
+
+
+def test_a_signal_to_end_reaches_the_ranks_which_return_in_their_own_time(workdir: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert sorted(process.stdout.readline() for _ in range(2)) == ["[rank 0] ready\n", "[rank 1] ready\n"]
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "rank 0 was asked to end, and had time to\n")
+    finally:
+        process.kill()
+        process.communicate()
