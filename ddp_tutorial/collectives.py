@@ -6,7 +6,7 @@ receive.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -48,25 +48,10 @@ class Mean:
 
 def mean_over_ranks(world: World, means: list[Mean]) -> list[float]:
     """Each mean over the samples of all ranks, in one collective. Every rank must give equally many means."""
-    return start_mean_over_ranks(world, means)()
-
-
-def start_mean_over_ranks(world: World, means: list[Mean]) -> Callable[[], list[float]]:
-    """Begin `mean_over_ranks` without waiting for other ranks. Returns a function that waits and gives the result."""
-    require_group(world)
-    reduced = torch.stack(
-        [torch.stack([mean.sum.double(), mean.sum.new_tensor(mean.count).double()]) for mean in means]
-    )
-    work = dist.all_reduce(reduced, async_op=True) if world.size > 1 else None
-
-    def finish() -> list[float]:
-        if work is not None:
-            work.wait()
-        sums, counts = reduced.unbind(1)
-        values: list[float] = (sums / counts).tolist()
-        return values
-
-    return finish
+    pairs = [torch.stack([mean.sum.double(), mean.sum.new_tensor(mean.count).double()]) for mean in means]
+    sums, counts = total(world, torch.stack(pairs)).unbind(1)
+    values: list[float] = (sums / counts).tolist()
+    return values
 
 
 def any_rank(world: World, flag: bool) -> bool:
