@@ -1,6 +1,7 @@
 """Files and folders that are either complete or not there, and locks on folders.
 
-They are written under a temporary name, flushed to the disk, and then renamed, which is atomic.
+They are written under a temporary name, flushed to the disk, and then renamed, which is atomic. Whoever wants to know
+what a failing disk does, or a kill at the worst moment, observes what is about to be done to files: `observe_disk`.
 """
 
 import fcntl
@@ -8,26 +9,53 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ddp_tutorial.config import ConfigError
 
 # Runs write below this folder, which is relative to the working directory of the command or the notebook's kernel.
 RUNS = Path("runs")
 
+Operation = Literal["write", "fsync", "rename", "read"]
+DiskObserver = Callable[[Operation, Path], object]
+
+# Replaced, never changed in place: an observer may come or go while another thread is writing.
+_observers: tuple[DiskObserver, ...] = ()
+
+
+@contextmanager
+def observe_disk(observer: DiskObserver) -> Iterator[None]:
+    """Until the block ends, call `observer(operation, path)` before each operation on a file that has to survive.
+
+    In any thread of this process; a rename is told by the new name. An observer may raise `OSError`, which is how a
+    disk fails on purpose, or end the process.
+    """
+    global _observers
+    _observers = (*_observers, observer)
+    try:
+        yield
+    finally:
+        _observers = tuple(other for other in _observers if other is not observer)
+
+
+def about_to(operation: Operation, path: Path) -> None:
+    """Tell the observers of the disk. Raises what they raise."""
+    for observer in _observers:
+        observer(operation, path)
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path` atomically: a reader, or a crash at any moment, finds the old content or the new."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        about_to("write", path)
         with aside.open("wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        sync(aside)
+        rename(aside, path)
         sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
@@ -52,7 +80,7 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
         yield aside
         for inner in (aside, *aside.rglob("*")):
             sync(inner)
-        aside.rename(path)
+        rename(aside, path)
         sync(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -60,11 +88,18 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, have reached the disk. A rename is durable after the latter."""
+    about_to("fsync", path)
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def rename(path: Path, name: Path) -> None:
+    """Give a file or folder another name. That is atomic, and on the disk once the folder that it lies in is synced."""
+    about_to("rename", name)
+    path.rename(name)
 
 
 def new_directory(parent: Path, name: str) -> Path:

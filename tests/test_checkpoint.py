@@ -6,6 +6,7 @@ import pickle
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ddp_tutorial.checkpoint import checkpointer as checkpointer_module
-from ddp_tutorial.checkpoint import storage
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.comparison import compare
 from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf
@@ -24,10 +24,14 @@ from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, CheckpointError, Manif
 from ddp_tutorial.checkpoint.replicas import agreed, leaves
 from ddp_tutorial.checkpoint.resuming import find_checkpoint, latest_valid
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import observe_disk
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.world import World
+from disk import Point, failing, noting
 from ranks import error_of
+
+TWO = name_of(2)
 
 
 def model_of(seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
@@ -207,33 +211,47 @@ def test_a_pickle_with_the_right_checksum_is_not_executed_either(
     assert not Path("exploded").exists()
 
 
+SAVING: list[Point] = [
+    ("write", TWO),
+    *((operation, file) for file in ("model.safetensors", "optimizer.pt") for operation in ("write", "fsync", "read")),
+    *((operation, "manifest.json") for operation in ("write", "fsync", "rename")),
+    ("fsync", TWO),
+    ("rename", TWO),
+]
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("where", ["save", "safetensors", "fsync", "hash", "manifest", "mkdir"])
+@pytest.mark.parametrize("at", SAVING, ids=" ".join)
 def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
-    where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: Point, number: int, tmp_path: Path
 ) -> None:
     checkpointer = Checkpointer(tmp_path, components(), World())
     checkpointer.save(1)
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    targets: dict[str, tuple[Any, str]] = {
-        "save": (torch, "save"),
-        "safetensors": (storage.safetensors.torch, "save_file"),
-        "fsync": (storage, "sync"),
-        "hash": (storage, "sha256_of"),
-        "manifest": (checkpointer_module, "write_json"),
-        "mkdir": (Path, "mkdir"),
-    }
-    with monkeypatch.context() as patch:
-        patch.setattr(*targets[where], fail)
-        with pytest.raises(CheckpointError, match=os.strerror(number)):
-            checkpointer.save(2)
+    with observe_disk(failing(at, number)), pytest.raises(CheckpointError, match=os.strerror(number)):
+        checkpointer.save(2)
     assert [path.name for path in tmp_path.iterdir()] == [name_of(1)]
     assert verify(tmp_path / name_of(1)) == []
     checkpointer.save(2)
     assert [path.name for path in folders(tmp_path)] == [name_of(1), name_of(2)]
+
+
+def test_when_the_new_name_may_not_have_reached_the_disk_the_save_has_failed_and_nothing_is_removed(
+    tmp_path: Path,
+) -> None:
+    checkpointer = Checkpointer(tmp_path, components(), World(), keep_last=1)
+    checkpointer.save(1)
+    with observe_disk(failing(("fsync", tmp_path.name), errno.EIO)), pytest.raises(CheckpointError):
+        checkpointer.save(2)
+    assert [verify(path) for path in folders(tmp_path)] == [[], []]
+
+
+def test_these_are_all_the_places_where_a_disk_can_fail_a_save(tmp_path: Path) -> None:
+    seen: list[Point] = []
+    checkpointer = Checkpointer(tmp_path, components(), World())
+    with observe_disk(noting(seen)):
+        checkpointer.save(2)
+    retention: Point = ("read", "manifest.json")
+    assert set(seen) == {*SAVING, ("fsync", tmp_path.name), retention}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -387,20 +405,20 @@ def diverged(world: World, folder: Path) -> dict[str, str]:
     return found
 
 
-def one_fails(world: World, folder: Path, background: bool) -> dict[str, Any]:
-    """The disk of the last rank is full; then it is not."""
+def faults_of(world: World) -> list[tuple[int, Point]]:
+    """A rank whose disk fails, and where."""
+    last = world.size - 1
+    own = f"rng.rank_{last}.pt"
+    return [(last, ("write", own)), (last, ("fsync", own)), (0, ("fsync", "model.safetensors")), (0, ("rename", TWO))]
+
+
+def one_fails(world: World, folder: Path, background: bool) -> list[dict[str, Any]]:
+    """The disk of one rank fails; then it does not."""
     checkpointer = Checkpointer(
         folder, components() | {"rng": Component(RandomState(world.device), "per_rank")}, world, background=background
     )
     checkpointer.save(1)
     checkpointer.finish()
-    original = storage.sync
-    if world.rank == world.size - 1:
-
-        def full(path: Path) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        storage.sync = full
 
     def save_and_wait() -> None:
         checkpointer.save(2)
@@ -408,14 +426,17 @@ def one_fails(world: World, folder: Path, background: bool) -> dict[str, Any]:
             checkpointer.poll()
             time.sleep(0.01)
 
-    told = error_of(save_and_wait)
-    storage.sync = original
-    agreed(world, lambda: None)
-    there = sorted(path.name for path in folder.iterdir())
-    agreed(world, lambda: None)
+    found = []
+    for rank, at in faults_of(world):
+        with observe_disk(failing(at, errno.EIO)) if rank == world.rank else nullcontext():
+            told = error_of(save_and_wait)
+        agreed(world, lambda: None)
+        there = {path.name: verify(path) for path in folder.iterdir()}
+        agreed(world, lambda: None)
+        found.append({"at": (rank, at), "told": told, "there": there})
     checkpointer.save(2)
     checkpointer.finish()
-    return {"told": told, "there": there, "after": [path.name for path in folders(folder)]}
+    return [*found, {"after": [path.name for path in folders(folder)]}]
 
 
 def unreadable_on_one(world: World, folder: Path) -> str:
@@ -483,12 +504,14 @@ def test_one_element_that_differs_on_one_rank_is_named_on_all(ranks: list[dict[s
 def test_a_rank_that_cannot_write_makes_all_raise_and_leaves_nothing(
     background: bool, ranks: list[dict[str, Any]]
 ) -> None:
-    last = len(ranks) - 1
     for rank in ranks:
-        found = rank["fails", background]
-        assert found["told"] == f"CheckpointError: rank {last}: OSError: [Errno 28] No space left on device"
-        assert found["there"] == [name_of(1)]
-        assert found["after"] == [name_of(1), name_of(2)]
+        *faults, then = rank["fails", background]
+        assert len(faults) == 4
+        for fault in faults:
+            who, _ = fault["at"]
+            assert fault["told"] == f"CheckpointError: rank {who}: OSError: [Errno 5] Input/output error", fault
+            assert fault["there"] == {name_of(1): []}, fault
+        assert then["after"] == [name_of(1), name_of(2)]
 
 
 def test_a_rank_that_cannot_read_makes_all_raise(ranks: list[dict[str, Any]]) -> None:

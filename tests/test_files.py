@@ -28,7 +28,7 @@ def fail(*_args, **_options):
     raise OSError("No space left on device")
 
 
-@pytest.mark.parametrize("broken", [(os, "fsync"), (Path, "replace")], ids=["while writing", "while renaming"])
+@pytest.mark.parametrize("broken", [(os, "fsync"), (Path, "rename")], ids=["while writing", "while renaming"])
 @pytest.mark.parametrize("old", [b"old", None], ids=["replacing", "new"])
 def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch, broken, old):
     path = tmp_path / "state.bin"

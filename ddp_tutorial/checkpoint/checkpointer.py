@@ -61,7 +61,7 @@ from ddp_tutorial.checkpoint.storage import (
     write_state,
 )
 from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero
-from ddp_tutorial.files import sync, write_json
+from ddp_tutorial.files import about_to, rename, sync, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group
 
@@ -281,6 +281,7 @@ class _Writer:
     def run(self) -> None:
         """Write this rank's files, and wait until they have reached the disk. `publish` raises the error, if any."""
         try:
+            about_to("write", self.temporary)
             self.temporary.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor() as pool:  # while one file is hashed, the next one is written
                 records = [(name, pool.submit(self._record, path)) for name, path in self._write()]
@@ -332,7 +333,7 @@ class _Writer:
             write_json(self.temporary / MANIFEST, self._manifest(files_of_ranks).sealed())
         with phase("save: rename"):
             replaced = [unpublish(self.path)] if self.path.exists() else []  # of the same step, before a restart
-            self.temporary.rename(self.path)
+            rename(self.temporary, self.path)
             sync(self.path.parent)
             _remove(replaced)
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_tutorial.config import FailedError
+from ddp_tutorial.files import about_to
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -102,6 +103,7 @@ def latest(parent: Path) -> Path | None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises `CheckpointError` for a folder that is no checkpoint, and for a manifest that this version cannot read."""
     try:
+        about_to("read", folder / MANIFEST)
         content = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: there is no {MANIFEST} in it") from None
@@ -150,6 +152,7 @@ def _problem(folder: Path, file: StoredFile) -> str | None:
 
 def sha256_of(path: Path) -> str:
     """The sha256 of a file, read in pieces."""
+    about_to("read", path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):

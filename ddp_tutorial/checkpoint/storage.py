@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_tutorial.checkpoint.components import State, Stateful
 from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest, sha256_of
 from ddp_tutorial.checkpoint.replicas import leaves
-from ddp_tutorial.files import sync
+from ddp_tutorial.files import about_to, sync
 from ddp_tutorial.world import World
 
 _PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None))
@@ -40,10 +40,12 @@ def write_state(stem: Path, state: State) -> Path:
     """Write `state` to `stem` with the ending that its format has, and return that path."""
     if state and all(isinstance(value, torch.Tensor) for value in state.values()):
         path = stem.with_name(f"{stem.name}.safetensors")
+        about_to("write", path)
         tensors, aliases = _without_aliases(state)
         safetensors.torch.save_file(tensors, path, metadata=aliases)
         return path
     path = stem.with_name(f"{stem.name}.pt")
+    about_to("write", path)
     torch.save(state, path)
     return path
 
@@ -68,6 +70,7 @@ def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, s
 def read_state(path: Path) -> State:
     """The state in a file that `write_state` has written, on the CPU. Raises `CheckpointError` if it cannot be read."""
     try:
+        about_to("read", path)
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
@@ -97,6 +100,7 @@ def write_shards(folder: Path, state: State, world: World) -> None:
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and only needed here
 
+    about_to("write", folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save(dict(state), storage_writer=writer, no_dist=world.size == 1)
