@@ -7,10 +7,11 @@ what a failing disk does, or a kill at the worst moment, observes what is about 
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from ddp_tutorial.config import ConfigError
 # Runs write below this folder, which is relative to the working directory of the command or the notebook's kernel.
 RUNS = Path("runs")
 
-Operation = Literal["write", "fsync", "rename", "read"]
+Operation = Literal["write", "fsync", "rename", "remove", "read"]
 DiskObserver = Callable[[Operation, Path], object]
 
 # Replaced, never changed in place: an observer may come or go while another thread is writing.
@@ -47,9 +48,17 @@ def about_to(operation: Operation, path: Path) -> None:
         observer(operation, path)
 
 
+def unfinished(path: Path) -> Path:
+    """A name beside `path` for what is not complete yet, or is about to be deleted; a new one each time.
+
+    Process numbers would not do: in a container each life has the same, and finds what the one before has left.
+    """
+    return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.part")
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path` atomically: a reader, or a crash at any moment, finds the old content or the new."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = unfinished(path)
     try:
         about_to("write", path)
         with aside.open("wb") as file:
@@ -74,7 +83,7 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise FileExistsError(f"{path} is there already")
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = unfinished(path)
     aside.mkdir(parents=True)
     try:
         yield aside
@@ -100,6 +109,14 @@ def rename(path: Path, name: Path) -> None:
     """Give a file or folder another name. That is atomic, and on the disk once the folder that it lies in is synced."""
     about_to("rename", name)
     path.rename(name)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder, if it is there, and all in it, as far as that goes."""
+    with suppress(OSError):
+        if folder.exists():
+            about_to("remove", folder)
+            shutil.rmtree(folder)
 
 
 def new_directory(parent: Path, name: str) -> Path:

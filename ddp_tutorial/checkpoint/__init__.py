@@ -2,7 +2,7 @@
 
 `checkpointer` saves and loads the state of a run on all ranks together: of `components`, checked by `replicas`, in the
 files of `storage`. `manifest` says what a checkpoint is on the disk, `resuming` finds the one to go on from and whether
-a run may, `comparison` where two of them differ.
+a run may, `retention` which ones stay, `comparison` where two of them differ.
 """
 
 import lazy_loader

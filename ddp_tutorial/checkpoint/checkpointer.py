@@ -19,11 +19,8 @@ were. Files are compared with the manifest before anything is restored, and only
 nothing in a checkpoint is executed.
 """
 
-import os
 import platform
-import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -43,15 +40,14 @@ from ddp_tutorial.checkpoint.manifest import (
     Mode,
     StoredComponent,
     StoredFile,
-    folders,
     name_of,
     read_manifest,
     sha256_of_json,
-    to_remove,
     unpublish,
     verify,
 )
 from ddp_tutorial.checkpoint.replicas import Check, agreed, assert_replicated
+from ddp_tutorial.checkpoint.retention import Retention
 from ddp_tutorial.checkpoint.storage import (
     check_plain,
     load_shards,
@@ -61,7 +57,7 @@ from ddp_tutorial.checkpoint.storage import (
     write_state,
 )
 from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero
-from ddp_tutorial.files import about_to, rename, sync, write_json
+from ddp_tutorial.files import about_to, remove, rename, sync, unfinished, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group
 
@@ -69,8 +65,9 @@ from ddp_tutorial.world import World, require_group
 class Checkpointer:
     """Saves and loads the `components` of one run, in `folder`. All methods but `close` are collective.
 
-    Keeps the `keep_last` newest checkpoints and the `keep_best` best by `metric`; `check` is how thoroughly replicated
-    state is compared between ranks (see `assert_replicated`), `config` what the manifest records of the run.
+    Keeps the `keep_last` newest valid checkpoints and the `keep_best` best by `metric` (see `Retention`); `check` is
+    how thoroughly replicated state is compared between ranks (see `assert_replicated`), `config` what the manifest
+    records of the run.
     """
 
     def __init__(
@@ -88,19 +85,17 @@ class Checkpointer:
         mode: Mode = "min",
     ) -> None:
         require_group(world)
-        if keep_last < 1:
-            raise ValueError(f"keep_last={keep_last}: the last checkpoint is what a run goes on from, so 1 or more")
         self.folder, self.components, self.world = folder, dict(components), world
         self.config, self.check, self.background = dict(config or {}), check, background
-        self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
+        self.retention = Retention(folder, keep_last, keep_best, metric, mode)
         self._pending: _Writer | None = None
         self._memory: list[Any] = []
-        self._removing: threading.Thread | None = None
 
     def clear_up(self) -> None:
         """Remove the unfinished checkpoints that a killed run has left. Lock the folder first: see `files.locked`."""
         if self.world.is_main:
-            _remove(list(self.folder.glob(".step_*.part")))
+            for path in self.folder.glob(".step_*.part"):
+                remove(path)
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
         """Write a checkpoint of `step`. With `background`, only copy the state, and let a thread write the copy.
@@ -143,7 +138,9 @@ class Checkpointer:
         if writer is not None:
             writer.join()
             writer.publish()
-            self._prune()
+            if self.world.is_main:
+                self.retention.is_valid(writer.path, writer.metrics)
+                self.retention.apply(written=writer.path)
 
     def load(self, folder: Path, leave_out: Sequence[str] = ()) -> Manifest:
         """Restore all components from the checkpoint in `folder`, except those that `leave_out` names.
@@ -156,6 +153,7 @@ class Checkpointer:
             manifest, restores = agreed(self.world, lambda: self._read(folder, leave_out))
             for restore in restores:
                 restore()
+        self.retention.is_valid(folder, manifest.metrics)
         checked: Manifest = manifest
         return checked
 
@@ -164,9 +162,7 @@ class Checkpointer:
         if self._pending is not None:
             self._pending.join()
             self._pending = None
-        if self._removing is not None:
-            self._removing.join()
-            self._removing = None
+        self.retention.close()
 
     def _states(self) -> tuple[dict[str, State], dict[str, State]]:
         """The states that this rank has to write, after the checks; those of sharded components apart."""
@@ -227,19 +223,6 @@ class Checkpointer:
         states = [read_state(folder / file.path) for file in stored.files]
         return partial(thing.load_from_other_world, states, manifest.step)
 
-    def _prune(self) -> None:
-        """Remove the checkpoints that need not be kept: rank 0 takes their names away, a thread deletes the files."""
-        if self.world.is_main:
-            metrics = {}
-            for path in folders(self.folder):
-                try:
-                    metrics[path] = read_manifest(path).metrics.get(self.metric)
-                except CheckpointError:
-                    continue  # damaged, or of a newer version: leave it for a person to look at
-            gone = [unpublish(path) for path in to_remove(metrics, self.keep_last, self.keep_best, self.mode)]
-            self._removing = threading.Thread(target=_remove, args=(gone,), name="remove checkpoints", daemon=True)
-            self._removing.start()
-
 
 class _Writer:
     """Writes one checkpoint: this rank's files into a temporary folder, which gets the checkpoint's name at the end.
@@ -253,9 +236,7 @@ class _Writer:
         self.checkpointer, self.world = checkpointer, checkpointer.world
         self.step, self.metrics, self.states = step, metrics, states
         self.path = checkpointer.folder / name_of(step)
-        self.temporary: Path = from_rank_zero(
-            self.world, checkpointer.folder / f".{name_of(step)}.{os.getpid()}.{time.time_ns()}.part"
-        )
+        self.temporary: Path = from_rank_zero(self.world, unfinished(self.path))
         self.shards: dict[str, list[Path]] = {}
         self.files: dict[str, list[StoredFile]] = {}
         self.error: Exception | None = None
@@ -322,7 +303,7 @@ class _Writer:
     def remove(self) -> None:
         """Delete the temporary folder. After a successful `publish` it has another name, and nothing is deleted."""
         if self.world.is_main:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            remove(self.temporary)
 
     def _raise_error(self) -> None:
         if self.error is not None:
@@ -335,7 +316,8 @@ class _Writer:
             replaced = [unpublish(self.path)] if self.path.exists() else []  # of the same step, before a restart
             rename(self.temporary, self.path)
             sync(self.path.parent)
-            _remove(replaced)
+            for path in replaced:
+                remove(path)
 
     def _manifest(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> Manifest:
         config = self.checkpointer.config
@@ -374,8 +356,3 @@ def _copy(value: Any, memory: Any) -> Any:
     if isinstance(memory, torch.Tensor) and memory.shape == value.shape and memory.dtype == value.dtype:
         return memory.copy_(value.detach())
     return value.detach().to("cpu", copy=True)
-
-
-def _remove(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)

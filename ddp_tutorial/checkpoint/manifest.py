@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import re
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.files import about_to
+from ddp_tutorial.files import about_to, rename, unfinished
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -136,6 +135,18 @@ def verify(folder: Path) -> list[str]:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [str(error)]
+    return _problems(folder, manifest)
+
+
+def read_verified(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are as they were written. Raises `CheckpointError` if they are not."""
+    manifest = read_manifest(folder)
+    if problems := _problems(folder, manifest):
+        raise CheckpointError("; ".join(problems))
+    return manifest
+
+
+def _problems(folder: Path, manifest: Manifest) -> list[str]:
     return [problem for file in manifest.files if (problem := _problem(folder, file))]
 
 
@@ -197,5 +208,6 @@ def to_remove(
 
 def unpublish(folder: Path) -> Path:
     """Rename a checkpoint so that it is none any more, and return its new path: quick, where deleting may be slow."""
-    (folder / MANIFEST).unlink(missing_ok=True)  # first: what is being deleted must not look like a checkpoint
-    return folder.rename(folder.with_name(f".{folder.name}.{time.time_ns()}.part"))
+    path = unfinished(folder)
+    rename(folder, path)
+    return path

@@ -1,0 +1,71 @@
+"""Which checkpoints stay, and the removal of the others.
+
+Only valid ones count: three damaged ones do not make up for a valid one, and are left for somebody to look at. What has
+just been written stays in any case, also where checkpoints of later steps lie about.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_tutorial.checkpoint.manifest import CheckpointError, Mode, folders, read_verified, to_remove, unpublish
+from ddp_tutorial.files import remove
+
+LOG = logging.getLogger(__name__)
+
+
+class Retention:
+    """Keeps the `keep_last` newest and the `keep_best` best checkpoints of `folder`, judged by `metric`. On one rank.
+
+    A checkpoint that this process has written or verified is taken for valid; any other is verified once.
+    """
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: int, metric: str, mode: Mode) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last={keep_last}: the last checkpoint is what a run goes on from, so 1 or more")
+        self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
+        self.metric, self.mode = metric, mode
+        self._valid: dict[Path, float | None] = {}  # the metric of each
+        self._damaged: set[Path] = set()
+        self._thread: threading.Thread | None = None
+
+    def is_valid(self, checkpoint: Path, metrics: Mapping[str, float | None]) -> None:
+        """Note that a checkpoint has just been written or verified."""
+        self._damaged.discard(checkpoint)
+        self._valid[checkpoint] = metrics.get(self.metric)
+
+    def apply(self, written: Path) -> None:
+        """Remove what need not be kept, now that `written` is there: in a thread, as verifying and deleting take a
+        while. An error is logged; the next call tries again."""
+        self.close()
+        self._thread = threading.Thread(target=self._apply, args=(written,), name="remove checkpoints", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _apply(self, written: Path) -> None:
+        there = folders(self.folder)
+        for path in there:
+            if path not in self._valid and path not in self._damaged:
+                self._look_at(path)
+        metrics = {path: self._valid[path] for path in there if path in self._valid}
+        gone = []
+        for path in to_remove(metrics, self.keep_last, self.keep_best, self.mode, spared=[written]):
+            try:  # first all names, which is quick
+                gone.append(unpublish(path))
+            except OSError as error:
+                LOG.warning("%s cannot be removed: %s", path, error)
+        for path in gone:
+            remove(path)
+
+    def _look_at(self, path: Path) -> None:
+        try:
+            self.is_valid(path, read_verified(path).metrics)
+        except CheckpointError as error:
+            LOG.warning("neither counted nor removed: %s", error)
+            self._damaged.add(path)

@@ -1,0 +1,87 @@
+"""Nothing valid is removed before something newer is valid, and what is damaged is left for somebody to look at."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_tutorial.checkpoint.checkpointer import Checkpointer
+from ddp_tutorial.checkpoint.components import Component, StateOf
+from ddp_tutorial.checkpoint.manifest import folders, name_of, read_manifest, verify
+from ddp_tutorial.checkpoint.resuming import latest_valid
+from ddp_tutorial.files import observe_disk
+from ddp_tutorial.world import World
+from disk import failing
+
+PART = Component(StateOf(lambda: {"x": 1}, lambda _: None))
+
+
+def saved(folder: Path, *steps: int, **options: Any) -> list[int]:
+    """Save these steps in one life; returns those that are there afterwards."""
+    checkpointer = Checkpointer(folder, {"part": PART}, World(), **options)
+    for number in steps:
+        checkpointer.save(number, {"eval_loss": float(number)})
+    checkpointer.close()
+    return [read_manifest(path).step for path in folders(folder)]
+
+
+def spoil(folder: Path) -> None:
+    (folder / "part.pt").write_bytes(b"?")
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_what_was_just_saved_stays_where_later_ones_are_damaged(keep_last: int, tmp_path: Path) -> None:
+    assert saved(tmp_path, 15, 20) == [15, 20]
+    spoil(tmp_path / name_of(15))
+    spoil(tmp_path / name_of(20))
+    for number in (5, 10):  # one after another, each by a process that is killed after its save
+        saved(tmp_path, number, keep_last=keep_last)
+        assert latest_valid(World(), tmp_path)[0] == tmp_path / name_of(number)
+    assert saved(tmp_path, 15, keep_last=keep_last) == [10, 15, 20][2 - keep_last :]
+    assert verify(tmp_path / name_of(15)) == []
+    assert (tmp_path / name_of(20) / "part.pt").read_bytes() == b"?", "somebody has to look at it"
+
+
+def test_what_was_just_saved_stays_where_later_ones_are_valid(tmp_path: Path) -> None:
+    saved(tmp_path, 15, 20)
+    assert saved(tmp_path, 5) == [5, 15, 20]
+    assert saved(tmp_path, 10) == [10, 15, 20]
+
+
+def test_a_damaged_checkpoint_does_not_count_as_one_of_the_best(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    options: dict[str, Any] = {"keep_last": 1, "keep_best": 1}
+    spoil(tmp_path / name_of(2))
+    assert saved(tmp_path, 4, **options) == [2, 3, 4]
+    assert saved(tmp_path, 5, **options) == [2, 3, 5]
+
+
+def test_what_an_earlier_life_has_left_is_verified_once_and_what_this_one_has_written_never(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, keep_last=9)
+    spoil(tmp_path / name_of(1))
+    checkpointer = Checkpointer(tmp_path, {"part": PART}, World(), keep_last=9)
+    seen: list[Path] = []
+    with observe_disk(lambda operation, path: seen.append(path) if operation == "read" else None):
+        for number in (3, 4, 5):
+            checkpointer.save(number)
+        checkpointer.close()
+    verified = [path for path in seen if path.parent in (tmp_path / name_of(1), tmp_path / name_of(2))]
+    assert [path.name for path in verified] == ["manifest.json", "manifest.json", "part.pt"]
+    assert not [
+        path for path in seen if path.parent.parent == tmp_path and path not in verified and path.parent.name[0] != "."
+    ]
+
+
+def test_an_old_one_that_cannot_be_removed_is_told_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = Checkpointer(tmp_path, {"part": PART}, World(), keep_last=1)
+    checkpointer.save(1)
+    with observe_disk(failing(("rename", name_of(1)), errno.EIO)):
+        checkpointer.save(2)
+        checkpointer.close()
+    assert f"{tmp_path / name_of(1)} cannot be removed: [Errno 5]" in caplog.text
+    checkpointer.save(3)
+    checkpointer.close()
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(3)]
