@@ -111,6 +111,36 @@ def rename(path: Path, name: Path) -> None:
     path.rename(name)
 
 
+def replaced(path: Path) -> Path:
+    """The name, beside `path`, of the folder that another is about to replace: see `replace_directory`."""
+    return path.with_name(f".{path.name}.old")
+
+
+def replace_directory(new: Path, path: Path) -> None:
+    """Give the complete folder `new` the name `path`; what had it before is removed once that has reached the disk.
+
+    Two renames are needed, and between them `path` is not there: a kill leaves the old folder as `replaced(path)`, and
+    `settle(path)` gives it back its name.
+    """
+    if path.exists():
+        remove(replaced(path))
+        rename(path, replaced(path))
+    try:
+        rename(new, path)
+    except OSError:
+        settle(path)
+        raise
+    sync(path.parent)
+    remove(replaced(path))
+
+
+def settle(path: Path) -> None:
+    """End what a killed `replace_directory` has begun: `path` is the new folder if that had the name, else the old."""
+    if replaced(path).exists() and not path.exists():
+        rename(replaced(path), path)
+    remove(replaced(path))
+
+
 def remove(folder: Path) -> None:
     """Delete a folder, if it is there, and all in it, as far as that goes."""
     with suppress(OSError):

@@ -14,12 +14,16 @@ def name_of(path: Path) -> str:
     return re.sub(r"^\.(.+?)\.[0-9a-f.]+\.part$", r"\1", path.name)
 
 
-def failing(at: Point, number: int) -> DiskObserver:
-    """An observer that fails one operation, always with the error of this number."""
+def failing(at: Point, number: int, before: int = 0) -> DiskObserver:
+    """An observer that fails this operation with the error of this number, after it has succeeded `before` times."""
+    left = before
 
     def fail(operation: Operation, path: Path) -> None:
+        nonlocal left
         if (operation, name_of(path)) == at:
-            raise OSError(number, os.strerror(number))
+            left -= 1
+            if left < 0:
+                raise OSError(number, os.strerror(number))
 
     return fail
 

@@ -20,6 +20,7 @@ from ddp_tutorial.checkpoint.replicas import leaves
 from ddp_tutorial.collectives import digest, total
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import locked
+from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.processes.signals import EXIT_CODE
 from ddp_tutorial.runs.folder import RunFolder, request_stop
@@ -328,6 +329,15 @@ def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> No
     again = train(World(), config)
     assert again.weights == whole.weights
     assert again.stopped_at is None
+
+
+def test_a_request_to_save_that_comes_with_a_scheduled_save_does_not_save_the_step_twice() -> None:
+    trainer = make_trainer(config_of(name="mine", checkpoint={"every": 1}), World())
+    request_stop(trainer.run.path, "save")
+    saved: list[str] = []
+    with observe(lambda edge: saved.append(edge.name) if edge.entered and edge.name == "save: rename" else None):
+        assert trainer.train().stopped_at == 1
+    assert len(saved) == 1
 
 
 @pytest.mark.timeout(120)

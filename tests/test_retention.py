@@ -1,6 +1,8 @@
 """Nothing valid is removed before something newer is valid, and what is damaged is left for somebody to look at."""
 
 import errno
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component, StateOf
 from ddp_tutorial.checkpoint.manifest import folders, name_of, read_manifest, verify
 from ddp_tutorial.checkpoint.resuming import latest_valid
+from ddp_tutorial.checkpoint.storage import read_state
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.world import World
-from disk import failing
+from disk import Point, failing, noting
+from ranks import error_of
 
 PART = Component(StateOf(lambda: {"x": 1}, lambda _: None))
 
@@ -85,3 +89,78 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_run_goes_on(
     checkpointer.save(3)
     checkpointer.close()
     assert [path.name for path in tmp_path.iterdir()] == [name_of(3)]
+
+
+# ------------------------------------------------------------------------------------------- one step saved again
+
+
+class Counting:
+    """A state that tells how often it was saved."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.times += 1
+        return {"times": self.times}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.times = state["times"]
+
+
+def as_kills_would_leave_it(folder: Path, copies: Path, work: Callable[[], object]) -> list[Path]:
+    """Copies of `folder`: as it would be if the process were killed before each operation on the disk, and after."""
+    found: list[Path] = []
+
+    def copy(*_: object) -> None:
+        found.append(copies / f"{len(found)}")
+        shutil.copytree(folder, found[-1])
+
+    with observe_disk(copy):
+        work()
+    copy()
+    return found
+
+
+def newest(folder: Path) -> int:
+    """Which save the newest valid checkpoint is from; 0 where there is none."""
+    found, problems = latest_valid(World(), folder)
+    return 0 if found is None or problems else read_state(found / "part.pt")["times"]
+
+
+def test_killed_at_any_moment_of_saving_a_step_again_there_is_a_valid_checkpoint_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    parts = {"part": Component(Counting())}
+    checkpointer = Checkpointer(folder, parts, World(), keep_last=1)
+    checkpointer.save(1)
+
+    def save_again() -> None:
+        checkpointer.save(1)
+        checkpointer.close()
+
+    copies = as_kills_would_leave_it(folder, tmp_path / "killed", save_again)
+    assert len(copies) > 10
+    seen = []
+    for copy in copies:
+        seen.append(newest(copy))
+        Checkpointer(copy, parts, World()).clear_up()
+        assert [path.name for path in copy.iterdir()] == [name_of(1)]
+        assert newest(copy) == seen[-1]
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+
+
+def test_a_disk_that_fails_while_a_step_is_saved_again_leaves_a_valid_checkpoint_of_it(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, {"part": Component(Counting())}, World(), keep_last=1)
+    checkpointer.save(1)
+    points: list[Point] = []
+    with observe_disk(noting(points)):
+        checkpointer.save(1)
+    for index, at in enumerate(points):
+        before = newest(tmp_path)
+        with observe_disk(failing(at, errno.EIO, points[:index].count(at))):
+            told = error_of(lambda: checkpointer.save(1))
+        assert told == "no error" if at[0] == "remove" else "Input/output error" in told, at
+        assert newest(tmp_path) >= before, at
+        Checkpointer(tmp_path, checkpointer.components, World()).clear_up()
+        assert [path.name for path in tmp_path.iterdir()] == [name_of(1)], at

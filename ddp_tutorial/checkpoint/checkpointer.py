@@ -42,8 +42,8 @@ from ddp_tutorial.checkpoint.manifest import (
     StoredFile,
     name_of,
     read_manifest,
+    settle_all,
     sha256_of_json,
-    unpublish,
     verify,
 )
 from ddp_tutorial.checkpoint.replicas import Check, agreed, assert_replicated
@@ -57,7 +57,7 @@ from ddp_tutorial.checkpoint.storage import (
     write_state,
 )
 from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero
-from ddp_tutorial.files import about_to, remove, rename, sync, unfinished, write_json
+from ddp_tutorial.files import about_to, remove, replace_directory, unfinished, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group
 
@@ -92,10 +92,10 @@ class Checkpointer:
         self._memory: list[Any] = []
 
     def clear_up(self) -> None:
-        """Remove the unfinished checkpoints that a killed run has left. Lock the folder first: see `files.locked`."""
+        """Settle what a killed run has left: remove what it had not finished, and where it was about to replace a
+        checkpoint, give the old one back its name. Lock the folder first: see `files.locked`."""
         if self.world.is_main:
-            for path in self.folder.glob(".step_*.part"):
-                remove(path)
+            settle_all(self.folder)
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
         """Write a checkpoint of `step`. With `background`, only copy the state, and let a thread write the copy.
@@ -313,11 +313,7 @@ class _Writer:
         with phase("save: manifest"):
             write_json(self.temporary / MANIFEST, self._manifest(files_of_ranks).sealed())
         with phase("save: rename"):
-            replaced = [unpublish(self.path)] if self.path.exists() else []  # of the same step, before a restart
-            rename(self.temporary, self.path)
-            sync(self.path.parent)
-            for path in replaced:
-                remove(path)
+            replace_directory(self.temporary, self.path)
 
     def _manifest(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> Manifest:
         config = self.checkpointer.config

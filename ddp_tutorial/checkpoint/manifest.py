@@ -19,12 +19,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.files import about_to, rename, unfinished
+from ddp_tutorial.files import about_to, remove, rename, settle, unfinished
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # the folder, in that of a run, where its checkpoints are
 _NAME = re.compile(r"step_(\d{8,})")
+_REPLACED = re.compile(r"\.step_(\d{8,})\.old")  # until the one that replaces it has the name
 _PIECE = 1 << 20  # bytes that are read at a time
 
 
@@ -85,13 +86,27 @@ def name_of(step: int) -> str:
 
 
 def folders(parent: Path) -> list[Path]:
-    """The checkpoints in `parent`, lowest step first. A folder without a manifest is none; no file is opened."""
+    """The checkpoints in `parent`, lowest step first. A folder without a manifest is none; no file is opened.
+
+    One that was about to be replaced, by a run killed at that moment, counts where the new one has not got the name.
+    """
+    there = [path for path in (parent.iterdir() if parent.is_dir() else ()) if (path / MANIFEST).is_file()]
     found = {
-        int(match[1]): path
-        for path in (parent.iterdir() if parent.is_dir() else ())
-        if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+        int(match[1]): path for name in (_REPLACED, _NAME) for path in there if (match := name.fullmatch(path.name))
     }
     return [found[step] for step in sorted(found)]
+
+
+def settle_all(parent: Path) -> None:
+    """Remove what a killed process has left unfinished in `parent`, and end what it was replacing.
+
+    Only where no other process is saving.
+    """
+    for path in parent.glob(".step_*.old"):
+        if match := _REPLACED.fullmatch(path.name):
+            settle(parent / name_of(int(match[1])))
+    for path in parent.glob(".step_*.part"):
+        remove(path)
 
 
 def latest(parent: Path) -> Path | None:
