@@ -6,6 +6,7 @@ what a failing disk does, or a kill at the worst moment, observes what is about 
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_tutorial.config import ConfigError
+
+LOG = logging.getLogger(__name__)
 
 # Runs write below this folder, which is relative to the working directory of the command or the notebook's kernel.
 RUNS = Path("runs")
@@ -105,6 +108,19 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def made_once(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` write `folder`, by a temporary name, unless it is there. Several processes may do so at once: the
+    first to end makes it, for all."""
+    if folder.exists():
+        return
+    try:
+        with directory_written_atomically(folder) as aside:
+            fill(aside)
+    except OSError:
+        if not folder.exists():
+            raise
+
+
 def rename(path: Path, name: Path) -> None:
     """Give a file or folder another name. That is atomic, and on the disk once the folder that it lies in is synced."""
     about_to("rename", name)
@@ -172,20 +188,32 @@ class FolderInUseError(ConfigError):
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock `folder` until the block ends, or this process, even if it is killed. Raises `FolderInUseError` if another
-    process has locked it.
+    process has locked it. On a file system without locks, that is logged, and nothing is locked.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + 0.2
-        while not _locked(fd, fcntl.LOCK_EX):  # `is_locked` in another process holds it for an instant
-            if time.monotonic() > deadline:
-                raise FolderInUseError(
-                    f"{folder} is in use by another run. Wait until that one has ended, or use another name."
-                )
-            time.sleep(0.01)
+        try:
+            _lock(fd, folder)
+        except OSError as error:  # some network file systems; to refuse every run there would help nobody
+            LOG.warning(
+                "%s lies on a file system without locks (%s): nothing keeps two runs out of one folder, so take care "
+                "that no other uses it",
+                folder,
+                error.strerror,
+            )
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, folder: Path) -> None:
+    deadline = time.monotonic() + 0.2
+    while not _locked(fd, fcntl.LOCK_EX):  # `is_locked` in another process holds it for an instant
+        if time.monotonic() > deadline:
+            raise FolderInUseError(
+                f"{folder} is in use by another run. Wait until that one has ended, or use another name."
+            )
+        time.sleep(0.01)
 
 
 def is_locked(folder: Path) -> bool:

@@ -2,6 +2,9 @@
 
 import json
 import sysconfig
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -201,6 +204,21 @@ def test_what_was_read_once_is_kept_and_read_anew_when_the_file_has_changed(
         assert digest_of(load_corpus("json:a.jsonl")) == digest_of(first)
     write_json(path, [{"text": story.upper()} for story in STORIES])
     assert documents(load_corpus("json:a.jsonl").train)[0] == b"STORY 0"
+
+
+def test_two_that_read_the_same_files_at_once_both_have_them(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(workdir / "a.jsonl", [{"text": story} for story in STORIES])
+    both, read = threading.Barrier(2, timeout=30), corpora._read_dataset
+
+    def read_when_both_do(*arguments: str) -> Iterator[bytes]:
+        both.wait()
+        return read(*arguments)
+
+    monkeypatch.setattr(corpora, "_read_dataset", read_when_both_do)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(load_corpus, ["json:a.jsonl"] * 2)
+    assert digest_of(first) == digest_of(second)
+    assert len(list((workdir / "runs" / "cache").glob("*corpus*"))) == 1
 
 
 def test_everything_kept_is_below_runs(workdir: Path) -> None:

@@ -400,7 +400,6 @@ def test_two_that_make_the_same_shards_at_once_both_have_them(tmp_path: Path, mo
 
     def while_another_does(path: Path, *columns: Any) -> None:
         monkeypatch.setattr(module, "write_arrow", write)
-        monkeypatch.setattr(os, "getpid", lambda: 1)  # another process writes aside under another name
         as_shards(blocks, tmp_path)
         monkeypatch.undo()
         write(path, *columns)

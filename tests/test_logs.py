@@ -1,5 +1,7 @@
 """Reading what runs have written: whichever way they ended, whatever is missing, and without torch."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -155,6 +157,23 @@ def test_looking_at_a_folder_never_keeps_a_run_from_locking_it(tmp_path: Path) -
             reader.join()
     with locked(tmp_path), pytest.raises(FolderInUseError, match="in use by another run"), locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF])
+def test_where_a_file_system_has_no_locks_a_run_goes_on_and_one_line_says_so(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)  # no such file system can be had here
+    with locked(tmp_path):
+        assert not is_locked(tmp_path)
+    [line] = caplog.messages
+    assert line == (
+        f"{tmp_path} lies on a file system without locks ({os.strerror(number)}): nothing keeps two runs out of one "
+        "folder, so take care that no other uses it"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ finding a run

@@ -21,7 +21,7 @@ import pyarrow.parquet
 import torch
 
 from ddp_tutorial.config import ConfigError, did_you_mean
-from ddp_tutorial.files import RUNS, directory_written_atomically
+from ddp_tutorial.files import RUNS, made_once
 from ddp_tutorial.sharding.stories import story
 
 STORIES = Path(__file__).parents[2] / "data" / "stories"
@@ -52,11 +52,13 @@ def load_corpus(name: str) -> Corpus:
     if kind not in _DATASETS:
         raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted([*_READERS, *_DATASETS]))}")
     folder = CACHE / f"corpus-{hashlib.blake2b(_identity(kind, argument).encode(), digest_size=8).hexdigest()}"
-    if not folder.exists():
+
+    def fill(unfinished: Path) -> None:
         train, valid = _split(name, list(_read_dataset(kind, argument)))
-        with directory_written_atomically(folder) as unfinished:
-            np.save(unfinished / "train.npy", train.numpy())
-            np.save(unfinished / "valid.npy", valid.numpy())
+        np.save(unfinished / "train.npy", train.numpy())
+        np.save(unfinished / "valid.npy", valid.numpy())
+
+    made_once(folder, fill)
     parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))
     return Corpus(name, *map(torch.from_numpy, parts))
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leave
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import directory_written_atomically
+from ddp_tutorial.files import made_once
 from ddp_tutorial.sharding.order import Indices
 
 Tree = Any  # of tensors
@@ -397,20 +397,8 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = 4) -> list[Path]:
             columns = blocks.fetch(indices)
             write_arrow(unfinished / name, {column: tensor.numpy() for column, tensor in columns.items()})
 
-    _make_once(folder, fill)
+    made_once(folder, fill)
     return [folder / name for name in names]
-
-
-def _make_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a folder, unless it exists. If several processes do so at once, the first to end makes it."""
-    if folder.exists():
-        return
-    try:
-        with directory_written_atomically(folder) as unfinished:
-            fill(unfinished)
-    except OSError:
-        if not folder.exists():
-            raise
 
 
 def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
@@ -427,5 +415,5 @@ def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
             with pa.OSFile(str(unfinished / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table, max_chunksize=65536)
 
-    _make_once(folder, fill)
+    made_once(folder, fill)
     return [folder / name for name in names]
