@@ -19,7 +19,7 @@ from ddp_tutorial.checkpoint.manifest import folders, name_of, read_manifest
 from ddp_tutorial.checkpoint.replicas import leaves
 from ddp_tutorial.collectives import digest, total
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import locked
+from ddp_tutorial.files import locked, observe_disk
 from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.processes.signals import EXIT_CODE
@@ -313,6 +313,16 @@ def test_what_one_rank_is_told_all_ranks_do_at_the_end_of_that_step() -> None:
 def test_saving_goes_before_stopping_however_many_ranks_vote() -> None:
     stopping = Stopping(World(0, 8, 0, 8), RunFolder(Path()))
     assert [stopping.answer(votes) for votes in (0, 1, 8, 9, 10, 72)] == ["", "stop", "stop", "save", "save", "save"]
+
+
+def test_a_request_is_never_there_half_written(workdir: Path) -> None:
+    (workdir / "config.json").write_text("{}")
+    stopping, asked = Stopping(World(), RunFolder(workdir)), []
+    with observe_disk(lambda *_: asked.append(stopping.answer(stopping.vote()))):
+        request_stop(workdir, "save")
+    asked.append(stopping.answer(stopping.vote()))
+    assert len(asked) > 2, "a reader looked in between"
+    assert set(asked) == {"", "save"}
 
 
 @pytest.mark.parametrize("request_", ["save", "stop"])

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ddp_tutorial.checkpoint.manifest import CHECKPOINTS
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import write_atomically
 
 PER_SECOND = "_per_second"  # after what the loss counts, in the name of a rate: tokens_per_second
 StopRequest = Literal["stop", "save"]  # stop after the step that is at work; the second, with a checkpoint
@@ -102,7 +103,7 @@ def folder_of(path: str | Path) -> RunFolder:
 
 def request_stop(path: str | Path, request: StopRequest) -> None:
     """Ask a run to stop after its step, with or without a checkpoint. Raises `ConfigError` if it is none."""
-    folder_of(path).stop_request.write_text(request)
+    write_atomically(folder_of(path).stop_request, request.encode())
 
 
 def load_run(path: str | Path) -> Run:
