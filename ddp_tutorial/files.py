@@ -86,16 +86,36 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise FileExistsError(f"{path} is there already")
+    with _aside(path) as aside:
+        yield aside
+        _sync_all(aside)
+        rename(aside, path)
+        sync(path.parent)
+
+
+@contextmanager
+def directory_replaced_atomically(path: Path) -> Iterator[Path]:
+    """The same, for a `path` that may be there already: see `replace_directory`."""
+    with _aside(path) as aside:
+        yield aside
+        _sync_all(aside)
+        replace_directory(aside, path)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
     aside = unfinished(path)
+    about_to("write", aside)
     aside.mkdir(parents=True)
     try:
         yield aside
-        for inner in (aside, *aside.rglob("*")):
-            sync(inner)
-        rename(aside, path)
-        sync(path.parent)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)  # unless it has the other name now
+
+
+def _sync_all(folder: Path) -> None:
+    for inner in (folder, *folder.rglob("*")):
+        sync(inner)
 
 
 def sync(path: Path) -> None:
@@ -157,12 +177,21 @@ def settle(path: Path) -> None:
     remove(replaced(path))
 
 
-def remove(folder: Path) -> None:
-    """Delete a folder, if it is there, and all in it, as far as that goes."""
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it is there, and all in it, as far as that goes."""
     with suppress(OSError):
-        if folder.exists():
-            about_to("remove", folder)
-            shutil.rmtree(folder)
+        if path.exists():
+            about_to("remove", path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def clear_unfinished(folder: Path, name: str) -> None:
+    """Remove what killed processes have left of `folder/name`, which may have wildcards in it.
+
+    Only where no other process can be writing it: lock the folder first.
+    """
+    for path in folder.glob(f".{name}.*.part"):
+        remove(path)
 
 
 def new_directory(parent: Path, name: str) -> Path:

@@ -1,5 +1,6 @@
 """Law: at any moment a file is the old one, whole, or the new one, whole; nothing else is left beside it."""
 
+import errno
 import json
 import math
 import os
@@ -9,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from ddp_tutorial.files import directory_written_atomically, new_directory, write_atomically, write_json
+from ddp_tutorial.files import (
+    clear_unfinished,
+    directory_replaced_atomically,
+    directory_written_atomically,
+    new_directory,
+    observe_disk,
+    replaced,
+    settle,
+    write_atomically,
+    write_json,
+)
+from disk import failing
 
 
 def names(folder):
@@ -180,3 +192,47 @@ def test_threads_that_ask_for_the_same_name_get_one_each(tmp_path):
         thread.join()
     assert sorted(path.name for path in made) == ["quick", *(f"quick-{number}" for number in range(2, 9))]
     assert names(tmp_path / "runs") == sorted(path.name for path in made)
+
+
+def test_what_a_killed_process_has_left_is_in_nobodys_way(tmp_path):
+    path = tmp_path / "model"
+    killed = directory_written_atomically(path)  # whose process has the same number in its next life, in a container
+    (killed.__enter__() / "half").write_bytes(b"h")
+    with directory_written_atomically(path) as aside:
+        (aside / "whole").write_bytes(b"w")
+    assert names(path) == ["whole"]
+    write_atomically(tmp_path / "log", b"")
+    assert len(names(tmp_path)) == 3
+    clear_unfinished(tmp_path, "mod")
+    assert len(names(tmp_path)) == 3
+    clear_unfinished(tmp_path, "model")
+    assert names(tmp_path) == ["log", "model"]
+
+
+def test_a_directory_is_replaced_by_a_whole_one_and_found_whole_at_every_moment(tmp_path):
+    path, moments = tmp_path / "model", []
+
+    def look(*_):
+        there = path if path.exists() else replaced(path)
+        moments.append((there / "weights").read_bytes())
+
+    def write(data):
+        with directory_replaced_atomically(path) as aside:
+            (aside / "weights").write_bytes(data)
+
+    write(b"old")
+    with observe_disk(look):
+        write(b"new")
+    look()
+    assert moments == sorted(moments, reverse=True)
+    assert set(moments) == {b"old", b"new"}
+    for at in (("fsync", "weights"), ("rename", "model")):
+        with pytest.raises(OSError, match="Input/output"), observe_disk(failing(at, errno.EIO)):
+            write(b"never")
+        look()
+        assert moments[-1] == b"new"
+        settle(path)  # a disk that does not give the new one the name does not give it back to the old one either
+        assert names(tmp_path) == ["model"]
+    path.rename(replaced(path))  # as a kill between two names leaves it
+    settle(path)
+    assert names(tmp_path) == ["model"]

@@ -1,5 +1,6 @@
 """A run's model after the run: judged, asked to write, exported, and the same when it is loaded again."""
 
+import errno
 import json
 import math
 import subprocess
@@ -12,11 +13,14 @@ import torch
 from ddp_tutorial.checkpoint.manifest import CheckpointError
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.config import load as load_config
+from ddp_tutorial.files import observe_disk
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.export import evaluate, export, load, sample
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.tasks import launch_training
 from ddp_tutorial.training.trainer import TrainResult
+from ddp_tutorial.training.weights import WEIGHTS, load_weights, save_model
+from disk import failing
 
 COMMAND = [sys.executable, "-m", "ddp_tutorial"]
 
@@ -113,3 +117,15 @@ def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_p
 def test_an_empty_prompt_is_told(result: TrainResult) -> None:
     done = run("sample", str(result.run), "--prompt", "")
     assert (done.returncode, done.stderr.startswith("error: an empty prompt")) == (2, True)
+
+
+def test_a_model_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    save_model(model, tmp_path / "model")
+    left = tmp_path / ".model.7.part"  # by a run that was killed
+    left.mkdir()
+    with pytest.raises(OSError, match="No space"), observe_disk(failing(("fsync", WEIGHTS), errno.ENOSPC)):
+        save_model(other, tmp_path / "model")
+    load_weights(other, tmp_path / "model")
+    assert torch.equal(other.weight, model.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

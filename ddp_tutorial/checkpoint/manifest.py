@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.files import about_to, remove, rename, settle, unfinished
+from ddp_tutorial.files import about_to, clear_unfinished, rename, settle, unfinished
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -105,8 +105,7 @@ def settle_all(parent: Path) -> None:
     for path in parent.glob(".step_*.old"):
         if match := _REPLACED.fullmatch(path.name):
             settle(parent / name_of(int(match[1])))
-    for path in parent.glob(".step_*.part"):
-        remove(path)
+    clear_unfinished(parent, "step_*")
 
 
 def latest(parent: Path) -> Path | None:

@@ -1,6 +1,5 @@
 """A model's weights in a folder that cannot execute anything when it is read."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +7,19 @@ import safetensors.torch
 from torch import nn
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import directory_written_atomically
+from ddp_tutorial.files import clear_unfinished, directory_replaced_atomically
 
 WEIGHTS = "model.safetensors"
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write `model` into `folder`, in place of an earlier one there.
+    """Write `model` into `folder`, in place of an earlier one there, which stays until the new one is on the disk.
 
     A model with `save_pretrained`, as Hugging Face's and our GPT have it, writes what it takes to load it without its
     code's arguments; of any other it is the weights and buffers, as safetensors, tied ones once.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    with directory_written_atomically(folder) as aside:
+    clear_unfinished(folder.parent, folder.name)
+    with directory_replaced_atomically(folder) as aside:
         write_model(model, aside)
 
 
