@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.config import FailedError
+from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.world import World, require_group
 
 Thing = TypeVar("Thing")
@@ -77,6 +77,23 @@ def from_rank_zero(world: World, thing: Thing) -> Thing:
     box = [thing]
     dist.broadcast_object_list(box, src=0, device=world.device if world.device.type == "cuda" else None)
     return box[0]
+
+
+def decided_by_rank_zero(world: World, decide: Callable[[], Thing]) -> Thing:
+    """What `decide` returns on rank 0, on every rank: rank 0's disk is not everybody's, so one looks for all.
+
+    What it raises there, all raise: a `ConfigError`, a `FailedError`, or an error of the disk.
+    """
+    found: Thing | Exception | None = None
+    if world.is_main:
+        try:
+            found = decide()
+        except (ConfigError, FailedError, OSError) as error:
+            found = error
+    found = from_rank_zero(world, found)
+    if isinstance(found, Exception):
+        raise found
+    return found  # type: ignore[return-value]
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from ddp_tutorial.checkpoint.manifest import (
     verify,
 )
 from ddp_tutorial.checkpoint.replicas import agreed, leaves
-from ddp_tutorial.checkpoint.resuming import find_checkpoint, latest_valid
+from ddp_tutorial.checkpoint.resuming import find_start, latest_valid
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.processes.launcher import launch
@@ -367,7 +367,7 @@ def test_a_setting_may_differ_only_if_it_or_what_it_is_in_is_allowed_by_its_whol
     Checkpointer(checkpoints, {"part": value({"x": 1})[0]}, World(), config=SETTINGS).save(1)
 
     def found() -> Path | None:
-        return find_checkpoint(World(), tmp_path, "auto", SETTINGS | changed, allow)
+        return find_start(World(), tmp_path, "auto", SETTINGS | changed, allow).checkpoint
 
     if refused is None:
         assert found() == checkpoints / name_of(1)

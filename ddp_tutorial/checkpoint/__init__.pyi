@@ -5,5 +5,6 @@ from .components import StateOf as StateOf
 from .manifest import CheckpointError as CheckpointError
 from .manifest import read_manifest as read_manifest
 from .manifest import verify as verify
-from .resuming import find_checkpoint as find_checkpoint
+from .resuming import Start as Start
+from .resuming import find_start as find_start
 from .resuming import latest_valid as latest_valid

@@ -1,16 +1,22 @@
 """Go on with a run: from which checkpoint, and are the settings the same?"""
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, differences, folders, read_manifest, verify
-from ddp_tutorial.collectives import from_rank_zero
+from ddp_tutorial.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST,
+    CheckpointError,
+    differences,
+    folders,
+    read_manifest,
+    verify,
+)
+from ddp_tutorial.collectives import decided_by_rank_zero, from_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
-
-LOG = logging.getLogger(__name__)
 
 # Settings that may differ from those of a checkpoint, because they do not change what is computed: a name stands for
 # itself and for all that is in it, as "profile" for "profile.steps".
@@ -39,33 +45,41 @@ def _latest_valid(parent: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def find_checkpoint(
-    world: World, run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str] = ()
-) -> Path | None:
-    """The checkpoint from which to go on, or None. Collective.
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on: after `step`, from `checkpoint`, which was made with `settings`; without one, from the
+    beginning. `passed_over` says what is wrong with newer checkpoints."""
 
-    With `resume` "auto" it is the newest valid one of `run`; damaged ones are logged and passed over. Otherwise
-    `resume` is the path of a checkpoint, or of a run, whose newest valid one is taken.
+    checkpoint: Path | None = None
+    step: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
+
+
+def find_start(world: World, run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str] = ()) -> Start:
+    """Where to go on, as rank 0 finds it. Collective; it reads only, so that what is refused has changed nothing.
+
+    With `resume` "auto" it is the newest valid checkpoint of `run`. Otherwise `resume` is the path of a checkpoint, or
+    of a run, whose newest valid one is taken; or "never".
 
     Raises `ConfigError` where that path has none, and where the checkpoint was made with other settings that change
     what is computed, unless `allow` names them ("model" allows all that is in it, such as "model.width").
     """
     if resume == "never":
-        return None
-    path = run if resume == "auto" else Path(resume)
-    folder: Path | None = path
-    if not (path / MANIFEST).is_file():
-        folder, problems = latest_valid(world, path / CHECKPOINTS)
-        if world.is_main:
-            for problem in problems:
-                LOG.info("passed over: %s", problem)
-        if folder is None and resume != "auto":
-            raise ConfigError(f"'resume' {resume}: there is no checkpoint, and no run that has a valid one")
+        return Start()
+    return decided_by_rank_zero(world, lambda: _start(run, resume, config, allow))
+
+
+def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str]) -> Start:
+    folder, problems = _chosen(run if resume == "auto" else Path(resume))
+    if folder is None and resume != "auto":
+        raise ConfigError(f"'resume' {resume}: there is no checkpoint, and no run that has a valid one")
     if folder is None:
-        return None
+        return Start(passed_over=tuple(problems))
+    manifest = read_manifest(folder)
     differing = {
         key: values
-        for key, values in differences(read_manifest(folder).config, config).items()
+        for key, values in differences(manifest.config, config).items()
         if not _covers((*_FREE, *allow), key)
     }
     if differing:
@@ -74,7 +88,19 @@ def find_checkpoint(
             f"{folder} was made with other settings: {told}. Use the same, or allow them by name: "
             f"resume_allow=[{', '.join(differing)}]"
         )
-    return folder
+    return Start(folder, manifest.step, manifest.config, tuple(problems))
+
+
+def _chosen(path: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint at `path`, or the newest valid one of the run there; and what is wrong with newer ones.
+
+    Raises `CheckpointError` where `path` is a checkpoint, and damaged.
+    """
+    if not (path / MANIFEST).is_file():
+        return _latest_valid(path / CHECKPOINTS)
+    if problems := verify(path):
+        raise CheckpointError("; ".join(problems))
+    return path, []
 
 
 def _covers(names: Iterable[str], key: str) -> bool:

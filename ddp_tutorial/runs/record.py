@@ -1,8 +1,11 @@
 """What is kept of one run, as one context manager: its folder, its log, what each rank says and uses, how it failed.
 
-with RunRecord(world, folder, config=...) as record:
-    record.log.add(...)
-record.write_result({...})
+record = RunRecord(world, folder)
+with record.alone():     # locked; now look whether the run can go on, and refuse where it cannot
+    with record:
+        record.reopen()
+        record.log.add(...)
+        record.write_result({...})
 """
 
 import time
@@ -42,9 +45,9 @@ def open_folder(world: World, name: str, label: str, config: Mapping[str, Any], 
 
 
 class RunRecord:
-    """What is kept of a run, on one rank. Enter it once, for the length of the run; entering is collective.
+    """What is kept of a run, on one rank. Enter it once, inside of `alone`, for the length of the run.
 
-    Inside, the folder is locked, what the rank says goes to its log, phases are timed, and an exception leaves a note.
+    Inside, what the rank says goes to its log, phases are timed, and an exception leaves a note.
     """
 
     def __init__(
@@ -63,21 +66,31 @@ class RunRecord:
         self.step = 0  # that a failure came after
         self._inside = ExitStack()
 
-    def __enter__(self) -> "RunRecord":
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other run may use the folder, in which nothing has been touched yet. Collective."""
         with ExitStack() as stack:
             stack.callback(self.log.close_file)  # also when a step fails
             stack.enter_context(locked_by_rank_zero(self.world, self.folder.path))
+            yield
+
+    def __enter__(self) -> "RunRecord":
+        with ExitStack() as stack:
             stack.enter_context(rank_log(self.world, self.folder))
             stack.enter_context(failure_noted(self.world, self.folder, lambda: self.step))
             stack.enter_context(observe(self.watch))
             if self.world.is_main:  # how an earlier attempt has ended
                 self.folder.failure.unlink(missing_ok=True)
-                self.folder.result.unlink(missing_ok=True)
             self._inside = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._inside.__exit__(*error)
+
+    def reopen(self) -> None:
+        """The run goes on: what an earlier life of it has come to is not its result any more."""
+        if self.world.is_main:
+            self.folder.result.unlink(missing_ok=True)
 
     def step_done(self, number: int) -> dict[str, float]:
         """The seconds of a step by phase, for the log; they are added up for the usage of ranks."""

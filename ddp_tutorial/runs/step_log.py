@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_tutorial.files import write_atomically
-from ddp_tutorial.runs.folder import PER_SECOND
+from ddp_tutorial.runs.folder import PER_SECOND, read_lines
 from ddp_tutorial.world import World
 
 
@@ -74,16 +75,19 @@ class StepLog:
         self.write(*(record | {"grad_norm": float(norm)} | measured for record, norm in steps))
 
     def go_back(self, step: int, losses: list[float], count: int) -> None:
-        """Carry on after `step` of an earlier run: cut its file back, so that no step is in it twice."""
+        """Carry on after `step` of an earlier run: cut its file back, so that no step is in it twice.
+
+        A line that cannot be read, as a disk may leave it, is left out, as readers do.
+        """
         self.losses, self.count, self._flushed_count = list(losses), count, count
         self._pending = []
         if self._file is not None:
-            lines = self._path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
-            elapsed = json.loads(kept[-1]).get("elapsed", 0.0) if kept else 0.0
-            self._began = time.monotonic() - elapsed
+            kept = [row for row in read_lines(self._path) if isinstance(row.get("step"), int) and row["step"] <= step]
+            self._began = time.monotonic() - (kept[-1].get("elapsed", 0.0) if kept else 0.0)
+            rates = (row[self.unit + PER_SECOND] for row in kept if self.unit + PER_SECOND in row)
+            self.rates = [rate for rate, _ in groupby(rates)]  # the steps of one flush have the same
             self._file.close()
-            write_atomically(self._path, b"".join(kept))
+            write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
             self._file = self._path.open("ab", buffering=0)
         if self._events is not None:
             self._events.go_back(step)

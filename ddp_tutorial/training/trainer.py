@@ -21,10 +21,10 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import LOSS, Loss
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf
-from ddp_tutorial.checkpoint.resuming import find_checkpoint
+from ddp_tutorial.checkpoint.resuming import Start, find_start
 from ddp_tutorial.collectives import any_rank, assert_same, digest
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import write_json
+from ddp_tutorial.files import RUNS, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.rank import progress
 from ddp_tutorial.rng import reseed, seed_of
@@ -91,6 +91,8 @@ class Trainer:
         self.held_out = None if held_out is None else as_samples(held_out)
         torch.manual_seed(seed_of(config.seed, world.rank))  # different on every rank: so is dropout
         self.settings = config.model_dump(mode="json")
+        # Before there is a folder; of a run that goes on in its own, when that is locked.
+        self.start = Start() if config.resume == "auto" else self.look()
         self.run = open_folder(world, config.name, config.label, self.settings, again=config.resume == "auto")
         self.record = RunRecord(
             world, self.run, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
@@ -118,16 +120,19 @@ class Trainer:
 
     def train(self) -> TrainResult:
         """All steps, then the result."""
-        with self.record, self.stopping.listening(), self.profiler:
-            self.begin()
-            self.resume()
-            while not self.is_done():
-                self.step()
-                if self.held_out is not None and self.is_due(self.config.eval_every):
-                    self.evaluate()
-                if self.is_due(self.config.checkpoint.every):
-                    self.save()
-            return self.finish()
+        with self.record.alone():
+            if self.config.resume == "auto":
+                self.start = self.look()  # or refuse, with every file as it was
+            with self.record, self.stopping.listening(), self.profiler:
+                self.begin()
+                self.resume()
+                while not self.is_done():
+                    self.step()
+                    if self.held_out is not None and self.is_due(self.config.eval_every):
+                        self.evaluate()
+                    if self.is_due(self.config.checkpoint.every):
+                        self.save()
+                return self.finish()
 
     def is_done(self) -> bool:
         return self.number >= self.config.steps or self.best.is_stalled or bool(self.requested)
@@ -160,21 +165,30 @@ class Trainer:
         for remark in self.config.remarks:
             LOG.info(remark)
 
+    def look(self) -> Start:
+        """Where the config says that the run goes on. Raises `ConfigError` where it cannot; nothing is touched."""
+        config = self.config
+        return find_start(self.world, RUNS / config.name, config.resume, self.settings, config.resume_allow)
+
     def resume(self) -> None:
-        """Go on from where the config says; without a checkpoint there, from the beginning."""
+        """Go on from where `look` has found that it can; without a checkpoint there, from the beginning."""
         is_found = self.config.resume == "auto"  # the folder: it may be that of a run which was killed
+        for problem in self.start.passed_over if self.world.is_main else ():
+            LOG.info("passed over: %s", problem)
         if is_found:
             self.checkpoints.clear_up()
-            if self.world.is_main:
-                write_json(self.run.config, self.settings)
-        folder = find_checkpoint(self.world, self.run.path, self.config.resume, self.settings, self.config.resume_allow)
-        if folder is not None:
+        if self.start.checkpoint is not None:
             self.train_step.warm_up()
-            manifest = self.checkpoints.load(folder, self.config.resume_without)
+            self.checkpoints.load(self.start.checkpoint, self.config.resume_without)
             left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
-            LOG.info("going on after step %d, from %s%s", manifest.step, folder, left_out)
+            LOG.info("going on after step %d, from %s%s", self.start.step, self.start.checkpoint, left_out)
         elif is_found:
             self.log.go_back(0, [], 0)
+        if self.is_done():  # a finished run, said again: nothing is new
+            return
+        self.record.reopen()
+        if is_found and self.world.is_main:
+            write_json(self.run.config, self.settings)
 
     def components(self) -> dict[str, Component]:
         """All that a run needs to go on as if nothing had happened, and who has the same of it."""
@@ -258,9 +272,9 @@ class Trainer:
         used = self.record.usage.of_ranks_in_all()
         if used["straggler"]:
             LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
-        if self.world.is_main:
+        if self.world.is_main and not self.run.result.exists():  # as that of a finished run which is said again does
             save_model(self.model, self.run.model)
-        self.record.write_result(self.summary(result, used))
+            self.record.write_result(self.summary(result, used))
         return result
 
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:

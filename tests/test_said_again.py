@@ -1,0 +1,110 @@
+"""The same command again, or another one, where a run has been.
+
+What is refused changes nothing, and what is there is kept.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.processes.launcher import RankError, launch
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.training.export import config_of as settings_of
+from ddp_tutorial.training.export import sample
+from ddp_tutorial.training.tasks import train
+from ddp_tutorial.world import World
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+STEPS = 4
+BASE: dict[str, Any] = {
+    "name": "mine",
+    "resume": "auto",
+    "corpus": "stories:300",
+    "model": ModelConfig(layers=1, heads=2, width=16, context=16),
+    "device": "cpu",
+    "steps": STEPS,
+    "batch_size": 6,
+    "warmup_steps": 2,
+    "log_every": 2,
+    "eval_every": 2,
+    "eval_samples": 6,
+    "checkpoint": {"every": 2, "keep_last": 100},
+}
+
+
+def config_of(**values: Any) -> TaskConfig:
+    return TaskConfig.model_validate(BASE | values)
+
+
+def tree_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file: its bytes, and when it was written."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+OTHER_SETTINGS: list[dict[str, Any]] = [
+    {"corpus": "stories:310"},
+    {"model": ModelConfig(layers=1, heads=2, width=32, context=16)},
+]
+
+
+def test_a_resume_that_is_refused_leaves_every_file_of_the_run_as_it_was() -> None:
+    launch(train, 2, config_of(), device="cpu", echo=False)
+    before = tree_of(Path("runs"))
+    assert "mine/result.json" in before
+    for values in OTHER_SETTINGS:
+        for refused in (config_of(**values), config_of(**values, steps=STEPS + 2, resume_allow=["steps"])):
+            with pytest.raises(RankError, match="made with other settings") as error:
+                launch(train, 2, refused, device="cpu", echo=False)
+            assert error.value.is_a(ConfigError)
+            assert tree_of(Path("runs")) == before
+
+
+def test_a_run_that_was_killed_can_write_with_its_own_model_after_another_width_was_refused() -> None:
+    train(World(), config_of(steps=2))
+    for made in ("model", "result.json"):
+        Path("runs/mine", made).rename(made)  # as if it had been killed before its end
+    with pytest.raises(ConfigError, match=r"model.width was 16, is 32"):
+        train(World(), config_of(model=OTHER_SETTINGS[1]["model"], steps=2))
+    assert settings_of("runs/mine").model.width == 16
+    assert sample("runs/mine", "Once", length=3).startswith("Once")
+
+
+def test_a_path_that_is_refused_makes_no_folder() -> None:
+    train(World(), config_of())
+    before = tree_of(Path("runs"))
+    for values in ({"resume": "runs/gone"}, {"resume": "runs/mine", "learning_rate": 1.0}):
+        with pytest.raises(ConfigError):
+            train(World(), config_of(**(values | {"name": "new"})))
+        assert tree_of(Path("runs")) == before
+        assert not Path("runs/new").exists()
+
+
+def test_a_finished_run_said_again_keeps_its_result_and_returns_it() -> None:
+    first = train(World(), config_of())
+    before = tree_of(Path("runs"))
+    again = train(World(), config_of())
+    assert (again.weights, again.losses, again.eval_losses) == (first.weights, first.losses, first.eval_losses)
+    assert again.rate == pytest.approx(first.rate, rel=0.01)
+    after = tree_of(Path("runs"))
+    for kept in ("mine/result.json", "mine/model/model.safetensors"):
+        assert after[kept][0] == before[kept][0]
+    assert json.loads(after["mine/result.json"][0])["metrics"]["tokens_per_second"] > 0
+
+
+def test_a_line_of_the_log_that_cannot_be_read_is_left_out_where_a_run_goes_on() -> None:
+    whole = train(World(), config_of(name="whole"))
+    train(World(), config_of(steps=2, schedule_steps=STEPS))
+    log = Path("runs/mine/metrics.jsonl")
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], b'{"step": 1, "lo\n', b"[]\n", b"{}\n", *lines[1:]]))
+    again = train(World(), config_of(resume_allow=["steps", "schedule_steps"]))
+    assert again.losses == whole.losses
+    assert [row["step"] for row in map(json.loads, log.read_text().splitlines()) if "loss" in row] == [1, 2, 3, 4]
