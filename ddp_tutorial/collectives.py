@@ -174,7 +174,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in tensors.items():
         sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        sha.update(flat.view(torch.uint8).numpy().tobytes())
+        sha.update(flat.view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 

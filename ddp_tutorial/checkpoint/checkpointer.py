@@ -35,6 +35,7 @@ from ddp_tutorial.checkpoint.components import Component, OtherWorld, State
 from ddp_tutorial.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
+    SHARE,
     CheckpointError,
     Manifest,
     Mode,
@@ -56,7 +57,7 @@ from ddp_tutorial.checkpoint.storage import (
     write_shards,
     write_state,
 )
-from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero
+from ddp_tutorial.collectives import all_gather, any_rank, decided_by_rank_zero, from_rank_zero
 from ddp_tutorial.files import about_to, remove, replace_directory, unfinished, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group
@@ -249,7 +250,10 @@ class _Writer:
             folder = self.temporary / name
             with phase("save: write"):
                 agreed(self.world, partial(write_shards, folder, state, self.world))
-            self.shards[name] = sorted(folder.iterdir())[self.world.rank :: self.world.size]
+            paths = sorted(folder.iterdir())
+            if len({tuple(names) for names in all_gather(self.world, [path.name for path in paths])}) > 1:
+                raise CheckpointError(f"the ranks see different files of {self.path}: they share no folder. {SHARE}")
+            self.shards[name] = paths[self.world.rank :: self.world.size]
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
@@ -296,18 +300,29 @@ class _Writer:
         try:
             agreed(self.world, self._raise_error)
             files_of_ranks = all_gather(self.world, self.files)
+            decided_by_rank_zero(self.world, lambda: self._require_files(files_of_ranks))
             agreed(self.world, lambda: self._rename(files_of_ranks) if self.world.is_main else None)
         finally:
             self.remove()
 
     def remove(self) -> None:
-        """Delete the temporary folder. After a successful `publish` it has another name, and nothing is deleted."""
-        if self.world.is_main:
-            remove(self.temporary)
+        """Delete the temporary folder, on each rank, as each may have its own. After a successful `publish` it has
+        another name, and nothing is deleted."""
+        remove(self.temporary)
 
     def _raise_error(self) -> None:
         if self.error is not None:
             raise self.error
+
+    def _require_files(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:
+        """Raise `CheckpointError` where this rank does not see a file as another one has written it."""
+        for file in (file for files in files_of_ranks for each in files.values() for file in each):
+            path = self.temporary / file.path
+            if not path.is_file() or path.stat().st_size != file.nbytes:
+                raise CheckpointError(
+                    f"rank {self.world.rank} does not see {file.path}, which rank {file.rank} has written for "
+                    f"{self.path}: these ranks share no folder, and a checkpoint needs one. {SHARE}"
+                )
 
     def _rename(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:
         with phase("save: manifest"):

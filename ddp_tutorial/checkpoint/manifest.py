@@ -29,6 +29,10 @@ _REPLACED = re.compile(r"\.step_(\d{8,})\.old")  # until the one that replaces i
 _PIECE = 1 << 20  # bytes that are read at a time
 
 
+# What to do where ranks see different folders.
+SHARE = "Start all ranks in the same folder, on a disk that all nodes share."
+
+
 class CheckpointError(FailedError):
     """A checkpoint cannot be written, read, or used here."""
 

@@ -1,5 +1,6 @@
 """Go on with a run: from which checkpoint, and are the settings the same?"""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,13 +9,14 @@ from typing import Any
 from ddp_tutorial.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
+    SHARE,
     CheckpointError,
     differences,
     folders,
     read_manifest,
     verify,
 )
-from ddp_tutorial.collectives import decided_by_rank_zero, from_rank_zero
+from ddp_tutorial.collectives import all_gather, decided_by_rank_zero, from_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
 
@@ -62,20 +64,46 @@ def find_start(world: World, run: Path, resume: str, config: Mapping[str, Any], 
     With `resume` "auto" it is the newest valid checkpoint of `run`. Otherwise `resume` is the path of a checkpoint, or
     of a run, whose newest valid one is taken; or "never".
 
-    Raises `ConfigError` where that path has none, and where the checkpoint was made with other settings that change
-    what is computed, unless `allow` names them ("model" allows all that is in it, such as "model.width").
+    Raises `ConfigError` where that path has none; where `run` has checkpoints and none is valid; where another rank
+    does not find the checkpoint; and where it was made with other settings that change what is computed, unless `allow`
+    names them ("model" allows all that is in it, such as "model.width").
     """
     if resume == "never":
         return Start()
-    return decided_by_rank_zero(world, lambda: _start(run, resume, config, allow))
+    start = decided_by_rank_zero(world, lambda: _start(run, resume, config, allow))
+    if start.checkpoint is not None:
+        _require_seen(world, start.checkpoint)
+    return start
+
+
+def _require_seen(world: World, folder: Path) -> None:
+    """Raise `ConfigError`, on all ranks, where one does not find the checkpoint that rank 0 has found. Collective."""
+    try:
+        mine = (folder / MANIFEST).read_bytes()
+    except OSError:
+        mine = b""
+    seen = all_gather(world, hashlib.sha256(mine).hexdigest())
+    others = [str(rank) for rank, each in enumerate(seen) if each != seen[0]]
+    if others:
+        raise ConfigError(
+            f"rank {', '.join(others)} does not find {folder}, from which rank 0 would go on: these ranks share no "
+            f"folder. {SHARE}"
+        )
 
 
 def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str]) -> Start:
     folder, problems = _chosen(run if resume == "auto" else Path(resume))
     if folder is None and resume != "auto":
-        raise ConfigError(f"'resume' {resume}: there is no checkpoint, and no run that has a valid one")
+        damaged = f": {_in_short(problems)}" if problems else ""
+        raise ConfigError(f"'resume' {resume}: there is no checkpoint, and no run that has a valid one{damaged}")
+    if folder is None and problems:
+        there = run / CHECKPOINTS
+        raise ConfigError(
+            f"none of the {len(folders(there))} checkpoints in {there} can be read: {_in_short(problems)}. To begin "
+            f"anew, use another name, or move {there} away."
+        )
     if folder is None:
-        return Start(passed_over=tuple(problems))
+        return Start()
     manifest = read_manifest(folder)
     differing = {
         key: values
@@ -101,6 +129,11 @@ def _chosen(path: Path) -> tuple[Path | None, list[str]]:
     if problems := verify(path):
         raise CheckpointError("; ".join(problems))
     return path, []
+
+
+def _in_short(problems: Sequence[str], limit: int = 4) -> str:
+    """Some of the problems, and how many others there are."""
+    return "; ".join(problems[:limit]) + (f" and {len(problems) - limit} others" if problems[limit:] else "")
 
 
 def _covers(names: Iterable[str], key: str) -> bool:

@@ -18,9 +18,10 @@ Token blocks and Arrow files can be read in all four ways.
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
-from ddp_tutorial.collectives import all_gather, rank_zero_first
+from ddp_tutorial.collectives import all_gather, digest, rank_zero_first
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.sharding.corpus import CACHE
 from ddp_tutorial.sharding.dispatched import DispatchedSource
@@ -28,6 +29,8 @@ from ddp_tutorial.sharding.order import Order, Remainder, Sharding
 from ddp_tutorial.sharding.samples import (
     ArrowShards,
     CollateFn,
+    Data,
+    Tensors,
     TokenBlocks,
     as_samples,
     as_shards,
@@ -73,14 +76,16 @@ def make_source(
 
     The kinds streamed and fast_stream have token blocks written as Arrow files below runs/cache, by rank 0, once for
     each corpus. Raises `ConfigError`, on all ranks, where data and kind do not go together, the data are empty or not
-    equally many on all ranks, or there are fewer samples than ranks.
+    the same on all ranks (see `require_same_samples`), or there are fewer samples than ranks.
     """
     _require_kind(config, data)
     ahead: dict[str, Any] = {"transform": transform, "workers": config.workers, "prefetch": config.prefetch}
     if config.kind == "streamed" and not isinstance(data, TokenBlocks | ArrowShards):
         return _streamed(data, batch_size, world, seed, config, collate_fn, ahead)
     samples = as_samples(data, collate_fn)
-    _require_samples(len(samples), world)
+    require_same_samples(samples, world)
+    if not len(samples):
+        raise ConfigError("the dataset is empty: there are 0 samples to read")
     if isinstance(samples, TokenBlocks) and config.kind in {"streamed", "fast_stream"}:
         with rank_zero_first(world):
             paths = as_shards(samples, CACHE)
@@ -135,14 +140,35 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
         )
 
 
-def _require_samples(samples: int, world: World) -> None:
-    """Raise `ConfigError`, on all ranks, for no samples, and for different numbers of them. Collective."""
-    lengths = all_gather(world, samples)
-    for rank, length in enumerate(lengths):
-        if length != lengths[0]:
+def require_same_samples(samples: Data, world: World, what: str = "samples to learn from") -> None:
+    """Raise `ConfigError`, on all ranks, where one has other samples than rank 0. Collective.
+
+    Their number is compared, and what is in them: all of it for tensors in memory (`TokenBlocks`, `TensorDataset`),
+    some rows of Arrow files. Those of a dataset of the user's own are counted only, for to read a row may take long,
+    and may draw random numbers.
+    """
+    if world.size == 1:
+        return
+    of_ranks = all_gather(world, (len(samples), _fingerprint(samples)))
+    for rank, (length, fingerprint) in enumerate(of_ranks):
+        if length != of_ranks[0][0]:
             raise ConfigError(
-                f"rank {rank} has {length} samples, rank 0 has {lengths[0]}. Give every rank the whole dataset: the "
-                "source deals it out to them."
+                f"rank {rank} has {length} samples, rank 0 has {of_ranks[0][0]}. Give every rank the whole dataset: "
+                "the source deals it out to them."
             )
-    if not samples:
-        raise ConfigError("the dataset is empty: there are 0 samples to read")
+        if fingerprint != of_ranks[0][1]:
+            raise ConfigError(
+                f"rank {rank} has other {what} than rank 0, though as many. Each rank reads files where it runs: put "
+                "them on a disk that all nodes share, or the same files in the same place on each."
+            )
+
+
+def _fingerprint(samples: Data) -> str:
+    """A digest of what is in the samples; "" for those that are counted only."""
+    if isinstance(samples, TokenBlocks):
+        return digest({"tokens": samples.tokens})
+    if isinstance(samples, Tensors):
+        return digest({str(place): column for place, column in enumerate(samples.columns)})
+    if isinstance(samples, ArrowShards) and len(samples):
+        return digest(samples.fetch(np.unique(np.linspace(0, len(samples) - 1, 64).astype(np.int64))))
+    return ""

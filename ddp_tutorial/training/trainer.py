@@ -33,6 +33,7 @@ from ddp_tutorial.runs.record import RunRecord, open_folder
 from ddp_tutorial.runs.step_log import without_nan
 from ddp_tutorial.sharding.samples import as_samples
 from ddp_tutorial.sharding.sharded import Source
+from ddp_tutorial.sharding.sources import require_same_samples
 from ddp_tutorial.training.best import Best
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.evaluation import evaluate
@@ -89,6 +90,8 @@ class Trainer:
         self.train_step = TrainStep(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
         self.held_out = None if held_out is None else as_samples(held_out)
+        if self.held_out is not None:
+            require_same_samples(self.held_out, world, "held-out samples")
         torch.manual_seed(seed_of(config.seed, world.rank))  # different on every rank: so is dropout
         self.settings = config.model_dump(mode="json")
         # Before there is a folder; of a run that goes on in its own, when that is locked.

@@ -1,0 +1,162 @@
+"""Nodes that share no folder, as ranks with a working directory each: rank 0's disk is not everybody's."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from ddp_tutorial.checkpoint.checkpointer import Checkpointer
+from ddp_tutorial.checkpoint.components import Component, StateOf
+from ddp_tutorial.checkpoint.manifest import folders, name_of
+from ddp_tutorial.checkpoint.resuming import find_start
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding.samples import ArrowShards, TokenBlocks, write_arrow
+from ddp_tutorial.sharding.sources import make_source
+from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
+from ddp_tutorial.training.tasks import train
+from ddp_tutorial.training.trainer import Trainer
+from ddp_tutorial.world import World
+from ranks import error_of
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+TASK = TaskConfig.model_validate(
+    {
+        "name": "mine",
+        "corpus": "text:notes.txt",
+        "model": ModelConfig(layers=1, heads=2, width=16, context=16),
+        "device": "cpu",
+        "steps": 2,
+        "batch_size": 4,
+        "eval_samples": 2,
+    }
+)
+
+
+def components(world: World) -> dict[str, Component]:
+    """One that rank 0 writes for all, and one of which each rank writes its own."""
+    return {
+        "model": Component(nn.Linear(2, 1)),
+        "rng": Component(StateOf(lambda: {"rank": world.rank}, lambda state: None), "per_rank"),
+    }
+
+
+def saved(world: World, folder: Path) -> None:
+    torch.manual_seed(0)
+    Checkpointer(folder, components(world), world, config={"steps": 1}).save(1)
+
+
+def on_nodes(world: World) -> dict[str, Any]:
+    """What each rank is told; both in one folder first, then each in its own."""
+    saved(world, Path("shared/checkpoints"))
+    all_gather(world, None)
+    here = Path.cwd()
+    os.chdir(f"node{world.rank}")
+    told: dict[str, Any] = {"save": error_of(lambda: saved(world, Path("checkpoints")))}
+    told["left by it"] = sorted(str(path) for path in Path("checkpoints").rglob("*"))
+    if world.is_main:
+        shutil.copytree(here / "shared", "mine")
+    for name, resume in [("path", "mine"), ("checkpoint", f"mine/checkpoints/{name_of(1)}"), ("auto", "auto")]:
+        told[name] = error_of(lambda resume=resume: find_start(world, Path("mine"), resume, {"steps": 1}))  # type: ignore[misc]
+    told["gone"] = error_of(lambda: find_start(world, Path("gone"), "gone", {}))
+    told |= {f"data: {name}": error_of(lambda make=make: make(world)) for name, make in SOURCES.items()}  # type: ignore[misc]
+    told["held out"] = error_of(lambda: held_out(world))
+    told["task"] = error_of(lambda: train(world, TASK))
+    told["runs"] = Path("runs").exists()
+    return told
+
+
+def tensors(world: World) -> TensorDataset:
+    rows = torch.arange(1000.0)[:, None].clone()
+    rows[500] += world.rank  # one number of a thousand
+    return TensorDataset(rows)
+
+
+def arrow_files(world: World) -> ArrowShards:
+    path = Path("rows.arrow")
+    write_arrow(path, {"x": torch.arange(1000).numpy() + world.rank})
+    return ArrowShards([path])
+
+
+SOURCES = {
+    "tokens": lambda world: make_source(TokenBlocks(torch.arange(64) + world.rank, 8), 4, world),
+    "tensors": lambda world: make_source(tensors(world), 4, world),
+    "arrow": lambda world: make_source(arrow_files(world), 4, world),
+    "a list": lambda world: make_source(
+        [world.rank] * 10, 4, world
+    ),  # rows may be drawn at random: their number counts
+}
+
+
+def held_out(world: World) -> None:
+    source = make_source(TensorDataset(torch.zeros(8, 1)), 4, world)
+    loss = lambda model, batch: (F.mse_loss(model(batch[0]), batch[0], reduction="sum"), len(batch[0]))  # noqa: E731
+    Trainer(nn.Linear(1, 1), source, loss, world, TrainConfig(name="mine"), held_out=tensors(world))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("nodes")
+    for rank in range(2):
+        (folder / f"node{rank}").mkdir()
+        (folder / f"node{rank}" / "notes.txt").write_text("abcdefgh" * 400 + f"{rank}" + "ijklmnop" * 400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return launch(on_nodes, 2, device="cpu", echo=False, timeout=60)
+
+
+def test_a_save_whose_files_rank_0_does_not_see_is_told_on_all_ranks_and_gets_no_name(told: Any) -> None:
+    for each in told:
+        assert "CheckpointError: rank 0 does not see rng.rank_1.pt, which rank 1 has written" in each["save"]
+        assert "on a disk that all nodes share" in each["save"]
+        assert each["left by it"] == []
+
+
+@pytest.mark.parametrize("resume", ["path", "checkpoint", "auto"])
+def test_a_checkpoint_that_rank_0_alone_sees_is_refused_by_all_ranks(resume: str, told: Any) -> None:
+    for each in told:
+        assert each[resume].startswith("ConfigError: rank 1 does not find mine/checkpoints/step_00000001")
+        assert "on a disk that all nodes share" in each[resume]
+
+
+def test_where_no_rank_sees_a_checkpoint_all_are_told(told: Any) -> None:
+    assert {each["gone"] for each in told} == {
+        "ConfigError: 'resume' gone: there is no checkpoint, and no run that has a valid one"
+    }
+
+
+@pytest.mark.parametrize("data", ["tokens", "tensors", "arrow"])
+def test_ranks_that_read_other_data_are_told(data: str, told: Any) -> None:
+    for each in told:
+        assert each[f"data: {data}"].startswith("ConfigError: rank 1 has other samples to learn from than rank 0")
+
+
+def test_rows_that_may_be_drawn_at_random_are_counted_only(told: Any) -> None:
+    assert {each["data: a list"] for each in told} == {"no error"}
+
+
+def test_ranks_that_hold_out_other_data_are_told_before_there_is_a_folder(told: Any) -> None:
+    for each in told:
+        assert each["held out"].startswith("ConfigError: rank 1 has other held-out samples than rank 0")
+        assert each["task"].startswith("ConfigError: rank 1 has other samples to learn from than rank 0")
+        assert not each["runs"]
+
+
+def test_auto_refuses_to_begin_anew_where_there_are_checkpoints_and_none_is_valid() -> None:
+    saved(World(), Path("mine/checkpoints"))
+    saved_again = Checkpointer(Path("mine/checkpoints"), components(World()), World(), config={"steps": 1})
+    saved_again.save(2)
+    for folder in folders(Path("mine/checkpoints")):
+        (folder / "model.safetensors").write_bytes(b"")
+    told = error_of(lambda: find_start(World(), Path("mine"), "auto", {"steps": 1}))
+    assert told.startswith("ConfigError: none of the 2 checkpoints in mine/checkpoints can be read: ")
+    assert "step_00000001/model.safetensors has 0 bytes" in told
+    assert "step_00000002/model.safetensors has 0 bytes" in told
+    assert told.endswith("To begin anew, use another name, or move mine/checkpoints away.")
