@@ -1,8 +1,12 @@
 """The optimizer and the learning rate's schedule, by name or as somebody brings them."""
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,3 +75,39 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"the optimizer lacks parameter {missing[0]!r}" + (f" and {len(missing) - 1} others" if missing[1:] else "")
             + ": add it to a group, or freeze it with requires_grad_(False)"
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an optimizer and its schedule were made with: all but what they learn on the way."""
+
+    groups: list[dict[str, Any]]  # of each group of parameters: weight decay, learning rate, ...
+    schedule: dict[str, Any]  # its state before the first step
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, scheduler: LRScheduler) -> "Options":
+        """Those of an optimizer and a schedule that have taken no step."""
+        groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
+        return cls(deepcopy(groups), deepcopy(scheduler.state_dict()))
+
+    def put_back(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+        """Let an optimizer that a checkpoint was loaded into go on with these: its averages stay, and the schedule is
+        said again, up to where it was."""
+        steps = scheduler.last_epoch
+        for group, options in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update(deepcopy(options))
+        scheduler.load_state_dict(deepcopy(self.schedule))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has not seen the optimizer step, which was in another process
+            for _ in range(steps):
+                scheduler.step()
+
+
+_OPTIONS = ("optimizer", "learning_rate", "learning_rate_rule", "learning_rate_batch", "batch_size", "weight_decay")
+_SCHEDULE = ("warmup_steps", "schedule", "final_lr_fraction")
+
+
+def updates_by(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a run's settings that its optimizer and schedule are made of."""
+    length = settings.get("schedule_steps") or settings.get("steps")
+    return {name: settings.get(name) for name in (*_OPTIONS, *_SCHEDULE)} | {"schedule_steps": length}

@@ -26,6 +26,7 @@ from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.optimization import (
     OptimizerLike,
+    Options,
     SchedulerLike,
     check_optimizer,
     make_optimizer,
@@ -93,6 +94,7 @@ class TrainStep:
         check_optimizer(self.optimizer, model)
         scheduled = scheduler or make_scheduler(self.optimizer, config)
         self.scheduler = scheduled(self.optimizer) if callable(scheduled) else scheduled
+        self._options = Options.of(self.optimizer, self.scheduler)
         self.number = 0  # of steps that have been taken
         self._is_checked = False
 
@@ -147,6 +149,10 @@ class TrainStep:
         self.strategy.backward(self.batches())
         self.optimizer.zero_grad()
         self.source.load_state_dict(cursor)
+
+    def use_own_options(self) -> None:
+        """After a checkpoint was loaded, update as this process was told to, not as the one that saved it."""
+        self._options.put_back(self.optimizer, self.scheduler)
 
     def components(self) -> dict[str, Component]:
         """All that a checkpoint needs of it; but for random numbers, the same on all ranks."""

@@ -37,7 +37,7 @@ from ddp_tutorial.sharding.sources import require_same_samples
 from ddp_tutorial.training.best import Best
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.evaluation import evaluate
-from ddp_tutorial.training.optimization import OptimizerLike, SchedulerLike
+from ddp_tutorial.training.optimization import OptimizerLike, SchedulerLike, updates_by
 from ddp_tutorial.training.profiling import StepProfiler
 from ddp_tutorial.training.step import TrainStep, shown
 from ddp_tutorial.training.stopping import Answer, Stopping
@@ -183,6 +183,8 @@ class Trainer:
         if self.start.checkpoint is not None:
             self.train_step.warm_up()
             self.checkpoints.load(self.start.checkpoint, self.config.resume_without)
+            if updates_by(self.start.settings) != updates_by(self.settings):  # allowed, or it would have been refused
+                self.train_step.use_own_options()
             left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
             LOG.info("going on after step %d, from %s%s", self.start.step, self.start.checkpoint, left_out)
         elif is_found:
