@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.export import config_of as settings_of
@@ -108,3 +109,32 @@ def test_a_line_of_the_log_that_cannot_be_read_is_left_out_where_a_run_goes_on()
     again = train(World(), config_of(resume_allow=["steps", "schedule_steps"]))
     assert again.losses == whole.losses
     assert [row["step"] for row in map(json.loads, log.read_text().splitlines()) if "loss" in row] == [1, 2, 3, 4]
+
+
+class KilledError(BaseException):
+    """Ends a life as a signal would: nothing is noted, nothing cleared away."""
+
+
+def train_until_it_has_evaluated(config: TaskConfig) -> None:
+    """A life that ends in the step after its first evaluation."""
+    has_evaluated = False
+
+    def kill(edge: Edge) -> None:
+        nonlocal has_evaluated
+        has_evaluated = has_evaluated or edge.name == "evaluate"
+        if has_evaluated and edge.name == "grads":
+            raise KilledError
+
+    with pytest.raises(KilledError), observe(kill):
+        train(World(), config)
+
+
+def test_a_run_that_is_killed_after_its_first_best_model_and_before_any_checkpoint_goes_on() -> None:
+    config = config_of(best_model=True, checkpoint={"every": 4})
+    whole = train(World(), config.model_copy(update={"name": "whole"}))
+    for _ in range(2):
+        train_until_it_has_evaluated(config)
+        assert Path("runs/mine/best/step_00000002").is_dir()
+        assert not list(Path("runs/mine").glob("checkpoints/step_*"))
+    assert train(World(), config).weights == whole.weights
+    assert [path.name for path in Path("runs/mine/best").iterdir()] == ["step_00000004"]
