@@ -23,6 +23,7 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.ddp.hooks import PowerSGD
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.phases import phase
@@ -39,6 +40,7 @@ class InvariantStrategy:
     """
 
     link: Link | None = None  # gradients travel by torch's own collectives
+    kept: PowerSGD | None = None
 
     def __init__(
         self,

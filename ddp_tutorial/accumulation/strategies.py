@@ -10,6 +10,7 @@ from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import broadcast_tensors
+from ddp_tutorial.ddp.hooks import PowerSGD
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
 from ddp_tutorial.world import World
@@ -22,6 +23,7 @@ class Strategy(Protocol):
     scale of its `Precision`."""
 
     link: Link | None  # what carries the gradients, where Python sees it
+    kept: PowerSGD | None  # what each rank keeps of its own from one step to the next; the rest is the same on all
 
     @property
     def per_rank(self) -> int:
@@ -57,7 +59,7 @@ class DDPStrategy:
         precision: Precision | None = None,
     ) -> None:
         self.model = data_parallel(model, world, config)
-        self.link, self.accumulation = self.model.link, accumulation
+        self.link, self.kept, self.accumulation = self.model.link, self.model.kept, accumulation
         self.loss = StepLoss(loss, world, precision)
 
     @property

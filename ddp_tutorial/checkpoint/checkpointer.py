@@ -192,15 +192,18 @@ class Checkpointer:
     def _read(self, folder: Path, leave_out: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
         """Check the checkpoint and read what this rank needs of it; returns the calls that restore it."""
         manifest = read_manifest(folder)
-        if unknown := set(leave_out) - set(self.components):
-            raise CheckpointError(f"{sorted(unknown)[0]!r} is no component of this run: {', '.join(self.components)}")
+        known = {**self.components, **manifest.components}
+        if unknown := set(leave_out) - set(known):
+            raise CheckpointError(f"{sorted(unknown)[0]!r} is no component of this run: {', '.join(known)}")
         wanted = [name for name in self.components if name not in leave_out]
         for name in wanted:
             if name not in manifest.components:
                 raise CheckpointError(f"{folder} has no {name!r}; to go on without, leave it out by name")
         for name in manifest.components:
             if name not in self.components and name not in leave_out:
-                raise CheckpointError(f"{folder} has {name!r}, which this run has no use for")
+                raise CheckpointError(
+                    f"{folder} has {name!r}, which this run has no use for; to go on without, leave it out by name"
+                )
         if problems := verify(folder):
             raise CheckpointError("; ".join(problems))
         return manifest, [self._restore(folder, manifest, name) for name in wanted]

@@ -5,7 +5,8 @@ A hook starts the all-reduce of a bucket, which holds this rank's gradients divi
 """
 
 import zlib
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
@@ -83,6 +84,16 @@ class PowerSGD:
         """Begin to sum the first factors, P, and all that is not compressed."""
         return _Factors(self, bucket)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept from one step to the next: of this rank, what it has yet to send."""
+        return {"rank": self.rank, "errors": dict(self.errors), "qs": dict(self.qs)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. With another `rank`, the iteration begins anew, and nothing that is yet to be sent is
+        lost."""
+        self.errors = dict(state["errors"])
+        self.qs = dict(state["qs"]) if state["rank"] == self.rank else {}
+
     def is_worth_it(self, shape: torch.Size) -> bool:
         """Are the two factors smaller than a gradient of this shape?"""
         rows, columns = shape[0] if len(shape) > 1 else 0, shape[1:].numel()
@@ -110,12 +121,12 @@ class _Factors:
             if hook.is_worth_it(view.shape):
                 matrix = self.matrices[name] = view.reshape(view.shape[0], -1)
                 if name in hook.errors:
-                    matrix += hook.errors[name]
-                else:
+                    matrix += hook.errors[name].to(matrix)
+                if name not in hook.qs:
                     hook.qs[name] = hook.first_q(name, matrix.shape[1], matrix)
             else:
                 self.as_they_are.append(view)
-        self.ps = [matrix @ hook.qs[name] for name, matrix in self.matrices.items()]
+        self.ps = [matrix @ hook.qs[name].to(matrix) for name, matrix in self.matrices.items()]
         self.first = torch.cat([tensor.reshape(-1) for tensor in self.ps + self.as_they_are])
         self.pending = hook.link.all_reduce(self.first, bucket.name)
 

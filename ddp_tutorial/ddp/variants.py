@@ -93,6 +93,7 @@ class DataParallel(ABC):
     """
 
     link: Link | None = None  # what carries the gradients; None where torch's C++ code sends them by itself
+    kept: PowerSGD | None = None  # what this rank keeps of its own from one step to the next, if it compresses so
 
     def __init__(
         self, module: nn.Module, world: World, *, find_unused_parameters: bool = False, sync_buffers: bool = True
@@ -186,6 +187,7 @@ class BucketDDP(DataParallel):
     ) -> None:
         super().__init__(module, world, **options)
         self.hook, self.link = hook, hook.link
+        self.kept = hook if isinstance(hook, PowerSGD) else None
         self.cap = (25 if bucket_cap_mb is None else bucket_cap_mb) * MIB
         self.first_cap = MIB if bucket_cap_mb is None else self.cap
         self._sync = True

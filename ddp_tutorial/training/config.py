@@ -112,8 +112,6 @@ class TrainConfig(Config):
     def _can_be_resumed(self) -> "TrainConfig":
         if self.resume == "auto" and not self.name:
             raise ValueError("'resume' auto goes on with the run of the same 'name': give it one")
-        if self.checkpoint.every and self.ddp.hook == "powersgd":
-            raise ValueError("'ddp.hook' powersgd keeps what it has left out in memory, and no checkpoint has it")
         return self
 
     @field_validator("name")

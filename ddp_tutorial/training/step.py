@@ -155,7 +155,7 @@ class TrainStep:
         self._options.put_back(self.optimizer, self.scheduler)
 
     def components(self) -> dict[str, Component]:
-        """All that a checkpoint needs of it; but for random numbers, the same on all ranks."""
+        """All that a checkpoint needs of it; the same on all ranks, but for what a rank has yet to send."""
         parts = {
             "model": Component(self.model),
             "optimizer": Component(self.optimizer),
@@ -163,7 +163,11 @@ class TrainStep:
             "source": Component(self.source),
             "strategy": Component(self.strategy),
         }
-        return parts | ({"precision": Component(self.precision)} if self.precision.scale else {})
+        if self.precision.scale:
+            parts["precision"] = Component(self.precision)
+        if self.strategy.kept is not None:
+            parts["compression"] = Component(self.strategy.kept, "per_rank")
+        return parts
 
     def close(self) -> None:
         """Stop reading ahead."""
