@@ -12,7 +12,7 @@ name. Several losses are one sum: add them up, each weighted, and report each as
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,8 +161,7 @@ class StepLoss:
         `votes` are added up with it: a question to all ranks that costs no all-reduce of its own.
         """
         flat = [*(value for pair in self._parts.values() for value in pair), votes]
-        device = self.world.device
-        values = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).view(()) for value in flat])
+        values = _vector(flat, self.world.device)
         work = dist.all_reduce(values, async_op=True) if self.world.size > 1 else None
         self._reduced = values, work
 
@@ -201,6 +200,13 @@ def _sum(a: tuple[Number, Number], b: tuple[Number, Number]) -> tuple[Number, Nu
 
 def _double(value: Number) -> Number:
     return value.double() if isinstance(value, torch.Tensor) else value
+
+
+def _vector(values: Sequence[Number], device: torch.device) -> torch.Tensor:
+    """The values as one tensor of float64. On a GPU without reading them, which would wait for what computes them."""
+    if device.type == "cpu":
+        return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).view(()) for value in values])
 
 
 def _power_of_two(count: float) -> float:

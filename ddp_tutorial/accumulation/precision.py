@@ -8,7 +8,7 @@ halved.
 """
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -84,8 +84,9 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward and loss; not around backward, which takes the types of forward."""
-        dtype = torch.float16 if self.config.dtype == "fp16" else torch.bfloat16
-        return torch.autocast(self.world.device.type, dtype, enabled=self.config.dtype != "fp32")
+        if self.config.dtype == "fp32":
+            return nullcontext()
+        return torch.autocast(self.world.device.type, torch.float16 if self.scale else torch.bfloat16)
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float, loss: float) -> Update:
         """Divide by the scale, clip by the norm over all parameters, step, zero. Collective with float16.

@@ -17,6 +17,8 @@ from ddp_tutorial.files import write_atomically
 from ddp_tutorial.runs.folder import PER_SECOND, read_lines
 from ddp_tutorial.world import World
 
+_encode = json.JSONEncoder(allow_nan=False).encode  # one for all lines: json.dumps makes one for each
+
 
 class StepLog:
     """What a run keeps of its steps: a file of JSON lines, on rank 0, and the losses and rates, on every rank.
@@ -117,7 +119,7 @@ class StepLog:
     def write(self, *records: dict[str, Any]) -> None:
         """Append records to the file, on rank 0; the last of them becomes a point of TensorBoard's curves."""
         if self._file is not None:
-            lines = "".join(json.dumps(without_nan(record), allow_nan=False) + "\n" for record in records)
+            lines = "".join(_encode(without_nan(record)) + "\n" for record in records)
             self._file.write(lines.encode())
         if self._events is not None:
             self._events.write(records[-1])

@@ -140,13 +140,14 @@ class TokenBlocks:
 
     def __init__(self, tokens: torch.Tensor, context: int) -> None:
         self.tokens, self.context = tokens, context
+        self._offsets = torch.arange(context + 1)
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.context
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
         """`tokens` [n, context + 1], in the type in which they are kept."""
-        positions = torch.from_numpy(indices.copy())[:, None] * self.context + torch.arange(self.context + 1)
+        positions = torch.from_numpy(indices.copy())[:, None] * self.context + self._offsets
         return {"tokens": self.tokens[positions]}
 
 
