@@ -1,7 +1,10 @@
 """Checkpoints on the disk, seen without torch: which is the newest, is it whole, which can go."""
 
+import errno
+import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +26,8 @@ from ddp_tutorial.checkpoint.manifest import (
     to_remove,
     verify,
 )
+from ddp_tutorial.files import observe_disk
+from disk import failing
 
 CONTENT: dict[str, Any] = {
     "schema_version": 1,
@@ -105,6 +110,34 @@ def test_any_bit_of_a_manifest_that_has_changed_is_noticed(tmp_path: Path) -> No
         changed[place] ^= 1 << (place % 8)
         (folder / MANIFEST).write_bytes(changed)
         assert verify(folder), f"byte {place}: {changed.decode(errors='replace')}"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("file", [MANIFEST, "x.pt"])
+def test_a_file_that_cannot_be_read_is_a_problem_that_is_told(file: str, number: int, tmp_path: Path) -> None:
+    stored = {"path": "x.pt", "rank": 0, "nbytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    folder = made(tmp_path, 3, components={"x": {"shared": "global", "span": 1, "files": [stored]}})
+    (folder / "x.pt").write_bytes(b"x")
+    assert verify(folder) == []
+    with observe_disk(failing(("read", file), number)):
+        assert verify(folder) == [f"{folder / file} cannot be read: {os.strerror(number)}"]
+
+
+def test_a_checkpoint_that_may_not_be_looked_into_is_told_and_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made(tmp_path, 3)
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).parent == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)  # a root user may look into everything
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert folders(tmp_path) == [folder]
+    assert verify(folder) == [f"{folder / MANIFEST} cannot be read: Permission denied"]
 
 
 def test_a_folder_without_a_manifest_is_told(tmp_path: Path) -> None:

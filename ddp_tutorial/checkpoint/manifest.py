@@ -94,11 +94,18 @@ def folders(parent: Path) -> list[Path]:
 
     One that was about to be replaced, by a run killed at that moment, counts where the new one has not got the name.
     """
-    there = [path for path in (parent.iterdir() if parent.is_dir() else ()) if (path / MANIFEST).is_file()]
+    there = [path for path in (parent.iterdir() if parent.is_dir() else ()) if _has_manifest(path)]
     found = {
         int(match[1]): path for name in (_REPLACED, _NAME) for path in there if (match := name.fullmatch(path.name))
     }
     return [found[step] for step in sorted(found)]
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        return (folder / MANIFEST).is_file()
+    except OSError:  # nobody can tell: it is for `verify` to say why
+        return True
 
 
 def settle_all(parent: Path) -> None:
@@ -124,6 +131,8 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: there is no {MANIFEST} in it") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from None
     if not isinstance(content, dict):
@@ -170,12 +179,15 @@ def _problems(folder: Path, manifest: Manifest) -> list[str]:
 
 def _problem(folder: Path, file: StoredFile) -> str | None:
     path = folder / file.path
-    if not path.is_file():
+    try:
+        if (nbytes := path.stat().st_size) != file.nbytes:
+            return f"{path} has {nbytes:,} bytes and should have {file.nbytes:,}"
+        if sha256_of(path) != file.sha256:
+            return f"{path} is damaged: its checksum is not the one in the manifest"
+    except FileNotFoundError:
         return f"{path} is missing"
-    if (nbytes := path.stat().st_size) != file.nbytes:
-        return f"{path} has {nbytes:,} bytes and should have {file.nbytes:,}"
-    if sha256_of(path) != file.sha256:
-        return f"{path} is damaged: its checksum is not the one in the manifest"
+    except OSError as error:  # the disk, or a lack of permission
+        return f"{path} cannot be read: {error.strerror}"
     return None
 
 
