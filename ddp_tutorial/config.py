@@ -14,10 +14,11 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -39,7 +40,8 @@ class Config(BaseModel):
 
 
 SomeConfig = TypeVar("SomeConfig", bound=Config)
-Layer = tuple[str, dict[str, Any]]  # the name of a file, or "command line", and what is set there
+COMMAND_LINE = "command line"
+Layer = tuple[str, dict[str, Any]]  # the name of a file, or COMMAND_LINE, and what is set there
 
 
 def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = ()) -> SomeConfig:
@@ -48,17 +50,17 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
     Raises `ConfigError` for a missing file, malformed YAML, a circle of `extends`, an unknown key, a value of
     the wrong type or out of range, and for an override that is not of the form `key=value`.
     """
-    return check(cls, merged(layers(source, overrides)), origin=find(source).name)
+    return _checked(cls, layers(source, overrides))
 
 
 def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfig:
     """The defaults of `cls`, with `key=value` as on a command line laid over them. Raises `ConfigError` as `load`."""
-    return check(cls, merged(("command line", _override(argument)) for argument in arguments), origin="command line")
+    return _checked(cls, [(COMMAND_LINE, _override(argument)) for argument in arguments])
 
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
     """Where values come from, and which: the files from the lowest to the one named, then the overrides."""
-    return [*_read(find(source), seen=()), *(("command line", _override(override)) for override in overrides)]
+    return [*_read(find(source), seen=()), *((COMMAND_LINE, _override(override)) for override in overrides)]
 
 
 def merged(layers: Iterable[Layer]) -> dict[str, Any]:
@@ -80,10 +82,36 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
     """`cls(**values)`. Raises `ConfigError`, one line about the first problem; `origin` names their file."""
+    return _checked(cls, [(origin, dict(values))])
+
+
+def _checked(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
+    """What the layers come to. Raises `ConfigError`, one line that begins with the layer where the problem was set."""
     try:
-        return cls.model_validate(dict(values))
+        return cls.model_validate(merged(layers))
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {_explain(cls, error.errors()[0])}") from None
+        first = error.errors()[0]
+        origin = _origin(layers, first)
+        raise ConfigError(f"{origin}: {_explain(cls, first, typed=origin == COMMAND_LINE)}") from None
+
+
+def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
+    """The layer that has set last what is wrong; where none has set it, the file."""
+    place = ".".join(map(str, error["loc"]))
+    groups = [[place]] if place else []
+    if error["type"] == "value_error":  # a check over several settings, which it names
+        named = re.findall(r"'([\w.]+)'", str(error["ctx"]["error"]))
+        groups.insert(0, [*named, *(f"{place}.{name}" for name in named if place)])
+    for names in groups:
+        for origin, values in reversed(layers):
+            if any(_overlap(name, key) for name in names for key in flat(values)):
+                return origin
+    return next((origin for origin, _ in reversed(layers) if origin != COMMAND_LINE), COMMAND_LINE)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Is one of two dotted names the other, or in it?"""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,8 +207,9 @@ def _override(text: str) -> dict[str, Any]:
     return dict(nested)
 
 
-def _explain(cls: type[Config], error: ErrorDetails) -> str:
-    """One line from one of pydantic's errors: what was set, what was found, what to type instead."""
+def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
+    """One line from one of pydantic's errors: what was set, what was found, what to type instead, as in a file or, with
+    `typed`, on the command line."""
     key = ".".join(str(part) for part in error["loc"])
     owner = _owner(cls, error["loc"])
     if error["type"] == "extra_forbidden":
@@ -190,21 +219,50 @@ def _explain(cls: type[Config], error: ErrorDetails) -> str:
     if error["type"] == "value_error":  # a check of our own, over several fields, which names them itself
         return str(error["ctx"]["error"])
     wanted = (error["msg"][0].lower() + error["msg"][1:]).replace("input should be", "should be")
-    field = owner.model_fields.get(str(error["loc"][-1]))
-    default = field.get_default(call_default_factory=True) if field and not field.is_required() else None
-    shown = isinstance(default, (bool, int, float, str))
-    example = f", for example {error['loc'][-1]}: {default}" if shown else ""
+    name = str(error["loc"][-1])
+    right = _example(owner.model_fields[name]) if name in owner.model_fields else None
+    example = "" if right is None else f", for example {_typed(key, right) if typed else f'{name}: {_flow(right)}'}"
     return f"{key!r} {wanted}, found {_found(error['input'])}{example}"
+
+
+def _example(field: FieldInfo) -> Any:
+    """A right value: the one that the field gives, or else its default; of a group of settings, the first of them."""
+    if field.examples:
+        return field.examples[0]
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    if not isinstance(default, Config):
+        return default
+    name, first = next(iter(type(default).model_fields.items()))
+    return {name: _example(first)}
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML, in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
+
+
+def _typed(key: str, value: Any) -> str:
+    """A setting as on a command line."""
+    if isinstance(value, Mapping):
+        return " ".join(_typed(f"{key}.{name}", inner) for name, inner in value.items())
+    return f"{key}={_flow(value)}"
 
 
 def _owner(cls: type[Config], location: tuple[int | str, ...]) -> type[Config]:
     """The class that declares the last part of `location`."""
     for part in location[:-1]:
         field = cls.model_fields.get(str(part))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, Config)):
+        group = None if field is None else group_of(field)
+        if group is None:
             break
-        cls = field.annotation
+        cls = group
     return cls
+
+
+def group_of(field: FieldInfo) -> type[Config] | None:
+    """The class of a setting that holds others; None for a single one."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
 
 
 def _found(value: Any) -> str:

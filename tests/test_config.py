@@ -1,12 +1,14 @@
 """Configs: what is read, in which order, and what is said about a bad one."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
-from ddp_tutorial.config import CONFIGS, Config, ConfigError, did_you_mean, find, load, merge, names
+from ddp_tutorial.config import CONFIGS, Config, ConfigError, did_you_mean, find, group_of, load, merge, names
 from ddp_tutorial.training.config import TaskConfig
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -335,3 +337,66 @@ def test_a_required_key_that_is_missing_is_asked_for() -> None:
 def test_did_you_mean_falls_back_to_what_is_known() -> None:
     assert did_you_mean("tinny", ["base", "tiny"]) == " Did you mean 'tiny'?"
     assert did_you_mean("xyz", ["base", "tiny"]) == " Known: base, tiny."
+
+
+# ------------------------------------------------------------------------- where it was set, and what to type instead
+
+
+@pytest.mark.parametrize(
+    ("overrides", "origin"),
+    [
+        (["steps=abc"], "command line: 'steps' "),
+        (["model.layers=two"], "command line: 'model.layers' "),
+        (["steps.x=1"], "command line: 'steps' "),
+        (["stepz=1"], "command line: unknown key 'stepz'"),
+        (["model.width=31"], "command line: 'model.width' 31 should be a multiple of "),
+        (["ddp.variant=flat", "ddp.hook=fp16"], "command line: 'hook' is an option of variant "),
+        (["resume=auto"], "command line: 'resume' auto goes on "),
+        (["seed=3"], "above.yaml: 'clip' "),
+        (["clip=1.0", "seed=3"], "below.yaml: 'warmup_steps' "),
+    ],
+)
+def test_a_wrong_value_is_blamed_on_the_place_that_has_set_it_last(overrides: list[str], origin: str) -> None:
+    write("below.yaml", "warmup_steps: some\nclip: 2.0\n")
+    write("above.yaml", "extends: below.yaml\nclip: -1\n")
+    source = "above.yaml" if "seed=3" in overrides else "tiny"
+    if "clip=1.0" not in overrides:
+        write("below.yaml", "warmup_steps: 1\nclip: 2.0\n")
+    assert message_of(source, *overrides).startswith(origin)
+
+
+def test_what_to_type_instead_is_as_it_is_typed_there() -> None:
+    assert message_of("tiny", "steps=abc").endswith(", for example steps=200")
+    assert message_of("tiny", "model.layers=two").endswith(", for example model.layers=4")
+    assert message_of("tiny", "resume_allow=5").endswith(", for example resume_allow=[learning_rate]")
+    assert message_of("tiny", "profile=3").endswith(", for example profile.steps=0")
+    assert message_of(write("a.yaml", "profile: 3\n")).endswith(", for example profile: {steps: 0}")
+    assert message_of(write("b.yaml", "model: {layers: two}\n")).endswith(", for example layers: 4")
+    assert message_of(write("c.yaml", "tensorboard: 3\n")).endswith(", for example tensorboard: true")
+
+
+def settings_of(cls: type[Config], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Every setting, as a path, and whether it holds others."""
+    for name, field in cls.model_fields.items():
+        group = group_of(field)
+        yield (*prefix, name), group is not None
+        if group is not None:
+            yield from settings_of(group, (*prefix, name))
+
+
+def nested(path: tuple[str, ...], value: Any) -> Any:
+    return nested(path[:-1], {path[-1]: value}) if path else value
+
+
+@pytest.mark.parametrize(("path", "is_group"), list(settings_of(TaskConfig)), ids=str)
+def test_every_setting_has_an_example_of_a_right_value_in_its_error(path: tuple[str, ...], is_group: bool) -> None:
+    wrong: Any = 3 if is_group else {"x": {"y": 1}}
+    example = message_of(write("wrong.yaml", yaml.safe_dump(nested(path, wrong)))).partition(", for example ")[2]
+    [(name, value)] = yaml.safe_load(example).items()
+    assert name == path[-1]
+    try:
+        load(write("right.yaml", yaml.safe_dump(nested(path, value))), TaskConfig)
+    except ConfigError as error:
+        assert "is an option of" in str(error), "of another option's value, that is"  # noqa: PT017
+    typed = message_of("base", f"{'.'.join(path)}={'3' if is_group else '{x: {y: 1}}'}").partition(", for example ")[2]
+    assert typed.startswith(f"{'.'.join(path)}{'.' if is_group else '='}")

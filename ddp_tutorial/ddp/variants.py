@@ -50,15 +50,21 @@ class DDPConfig(Config):
     """Which variant, and its options, named as torch names them where torch has them."""
 
     variant: Literal["naive", "flat", "bucket", "torch"] = "torch"
-    bucket_cap_mb: float | None = Field(None, gt=0, description="MiB in a bucket; default 25, and 1 for the first")
+    bucket_cap_mb: float | None = Field(
+        None, gt=0, examples=[25.0], description="MiB in a bucket; default 25, and 1 for the first"
+    )
     find_unused_parameters: bool = Field(False, description="allow parameters that get no gradient in a step")
     sync_buffers: bool = Field(True, description="broadcast rank 0's buffers, such as BatchNorm's, each step")
     hook: Literal["none", "fp16", "bf16", "powersgd"] = Field("none", description="how buckets are compressed")
     powersgd_rank: int = Field(2, ge=1)
     static_graph: bool = Field(False, description="torch only: every step uses the same parameters")
     gradient_as_bucket_view: bool = Field(True, description="torch only; our buckets always are")
-    device_ids: list[int] | None = Field(None, description="torch only; default: the rank's own GPU, if it has one")
-    simulated_link: LinkConfig | None = Field(None, description="slow all-reduces down to this link")
+    device_ids: list[int] | None = Field(
+        None, examples=[[0]], description="torch only; default: the rank's own GPU, if it has one"
+    )
+    simulated_link: LinkConfig | None = Field(
+        None, examples=[{"latency_ms": 0.1}], description="slow all-reduces down to this link"
+    )
 
     @model_validator(mode="after")
     def _options_belong_to_the_variant(self) -> "DDPConfig":

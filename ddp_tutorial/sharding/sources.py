@@ -50,7 +50,9 @@ class SourceConfig(Config):
     workers: int = Field(0, ge=0, description="processes that read ahead, for each rank")
     prefetch: int = Field(2, ge=1, description="batches that are read ahead, by each worker or by rank 0")
     window: int = Field(65536, ge=1, description="fast_stream only: samples that are shuffled among themselves")
-    streams: int | None = Field(None, ge=1, description="streamed only: logical streams, which decide the order")
+    streams: int | None = Field(
+        None, ge=1, examples=[4], description="streamed only: logical streams, which decide the order"
+    )
     shuffle_buffer: int = Field(1000, ge=1, description="streamed only: samples that are shuffled among themselves")
 
 

@@ -52,7 +52,7 @@ class ProfileConfig(Config):
 class TrainConfig(Config):
     """How a model is trained, whatever the model. Same config, data, world size and machine: same bits."""
 
-    name: str = Field("", description="folder below runs/; by default made from the time")
+    name: str = Field("", examples=["first-run"], description="folder below runs/; by default made from the time")
     seed: int = Field(0, ge=0, lt=2**31)
     strategy: Kind = "ddp"
     ddp: DDPConfig = DDPConfig()
@@ -65,7 +65,9 @@ class TrainConfig(Config):
     learning_rate: float = Field(3e-3, gt=0, description="the highest of the schedule")
     warmup_steps: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="how it falls after that")
-    schedule_steps: int | None = Field(None, ge=1, description="in which it goes up and down; by default, `steps`")
+    schedule_steps: int | None = Field(
+        None, ge=1, examples=[200], description="in which it goes up and down; by default, `steps`"
+    )
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="in the end, as a part of the highest")
     weight_decay: float = Field(0.1, ge=0, description="of matrices; biases and norms have none")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
@@ -73,9 +75,11 @@ class TrainConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: str = Field("never", description="never; auto: from the run's own last checkpoint; or the path of one")
     resume_allow: tuple[str, ...] = Field(
-        (), strict=False, description="settings that may differ from the checkpoint's"
+        (), strict=False, examples=[["learning_rate"]], description="settings that may differ from the checkpoint's"
     )
-    resume_without: tuple[str, ...] = Field((), strict=False, description="components to begin anew, such as optimizer")
+    resume_without: tuple[str, ...] = Field(
+        (), strict=False, examples=[["optimizer"]], description="components to begin anew, such as optimizer"
+    )
 
     log_every: int = Field(10, ge=1, description="steps between writes to the log, which holds every step")
     eval_every: int = Field(50, ge=1)
