@@ -429,9 +429,16 @@ def test_checkpoints_are_listed_inspected_verified_and_compared() -> None:
     assert text.count("was ") >= 3
 
 
+NO_RUNS = "error: no run is called '/nope': there are no runs below runs/\n"
+
+
 def test_a_folder_that_is_no_run_is_told_with_exit_code_2() -> None:
     Path("empty").mkdir()
     assert told("checkpoint", "list", "empty") == (2, "error: there is no checkpoint in 'empty'\n")
+    for command in (["list", "/nope"], ["diff", "empty", "/nope"], ["verify", "/nope"]):
+        code, text = told("checkpoint", *command)
+        assert code == 2
+        assert text in {"error: there is no checkpoint in 'empty'\n", NO_RUNS}
     code, text = told("stop", "empty")
     assert code == 2
     assert text.startswith("error: no run is called 'empty'")

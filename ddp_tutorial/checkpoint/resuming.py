@@ -92,43 +92,39 @@ def _require_seen(world: World, folder: Path) -> None:
 
 
 def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str]) -> Start:
-    folder, problems = _chosen(run if resume == "auto" else Path(resume))
-    if folder is None and resume != "auto":
-        damaged = f": {_in_short(problems)}" if problems else ""
-        raise ConfigError(f"'resume' {resume}: there is no checkpoint, and no run that has a valid one{damaged}")
-    if folder is None and problems:
-        there = run / CHECKPOINTS
-        raise ConfigError(
-            f"none of the {len(folders(there))} checkpoints in {there} can be read: {_in_short(problems)}. To begin "
-            f"anew, use another name, or move {there} away."
-        )
+    path = run if resume == "auto" else Path(resume)
+    is_given = (path / MANIFEST).is_file()
+    folder, problems = (path, []) if is_given else _latest_valid(path / CHECKPOINTS)
     if folder is None:
+        if resume != "auto":
+            damaged = f": {_in_short(problems)}" if problems else ""
+            raise ConfigError(f"'resume' {resume}: there is no checkpoint, and no run that has a valid one{damaged}")
+        if problems:
+            there = run / CHECKPOINTS
+            raise ConfigError(
+                f"none of the {len(folders(there))} checkpoints in {there} can be read: {_in_short(problems)}. To "
+                f"begin anew, use another name, or move {there} away."
+            )
         return Start()
     manifest = read_manifest(folder)
-    differing = {
-        key: values
-        for key, values in differences(manifest.config, config).items()
-        if not _covers((*_FREE, *allow), key)
-    }
+    _require_same_settings(folder, manifest.config, config, allow)
+    if is_given and (problems := verify(folder)):
+        raise CheckpointError("; ".join(problems))
+    return Start(folder, manifest.step, manifest.config, tuple(problems))
+
+
+def _require_same_settings(
+    folder: Path, before: Mapping[str, Any], config: Mapping[str, Any], allow: Sequence[str]
+) -> None:
+    """Raise `ConfigError` where settings that change what is computed differ, unless `allow` names them."""
+    found = differences(before, config).items()
+    differing = {key: values for key, values in found if not _covers((*_FREE, *allow), key)}
     if differing:
-        told = "; ".join(f"{key} was {before!r}, is {now!r}" for key, (before, now) in differing.items())
+        told = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in differing.items())
         raise ConfigError(
             f"{folder} was made with other settings: {told}. Use the same, or allow them by name: "
             f"resume_allow=[{', '.join(differing)}]"
         )
-    return Start(folder, manifest.step, manifest.config, tuple(problems))
-
-
-def _chosen(path: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint at `path`, or the newest valid one of the run there; and what is wrong with newer ones.
-
-    Raises `CheckpointError` where `path` is a checkpoint, and damaged.
-    """
-    if not (path / MANIFEST).is_file():
-        return _latest_valid(path / CHECKPOINTS)
-    if problems := verify(path):
-        raise CheckpointError("; ".join(problems))
-    return path, []
 
 
 def _in_short(problems: Sequence[str], limit: int = 4) -> str:

@@ -12,17 +12,20 @@ from ddp_tutorial.config import ConfigError
 
 @click.group()
 def checkpoint() -> None:
-    """Look at what a run has saved. PATH is a run's folder, or one checkpoint in it."""
+    """Look at what a run has saved. PATH is a run, as a folder or by its name below runs/, or one checkpoint in it."""
 
 
-_a_path = click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_a_path = click.argument("path", type=click.Path(path_type=Path))
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoint itself, or those of the run; one at least."""
+    """The checkpoint itself, or those of the run; one at least. Raises `ConfigError` where there is none."""
     from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, folders
+    from ddp_tutorial.runs.summaries import find_run
 
+    if not path.is_dir():
+        path = find_run(str(path))
     if (path / MANIFEST).is_file():
         return [path]
     found = folders(path / CHECKPOINTS) or folders(path)
@@ -99,7 +102,7 @@ def checkpoint_verify(path: Path, as_json: bool) -> None:
 
 @checkpoint.command("diff")
 @_a_path
-@click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("other", type=click.Path(path_type=Path))
 @_as_json
 def checkpoint_diff(path: Path, other: Path, as_json: bool) -> None:
     """Compare two checkpoints: settings, and every value in them. Exit code 1 if they differ."""
