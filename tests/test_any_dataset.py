@@ -36,7 +36,7 @@ from ddp_tutorial.sharding import (
     make_source,
 )
 from ddp_tutorial.sharding.order import Order, Sharding
-from ddp_tutorial.sharding.sharded import SourceError
+from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World
 from ranks import error_of
 

@@ -1,5 +1,6 @@
 """Every sample once, from any source, on any number of ranks; resumed anywhere; and what fails is told on all."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -26,9 +27,10 @@ from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
 from ddp_tutorial.sharding.order import Order, Remainder, Sharding
 from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, Tree, write_arrow
-from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceError, SourceState
+from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceState
 from ddp_tutorial.sharding.sources import ALONE, SourceConfig, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
+from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World
 
 CONTEXT = 3
@@ -841,10 +843,54 @@ def test_a_worker_that_is_stuck_is_named_when_patience_is_at_its_end(monkeypatch
     assert left_behind() == before
 
 
+def read_while_a_worker_is_stuck(ending: str, told: Any) -> None:
+    """In a process of its own, that ends in some way while one worker waits for work and one reads for ever."""
+    source = ShardedSource(blocks_of(SAMPLES), Sharding(Order(SAMPLES, None), BATCH), ALONE, transform=stuck, workers=2)
+    first = next(source)
+    workers = psutil.Process().children()
+    for worker in workers:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            worker.send_signal(number)
+    second = next(source)  # they read on
+    told.send(([numbers(each.samples)[0] for each in (first, second)], [worker.pid for worker in workers]))
+    if ending == "killed":
+        time.sleep(100)
+    elif ending == "closed":
+        source.close()
+    kept.append(source)  # no reference is the last one, for what is global
+
+
+kept: list[Source] = []
+
+
+def stuck(tree: Tree) -> Tree:
+    if tree["tokens"][0, 0] > CONTEXT * BATCH:  # the third batch, and later ones
+        time.sleep(1000)
+    time.sleep(0.3)
+    return tree
+
+
+@forking
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ending", ["killed", "closed", "left open"])
+def test_workers_leave_signals_to_their_rank_and_end_with_it_however_it_ends(ending: str) -> None:
+    here, there = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(target=read_while_a_worker_is_stuck, args=(ending, there))
+    rank.start()
+    first, workers = here.recv()
+    assert first == [0, BATCH]
+    if ending == "killed":
+        rank.kill()
+    rank.join(30)
+    assert rank.exitcode == (-signal.SIGKILL if ending == "killed" else 0)
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=10)
+    assert left == []
+
+
 @forking
 @pytest.mark.timeout(60)
 def test_a_slow_worker_within_patience_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_tutorial.sharding.sharded.POLL_SECONDS", 0.2)
+    monkeypatch.setattr("ddp_tutorial.sharding.workers.POLL_SECONDS", 0.2)
 
     def slow(tree: Tree) -> Tree:
         time.sleep(0.7)  # longer than between two looks whether it is alive

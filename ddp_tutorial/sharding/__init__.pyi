@@ -10,7 +10,7 @@ from .samples import as_samples as as_samples
 from .sharded import ShardedSource as ShardedSource
 from .sharded import Share as Share
 from .sharded import Source as Source
-from .sharded import SourceError as SourceError
 from .sources import SourceConfig as SourceConfig
 from .sources import make_source as make_source
 from .streamed import StreamedSource as StreamedSource
+from .workers import SourceError as SourceError

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
 from ddp_tutorial.sharding.samples import as_batch, rows_of
-from ddp_tutorial.sharding.sharded import Share, Source, SourceError, SourceState, to_device
+from ddp_tutorial.sharding.sharded import Share, Source, SourceState, to_device
+from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, require_group
 
 

@@ -1,12 +1,11 @@
 """`ShardedSource`: every rank works out which samples are its own, and reads those. And what all sources share."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import cloudpickle
 import numpy as np
@@ -18,16 +17,18 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.sharding.order import Indices, Sharding, deal
 from ddp_tutorial.sharding.samples import ArrowShards, Data, Tensors, TokenBlocks, Tree, as_batch, as_samples, rows_of
+from ddp_tutorial.sharding.workers import (
+    WORKER_TIMEOUT,
+    Batches,
+    SourceError,
+    culprit,
+    next_from,
+    worker_options,
+)
 from ddp_tutorial.world import World
 
-Item = TypeVar("Item")
 Transform = Callable[[Tree], Tree]
 SourceState = Mapping[str, int]
-
-# How long a worker may take for one batch, in seconds, before it counts as stuck.
-WORKER_TIMEOUT = 120.0
-# How often, in seconds, it is checked that the workers are alive.
-POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,6 @@ class Share:
     samples: Tree
     count: int
     world_count: int
-
-
-class SourceError(RuntimeError):
-    """Samples could not be read; says by which rank and worker, and which samples."""
 
 
 class Source(Protocol):
@@ -143,7 +140,7 @@ class ShardedSource:
             pin_memory=self.world.device.type == "cuda",
             **self._options,
         )
-        return iter(loader)
+        return Batches(loader) if self.workers else iter(loader)
 
     def state_dict(self) -> SourceState:
         """The cursor, which is a number of samples."""
@@ -156,64 +153,16 @@ class ShardedSource:
 
     def close(self) -> None:
         """End the workers. The next step would start new ones."""
-        end_workers(self._batches)
+        if isinstance(self._batches, Batches):
+            self._batches.close()
         self._batches = None
         self._planned.clear()
-
-
-def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[str, Any]:
-    """What a DataLoader is told about its workers. Raises `ConfigError` for a negative number of them."""
-    if workers < 0:
-        raise ConfigError(f"'workers' should be 0 or more processes, found {workers}")
-    if not workers:
-        return {}
-    look = min(POLL_SECONDS, worker_timeout)
-    return {"num_workers": workers, "prefetch_factor": prefetch, "timeout": look, "worker_init_fn": _seed_numpy}
-
-
-def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
-    """The next of a DataLoader's batches. Raises `SourceError` if there is none within `worker_timeout` seconds.
-
-    A DataLoader notices dead workers only when its own timeout is over; so that is `POLL_SECONDS`, again and again.
-    """
-    deadline = time.monotonic() + worker_timeout
-    while True:
-        try:
-            return next(batches)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader timed out"):
-                raise
-            if time.monotonic() >= deadline:
-                raise SourceError(f"no answer within {worker_timeout:g} s; it is stuck, or slow") from None
-
-
-def culprit(batches: object, turn: int, workers: int) -> tuple[str, int]:
-    """Which worker an error is about, in words, and how many batches after this one its batch comes.
-
-    It is the worker that has died, if one has, or else the one whose turn it is.
-    """
-    if not workers:
-        return "", 0
-    processes = getattr(batches, "_workers", [])
-    worker = next((number for number, process in enumerate(processes) if not process.is_alive()), turn)
-    return f", worker {worker} of {workers}", (worker - turn) % workers
-
-
-def _seed_numpy(_: int) -> None:
-    np.random.seed(torch.initial_seed() % 2**32)  # torch and Python's random are seeded by torch
 
 
 def _range(indices: Indices) -> str:
     if not len(indices):
         return "no samples"
     return f"samples {indices.min()} to {indices.max()} ({len(indices)} of them)"
-
-
-def end_workers(batches: object) -> None:
-    """End the workers of a DataLoader's iterator now. By itself it would only do so when nothing refers to it any more,
-    and the traceback of an error may."""
-    if shutdown := getattr(batches, "_shutdown_workers", None):
-        shutdown()
 
 
 class _Plan(Sampler[tuple[int, Indices]]):

@@ -18,17 +18,13 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seed_of
 from ddp_tutorial.sharding.samples import CollateFn, Tree, as_batch, collate_rows, rows_of
-from ddp_tutorial.sharding.sharded import (
+from ddp_tutorial.sharding.sharded import ByValue, Share, SourceState, Transform, to_device
+from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
-    ByValue,
-    Share,
+    Batches,
     SourceError,
-    SourceState,
-    Transform,
     culprit,
-    end_workers,
     next_from,
-    to_device,
     worker_options,
 )
 from ddp_tutorial.world import World, require_group
@@ -114,7 +110,8 @@ class StreamedSource:
         if self._parts is None:
             entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # of the workers' random numbers
             generator = torch.Generator().manual_seed(seed_of(*entropy))
-            self._parts = iter(DataLoader(_Follow(self), batch_size=None, generator=generator, **self._options))
+            loader = DataLoader(_Follow(self), batch_size=None, generator=generator, **self._options)
+            self._parts = Batches(loader) if self.workers else iter(loader)
         parts: list[_Part] = []
         for worker in range(max(1, self.workers)):  # one part from each, in turn
             try:
@@ -158,7 +155,8 @@ class StreamedSource:
 
     def close(self) -> None:
         """End the workers. The next step would start new ones."""
-        end_workers(self._parts)
+        if isinstance(self._parts, Batches):
+            self._parts.close()
         self._parts = None
 
 
