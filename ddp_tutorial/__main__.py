@@ -1,7 +1,8 @@
 """The command line: `python -m ddp_tutorial COMMAND`, also installed as `ddp-tutorial`.
 
 Exit codes: 0 done, 1 something failed while running, 2 something in the command or a config is wrong (and nothing
-was started), 75 a run was stopped before its last step, 130 interrupted.
+was started), 75 a run was stopped before its last step (under torchrun 0, for it would start the run again), 130
+interrupted.
 """
 
 import sys
@@ -11,6 +12,7 @@ import click
 from ddp_tutorial.commands import checkpoint, logs, machine, model, project, sweep, training
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.errors import RankError
+from ddp_tutorial.processes.signals import StoppedError, exit_code
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -61,6 +63,9 @@ def main() -> None:
             sys.exit(_told(error.message, 2))
         # the message of a FailedError says all there is to say; of other errors the rank's traceback is shown, too
         sys.exit(_told(error.message if error.is_a(FailedError) else str(error), 1))
+    except StoppedError as error:
+        click.echo(str(error), err=True)
+        sys.exit(exit_code())
     except FailedError as error:
         sys.exit(_told(str(error), 1))
 

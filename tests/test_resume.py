@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -344,23 +346,34 @@ def test_a_request_to_save_that_comes_with_a_scheduled_save_does_not_save_the_st
     assert len(saved) == 1
 
 
+ENDLESS = ["name=mine", "resume=auto", "steps=3000", "checkpoint.every=1000", "eval_every=3000", "log_every=5"]
+
+
+def started(*command: str, **environment: str) -> subprocess.Popen[str]:
+    """A process with a process group of its own, so that a signal can be sent to all that belong to it."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **options)
+
+
+def wait_until(running: subprocess.Popen[str], moment: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not moment() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, "stop"])
 def test_from_outside_a_run_is_stopped_saved_and_carried_on_by_the_same_command(how: Any) -> None:
+    """SIGTERM as a cluster sends it: to all processes of the job, also those that read ahead for a rank."""
     command = [sys.executable, "-m", "ddp_tutorial"]
-    settings = ["name=mine", "resume=auto", "steps=3000", "checkpoint.every=1000", "eval_every=3000", "log_every=5"]
+    settings = [*ENDLESS, f"source.workers={int(how == signal.SIGTERM)}"]
     run = Path("runs/mine")
-    running = subprocess.Popen(
-        [*command, "train", "tiny", *settings], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while (
-        not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
+    running = started(*command, "train", "tiny", *settings)
+    wait_until(running, lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
     if how == "stop":
         subprocess.run([*command, "stop", str(run), "--save"], check=True, capture_output=True)
+    elif how == signal.SIGTERM:
+        os.killpg(running.pid, how)
     else:
         running.send_signal(how)
     out, err = running.communicate(timeout=60)
@@ -375,6 +388,43 @@ def test_from_outside_a_run_is_stopped_saved_and_carried_on_by_the_same_command(
         check=True,
     )
     assert f"going on after step {step}, from " in again.stderr + again.stdout
+
+
+def ranks_are_starting(parent: int) -> bool:
+    """Two of its processes are on their way into torch: too early for them to handle a signal."""
+    return sum("spawn_main" in " ".join(process.cmdline()) for process in psutil.Process(parent).children()) == 2
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("what", ["torch is imported", "ranks start"])
+def test_a_signal_while_a_run_starts_is_a_stop_with_nothing_saved_and_no_failure(what: str) -> None:
+    running = started(sys.executable, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS)
+    if what == "torch is imported":
+        wait_until(running, lambda: "libtorch" in Path(f"/proc/{running.pid}/maps").read_text())
+    else:
+        wait_until(running, lambda: ranks_are_starting(running.pid))
+    os.killpg(running.pid, signal.SIGTERM)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == EXIT_CODE, err
+    assert err.endswith("stopped by SIGTERM before there was anything to save\n")
+    assert not list(Path("runs").glob("*/checkpoints/*"))
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_lets_a_run_rest_that_was_asked_to_stop_though_it_may_restart() -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    run = Path("runs/mine")
+    running = started(sys.executable, *torchrun, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS, OMP_NUM_THREADS="1")
+    wait_until(running, lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
+    request_stop(run, "save")
+    wait_until(running, (run / "result.json").exists)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 0, err
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "stopped"
+    assert [read_manifest(saved).step for saved in folders(run / "checkpoints")] == [result["step"]]
+    assert out.count("stopped after step") == 1
+    assert "restart" not in err
 
 
 # ------------------------------------------------------------------------------------------------------------ chaos

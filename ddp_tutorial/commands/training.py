@@ -11,6 +11,8 @@ from click.shell_completion import CompletionItem
 
 from ddp_tutorial import config as configs
 from ddp_tutorial.commands import a_run
+from ddp_tutorial.processes.signals import SIGNALS, exit_code, handling
+from ddp_tutorial.processes.signals import stop as stop_now
 
 if TYPE_CHECKING:
     from ddp_tutorial.training.config import TaskConfig
@@ -41,10 +43,17 @@ def train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool)
     train 2proc steps=300 model.layers=2 source.kind=dispatched
     train my.yaml --dry-run
 
-    Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds. Exit code
-    75 if it was stopped before its last step; the same command with resume=auto carries on.
+    Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds.
+
+    SIGTERM, SIGUSR1 or `stop` end it after its step, saved (or at once, if there is nothing to save yet), with exit
+    code 75; the same command with resume=auto carries on. Under torchrun the code is 0: torchrun takes any other for a
+    failure, which --max-restarts has it start again. That it was stopped is in result.json.
     """
-    from ddp_tutorial.processes.signals import EXIT_CODE
+    with handling(SIGNALS, stop_now):  # importing torch takes seconds; the launch, or the Trainer, then takes over
+        _train(config, overrides, dry_run, as_json)
+
+
+def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     from ddp_tutorial.processes.starting import run
     from ddp_tutorial.training.config import TaskConfig
     from ddp_tutorial.training.tasks import train as train_on_a_rank
@@ -66,7 +75,7 @@ def train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool)
         if slow := summary["ranks"]["straggler"]:
             click.echo("the others waited {seconds:.1f} s for rank {rank}, in {phase}".format(**slow), err=True)
     if result.stopped_at is not None:
-        sys.exit(EXIT_CODE)
+        sys.exit(exit_code())
 
 
 def _tell_plan(settings: "TaskConfig", layers: list[configs.Layer], as_json: bool) -> None:

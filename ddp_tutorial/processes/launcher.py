@@ -48,7 +48,7 @@ from ddp_tutorial.environment import cores
 from ddp_tutorial.processes.console import Console, RankLog, make_console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, lost_connection
 from ddp_tutorial.processes.rank import Job, run_rank
-from ddp_tutorial.processes.signals import handling
+from ddp_tutorial.processes.signals import StoppedError, handling
 from ddp_tutorial.processes.transport import Descriptor, dump_call, take_messages
 from ddp_tutorial.world import World, choose_device
 
@@ -94,8 +94,9 @@ def launch(
 
     Processes that the ranks have started are ended with them, after a success too: a launch leaves none behind.
 
-    Raises `RankError` (`RankTimeoutError` at the limit) when a rank fails, after all have been ended, and
-    `ValueError` or `TypeError` for arguments that cannot be used, before anything is started.
+    Raises `RankError` (`RankTimeoutError` at the limit) when a rank fails, after all have been ended; `StoppedError`
+    where a signal that was passed on has ended ranks, because they did not handle it or not yet; and `ValueError` or
+    `TypeError` for arguments that cannot be used, before anything is started.
     """
     _check(fn, nprocs, timeout, threads, in_process)
     kind = choose_device(device, local_size=nprocs).type
@@ -106,10 +107,10 @@ def launch(
         console.close([])
         return [fn(World.detect({}, device=kind), *args)]
     call = dump_call(fn, args)
-    with _Ranks(nprocs, console) as ranks:
+    ranks = _Ranks(nprocs, console)
+    with handling(pass_on, ranks.pass_on), ranks:
         ranks.start(call, kind, threads or max(1, cores() // nprocs))
-        with handling(pass_on, ranks.pass_on):
-            ranks.wait(timeout)
+        ranks.wait(timeout)
         return ranks.results()
 
 
@@ -198,9 +199,10 @@ class _Ranks:
         self.mark = secrets.token_hex(8)
         # The ranks hold the other end; when this one is closed, they report where they stand.
         self.lifeline: int | None = None
+        self.signalled: int | None = None  # the last signal that was passed on
 
-    def __enter__(self) -> "_Ranks":
-        return self
+    def __enter__(self) -> None:
+        pass
 
     def start(self, call: bytes, device: str, threads: int) -> None:
         self.store = store = _loopback_store(self.nprocs)  # it has to live as long as the ranks
@@ -229,6 +231,8 @@ class _Ranks:
             for rank, process in enumerate(processes):
                 log = RankLog(rank, self.console.line)
                 self._listen(_Rank(rank, process, outputs[rank][0], messages[rank][0], log))
+        if self.signalled:  # meanwhile
+            self.pass_on(self.signalled, None)
 
     def _listen(self, rank: _Rank) -> None:
         self.ranks.append(rank)
@@ -249,6 +253,8 @@ class _Ranks:
         self._listen_while(lambda: True, GRACE_SECONDS)
         self._listen_while(self._cause_is_missing, RANK_ZERO_SECONDS)
         failed = [rank for rank in self.ranks if rank.failed]
+        if self.signalled and any(rank.exit_code == -self.signalled for rank in failed):
+            raise StoppedError(self.signalled)
         if failed:
             raise self._failure(min(failed, key=lambda rank: rank.cause_order))
 
@@ -263,8 +269,10 @@ class _Ranks:
 
     def pass_on(self, number: int, frame: object) -> None:
         """Send every rank the signal that this process has been sent."""
+        self.signalled = number
         for rank in self._running():
-            os.kill(rank.process.pid, number)  # until it has been reaped, its number is its own
+            with suppress(ProcessLookupError):  # it is just being reaped
+                os.kill(rank.process.pid, number)
 
     def results(self) -> list[Any]:
         """What the ranks returned, rebuilt in this process."""

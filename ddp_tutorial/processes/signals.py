@@ -1,13 +1,34 @@
 """The signals that ask a process to end in good time, and how to handle them for the length of a block."""
 
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+from ddp_tutorial.config import FailedError
 
 # What a cluster sends to a job that has to go: Slurm and torchrun SIGTERM, many a batch script SIGUSR1.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # sysexits.h's EX_TEMPFAIL, "try again later": the same command carries on
+
+
+class StoppedError(FailedError):
+    """This process was asked to end, before there was anything to save. What was saved earlier is as it was."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} before there was anything to save")
+
+
+def stop(number: int, frame: object) -> None:
+    """A handler for `handling`: raise `StoppedError`, wherever the main thread is."""
+    raise StoppedError(number)
+
+
+def exit_code(environ: Mapping[str, str] = os.environ) -> int:
+    """That of a run which was asked to stop: `EXIT_CODE`, and 0 under torchrun. That takes any other code for a failure
+    and, while `--max-restarts` allows it, would start again what was asked to stop."""
+    return 0 if "TORCHELASTIC_RUN_ID" in environ else EXIT_CODE
 
 
 @contextmanager

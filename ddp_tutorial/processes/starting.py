@@ -33,7 +33,8 @@ def run(
 
     `device` is "cpu", "cuda" or "auto". `launch_options` are those of `launch`, and of use only where ranks are started
     here: `threads`, `echo`, and so on. Unlike `launch`, there is no time limit unless `timeout` is given, and SIGTERM
-    and SIGUSR1 are passed on to the ranks, so that training may save before it ends.
+    and SIGUSR1 are passed on to the ranks, so that training may save before it ends; ranks that do not handle them, or
+    not yet, end, and `StoppedError` is raised.
 
     Raises `ConfigError` where a setting or the environment cannot be used, also if that is found on a rank. Whatever
     else goes wrong on a rank arrives as it was raised where this process is that rank, and as a `RankError` where the
