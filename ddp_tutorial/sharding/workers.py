@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
@@ -127,7 +127,9 @@ def _leave_it_to_the_rank(number: int, frame: object) -> None:
 def _end_when_told(told: Connection) -> None:
     """Or when the rank is gone. torch's own watch looks only between two batches, and one may take for ever."""
     rank = multiprocessing.parent_process()
-    while not told.poll(WATCH_SECONDS) and rank is not None and os.getppid() == rank.pid:
+    signs: list[Any] = [told, rank.sentinel] if rank is not None else [told]
+    parent = os.getppid()  # the rank, or a server that forks for it
+    while not wait(signs, WATCH_SECONDS) and os.getppid() == parent:
         pass
     time.sleep(END_SECONDS)
     os._exit(0)
