@@ -416,3 +416,13 @@ def test_an_invariant_run_of_the_same_config_is_the_same_run(workdir: object) ->
     first, second = (launch_training(config, threads=1, echo=False) for _ in range(2))
     assert first.weights == second.weights
     assert first.losses == second.losses
+
+
+def test_seeding_for_the_length_of_a_block_leaves_gpus_alone_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the GPUs' generators were seeded"))
+    with seeded_rng(1, 2):
+        first = torch.rand(3)
+    with seeded_rng(1, 2, device=torch.device("cpu")):
+        assert torch.equal(torch.rand(3), first)

@@ -218,6 +218,13 @@ def test_arrow_files_are_read_in_all_four_ways(tmp_path: Any) -> None:
         source.close()
 
 
+class FollowedNoise(IterableDataset[Any]):
+    """Samples that can only be followed, to be augmented."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.zeros(100, 3))
+
+
 class Augmented(Dataset[Any]):
     """Each row draws random numbers, as augmentation does."""
 
@@ -394,21 +401,29 @@ def test_a_resume_at_any_step_gives_the_same_batch_on_every_rank(ranks: list[Any
             assert resumed[k].contents == [content], f"resumed after {k} steps"
 
 
-def train_beside(world: World) -> bool:
-    """Random numbers of the main thread, with and without a source that reads beside it."""
+def drawing(batch: Any) -> Any:
+    """What augments a batch: it takes its time, in which others draw random numbers, too."""
+    time.sleep(0.05)
+    return batch, torch.tensor([[torch.rand(()).item(), random.random(), float(np.random.rand())]] * len(batch))
+
+
+def drawn(world: World, kind: str, workers: int, begin: int = 0) -> tuple[list[Any], list[Any]]:
+    """What the data draw in six steps, and what the training draws beside them: first whole, then resumed."""
+    data: Any = FollowedNoise() if kind == "streamed" else Augmented()
+    config = SourceConfig(kind=kind, workers=workers, prefetch=1)  # type: ignore[arg-type]
+    source = make_source(data, 4, world, config=config, transform=drawing)
     torch.manual_seed(world.rank)
-    wanted = [torch.rand(3).tolist() for _ in range(10)]
-    torch.manual_seed(world.rank)
-    config = SourceConfig(kind="dispatched", prefetch=1)
-    # The thread reads on while the main thread draws.
-    source = make_source(Nested(), 4, world, config=config, transform=lambda batch: time.sleep(0.1) or batch)
-    found = []
-    for _ in range(10):
-        next(source)
-        time.sleep(0.03)
-        found.append(torch.rand(3).tolist())
+    if begin and kind == "streamed":
+        source.load_state_dict({"streams": world.size, "epoch": 0, "places": 4 * begin})
+    elif begin:
+        source.load_state_dict({"cursor": 4 * begin})
+    of_data, of_training = [], [torch.rand(3).tolist() for _ in range(begin)]
+    for _ in range(begin, 6):
+        of_data.append([leaf.tolist() for leaf in tree_leaves(next(source).samples)])
+        time.sleep(0.02)
+        of_training.append(torch.rand(3).tolist())
     source.close()
-    return found == wanted
+    return of_data, of_training
 
 
 def refusals(world: World) -> dict[str, str]:
@@ -452,8 +467,11 @@ def refusals(world: World) -> dict[str, str]:
             source = make_source(rows, 4, world, seed=None, config=SourceConfig(kind=kind), collate_fn=collate_fn)  # type: ignore[arg-type]
             found[f"{name}, {kind}"] = error_of(lambda source=source: next(source))  # type: ignore[misc]
             source.close()
-    found["random numbers of the training"] = str(train_beside(world))
     return found
+
+
+def noise(world: World) -> dict[Any, Any]:
+    return {(kind, *way): drawn(world, kind, *way) for kind in NOISY for way in WAYS}
 
 
 @pytest.fixture(scope="module")
@@ -510,12 +528,6 @@ def test_a_batch_that_is_none_is_told_on_all_ranks_with_its_leaves(
         assert BAD_ROWS[name][2].format(n=n, less=n - 1, first=0 if kind == "dispatched" else number) in told
 
 
-def test_a_thread_that_reads_for_all_leaves_the_random_numbers_of_the_training_alone(
-    refused: list[dict[str, str]],
-) -> None:
-    assert [rank["random numbers of the training"] for rank in refused] == ["True", "True"]
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_workers_of_one_stream_that_pad_to_different_lengths_are_told_what_to_do() -> None:
@@ -526,3 +538,33 @@ def test_workers_of_one_stream_that_pad_to_different_lengths_are_told_what_to_do
     source = make_source(FollowedText(), 4, World(), config=config.model_copy(update={"workers": 1}), collate_fn=pad)
     assert isinstance(next(source).samples, Mapping)
     source.close()
+
+
+# ------------------------------------------------------------------------------------------------- random numbers
+
+NOISY = ["sharded", "dispatched", "streamed"]
+WAYS = [(0, 0), (0, 3), (1, 3)]  # workers, and the step after which it begins
+
+
+@pytest.fixture(scope="module")
+def noises() -> list[dict[Any, Any]]:
+    return launch(noise, 2, device="cpu", threads=1, echo=False, timeout=120)
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_ranks_draw_numbers_of_their_own_the_same_ones_with_workers_and_after_a_resume(
+    kind: str, noises: list[dict[Any, Any]]
+) -> None:
+    for rank in noises:
+        whole = rank[kind, 0, 0][0]
+        assert rank[kind, 0, 3][0] == rank[kind, 1, 3][0] == whole[3:]
+    steps = [str(step) for rank in noises for step in rank[kind, 0, 0][0]]
+    assert len(set(steps)) == 12, "of each step, and of each rank"
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_what_the_training_draws_does_not_depend_on_who_reads_or_when(kind: str, noises: list[dict[Any, Any]]) -> None:
+    for number, rank in enumerate(noises):
+        alone = torch.Generator().manual_seed(number)
+        wanted = [torch.rand(3, generator=alone).tolist() for _ in range(6)]
+        assert [rank[kind, *way][1] == wanted for way in WAYS] == [True] * len(WAYS)

@@ -4,6 +4,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -28,8 +29,9 @@ class DispatchedSource:
     tree of tensors, with a row for each sample; it need not divide by the ranks. A `collate_fn` that pads does so to
     the longest sample of the whole batch. What fails on rank 0 is raised on all ranks, as a `SourceError`.
 
-    Where a dataset or a transform draws random numbers, give the inner source `workers`: a thread has no random numbers
-    of its own, and would draw from those of the training.
+    Where the inner source draws random numbers (its `draws_here`), as a dataset or a transform may that has no
+    `workers`, rank 0 reads in its main thread, and not ahead: threads share their process's random numbers, and would
+    change those of the training.
     """
 
     def __init__(
@@ -50,14 +52,24 @@ class DispatchedSource:
         self._ahead: queue.Queue[tuple[Share, SourceState] | Exception] = queue.Queue(prefetch)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._is_open = False  # do others wait for more? Rank 0 knows
         told = from_rank_zero(world, first)
         assert told is not None  # what rank 0 has told
         self.batch_size: int = told[0]
         self._state: SourceState = told[1]
 
     def __next__(self) -> Share:
+        share, self._state = self._next_here() if getattr(self._inner, "draws_here", False) else self._next_ahead()
+        return replace(share, samples=to_device(share.samples, self.world.device))
+
+    def _next_here(self) -> tuple[Share, SourceState]:
+        self._is_open = True
+        return self._step()
+
+    def _next_ahead(self) -> tuple[Share, SourceState]:
         if self._thread is None:
             self._closing.clear()
+            self._is_open = True
             work = self._serve if self.world.is_main else self._receive
             self._thread = threading.Thread(target=work, name="dispatch", daemon=True)
             self._thread.start()
@@ -65,31 +77,36 @@ class DispatchedSource:
         if isinstance(found, Exception):
             self._thread = None
             raise found
-        share, self._state = found
-        return replace(share, samples=to_device(share.samples, self.world.device))
+        return found
 
     def _serve(self) -> None:
-        assert self._inner is not None
         try:
             while not self._closing.is_set():
-                share, state = next(self._inner), self._inner.state_dict()
-                samples = as_batch(share.samples, share.count)
-                parts = [torch.arange(share.count)[rank :: self.world.size] for rank in range(self.world.size)]
-                for rank in range(1, self.world.size):
-                    self._send((rows_of(samples, parts[rank]), len(parts[rank]), share.world_count, state), rank)
-                mine = Share(rows_of(samples, parts[0]), len(parts[0]), share.world_count)
-                self._put((mine, state))
-            told = None
+                self._put(self._step())
+        except Exception as error:
+            self._put(error)
+
+    def _step(self) -> tuple[Share, SourceState]:
+        """Read a step, send the others their shares, and return rank 0's own. What fails is told to all."""
+        assert self._inner is not None
+        try:
+            share, state = next(self._inner), self._inner.state_dict()
+            samples = as_batch(share.samples, share.count)
+            parts = [torch.arange(share.count)[rank :: self.world.size] for rank in range(self.world.size)]
+            for rank in range(1, self.world.size):
+                self._send((rows_of(samples, parts[rank]), len(parts[rank]), share.world_count, state), rank)
+            return Share(rows_of(samples, parts[0]), len(parts[0]), share.world_count), state
         except Exception as error:
             told = f"rank 0 could not read on: {error}"
-            failed = SourceError(told)
-            failed.__cause__ = error
-        try:
-            for rank in range(1, self.world.size):
+            self._end_others(told)
+            raise SourceError(told) from error
+
+    def _end_others(self, told: str | None = None) -> None:
+        """They receive no more, until the next step."""
+        self._is_open = False
+        for rank in range(1, self.world.size):
+            with suppress(RuntimeError):  # it is gone
                 self._send(told, rank)
-        finally:  # also where a rank is gone
-            if told:
-                self._put(failed)
 
     def _receive(self) -> None:
         try:
@@ -138,6 +155,8 @@ class DispatchedSource:
             self._closing.set()
             self._thread.join()
             self._thread = None
+        if self.world.is_main and self._is_open:
+            self._end_others()
         while not self._ahead.empty():
             self._ahead.get()
         if self._inner:

@@ -1,6 +1,5 @@
 """`ShardedSource`: every rank works out which samples are its own, and reads those. And what all sources share."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -104,6 +103,11 @@ class ShardedSource:
         self._options = worker_options(workers, prefetch, worker_timeout)
         self._batches: Iterator[Tree] | None = None
 
+    @property
+    def draws_here(self) -> bool:
+        """Does reading draw, or seed, random numbers of this process? No other thread may, meanwhile."""
+        return not (self.workers or self._fetch.is_deterministic)
+
     def _plan(self) -> Iterator[tuple[int, Indices]]:
         cursor = self.cursor
         while True:
@@ -195,10 +199,7 @@ class _Fetch(ByValue, Dataset[Tree]):
         cursor, indices = planned
         if not len(indices):  # one sample goes the way of all, and is then left out: what is left has the right form
             return rows_of(self[cursor, np.zeros(1, dtype=np.int64)], slice(0, 0))
-        # Random numbers are those of a process. In a thread of rank 0 that reads while the main thread trains, seeding
-        # would change what the model draws meanwhile.
-        leaves_rng = self.is_deterministic or threading.current_thread() is not threading.main_thread()
-        with nullcontext() if leaves_rng else seeded_rng(*self.entropy, cursor):
+        with nullcontext() if self.is_deterministic else seeded_rng(*self.entropy, cursor):
             samples = self.data.fetch(indices)
             return as_batch(self.transform(samples) if self.transform else samples, len(indices))
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.rng import seed_of
+from ddp_tutorial.rng import seed_of, seeded_rng
 from ddp_tutorial.sharding.samples import CollateFn, Tree, as_batch, collate_rows, rows_of
 from ddp_tutorial.sharding.sharded import ByValue, Share, SourceState, Transform, to_device
 from ddp_tutorial.sharding.workers import (
@@ -47,6 +47,9 @@ class StreamedSource:
     resume, a stream is followed from its beginning to where it was. `workers` share the streams of their rank. What
     `collate_fn` makes of the samples of two workers is concatenated, so with `workers` above 1 it should pad to a fixed
     length.
+
+    The random numbers that `collate_fn` and `transform` draw depend on seed, epoch and place alone: a resumed
+    run draws the same ones. Those that the iterable itself draws do not.
 
     Raises `ConfigError` for fewer streams than ranks, and, at the first step, on all ranks, for data without samples.
     Raises `SourceError`, naming rank, worker and places, for what fails while reading.
@@ -88,6 +91,11 @@ class StreamedSource:
         self._parts: Iterator[_Part] | None = None
         self._empty: Tree | None = None  # a batch without rows, for steps in which this rank has no samples
 
+    @property
+    def draws_here(self) -> bool:
+        """Does reading draw, or seed, random numbers of this process? No other thread may, meanwhile."""
+        return not self.workers
+
     def __next__(self) -> Share:
         while True:
             samples, count = self._next_here()
@@ -108,7 +116,7 @@ class StreamedSource:
     def _next_here(self) -> tuple[Tree, int]:
         """This rank's samples of the next step, in the order of their places."""
         if self._parts is None:
-            entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # of the workers' random numbers
+            entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # of what the iterable draws in workers
             generator = torch.Generator().manual_seed(seed_of(*entropy))
             loader = DataLoader(_Follow(self), batch_size=None, generator=generator, **self._options)
             self._parts = Batches(loader) if self.workers else iter(loader)
@@ -172,7 +180,7 @@ class _Follow(ByValue, IterableDataset[_Part]):
 
     def __init__(self, source: StreamedSource) -> None:
         self.shards, self.streams, self.batch_size = source.shards, source.streams, source.batch_size
-        self.epoch, self.places = source.epoch, source.places
+        self.seed, self.epoch, self.places = source.seed, source.epoch, source.places
         self.rank, self.size = source.world.rank, source.world.size
         self.collate_fn, self.transform = source.collate_fn, source.transform
 
@@ -205,8 +213,9 @@ class _Follow(ByValue, IterableDataset[_Part]):
         if not found:
             return _Part(torch.empty(0, dtype=torch.int64), None)
         places = [place for place, _ in found]
-        samples = collate_rows([row for _, row in found], places, self.collate_fn)
-        samples = self.transform(samples) if self.transform else samples
+        with seeded_rng(self.seed, 2, self.epoch, places[0]):
+            samples = collate_rows([row for _, row in found], places, self.collate_fn)
+            samples = self.transform(samples) if self.transform else samples
         return _Part(torch.tensor(places), as_batch(samples, len(places)))
 
 
