@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ddp_tutorial.processes import console
 from ddp_tutorial.processes.console import (
     KEPT_LINES,
+    LONGEST_LINE,
     Console,
     NotebookConsole,
     RankLog,
@@ -151,6 +152,15 @@ def test_any_pieces_of_text_give_the_same_lines(text, cuts):
     assert fed(split(data, cuts)) == fed([data]) == expected
 
 
+@given(st.text(alphabet=st.sampled_from("abcd\n\r é")), cuts)
+def test_any_pieces_of_text_give_the_same_pieces_of_long_lines(text, cuts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "LONGEST_LINE", 3)
+        data = text.encode()
+        assert fed(split(data, cuts)) == fed([data])
+        assert max(map(len, fed([data])), default=0) <= 3
+
+
 @pytest.mark.parametrize(
     ("data", "lines"),
     [
@@ -199,6 +209,20 @@ def test_a_bar_that_is_redrawn_for_long_costs_little():
     log.feed(b"", final=True)
     assert time.perf_counter() - start < 2.0
     assert list(log.lines) == [f" 19999 {'=' * 80}"]
+
+
+def test_output_without_a_newline_is_shown_in_pieces_and_costs_no_more_for_being_long():
+    """Kept whole, and copied with each piece that comes, 32 MB took ten seconds, and stayed in memory."""
+    pieces = []
+    log = RankLog(0, lambda rank, line: pieces.append(line))
+    start = time.perf_counter()
+    for _ in range(512):
+        log.feed(b"x" * (1 << 16))
+    assert time.perf_counter() - start < 2.0
+    assert sum(map(len, pieces)) > 31 << 20, "shown as it comes"
+    log.feed(b"the end", final=True)
+    assert {len(piece) for piece in pieces[:-1]} == {LONGEST_LINE}
+    assert "".join(pieces) == "x" * (32 << 20) + "the end"
 
 
 # --- consoles ---------------------------------------------------------------------------------------------------

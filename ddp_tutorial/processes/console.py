@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 # Lines of one rank that are kept for the notebook and for error messages; a runaway print must not fill memory.
 KEPT_LINES = 2_000
+# Characters of a line; what has no newline for longer is shown, and kept, as several lines.
+LONGEST_LINE = 1 << 14
 
 
 class RankLog:
@@ -32,20 +34,30 @@ class RankLog:
         if final and rest:
             lines, rest = [*lines, rest], ""
         for line in lines:
-            self.dropped += len(self.lines) == KEPT_LINES
-            shown = _last_state(line)
-            self.lines.append(shown)
-            self._show(self.rank, shown)
+            self._take(_pieces(line))
+        *full, unfinished = _pieces(rest)
+        self._take(full)
         # what a carriage return has overwritten is not needed, except that this might be half of "\r\n"
-        self._partial = _last_state(rest) + ("\r" if rest.endswith("\r") else "")
+        self._partial = unfinished + ("\r" if rest.endswith("\r") else "")
+
+    def _take(self, lines: list[str]) -> None:
+        for line in lines:
+            self.dropped += len(self.lines) == KEPT_LINES
+            self.lines.append(line)
+            self._show(self.rank, line)
 
     def tail(self, count: int = 20) -> str:
         return "\n".join(list(self.lines)[-count:])
 
 
-def _last_state(line: str) -> str:
-    """What a terminal would show at last of a line that was redrawn in place with carriage returns."""
-    return line.removesuffix("\r").rpartition("\r")[2]
+def _pieces(line: str) -> list[str]:
+    """What a terminal would show at last of a line that was redrawn in place with carriage returns, in pieces of
+    `LONGEST_LINE`; before it, the pieces of earlier states that were full, and so shown, before they were redrawn."""
+    pieces: list[str] = []
+    for state in line.removesuffix("\r").split("\r"):
+        pieces = pieces[:-1]  # drawn over
+        pieces += [state[start : start + LONGEST_LINE] for start in range(0, len(state) or 1, LONGEST_LINE)]
+    return pieces
 
 
 class Console:
