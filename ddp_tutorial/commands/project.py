@@ -52,7 +52,8 @@ def stories(count: int, folder: Path, files: int, seed: int) -> None:
 def bench(name: str, as_json: bool, repeats: int, kills: int) -> None:
     """Measure a claim: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, or chaos.
 
-    chaos kills ranks of small runs at random, and checks that each resumed run ends with the same bits.
+    chaos kills ranks of small runs and fails their disks, at every named point of saving and resuming, and checks that
+    no checkpoint is lost and each resumed run ends with the same bits.
     """
     from ddp_tutorial.benches import as_text, run_bench
 
@@ -60,7 +61,9 @@ def bench(name: str, as_json: bool, repeats: int, kills: int) -> None:
         from ddp_tutorial.benches.chaos import measure_chaos
 
         found = measure_chaos(kills, tell=lambda line: click.echo(line, err=True))
-        click.echo(json.dumps(found, indent=2) if as_json else f"bit_equal = {found['bit_equal']}")
-        sys.exit(not found["bit_equal"])
+        click.echo(
+            json.dumps(found, indent=2) if as_json else f"bit_equal = {found['bit_equal']}, lost = {found['lost']}"
+        )
+        sys.exit(not found["bit_equal"] or found["lost"] > 0)
     result = run_bench(name, repeats)
     click.echo(json.dumps(result, indent=2) if as_json else as_text(result))
