@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import random
+import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -242,6 +243,27 @@ def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
     assert verify(tmp_path / name_of(1)) == []
     checkpointer.save(2)
     assert [path.name for path in folders(tmp_path)] == [name_of(1), name_of(2)]
+
+
+@pytest.mark.parametrize("kilobytes", [1, 30, 60])
+def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_the_earlier_checkpoints_and_nothing_else(
+    kilobytes: int, tmp_path: Path
+) -> None:
+    """A limit on the size of files stands for it: a write fails for real, after some have succeeded."""
+    checkpointer = Checkpointer(tmp_path, components(), World())
+    checkpointer.save(1)
+    sizes = sorted(path.stat().st_size for path in (tmp_path / name_of(1)).glob("[mo]*[st]"))
+    assert sizes[0] > 30_000, sizes
+    assert sizes[-1] > 60_000, sizes
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000 * kilobytes, hard))
+    try:
+        with pytest.raises(CheckpointError):
+            checkpointer.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(1)]
+    assert verify(tmp_path / name_of(1)) == []
 
 
 def test_when_the_new_name_may_not_have_reached_the_disk_the_save_has_failed_and_nothing_is_removed(

@@ -39,7 +39,7 @@ class Retention:
         """Remove what need not be kept, now that `written` is there: in a thread, as verifying and deleting take a
         while. An error is logged; the next call tries again."""
         self.close()
-        self._thread = threading.Thread(target=self._apply, args=(written,), name="remove checkpoints", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(written,), name="remove checkpoints", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -47,6 +47,12 @@ class Retention:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _run(self, written: Path) -> None:
+        try:
+            self._apply(written)
+        except OSError as error:
+            LOG.warning("%s cannot be looked through for old checkpoints: %s", self.folder, error)
 
     def _apply(self, written: Path) -> None:
         there = folders(self.folder)
