@@ -2,14 +2,25 @@
 
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 
 def cores() -> int:
     """The cores that this process may use, which in a container can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory() -> int:
+    """The bytes of main memory that this machine has, or that a container may use of them."""
+    there = psutil.virtual_memory().total
+    try:
+        return min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such file, or it says "max"
+        return there
 
 
 def describe_environment() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A dry run says what a run would do; and the run does that."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,14 @@ import torch
 
 from ddp_tutorial.accumulation.memory import bytes_kept
 from ddp_tutorial.config import ConfigError, check, flat, layers, load, merged
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, loss_sum
 from ddp_tutorial.training.optimization import make_optimizer
-from ddp_tutorial.training.plan import as_text, memory, plan, settings
-from ddp_tutorial.training.tasks import launch_training
+from ddp_tutorial.training.plan import as_text, memory, plan, readable, settings
+from ddp_tutorial.training.tasks import launch_training, train
+from ddp_tutorial.world import World
+from ranks import error_of
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -98,6 +102,51 @@ def test_a_device_that_is_not_there_is_refused_by_the_plan_already() -> None:
         pytest.skip("this machine has the GPUs")
     with pytest.raises(ConfigError, match="needs one GPU for each of the 4 ranks on this machine"):
         planned("4gpu")
+
+
+REFUSED = [
+    ("batch_size=2",),
+    ("source.kind=streamed", "source.streams=2"),
+    ("strategy=invariant",),
+    ("corpus=stories:2", "batch_size=1000"),
+    ("corpus=json:gone",),
+    ("resume=runs/gone",),
+]
+
+
+def refusals(world: World) -> list[str]:
+    configs = [load("tiny", TaskConfig, ["nprocs=3", "device=cpu", *each]) for each in REFUSED]
+    return [error_of(lambda config=config: train(world, config)) for config in configs]  # type: ignore[misc]
+
+
+def test_what_the_run_would_refuse_the_plan_refuses_in_the_same_words() -> None:
+    planning = [error_of(lambda each=each: planned("tiny", "nprocs=3", "device=cpu", *each)) for each in REFUSED]
+    assert all(told.startswith("ConfigError: ") for told in planning)
+    assert not list(Path().iterdir())
+    assert launch(refusals, 3, device="cpu", echo=False)[0] == planning
+
+
+def test_a_model_that_this_machine_has_no_memory_for_is_warned_of_in_units_for_people() -> None:
+    found = planned("tiny", "model.width=10000000", "device=cpu")
+    warning = as_text(found).splitlines()[-1]
+    assert warning.startswith(f"warning  this machine has {readable(found['memory_here']['there'])}, and its 2 ranks ")
+    assert re.search(r"would need about [\d.,]+ PB: use a smaller model", warning)
+    assert "warning" not in as_text(planned("tiny", "device=cpu"))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (19_400_000, "19.4 MB"),
+        (999_960, "1.0 MB"),
+        (2.5e18, "2,500.0 PB"),
+    ],
+)
+def test_bytes_read_well(nbytes: float, text: str) -> None:
+    assert readable(nbytes) == text
 
 
 def test_a_dry_run_writes_nothing_and_reads_well() -> None:

@@ -52,13 +52,7 @@ class InvariantStrategy:
         precision: Precision | None = None,
     ) -> None:
         require_group(world)
-        if micro_batches < 1 or micro_batches & (micro_batches - 1):
-            raise ConfigError(f"micro_batches={micro_batches}: should be a power of two, such as 4")
-        if micro_batches % world.size:
-            raise ConfigError(
-                f"{micro_batches} micro-batches cannot be shared out evenly to {world.size} ranks. Use 1, 2, 4 ... of "
-                "up to as many ranks."
-            )
+        require_even_shares(micro_batches, world.size)
         if any(True for _ in model.buffers()):
             names = ", ".join(repr(name) for name, _ in model.named_buffers())
             raise ConfigError(f"the model has buffers, which each rank would change by itself: {names}")
@@ -158,3 +152,14 @@ def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
             work.wait()
         vector += theirs
     return vector
+
+
+def require_even_shares(micro_batches: int, ranks: int) -> None:
+    """Raise `ConfigError` where sums over micro-batches could not be added up alike on every number of ranks."""
+    if micro_batches < 1 or micro_batches & (micro_batches - 1):
+        raise ConfigError(f"micro_batches={micro_batches}: should be a power of two, such as 4")
+    if micro_batches % ranks:
+        raise ConfigError(
+            f"{micro_batches} micro-batches cannot be shared out evenly to {ranks} ranks. Use 1, 2, 4 ... of up to as "
+            "many ranks."
+        )

@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from ddp_tutorial.accumulation.invariant import InvariantStrategy
+from ddp_tutorial.accumulation.invariant import InvariantStrategy, require_even_shares
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
 from ddp_tutorial.accumulation.precision import Precision
@@ -99,5 +99,9 @@ def make_strategy(
 
 
 def micro_batches_per_rank(kind: Kind, world_size: int, *, accumulation: int, micro_batches: int) -> int:
-    """How many micro-batches of a step each rank computes, known without a model."""
-    return max(1, micro_batches // world_size) if kind == "invariant" else accumulation
+    """How many micro-batches of a step each rank computes, known without a model. Raises `ConfigError` where they
+    cannot be shared out."""
+    if kind != "invariant":
+        return accumulation
+    require_even_shares(micro_batches, world_size)
+    return micro_batches // world_size

@@ -51,7 +51,7 @@ def load_corpus(name: str) -> Corpus:
         return Corpus(name, *_split(name, _READERS[kind](argument)))
     if kind not in _DATASETS:
         raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted([*_READERS, *_DATASETS]))}")
-    folder = CACHE / f"corpus-{hashlib.blake2b(_identity(kind, argument).encode(), digest_size=8).hexdigest()}"
+    folder = _cache_of(kind, argument)
 
     def fill(unfinished: Path) -> None:
         train, valid = _split(name, list(_read_dataset(kind, argument)))
@@ -61,6 +61,16 @@ def load_corpus(name: str) -> Corpus:
     made_once(folder, fill)
     parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))
     return Corpus(name, *map(torch.from_numpy, parts))
+
+
+def is_at_hand(name: str) -> bool:
+    """Can the corpus be read without writing a cache first? Raises `ConfigError` for files that are not there."""
+    kind, _, argument = name.partition(":")
+    return kind not in _DATASETS or _cache_of(kind, argument).exists()
+
+
+def _cache_of(kind: str, argument: str) -> Path:
+    return CACHE / f"corpus-{hashlib.blake2b(_identity(kind, argument).encode(), digest_size=8).hexdigest()}"
 
 
 def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -383,7 +383,10 @@ def _fixed(array: np.ndarray[Any, Any]) -> Any:
     return flat
 
 
-def as_shards(blocks: TokenBlocks, cache: Path, files: int = 4) -> list[Path]:
+SHARDS = 4  # files, unless another number is asked for
+
+
+def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Path]:
     """The samples of a corpus as `files` Arrow files, made once.
 
     They lie in a folder of `cache` that is named after a digest of the tokens, the context and the number of files.

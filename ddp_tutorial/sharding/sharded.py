@@ -216,6 +216,17 @@ def require_samples_for_all(sharding: Sharding, world: World) -> None:
             )
 
 
+def require_streams_for_all(streams: int, batch_size: int, world: World) -> None:
+    """Raise `ConfigError` if some rank would follow no stream, or some stream has no place in a batch."""
+    if streams < world.size:
+        raise ConfigError(f"{streams} streams are too few for {world.size} ranks, which follow one or more each")
+    if batch_size < streams:
+        raise ConfigError(
+            f"a batch of {batch_size} has no place for one sample of each of {streams} streams. Use a larger "
+            "batch_size, or fewer streams."
+        )
+
+
 def to_device(samples: Tree, device: torch.device) -> Tree:
     """A batch on this rank's device. On the CPU nothing is copied; to a GPU the copy, from pinned memory, runs beside
     the computation."""

@@ -27,6 +27,7 @@ from ddp_tutorial.sharding.corpus import CACHE
 from ddp_tutorial.sharding.dispatched import DispatchedSource
 from ddp_tutorial.sharding.order import Order, Remainder, Sharding
 from ddp_tutorial.sharding.samples import (
+    SHARDS,
     ArrowShards,
     CollateFn,
     Data,
@@ -38,7 +39,13 @@ from ddp_tutorial.sharding.samples import (
     name_of,
     require_dataset,
 )
-from ddp_tutorial.sharding.sharded import ShardedSource, Source, Transform, require_samples_for_all
+from ddp_tutorial.sharding.sharded import (
+    ShardedSource,
+    Source,
+    Transform,
+    require_samples_for_all,
+    require_streams_for_all,
+)
 from ddp_tutorial.world import World
 
 
@@ -94,13 +101,26 @@ def make_source(
         samples = ArrowShards(paths)
     if config.kind == "streamed":
         return _streamed(samples, batch_size, world, seed, config, None, ahead)
-    order = Order(len(samples), seed, config.window if config.kind == "fast_stream" else None)
-    sharding = Sharding(order, batch_size, config.remainder, world.size)
+    sharding = _sharding(len(samples), batch_size, world, seed, config)
     if config.kind == "dispatched":
         require_samples_for_all(sharding, world)
         inner = partial(ShardedSource, samples, sharding, ALONE, **ahead)
         return DispatchedSource(inner, world, prefetch=config.prefetch)
     return ShardedSource(samples, sharding, world, **ahead)
+
+
+def _sharding(samples: int, batch_size: int, world: World, seed: int | None, config: SourceConfig) -> Sharding:
+    order = Order(samples, seed, config.window if config.kind == "fast_stream" else None)
+    return Sharding(order, batch_size, config.remainder, world.size)
+
+
+def check_source(blocks: TokenBlocks, batch_size: int, world: World, config: SourceConfig) -> None:
+    """Raise `ConfigError` where `make_source` would on the ranks of `world`, without them, and without writing."""
+    _require_kind(config, blocks)
+    if config.kind == "streamed":
+        require_streams_for_all(config.streams or max(world.size, min(SHARDS, len(blocks))), batch_size, world)
+    else:
+        require_samples_for_all(_sharding(len(blocks), batch_size, world, None, config), world)
 
 
 def _streamed(

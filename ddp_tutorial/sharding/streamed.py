@@ -18,7 +18,7 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seed_of, seeded_rng
 from ddp_tutorial.sharding.samples import CollateFn, Tree, as_batch, collate_rows, rows_of
-from ddp_tutorial.sharding.sharded import ByValue, Share, SourceState, Transform, to_device
+from ddp_tutorial.sharding.sharded import ByValue, Share, SourceState, Transform, require_streams_for_all, to_device
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
     Batches,
@@ -73,15 +73,7 @@ class StreamedSource:
         require_group(world)
         self.shards: _Shards = _as_shards(dataset, seed, shuffle_buffer)
         self.streams = streams or max(world.size, self.shards.count)
-        if self.streams < world.size:
-            raise ConfigError(
-                f"{self.streams} streams are too few for {world.size} ranks, which follow one or more each"
-            )
-        if batch_size < self.streams:
-            raise ConfigError(
-                f"a batch of {batch_size} has no place for one sample of each of {self.streams} streams. Use a larger "
-                "batch_size, or fewer streams."
-            )
+        require_streams_for_all(self.streams, batch_size, world)
         self.batch_size, self.world, self.workers, self.worker_timeout = batch_size, world, workers, worker_timeout
         self.seed = seed or 0
         self.collate_fn, self.transform = collate_fn, transform

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ddp_tutorial import environment
 from ddp_tutorial.accumulation.memory import bytes_kept
 from ddp_tutorial.accumulation.strategies import micro_batches_per_rank
 from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.training.config import TaskConfig
-from ddp_tutorial.training.tasks import task_of
+from ddp_tutorial.training.tasks import check_start, task_of
 from ddp_tutorial.world import World, choose_device, joins_others
 
 DEFAULT = "default"
@@ -22,17 +23,20 @@ DEFAULT = "default"
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Settings with where each came from, the world, the batch, what there is to do, memory, and the folder.
 
-    `layers` are those that `config` was made from. Raises `ConfigError` where the world or the device is not to be had.
+    `layers` are those that `config` was made from. Raises `ConfigError` where the world or the device is not to be had,
+    and what else training would refuse at its start (see `tasks.check_start`).
     """
     if joins := joins_others(environ):
         world = World.detect(environ, device=config.device)
-        size, device = world.size, world.device.type
+        size, here, device = world.size, world.local_size, world.device.type
     else:
-        size, device = config.nprocs, choose_device(config.device, local_size=config.nprocs).type
+        size, here, device = config.nprocs, config.nprocs, choose_device(config.device, local_size=config.nprocs).type
     parts = micro_batches_per_rank(
         config.strategy, size, accumulation=config.accumulation, micro_batches=config.micro_batches
     )
+    check_start(config, size)
     samples = math.ceil(config.batch_size / size / parts)
+    needed = memory(config, samples)
     task = task_of(config)
     units = config.batch_size * task.units_per_sample(config)
     return {
@@ -56,7 +60,8 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
             "evaluations": math.ceil(config.steps / config.eval_every),
             "checkpoints": math.ceil(config.steps / config.checkpoint.every) if config.checkpoint.every else 0,
         },
-        "memory_per_rank": memory(config, samples),
+        "memory_per_rank": needed,
+        "memory_here": {"ranks": here, "needed": here * needed["total"], "there": memory_of(device, here)},
         "directory": str(RUNS / (config.name or f"(time)-{config.label}-{size}x")),
     }
 
@@ -95,6 +100,22 @@ def memory(config: TaskConfig, samples: int) -> dict[str, int]:
     }
 
 
+def memory_of(device: str, ranks: int) -> int:
+    """Bytes that so many ranks of this machine have in all: its main memory, or that of a GPU for each."""
+    if device == "cuda":
+        return sum(torch.cuda.get_device_properties(number).total_memory for number in range(ranks))
+    return environment.memory()
+
+
+def readable(nbytes: float) -> str:
+    """Bytes for people: "19.4 MB", "1.2 GB"."""
+    units = iter(("B", "kB", "MB", "GB", "TB", "PB"))
+    unit = next(units)
+    while nbytes >= 999.95 and unit != "PB":
+        nbytes, unit = nbytes / 1000, next(units)
+    return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+
+
 def as_text(found: Mapping[str, Any]) -> str:
     """A plan for people."""
     settings = found["settings"]
@@ -106,15 +127,21 @@ def as_text(found: Mapping[str, Any]) -> str:
     ranks = "1 rank" if world["ranks"] == 1 else f"{world['ranks']} ranks"
     parts, samples = batch["micro_batches_per_rank"], batch["samples_per_micro_batch"]
     micro = f"{samples} samples" if parts == 1 else f"{parts} micro-batches of {samples} samples"
-    megabytes = {name: f"{memory[name] / 1e6:,.1f}" for name in memory}
+    here = found["memory_here"]
     lines += [
         "",
         f"world    {ranks} on {world['device']}, {world['backend']}, started by {world['started_by']}",
         f"batch    {batch['samples']} samples, {batch[unit]:,} {unit}; on each rank {micro}",
         f"work     {work['steps']:,} steps, {work[unit]:,} {unit}, {work['evaluations']} evaluations, "
         f"{work['checkpoints']} checkpoints",
-        f"memory   about {megabytes['total']} MB for each rank: {memory['parameters']:,} parameters, "
-        f"{megabytes['activations']} MB of activations",
+        f"memory   about {readable(memory['total'])} for each rank: {memory['parameters']:,} parameters, "
+        f"{readable(memory['activations'])} of activations; this machine has {readable(here['there'])}",
         f"writes   {found['directory']}/ (nothing now: this is a dry run)",
     ]
+    if here["needed"] > here["there"]:
+        who = "its rank" if here["ranks"] == 1 else f"its {here['ranks']} ranks"
+        lines.append(
+            f"warning  this machine has {readable(here['there'])}, and {who} would need about "
+            f"{readable(here['needed'])}: use a smaller model or batch_size, more accumulation, or model.recompute=true"
+        )
     return "\n".join(lines)

@@ -15,14 +15,16 @@ import torch
 from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss
+from ddp_tutorial.checkpoint.resuming import find_start
 from ddp_tutorial.collectives import rank_zero_first
 from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.files import RUNS
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.signals import SIGNALS
-from ddp_tutorial.sharding.corpus import load_corpus
+from ddp_tutorial.sharding.corpus import is_at_hand, load_corpus
 from ddp_tutorial.sharding.samples import Data, TokenBlocks
 from ddp_tutorial.sharding.sharded import Source
-from ddp_tutorial.sharding.sources import make_source
+from ddp_tutorial.sharding.sources import check_source, make_source
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.trainer import Trainer, TrainResult
@@ -90,6 +92,17 @@ def source_of(config: TaskConfig, world: World) -> Source:
     """The source that `config` describes. Collective."""
     train, _ = samples_of(config, world)
     return make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
+
+
+def check_start(config: TaskConfig, ranks: int) -> None:
+    """Raise an error where `train` would on so many ranks, as far as can be known without them, and without writing: a
+    corpus that is first to be downloaded or converted is not looked at."""
+    if is_at_hand(config.corpus):
+        train, _ = samples_of(config, World())
+        if isinstance(train, TokenBlocks):
+            check_source(train, config.batch_size, World(0, ranks, 0, ranks), config.source)
+    settings = config.model_dump(mode="json")
+    find_start(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
 
 
 def model_of(config: TaskConfig) -> nn.Module:
