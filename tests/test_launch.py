@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -750,3 +751,27 @@ def test_arguments_that_cannot_be_used_are_refused_with_what_to_type(monkeypatch
     fn, nprocs = call.__dict__.pop("fn"), call.__dict__.pop("nprocs")
     with pytest.raises(error, match=advice):
         launch(fn, nprocs, **vars(call))
+
+
+@pytest.mark.parametrize("pipes", [5, 100])
+def test_a_launch_that_cannot_start_leaves_no_descriptor_open(pipes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because there are no more pipes, or else no more processes."""
+    left, pipe = [0], os.pipe
+
+    def scarce() -> tuple[int, int]:
+        left[0] -= 1
+        return pipe() if left[0] >= 0 else no_more()
+
+    def no_more(*_: object, **__: object) -> Any:
+        raise OSError("there are no more")
+
+    monkeypatch.setattr(os, "pipe", scarce)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", no_more)
+    counts = []
+    for _ in range(3):
+        left[0] = pipes
+        with pytest.raises(OSError, match="no more"):
+            launch(print, 4, device="cpu", echo=False)
+        gc.collect()
+        counts.append(psutil.Process().num_fds())
+    assert counts[0] == counts[2]

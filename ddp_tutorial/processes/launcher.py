@@ -196,6 +196,8 @@ class _Ranks:
         self.console = console
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
+        self.store: dist.TCPStore | None = None
+        self.reading = ExitStack()  # our ends of the ranks' pipes
         self.mark = secrets.token_hex(8)
         # The ranks hold the other end; when this one is closed, they report where they stand.
         self.lifeline: int | None = None
@@ -208,10 +210,9 @@ class _Ranks:
         self.store = store = _loopback_store(self.nprocs)  # it has to live as long as the ranks
         environ = {**_rank_environment(self.nprocs, threads, store.port if store else 0), _MARK: self.mark}
         with ExitStack() as parents_copies, _interrupts_held(), _main_module_hidden(), _environment(environ):
-            outputs, messages = ([os.pipe() for _ in range(self.nprocs)] for _ in range(2))
+            outputs, messages = ([self._pipe(parents_copies) for _ in range(self.nprocs)] for _ in range(2))
             lifeline, self.lifeline = os.pipe()
-            for fd in (lifeline, *(write for _, write in outputs + messages)):
-                parents_copies.callback(os.close, fd)
+            parents_copies.callback(os.close, lifeline)
             call_file = parents_copies.enter_context(TemporaryFile())  # nameless: it vanishes with its last user
             call_file.write(call)
             call_file.flush()
@@ -233,6 +234,13 @@ class _Ranks:
                 self._listen(_Rank(rank, process, outputs[rank][0], messages[rank][0], log))
         if self.signalled:  # meanwhile
             self.pass_on(self.signalled, None)
+
+    def _pipe(self, parents_copies: ExitStack) -> tuple[int, int]:
+        """Its end for reading, open until all is over, and for writing, which ranks inherit."""
+        read, write = os.pipe()
+        self.reading.callback(os.close, read)
+        parents_copies.callback(os.close, write)
+        return read, write
 
     def _listen(self, rank: _Rank) -> None:
         self.ranks.append(rank)
@@ -293,9 +301,9 @@ class _Ranks:
             _end([rank.process for rank in self.ranks], self.mark)
             for rank in self.ranks:
                 self._reap(rank)
-                os.close(rank.output)
-                os.close(rank.messages)
             self.selector.close()
+            self.reading.close()
+            self.store = None
             self._let_go_of_lifeline()
             self.console.close([rank.log for rank in self.ranks])
 
