@@ -516,3 +516,13 @@ def test_which_variant_carries_which_hook() -> None:
     assert isinstance(model, BucketDDP)
     assert isinstance(model.hook, Plain)
     assert isinstance(data_parallel(net(), World(), DDPConfig(variant="torch", hook="bf16")), TorchDDP)
+
+
+def test_what_powersgd_has_yet_to_send_survives_a_change_of_its_rank() -> None:
+    hook, link = PowerSGD(DirectLink(World()), 1, rank=2), DirectLink(World())
+    hook.errors, hook.qs = {"weight": torch.ones(3, 4)}, {"weight": torch.ones(4, 2)}
+    same, other = PowerSGD(link, 1, rank=2), PowerSGD(link, 1, rank=1)
+    for each in (same, other):
+        each.load_state_dict(hook.state_dict())
+        assert torch.equal(each.errors["weight"], torch.ones(3, 4))
+    assert (list(same.qs), list(other.qs)) == (["weight"], [])
