@@ -19,7 +19,7 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.samples import ArrowShards, TokenBlocks, write_arrow
 from ddp_tutorial.sharding.sources import make_source
-from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
+from ddp_tutorial.training.config import CheckpointConfig, ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World
@@ -38,6 +38,9 @@ TASK = TaskConfig.model_validate(
         "eval_samples": 2,
     }
 )
+
+
+SAVING = TASK.model_copy(update={"corpus": "stories:40", "checkpoint": CheckpointConfig(every=1)})
 
 
 def components(world: World) -> dict[str, Component]:
@@ -69,6 +72,7 @@ def on_nodes(world: World) -> dict[str, Any]:
     told |= {f"data: {name}": error_of(lambda make=make: make(world)) for name, make in SOURCES.items()}  # type: ignore[misc]
     told["held out"] = error_of(lambda: held_out(world))
     told["task"] = error_of(lambda: train(world, TASK))
+    told["checkpoints"] = error_of(lambda: train(world, SAVING))
     told["runs"] = Path("runs").exists()
     return told
 
@@ -146,6 +150,14 @@ def test_ranks_that_hold_out_other_data_are_told_before_there_is_a_folder(told: 
     for each in told:
         assert each["held out"].startswith("ConfigError: rank 1 has other held-out samples than rank 0")
         assert each["task"].startswith("ConfigError: rank 1 has other samples to learn from than rank 0")
+        assert not each["runs"]
+
+
+def test_a_run_that_is_to_save_is_refused_before_its_first_step_and_leaves_nothing(told: Any) -> None:
+    for each in told:
+        assert each["checkpoints"].startswith(
+            "ConfigError: rank 1 does not see runs/mine, where checkpoints are to be "
+        )
         assert not each["runs"]
 
 

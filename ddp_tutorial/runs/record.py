@@ -8,13 +8,16 @@ with record.alone():     # locked; now look whether the run can go on, and refus
         record.write_result({...})
 """
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_tutorial.collectives import from_rank_zero
+from ddp_tutorial.checkpoint.manifest import SHARE
+from ddp_tutorial.collectives import all_gather, from_rank_zero
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS, FolderInUseError, locked, new_directory, write_json
 from ddp_tutorial.phases import Stopwatch, observe
@@ -25,14 +28,19 @@ from ddp_tutorial.runs.usage import Usage
 from ddp_tutorial.world import World
 
 
-def open_folder(world: World, name: str, label: str, config: Mapping[str, Any], *, again: bool) -> RunFolder:
+def open_folder(
+    world: World, name: str, label: str, config: Mapping[str, Any], *, again: bool, shared: bool = False
+) -> RunFolder:
     """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide. Collective.
 
     It is called `name`, or by the time and `label`. With `again` it is the folder of that name, whoever made it; else a
-    name that is taken gets a number.
+    name that is taken gets a number. Where it has to be `shared`, as checkpoints do, and some rank does not see it,
+    raises `ConfigError` on all ranks, and there is no new folder.
     """
     run: Path | None = None
+    is_new = False
     if world.is_main:
+        is_new = not again or not (RUNS / name).exists()
         if again:
             run = RUNS / name
             run.mkdir(parents=True, exist_ok=True)
@@ -41,7 +49,18 @@ def open_folder(world: World, name: str, label: str, config: Mapping[str, Any], 
         if not RunFolder(run).exists():  # else it may be that of a run which is going on
             write_json(RunFolder(run).config, config)
     made: Path = from_rank_zero(world, run)  # type: ignore[assignment]
-    return RunFolder(made)
+    folder = RunFolder(made)
+    others = [str(rank) for rank, sees in enumerate(all_gather(world, folder.exists())) if not sees]
+    if shared and others:
+        if is_new:
+            shutil.rmtree(made)
+            with suppress(OSError):  # others are in it
+                RUNS.rmdir()
+        raise ConfigError(
+            f"rank {', '.join(others)} does not see {made}, where checkpoints are to be saved: these ranks share no "
+            f"folder. {SHARE} To save none, use checkpoint.every=0."
+        )
+    return folder
 
 
 class RunRecord:

@@ -96,7 +96,14 @@ class Trainer:
         self.settings = config.model_dump(mode="json")
         # Before there is a folder; of a run that goes on in its own, when that is locked.
         self.start = Start() if config.resume == "auto" else self.look()
-        self.run = open_folder(world, config.name, config.label, self.settings, again=config.resume == "auto")
+        self.run = open_folder(
+            world,
+            config.name,
+            config.label,
+            self.settings,
+            again=config.resume == "auto",
+            shared=bool(config.checkpoint.every),
+        )
         self.record = RunRecord(
             world, self.run, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
         )
