@@ -75,7 +75,7 @@ def from_rank_zero(world: World, thing: Thing) -> Thing:
     if world.size == 1:
         return thing
     box = [thing]
-    dist.broadcast_object_list(box, src=0, device=world.device if world.device.type == "cuda" else None)
+    dist.broadcast_object_list(box, src=0, device=world.device if world.backend == "nccl" else None)
     return box[0]
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -26,8 +26,9 @@ class World:
     """The ranks that train together, seen by one of them.
 
     `rank` counts from 0 over all machines, `local_rank` over this machine. `backend` is the library that
-    carries the collectives: NCCL between GPUs, gloo between CPUs. `init_method` tells torch where the ranks
-    meet.
+    carries the collectives: by default NCCL between GPUs, gloo between CPUs; gloo also carries what is on GPUs, slowly,
+    and lets ranks share one. `init_method` tells torch where the ranks meet, and `timeout` is how long a rank waits
+    in a collective for the others.
     """
 
     rank: int = 0
@@ -36,16 +37,15 @@ class World:
     local_size: int = 1
     device: torch.device = torch.device("cpu")
     init_method: str = "env://"
+    backend: str = "auto"
+    timeout: timedelta = COLLECTIVE_TIMEOUT
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"rank {self.rank} is not one of 0 to {self.size - 1} (world size {self.size})")
         if not 0 <= self.local_rank < self.local_size:
             raise ConfigError(f"local rank {self.local_rank} is not one of 0 to {self.local_size - 1}")
-
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
+        object.__setattr__(self, "backend", choose_backend(self.backend, self.device))
 
     @property
     def is_main(self) -> bool:
@@ -53,17 +53,28 @@ class World:
         return self.rank == 0
 
     @staticmethod
-    def detect(environ: Mapping[str, str] = os.environ, device: str = "auto", gpus: int | None = None) -> "World":
+    def detect(
+        environ: Mapping[str, str] = os.environ,
+        device: str = "auto",
+        gpus: int | None = None,
+        *,
+        backend: str = "auto",
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
+    ) -> "World":
         """The world that the environment variables describe.
 
-        `device` is "auto", "cpu" or "cuda"; `gpus` is the number of GPUs on this machine, counted if not given.
-        Raises `ConfigError` where the variables contradict one another or a GPU is asked for that is not there.
+        `device` is "auto", "cpu" or "cuda", `backend` "auto", "gloo" or "nccl"; `gpus` is the number of GPUs that this
+        process sees, counted if not given. Raises `ConfigError` where the variables contradict one another, a GPU is
+        asked for that is not there, or device and backend do not go together.
         """
-        numbers = _torchrun(environ) or _slurm(environ) or {}
+        torchrun = _torchrun(environ)
+        numbers = torchrun or _slurm(environ) or {}
         world = World(**numbers)
-        if environ.get("SLURM_GPUS_PER_TASK") == "1":  # each rank sees its own GPU only, as number 0
-            return World(**numbers, device=choose_device(device, 0, 1, gpus))
-        return World(**numbers, device=choose_device(device, world.local_rank, world.local_size, gpus))
+        if device != "cpu" and gpus is None:
+            gpus = torch.cuda.device_count()
+        dealt = not torchrun and _gpus_are_dealt_out(environ, gpus or 0, world.local_size)
+        chosen = choose_device(device, world.local_rank, world.local_size, gpus, backend, dealt_out=dealt)
+        return replace(world, device=chosen, backend=backend, timeout=timeout)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self.device}, {self.backend}"
@@ -74,25 +85,50 @@ def joins_others(environ: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in environ or World.detect(environ, device="cpu").size > 1
 
 
-def choose_device(device: str, local_rank: int = 0, local_size: int = 1, gpus: int | None = None) -> torch.device:
-    """The device of one rank: a GPU of its own where there is one for each rank of the machine, else the CPU."""
+def choose_device(
+    device: str,
+    local_rank: int = 0,
+    local_size: int = 1,
+    gpus: int | None = None,
+    backend: str = "auto",
+    *,
+    dealt_out: bool = False,
+) -> torch.device:
+    """The device of one rank: a GPU of its own where there is one for each rank of the machine, else the CPU.
+
+    `gpus` is how many this process sees. They are its own where they are `dealt_out`; else they are those of all ranks
+    of the machine, who share them if there are too few, the device is "cuda" and the backend "gloo".
+    """
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(f"device={device!r} is not known. Use 'auto', 'cpu' or 'cuda'.")
     if device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    if gpus >= local_size:
-        return torch.device("cuda", local_rank)
+    may_share = dealt_out or (device == "cuda" and backend == "gloo")
+    if gpus >= local_size or (gpus and may_share):
+        return torch.device("cuda", local_rank % gpus)
     if device == "cuda":
+        sharing = ", or backend='gloo', with which ranks may share one" if gpus else ""
         raise ConfigError(
             f"device='cuda' needs one GPU for each of the {local_size} ranks on this machine, found {gpus}. "
-            "Use device='cpu', or as many ranks as there are GPUs."
+            f"Use device='cpu', or as many ranks as there are GPUs{sharing}."
         )
     return torch.device("cpu")
 
 
+def choose_backend(backend: str, device: torch.device) -> str:
+    """The library that carries collectives between ranks on such devices. Raises `ConfigError` for NCCL on CPUs."""
+    if backend not in {"auto", "gloo", "nccl"}:
+        raise ConfigError(f"backend={backend!r} is not known. Use 'auto', 'gloo' or 'nccl'.")
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError("backend='nccl' connects GPUs, and these ranks are on CPUs. Use backend='gloo' or 'auto'.")
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    return backend
+
+
 @contextmanager
-def process_group(world: World, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[World]:
+def process_group(world: World) -> Iterator[World]:
     """The process group of `world`, for the length of the block. One process needs none and gets none.
 
     The first `import torch._dynamo` of a process (DistributedDataParallel does it) takes hold of the group that is
@@ -110,12 +146,25 @@ def process_group(world: World, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iter
         init_method=world.init_method,
         rank=world.rank,
         world_size=world.size,
-        timeout=timeout,
-        device_id=world.device if world.device.type == "cuda" else None,
+        timeout=world.timeout,
+        device_id=world.device if world.backend == "nccl" else None,
     )
     try:
         yield world
-    finally:
+    except BaseException:
+        abandon_group(world)
+        raise
+    dist.destroy_process_group()
+
+
+def abandon_group(world: World) -> None:
+    """Leave the process group without waiting for the others: those that wait for this rank hear that it is gone.
+
+    NCCL's work cannot end where a rank has failed, and to destroy the group would wait for it.
+    """
+    if world.backend == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()
 
 
@@ -172,8 +221,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
         raise ConfigError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
     address = environ.get("MASTER_ADDR", first_host(nodes))
-    # All ranks must find the same port without talking: derive it from the job, below the system's own range.
-    port = environ.get("MASTER_PORT", str(20_000 + _number(environ, "SLURM_JOB_ID", default=0) % 12_000))
+    port = environ.get("MASTER_PORT", str(_slurm_port(environ)))
     return {
         "rank": _number(environ, "SLURM_PROCID"),
         "size": size,
@@ -183,12 +231,30 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     }
 
 
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """All ranks must find the same port without talking: derived from the job and its step, as two steps of a job may
+    run at a time, and below the system's own range."""
+    job, step = _number(environ, "SLURM_JOB_ID", default=0), _number(environ, "SLURM_STEP_ID", default=0)
+    return 20_000 + (job + 1_009 * step) % 12_000
+
+
+def _gpus_are_dealt_out(environ: Mapping[str, str], gpus: int, local_size: int) -> bool:
+    """Does each task see GPUs of its own only, as with `srun --gpus-per-task=1`? That is so where it sees fewer than
+    there are tasks on the machine, and yet Slurm has given the machine enough for all."""
+    if "SLURM_STEP_ID" not in environ or gpus >= local_size:
+        return False
+    on_node = re.search(r"\d+$", environ.get("SLURM_GPUS_ON_NODE", ""))
+    if on_node is not None:
+        return int(on_node[0]) >= local_size
+    return "SLURM_GPUS_PER_TASK" in environ or environ.get("SLURM_NTASKS_PER_GPU") == "1"
+
+
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm node list: `"gpu[03-05,9],login"` -> `"gpu03"`."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+))?", nodelist)
+    """The first name of a Slurm node list: `"gpu[03-05,9],login"` -> `"gpu03"`, `"r[0-1]n[2-3]"` -> `"r0n2"`."""
+    match = re.match(r"(?:[^\[\],]|\[\d[^\]]*\])+", nodelist)
     if match is None:
         raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as 'node[01-03]'")
-    return match[1] + (match[2] or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -629,3 +630,15 @@ def test_sharded_tensors_go_from_4_ranks_to_2_to_3_without_a_pickle(tmp_path: Pa
 def test_two_ranks_without_a_group_raise(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="2 ranks but no process group"):
         Checkpointer(tmp_path, components(), World(0, 2, 0, 2))
+
+
+def uneven(world: World, folder: Path) -> str:
+    """As on two machines, one of which has two of the three ranks."""
+    here = replace(world, local_rank=world.rank % 2, local_size=2 if world.rank < 2 else 1)
+    part = Component(StateOf(lambda: {"x": 1}, lambda state: None), "per_node")
+    return error_of(lambda: Checkpointer(folder, {"part": part}, here))
+
+
+def test_machines_with_different_numbers_of_ranks_are_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+    told = "ValueError: 'part' is per_node, but some machines have 1 ranks, and some 2"
+    assert launch(uneven, 3, tmp_path, device="cpu", threads=1, echo=False, timeout=60) == [told] * 3

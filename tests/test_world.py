@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World, choose_device, first_host, process_group, require_group, tasks_per_node
 
 TORCHRUN = {
@@ -70,7 +72,7 @@ SLURM_TWO_NODES = {
         ),
         pytest.param(
             SLURM_TWO_NODES,
-            World(3, 4, 1, 2, init_method="tcp://n1:20077"),
+            World(3, 4, 1, 2, init_method="tcp://n1:23104"),  # 77 + 3 * 1009
             id="srun on two nodes, the job's variables",
         ),
         pytest.param(
@@ -132,6 +134,9 @@ def test_tasks_per_node_reads_slurms_short_form(text, tasks):
         ("login,gpu[1-2]", "login"),
         ("node-a.example.org", "node-a.example.org"),
         ("rack-1-[001-100]", "rack-1-001"),
+        ("r[0-1]n[2-3]", "r0n2"),
+        ("r[0-1]n[2-3]x,login", "r0n2x"),
+        ("a1,r[0-1]n[2-3]", "a1"),
     ],
 )
 def test_the_first_host_of_a_node_list(nodes, first):
@@ -163,6 +168,84 @@ def test_too_few_gpus_and_unknown_devices_are_refused():
     assert choose_device("cpu", gpus=8) == torch.device("cpu")
 
 
+FOUR_TASKS = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "4",
+}
+EACH_SEES_ONE = FOUR_TASKS | {"SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible", "device"),
+    [
+        pytest.param(FOUR_TASKS | {"SLURM_GPUS_PER_TASK": "1"}, 4, "cuda:3", id="--gpu-bind=none: all see all"),
+        pytest.param(EACH_SEES_ONE | {"SLURM_GPUS_PER_TASK": "1"}, 1, "cuda:0", id="--gpus-per-task=1"),
+        pytest.param(EACH_SEES_ONE | {"SLURM_GPUS_PER_TASK": "a100:1"}, 1, "cuda:0", id="--gpus-per-task=a100:1"),
+        pytest.param(EACH_SEES_ONE | {"SLURM_NTASKS_PER_GPU": "1"}, 1, "cuda:0", id="--ntasks-per-gpu=1"),
+        pytest.param(FOUR_TASKS | {"SLURM_GPUS_PER_TASK": "a100:1"}, 1, "cuda:0", id="a Slurm that counts no GPUs"),
+        pytest.param(FOUR_TASKS | {"SLURM_GPUS_ON_NODE": "8"}, 2, "cuda:1", id="--gpus-per-task=2"),
+        pytest.param(FOUR_TASKS | {"SLURM_GPUS_ON_NODE": "1"}, 1, "cpu", id="one GPU for four tasks"),
+        pytest.param(
+            FOUR_TASKS | {"SLURM_GPUS_ON_NODE": "1", "SLURM_NTASKS_PER_GPU": "4"}, 1, "cpu", id="--ntasks-per-gpu=4"
+        ),
+        pytest.param(EACH_SEES_ONE, 0, "cpu", id="none to be seen"),
+        pytest.param(TORCHRUN | {"SLURM_GPUS_PER_TASK": "1"}, 4, "cuda:1", id="torchrun in such a job"),
+        pytest.param(TORCHRUN | EACH_SEES_ONE | {"SLURM_GPUS_PER_TASK": "1"}, 1, "cpu", id="torchrun, too few"),
+    ],
+)
+def test_which_gpu_a_rank_has_goes_by_what_it_sees(environ, visible, device):
+    assert str(World.detect(environ, "auto", gpus=visible).device) == device
+
+
+def test_two_steps_of_one_slurm_job_meet_at_different_ports():
+    steps = [World.detect(SLURM | {"SLURM_STEP_ID": str(step)}, "cpu").init_method for step in range(100)]
+    assert len(set(steps)) == 100
+
+
+def test_device_and_backend_are_two_choices_and_with_gloo_ranks_may_share_a_gpu():
+    def found(device, backend, gpus):
+        world = World.detect(TORCHRUN | {"LOCAL_RANK": "3"}, device, gpus=gpus, backend=backend)
+        return str(world.device), world.backend
+
+    assert found("cuda", "gloo", 4) == ("cuda:3", "gloo")
+    assert found("cuda", "gloo", 2) == ("cuda:1", "gloo")
+    assert found("cuda", "gloo", 1) == ("cuda:0", "gloo")
+    assert found("cuda", "auto", 4) == found("auto", "nccl", 4) == ("cuda:3", "nccl")
+    assert found("auto", "gloo", 1) == found("cpu", "auto", 4) == ("cpu", "gloo")
+    with pytest.raises(ConfigError, match=r"needs one GPU for each of the 4 ranks .* found 2.*or backend='gloo', with"):
+        found("cuda", "nccl", 2)
+    with pytest.raises(ConfigError, match=r"found 0\. Use device='cpu', or as many ranks as there are GPUs\.$"):
+        found("cuda", "gloo", 0)
+    for device, gpus in (("cpu", 4), ("auto", 1)):
+        with pytest.raises(ConfigError, match=r"backend='nccl' connects GPUs, and these ranks are on CPUs"):
+            found(device, "nccl", gpus)
+    with pytest.raises(ConfigError, match=r"backend='mpi' is not known\. Use 'auto', 'gloo' or 'nccl'"):
+        found("cpu", "mpi", 0)
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_nccl_work_to_end(monkeypatch):
+    """It cannot end. What NCCL itself does then takes two GPUs to see."""
+    done = []
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda name=name, **_: done.append(name))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("abort"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    world = World(1, 2, 1, 2, device=torch.device("cuda", 1))
+    with process_group(world):
+        pass
+    with pytest.raises(KeyError), process_group(world):
+        raise KeyError
+    with pytest.raises(KeyError), process_group(replace(world, backend="gloo")):
+        raise KeyError
+    joined = "init_process_group"
+    assert done == [joined, "destroy_process_group", joined, "abort", joined, "destroy_process_group"]
+
+
 def test_only_rank_0_is_main():
     assert [World(rank, 3, rank, 3).is_main for rank in range(3)] == [True, False, False]
 
@@ -190,7 +273,7 @@ from ddp_tutorial.world import World, process_group, require_group
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def world(name):
-    return World(rank, size, rank, size, init_method=f"file://{folder}/{name}")
+    return World(rank, size, rank, size, init_method=f"file://{folder}/{name}", timeout=timedelta(seconds=20))
 
 assert not dist.is_initialized()
 with process_group(world("first")) as here:
@@ -215,7 +298,7 @@ except KeyError:
 
 print("in haste", flush=True)
 for again in range(12):
-    with process_group(world(f"short{again}"), timedelta(seconds=20)):
+    with process_group(world(f"short{again}")):
         pass  # whoever is up first leaves at once
 print("done", flush=True)
 """

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ddp_tutorial.checkpoint.components import Component, OtherWorld, State
+from ddp_tutorial.checkpoint.components import Component, OtherWorld, State, require_even_nodes
 from ddp_tutorial.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
@@ -86,6 +86,7 @@ class Checkpointer:
         mode: Mode = "min",
     ) -> None:
         require_group(world)
+        require_even_nodes(world, components)
         self.folder, self.components, self.world = folder, dict(components), world
         self.config, self.check, self.background = dict(config or {}), check, background
         self.retention = Retention(folder, keep_last, keep_best, metric, mode)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ddp_tutorial.checkpoint.manifest import CheckpointError
+from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.world import World
 
 Shared = Literal["replicated", "global", "per_rank", "per_node", "per_group", "sharded"]
@@ -61,6 +62,14 @@ class Component:
         if span < 1 or world.size % span:
             raise ValueError(f"{world.size} ranks cannot be cut into groups of {span}")
         return span
+
+
+def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
+    """Raise `ValueError`, on all ranks, where a component is per node and machines have different numbers of ranks."""
+    names = [name for name, component in components.items() if component.shared == "per_node"]
+    sizes = sorted(set(all_gather(world, world.local_size))) if names else []
+    if len(sizes) > 1:
+        raise ValueError(f"{names[0]!r} is per_node, but some machines have {sizes[0]} ranks, and some {sizes[-1]}")
 
 
 @dataclass(frozen=True)

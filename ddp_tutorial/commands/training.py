@@ -61,14 +61,16 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
 
     settings = configs.load(config, TaskConfig, overrides)
     joins = joins_others()
-    world = World.detect(device=settings.device) if joins else World()  # rank 0 speaks for all
+    world = (
+        World.detect(device=settings.device, backend=settings.backend) if joins else World()
+    )  # rank 0 speaks for all
     if dry_run:
         if world.is_main:
             _tell_plan(settings, configs.layers(config, overrides), as_json)
         return
     if joins and world.is_main:
         click.echo(str(world), err=True)
-    result = run(train_on_a_rank, settings, nprocs=settings.nprocs, device=settings.device, echo=not as_json)
+    result = run(train_on_a_rank, settings, nprocs=settings.nprocs, echo=not as_json, **settings.group_options)
     if world.is_main:
         summary = json.loads((result.run / "result.json").read_text())
         click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else _in_a_line(result.run, summary))

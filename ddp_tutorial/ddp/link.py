@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, require_group
+from ddp_tutorial.world import World, require_group
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class SimulatedLink:
     monotonic clock they share.
     """
 
-    def __init__(self, world: World, model: LinkModel, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+    def __init__(self, world: World, model: LinkModel) -> None:
         require_group(world)
         if world.device.type != "cpu" or world.local_size != world.size:
             raise ConfigError(f"a simulated link connects ranks on the CPU of one machine; this is {world}")
@@ -144,7 +143,7 @@ class SimulatedLink:
         self._queue: SimpleQueue[tuple[torch.Tensor, str, float, Future[torch.Tensor]]] = SimpleQueue()
         # A group of its own: in a shared one, the main thread's collectives could come before this thread's on one rank
         # and after them on another.
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
         if world.size > 1:
             threading.Thread(target=self._carry, name="simulated link", daemon=True).start()
 

@@ -32,6 +32,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -50,7 +51,7 @@ from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, l
 from ddp_tutorial.processes.rank import Job, run_rank
 from ddp_tutorial.processes.signals import StoppedError, handling
 from ddp_tutorial.processes.transport import Descriptor, dump_call, take_messages
-from ddp_tutorial.world import World, choose_device
+from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, choose_backend, choose_device
 
 Result = TypeVar("Result")
 
@@ -73,7 +74,9 @@ def launch(
     nprocs: int,
     *args: Any,
     device: str = "auto",
+    backend: str = "auto",
     timeout: float | None = 600.0,
+    collective_timeout: float = COLLECTIVE_TIMEOUT.total_seconds(),
     threads: int | None = None,
     echo: bool = True,
     in_process: bool = False,
@@ -85,7 +88,9 @@ def launch(
     `progress` moves the bar that the parent shows.
 
     - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
+    - `backend`: "gloo", "nccl" or "auto": what fits the device. With device "cuda" and gloo, ranks may share a GPU.
     - `timeout`: seconds until every rank must have returned; None for no limit.
+    - `collective_timeout`: seconds that a rank waits in a collective for the others.
     - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
     - `echo`: show what the ranks print, their progress, and which device was chosen.
     - `in_process`: with `nprocs=1`, call `fn` in this process. Its exceptions then arrive as they were raised;
@@ -98,27 +103,37 @@ def launch(
     where a signal that was passed on has ended ranks, because they did not handle it or not yet; and `ValueError` or
     `TypeError` for arguments that cannot be used, before anything is started.
     """
-    _check(fn, nprocs, timeout, threads, in_process)
-    kind = choose_device(device, local_size=nprocs).type
+    _check(fn, nprocs, timeout, collective_timeout, threads, in_process)
+    kind = choose_device(device, local_size=nprocs, backend=backend)
+    carrier = choose_backend(backend, kind)
     console = make_console(echo)
     if device == "auto":
-        console.say(_announce(nprocs, kind))
+        console.say(_announce(nprocs, kind.type, carrier))
     if in_process:
         console.close([])
-        return [fn(World.detect({}, device=kind), *args)]
+        return [fn(World.detect({}, device=kind.type, backend=carrier), *args)]
     call = dump_call(fn, args)
     ranks = _Ranks(nprocs, console)
     with handling(pass_on, ranks.pass_on), ranks:
-        ranks.start(call, kind, threads or max(1, cores() // nprocs))
+        ranks.start(call, kind.type, carrier, collective_timeout, threads or max(1, cores() // nprocs))
         ranks.wait(timeout)
         return ranks.results()
 
 
-def _check(fn: object, nprocs: object, timeout: float | None, threads: int | None, in_process: bool) -> None:
+def _check(
+    fn: object,
+    nprocs: object,
+    timeout: float | None,
+    collective_timeout: float,
+    threads: int | None,
+    in_process: bool,
+) -> None:
     if not callable(fn):
         raise TypeError(f"launch(fn, nprocs): fn should be a function, found {fn!r}")
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
         raise ValueError(f"nprocs={nprocs!r}: should be a whole number of ranks, 1 or more, such as nprocs=2")
+    if not collective_timeout > 0:
+        raise ValueError(f"collective_timeout={collective_timeout!r}: should be a positive number of seconds")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ValueError(f"timeout={timeout!r}: should be a positive number of seconds, or None for no limit")
     if threads is not None and not (isinstance(threads, int) and threads >= 1):
@@ -127,12 +142,12 @@ def _check(fn: object, nprocs: object, timeout: float | None, threads: int | Non
         raise ValueError(f"in_process=True runs one rank, found nprocs={nprocs}. Use nprocs=1, or leave it out.")
 
 
-def _announce(nprocs: int, device: str) -> str:
+def _announce(nprocs: int, device: str, backend: str) -> str:
     ranks = "1 rank" if nprocs == 1 else f"{nprocs} ranks"
     if device == "cuda":
-        return f"{ranks} on cuda, nccl"
+        return f"{ranks} on cuda, {backend}"
     gpus = torch.cuda.device_count()
-    return f"{ranks} on cpu, gloo" + (f" (GPUs found: {gpus}, fewer than ranks)" if gpus else "")
+    return f"{ranks} on cpu, {backend}" + (f" (GPUs found: {gpus}, fewer than ranks)" if gpus else "")
 
 
 @dataclass
@@ -206,7 +221,7 @@ class _Ranks:
     def __enter__(self) -> None:
         pass
 
-    def start(self, call: bytes, device: str, threads: int) -> None:
+    def start(self, call: bytes, device: str, backend: str, collective_timeout: float, threads: int) -> None:
         self.store = store = _loopback_store(self.nprocs)  # it has to live as long as the ranks
         environ = {**_rank_environment(self.nprocs, threads, store.port if store else 0), _MARK: self.mark}
         with ExitStack() as parents_copies, _interrupts_held(), _main_module_hidden(), _environment(environ):
@@ -223,6 +238,8 @@ class _Ranks:
                 call=Descriptor(call_file.fileno()),
                 threads=threads,
                 device=device,
+                backend=backend,
+                collective_timeout=timedelta(seconds=collective_timeout),
                 sources=_cell_sources(),
                 parent=os.getpid(),
                 # the signal of a parent's death is bound to the thread that started the child

@@ -16,6 +16,7 @@ import time
 import traceback
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class Job:
     call: Descriptor
     threads: int
     device: str
+    backend: str
+    collective_timeout: timedelta
     sources: dict[str, list[str]]
     parent: int
     dies_with_thread: bool
@@ -78,7 +81,8 @@ def run_rank(rank: int, job: Job) -> None:
     with ExitStack() as stack:
         try:
             fn, args = pickle.loads(mmap.mmap(job.call.fd, 0, access=mmap.ACCESS_READ))
-            world = stack.enter_context(process_group(World.detect(os.environ, device=job.device)))
+            world = World.detect(device=job.device, backend=job.backend, timeout=job.collective_timeout)
+            stack.enter_context(process_group(world))
             outcome: tuple[Any, ...] = ("result", dump_result(fn(world, *args)))
         except (Exception, SystemExit) as error:  # a rank that leaves has failed: the others count on it
             outcome = ("raised", Raised.of(error), _own_traceback(error), time.monotonic())

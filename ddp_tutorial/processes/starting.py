@@ -12,39 +12,49 @@ srun --ntasks 8 python train.py               # and so with Slurm
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.signals import SIGNALS
-from ddp_tutorial.world import World, joins_others, process_group
+from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, joins_others, process_group
 
 Result = TypeVar("Result")
 
 
 def run(
-    main: Callable[..., Result], *args: Any, nprocs: int = 2, device: str = "auto", **launch_options: Any
+    main: Callable[..., Result],
+    *args: Any,
+    nprocs: int = 2,
+    device: str = "auto",
+    backend: str = "auto",
+    collective_timeout: float = COLLECTIVE_TIMEOUT.total_seconds(),
+    **launch_options: Any,
 ) -> Result:
     """Call `main(world, *args)` on every rank, with the process group up, and return its result.
 
     Where torchrun or Slurm's `srun` started this process, it is one of the ranks: it joins the others, and returns what
     `main` returned here. Else `nprocs` ranks are started on this machine, and rank 0's result is returned.
 
-    `device` is "cpu", "cuda" or "auto". `launch_options` are those of `launch`, and of use only where ranks are started
-    here: `threads`, `echo`, and so on. Unlike `launch`, there is no time limit unless `timeout` is given, and SIGTERM
-    and SIGUSR1 are passed on to the ranks, so that training may save before it ends; ranks that do not handle them, or
-    not yet, end, and `StoppedError` is raised.
+    `device` is "cpu", "cuda" or "auto", `backend` "gloo", "nccl" or "auto", and `collective_timeout` how many seconds a
+    rank waits in a collective for the others. `launch_options` are those of `launch`, and of use only where ranks are
+    started here: `threads`, `echo`, and so on. Unlike `launch`, there is no time limit unless `timeout` is given, and
+    SIGTERM and SIGUSR1 are passed on to the ranks, so that training may save before it ends; ranks that do not handle
+    them, or not yet, end, and `StoppedError` is raised.
 
     Raises `ConfigError` where a setting or the environment cannot be used, also if that is found on a rank. Whatever
     else goes wrong on a rank arrives as it was raised where this process is that rank, and as a `RankError` where the
     ranks were started here.
     """
     if joins_others():
-        return _join(main, args, device)
-    options = {"timeout": None, "pass_on": SIGNALS} | launch_options
+        here = World.detect(device=device, backend=backend, timeout=timedelta(seconds=collective_timeout))
+        return _join(main, args, here)
+    options: dict[str, Any] = {"device": device, "backend": backend, "collective_timeout": collective_timeout}
+    options |= {"timeout": None, "pass_on": SIGNALS} | launch_options
     try:
-        return launch(main, nprocs, *args, device=device, **options)[0]
+        return launch(main, nprocs, *args, **options)[0]
     except RankError as error:
         if error.is_a(ConfigError):  # one line for the person who set it; the ranks' tracebacks would hide it
             raise ConfigError(error.message) from None
@@ -52,8 +62,8 @@ def run(
         raise error.with_traceback(None) from error.__cause__
 
 
-def _join(main: Callable[..., Result], args: tuple[Any, ...], device: str) -> Result:
+def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Result:
     import torch._dynamo  # noqa: F401  before the group, which would else outlive its block: see process_group
 
-    with process_group(World.detect(device=device)) as world:
+    with process_group(here) as world:
         return main(world, *args)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
 from ddp_tutorial.sharding.samples import as_batch, rows_of
 from ddp_tutorial.sharding.sharded import Share, Source, SourceState, to_device
 from ddp_tutorial.sharding.workers import SourceError
-from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, require_group
+from ddp_tutorial.world import World, require_group
 
 
 class DispatchedSource:
@@ -40,7 +39,6 @@ class DispatchedSource:
         world: World,
         *,
         prefetch: int = 2,
-        timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> None:
         require_group(world)
         self.world = world
@@ -48,7 +46,7 @@ class DispatchedSource:
             self._inner = make() if world.is_main else None
             first = (self._inner.batch_size, self._inner.state_dict()) if self._inner else None
         # gloo, on GPUs too: what travels is still in main memory, and other collectives are not disturbed.
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
         self._ahead: queue.Queue[tuple[Share, SourceState] | Exception] = queue.Queue(prefetch)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None

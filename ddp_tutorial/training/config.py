@@ -5,7 +5,7 @@ line and the configs do.
 """
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -50,7 +50,11 @@ class ProfileConfig(Config):
 
 
 class TrainConfig(Config):
-    """How a model is trained, whatever the model. Same config, data, world size and machine: same bits."""
+    """How a model is trained, whatever the model. Same config, data, world size and machine: same bits, on CPUs.
+
+    On GPUs no bits are promised: some kernels add up in no fixed order, unless a script asks for others with
+    `torch.use_deterministic_algorithms(True)`, and its environment has CUBLAS_WORKSPACE_CONFIG=:4096:8.
+    """
 
     name: str = Field("", examples=["first-run"], description="folder below runs/; by default made from the time")
     seed: int = Field(0, ge=0, lt=2**31)
@@ -157,6 +161,8 @@ class TaskConfig(TrainConfig):
     learning_rate_batch: int = Field(16, ge=1, description="batch_size that learning_rate was chosen for")
     nprocs: int = Field(2, ge=1, description="ranks to start on this machine; torchrun and Slurm have their own say")
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL between GPUs, else gloo")
+    collective_timeout: float = Field(600, gt=0, description="seconds that a rank waits in a collective for the others")
 
     @property
     def peak_learning_rate(self) -> float:
@@ -169,6 +175,11 @@ class TaskConfig(TrainConfig):
         """
         times = self.batch_size / self.learning_rate_batch
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
+
+    @property
+    def group_options(self) -> dict[str, Any]:
+        """How ranks talk to one another, as `launch` and `run` are told."""
+        return {"device": self.device, "backend": self.backend, "collective_timeout": self.collective_timeout}
 
     @property
     def label(self) -> str:

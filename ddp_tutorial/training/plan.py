@@ -15,7 +15,7 @@ from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.tasks import check_start, task_of
-from ddp_tutorial.world import World, choose_device, joins_others
+from ddp_tutorial.world import World, choose_backend, choose_device, joins_others
 
 DEFAULT = "default"
 
@@ -27,10 +27,11 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
     and what else training would refuse at its start (see `tasks.check_start`).
     """
     if joins := joins_others(environ):
-        world = World.detect(environ, device=config.device)
-        size, here, device = world.size, world.local_size, world.device.type
+        world = World.detect(environ, device=config.device, backend=config.backend)
+        size, here, device = world.size, world.local_size, world.device
     else:
-        size, here, device = config.nprocs, config.nprocs, choose_device(config.device, local_size=config.nprocs).type
+        size = here = config.nprocs
+        device = choose_device(config.device, local_size=size, backend=config.backend)
     parts = micro_batches_per_rank(
         config.strategy, size, accumulation=config.accumulation, micro_batches=config.micro_batches
     )
@@ -44,8 +45,8 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
         "unit": task.unit,  # of what the loss counts
         "world": {
             "ranks": size,
-            "device": device,
-            "backend": "none" if size == 1 else "nccl" if device == "cuda" else "gloo",
+            "device": device.type,
+            "backend": "none" if size == 1 else choose_backend(config.backend, device),
             "started_by": "torchrun or Slurm" if joins else "train, on this machine",
         },
         "batch": {
@@ -61,7 +62,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
             "checkpoints": math.ceil(config.steps / config.checkpoint.every) if config.checkpoint.every else 0,
         },
         "memory_per_rank": needed,
-        "memory_here": {"ranks": here, "needed": here * needed["total"], "there": memory_of(device, here)},
+        "memory_here": {"ranks": here, "needed": here * needed["total"], "there": memory_of(device.type, here)},
         "directory": str(RUNS / (config.name or f"(time)-{config.label}-{size}x")),
     }
 
@@ -101,9 +102,12 @@ def memory(config: TaskConfig, samples: int) -> dict[str, int]:
 
 
 def memory_of(device: str, ranks: int) -> int:
-    """Bytes that so many ranks of this machine have in all: its main memory, or that of a GPU for each."""
+    """Bytes that so many ranks of this machine have in all: its main memory, or that of the GPUs that they take."""
     if device == "cuda":
-        return sum(torch.cuda.get_device_properties(number).total_memory for number in range(ranks))
+        return sum(
+            torch.cuda.get_device_properties(number).total_memory
+            for number in range(min(ranks, torch.cuda.device_count()))
+        )
     return environment.memory()
 
 

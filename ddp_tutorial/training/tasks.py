@@ -129,6 +129,6 @@ def launch_training(config: TaskConfig, **options: Any) -> TrainResult:
 
     `options` go to `launch`. There is no time limit unless one is given: training may take as long as it takes.
     """
-    defaults = {"timeout": None, "pass_on": SIGNALS}
-    results = launch(train, config.nprocs, config, device=config.device, **(defaults | options))
+    defaults = {"timeout": None, "pass_on": SIGNALS, **config.group_options}
+    results = launch(train, config.nprocs, config, **(defaults | options))
     return results[0]
