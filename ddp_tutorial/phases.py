@@ -87,20 +87,39 @@ def _tell(name: str, *, entered: bool) -> None:
 class Stopwatch:
     """An observer that adds up the seconds spent in each phase. A phase inside another counts in both.
 
-    On a GPU these are the seconds that it takes to launch kernels, not to run them: the work goes on meanwhile.
+    On a GPU (give its `device`) they are those of its work, between the ends of the phases in the order in which it
+    does that: the seconds that it takes to launch kernels say little, for the work goes on meanwhile.
     """
 
-    def __init__(self) -> None:
-        self._open: dict[str, float] = {}
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._is_gpu = device is not None and device.type == "cuda"
+        self._open: dict[str, Any] = {}
+        self._spans: list[tuple[str, Any, Any]] = []  # on a GPU: their lengths are known when it has come so far
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, edge: Edge) -> None:
+        mark = _gpu_event() if self._is_gpu else edge.time
         if edge.entered:
-            self._open[edge.name] = edge.time
+            self._open[edge.name] = mark
         elif edge.name in self._open:  # else the phase was entered before this stopwatch observed
-            self._seconds[edge.name] += edge.time - self._open.pop(edge.name)
+            start = self._open.pop(edge.name)
+            if self._is_gpu:
+                self._spans.append((edge.name, start, mark))
+            else:
+                self._seconds[edge.name] += mark - start
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, and start again from zero."""
+        """Seconds by phase since the last call, and start again from zero. On a GPU this waits for it."""
+        for name, start, end in self._spans:
+            end.synchronize()
+            self._seconds[name] += start.elapsed_time(end) / 1e3  # of milliseconds
+        self._spans = []
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
+
+
+def _gpu_event() -> Any:
+    """A mark in the order of the GPU's work."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.multiprocessing
 from hypothesis import settings
 
@@ -25,6 +26,14 @@ def ranks_start_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.module.__name__ not in SPAWNED:
             patch.setattr(torch.multiprocessing, "spawn", forked.spawn)
         yield
+
+
+@pytest.fixture(autouse=True)
+def gpus_are_there(request: pytest.FixtureRequest) -> None:
+    if mark := request.node.get_closest_marker("cuda"):
+        wanted, found = mark.kwargs.get("gpus", 1), torch.cuda.device_count()
+        if found < wanted:
+            pytest.skip(f"needs {wanted} GPU(s) that torch can use, found {found}")
 
 
 @pytest.fixture

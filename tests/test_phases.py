@@ -162,3 +162,31 @@ def test_a_phase_appears_in_a_profiler_trace_only_where_it_was_recorded(tmp_path
     assert marks.count("grads") == 1
     assert marks.count("fails") == 1
     assert "before" not in marks
+
+
+class FakeEvent:
+    """A CUDA event whose time is its turn, in milliseconds."""
+
+    turn = 0.0
+
+    def __init__(self) -> None:
+        FakeEvent.turn += 250.0
+        self.at, self.awaited = FakeEvent.turn, False
+
+    def synchronize(self) -> None:
+        self.awaited = True
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert end.awaited, "its time is not known yet"
+        return end.at - self.at
+
+
+def test_on_a_gpu_phases_last_from_mark_to_mark_in_its_own_order(monkeypatch):
+    monkeypatch.setattr(phases, "_gpu_event", FakeEvent)
+    with observe(Stopwatch(torch.device("cuda", 0))) as watch:
+        with phase("grads"), phase("sync"):
+            pass
+        with phase("grads"):
+            pass
+        assert watch.take() == {"sync": 0.25, "grads": 0.75 + 0.25}
+        assert watch.take() == {}

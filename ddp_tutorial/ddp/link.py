@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -97,15 +97,28 @@ class Link(Protocol):
 
 
 class DirectLink:
-    """The machine's own link: `torch.distributed`'s all-reduce, through NCCL or gloo."""
+    """The machine's own link: `torch.distributed`'s all-reduce, through NCCL or gloo.
+
+    NCCL's future is there when the work is enqueued; a thread then waits for its end, to tell the observer.
+    """
 
     def __init__(self, world: World) -> None:
         require_group(world)
         self.world = world
         self.observer: Callable[[Transfer], object] | None = None
+        self._waiting: SimpleQueue[tuple[Any, str, int, float]] = SimpleQueue()
+        if world.backend == "nccl":
+            threading.Thread(target=self._tell_when_done, name="direct link", daemon=True).start()
 
     def __str__(self) -> str:
         return "direct link"
+
+    def _tell_when_done(self) -> None:
+        while True:
+            done, name, nbytes, issued = self._waiting.get()
+            done.synchronize()
+            if self.observer is not None:
+                self.observer(Transfer(name, nbytes, issued, issued, time.monotonic()))
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
         """Start summing `tensor` over all ranks, in place."""
@@ -115,7 +128,9 @@ class DirectLink:
 
         def arrived(reduced: Future[list[torch.Tensor]]) -> torch.Tensor:
             reduced.value()  # raises if it failed, which `then` alone would not
-            if self.observer is not None:
+            if self.observer is not None and self.world.backend == "nccl":
+                self._waiting.put((torch.cuda.current_stream().record_event(), name, tensor.nbytes, issued))
+            elif self.observer is not None:
                 self.observer(Transfer(name, tensor.nbytes, issued, issued, time.monotonic()))
             return tensor
 

@@ -84,9 +84,10 @@ def _memory() -> tuple[bool | None, str, str]:
 def _gpus() -> tuple[bool | None, str, str]:
     count = torch.cuda.device_count()
     if not count:
-        return None, f"none that torch {torch.__version__} can use; everything here works without", ""
+        advice = "what is written for GPUs has not run on any here; on a machine with one: pytest -m cuda"
+        return None, f"none that torch {torch.__version__} can use; everything here works without", advice
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-    return True, f"{count}: {names}; NCCL {'yes' if dist.is_nccl_available() else 'no'}", ""
+    return True, f"{count}: {names}; NCCL {'yes' if dist.is_nccl_available() else 'no'}", "try them: pytest -m cuda"
 
 
 def _backends() -> tuple[bool | None, str, str]:

@@ -81,7 +81,7 @@ class RunRecord:
         self.world, self.folder = world, folder
         self.log = StepLog(world, folder.metrics, unit, events=events)
         self.usage = Usage(world, memory_limit_mb)
-        self.watch = Stopwatch()
+        self.watch = Stopwatch(world.device)
         self.step = 0  # that a failure came after
         self._inside = ExitStack()
 
