@@ -22,7 +22,8 @@ def cli() -> None:
 
     \b
     Exit codes: 0 done; 1 something failed while running; 2 something in the command or a
-    config is wrong, and nothing was started; 75 stopped before the last step; 130 interrupted.
+    config is wrong, and nothing was started; 75 stopped before the last step (under torchrun
+    0: it would start the run again); 130 interrupted.
     """
 
 

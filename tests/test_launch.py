@@ -775,3 +775,17 @@ def test_a_launch_that_cannot_start_leaves_no_descriptor_open(pipes: int, monkey
         gc.collect()
         counts.append(psutil.Process().num_fds())
     assert counts[0] == counts[2]
+
+
+def test_a_rank_waits_in_a_collective_for_as_long_as_it_is_told():
+    def late(world):
+        if world.rank == 1:
+            time.sleep(30)
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"(?i)timed? ?out"):
+        launch(late, 2, device="cpu", echo=False, collective_timeout=2)
+    assert time.monotonic() - start < 28
+    with pytest.raises(ValueError, match=r"collective_timeout=0: should be a positive number of seconds"):
+        launch(late, 2, device="cpu", collective_timeout=0)

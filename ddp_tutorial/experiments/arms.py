@@ -77,7 +77,7 @@ def take_turns(
 
 
 def _turn(world: World, arm: Callable[[], object], steps: int) -> Turn:
-    with observe(Stopwatch()) as watch:
+    with observe(Stopwatch(world.device)) as watch:
         _meet(world)
         start = time.perf_counter()
         for _ in range(steps):
