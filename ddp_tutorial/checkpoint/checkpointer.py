@@ -141,7 +141,7 @@ class Checkpointer:
             writer.join()
             writer.publish()
             if self.world.is_main:
-                self.retention.is_valid(writer.path, writer.metrics)
+                self.retention.note_valid(writer.path, writer.metrics)
                 self.retention.apply(written=writer.path)
 
     def load(self, folder: Path, leave_out: Sequence[str] = ()) -> Manifest:
@@ -155,7 +155,7 @@ class Checkpointer:
             manifest, restores = agreed(self.world, lambda: self._read(folder, leave_out))
             for restore in restores:
                 restore()
-        self.retention.is_valid(folder, manifest.metrics)
+        self.retention.note_valid(folder, manifest.metrics)
         checked: Manifest = manifest
         return checked
 

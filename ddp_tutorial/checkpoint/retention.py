@@ -30,7 +30,7 @@ class Retention:
         self._damaged: set[Path] = set()
         self._thread: threading.Thread | None = None
 
-    def is_valid(self, checkpoint: Path, metrics: Mapping[str, float | None]) -> None:
+    def note_valid(self, checkpoint: Path, metrics: Mapping[str, float | None]) -> None:
         """Note that a checkpoint has just been written or verified."""
         self._damaged.discard(checkpoint)
         self._valid[checkpoint] = metrics.get(self.metric)
@@ -71,7 +71,7 @@ class Retention:
 
     def _look_at(self, path: Path) -> None:
         try:
-            self.is_valid(path, read_verified(path).metrics)
+            self.note_valid(path, read_verified(path).metrics)
         except CheckpointError as error:
             LOG.warning("neither counted nor removed: %s", error)
             self._damaged.add(path)

@@ -1,8 +1,7 @@
 """The training of `digits.py` in nothing but torch: what data parallelism takes, written out.
 
 python -m ddp_tutorial.examples.plain steps=200 accumulate=2
-torchrun --nproc-per-node 2 -m ddp_tutorial.examples.plain checkpoint=runs/plain.pt  # again: goes on
-"""
+torchrun --nproc-per-node 2 -m ddp_tutorial.examples.plain checkpoint=runs/plain.pt  # again: goes on"""
 
 import os
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet
 import torch
+import torch._dynamo  # DDP imports it: before there is a group, else gloo's threads outlive it, and may abort at exit
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
