@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow.parquet
 import torch
-import torch._dynamo  # DDP imports it: before there is a group, else gloo's threads outlive it, and may abort at exit
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -92,9 +91,10 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     right = (model.eval().requires_grad_(False)(pixels).argmax(1) == digits).sum()
     dist.all_reduce(total := torch.stack([right, right.new_tensor(len(digits))]))
     if rank == 0:
-        print(f"held out: accuracy {total[0] / total[1]:.4f} ({total[0]} of {total[1]})")
+        print(f"held out: accuracy {total[0] / total[1]:.4f} ({total[0]} of {total[1]})", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(**{k: int(v) if v.isdigit() else v for k, v in (a.split("=") for a in sys.argv[1:])})  # type: ignore
+    os._exit(0)  # DDP's threads of gloo may outlive the group, and abort or block Python's own end (torch 2.13)
