@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -57,6 +58,11 @@ def unfinished(path: Path) -> Path:
     Process numbers would not do: in a container each life has the same, and finds what the one before has left.
     """
     return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.part")
+
+
+def finished_name(path: Path) -> str:
+    """The name that `unfinished` was made of; of any other path, its own."""
+    return re.sub(r"^\.(.+)\.[0-9a-f]{8}\.part$", r"\1", path.name)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

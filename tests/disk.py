@@ -1,17 +1,11 @@
 """A disk that fails on purpose, for tests: see `files.observe_disk`."""
 
 import os
-import re
 from pathlib import Path
 
-from ddp_tutorial.files import DiskObserver, Operation
+from ddp_tutorial.files import DiskObserver, Operation, finished_name
 
 Point = tuple[Operation, str]  # what is done, and to what: the name that a file has or will have
-
-
-def name_of(path: Path) -> str:
-    """The name of a file or folder, or what it will be once it is complete."""
-    return re.sub(r"^\.(.+?)\.[0-9a-f.]+\.part$", r"\1", path.name)
 
 
 def failing(at: Point, number: int, before: int = 0) -> DiskObserver:
@@ -20,7 +14,7 @@ def failing(at: Point, number: int, before: int = 0) -> DiskObserver:
 
     def fail(operation: Operation, path: Path) -> None:
         nonlocal left
-        if (operation, name_of(path)) == at:
+        if (operation, finished_name(path)) == at:
             left -= 1
             if left < 0:
                 raise OSError(number, os.strerror(number))
@@ -30,4 +24,4 @@ def failing(at: Point, number: int, before: int = 0) -> DiskObserver:
 
 def noting(points: list[Point]) -> DiskObserver:
     """An observer that writes down what is done."""
-    return lambda operation, path: points.append((operation, name_of(path)))
+    return lambda operation, path: points.append((operation, finished_name(path)))

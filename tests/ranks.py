@@ -1,9 +1,13 @@
 """What several tests do on a rank."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from ddp_tutorial.ddp.link import Transfer
+
+# Two ranks, started by torch itself; what they run comes after it.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def error_of(function: Callable[[], object]) -> str:

@@ -18,7 +18,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ddp_tutorial.checkpoint import checkpointer as checkpointer_module
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.comparison import compare
 from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf
@@ -475,9 +474,9 @@ def one_fails(world: World, folder: Path, background: bool) -> list[dict[str, An
 def unreadable_on_one(world: World, folder: Path) -> str:
     checkpointer = Checkpointer(folder, components(), world)
     checkpointer.save(1)
-    if world.rank == 1:
-        checkpointer_module.verify = lambda path: [f"{path}/model.safetensors is missing"]
-    return error_of(lambda: checkpointer.load(folder / name_of(1)))
+    gone = observe_disk(failing(("read", "model.safetensors"), errno.ENOENT))
+    with gone if world.rank == 1 else nullcontext():
+        return error_of(lambda: checkpointer.load(folder / name_of(1)))
 
 
 def everything(world: World, folder: Path) -> dict[str, Any]:

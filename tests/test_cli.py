@@ -15,6 +15,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
 from ddp_tutorial.files import locked
 from ddp_tutorial.processes.errors import Raised, RankError
+from ranks import TORCHRUN
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -68,12 +69,11 @@ def test_a_simulated_link_is_called_simulated_where_the_result_is_told() -> None
 
 
 def test_torchrun_and_spawn_give_the_same_weights() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     arguments = ("train", "tiny", "device=cpu")
     spawned = run(*arguments, "name=spawned")
     assert spawned.returncode == 0, spawned.stderr
     threads = str(max(1, cores() // 2))  # as spawn shares them out; the order of sums depends on it
-    joined = run(*arguments, "name=joined", command=[*torchrun, "ddp_tutorial"], OMP_NUM_THREADS=threads)
+    joined = run(*arguments, "name=joined", command=[*TORCHRUN, "-m", "ddp_tutorial"], OMP_NUM_THREADS=threads)
     assert joined.returncode == 0, joined.stderr
     assert len(joined.stdout.splitlines()) == 1  # rank 0 speaks for all
     assert sorted(path.name for path in Path("runs").iterdir()) == ["joined", "spawned"]

@@ -25,11 +25,11 @@ from ddp_tutorial.config import ConfigError, from_arguments
 from ddp_tutorial.examples import digits
 from ddp_tutorial.runs.folder import load_run
 from ddp_tutorial.sharding import Order, ShardedSource, Sharding, as_samples
+from ranks import TORCHRUN
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "ddp_tutorial" / "examples"
 NAMES = ["digits", "finetune", "plain"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # One thread, as the ranks of `launch` get here: the number of threads decides in which order some sums are added up.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 

@@ -30,6 +30,7 @@ from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.stopping import Stopping
 from ddp_tutorial.training.tasks import make_trainer, train
 from ddp_tutorial.world import World
+from ranks import TORCHRUN
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -412,9 +413,9 @@ def test_a_signal_while_a_run_starts_is_a_stop_with_nothing_saved_and_no_failure
 
 @pytest.mark.timeout(120)
 def test_torchrun_lets_a_run_rest_that_was_asked_to_stop_though_it_may_restart() -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    restarting = [*TORCHRUN, "--max-restarts", "1"]
     run = Path("runs/mine")
-    running = started(sys.executable, *torchrun, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS, OMP_NUM_THREADS="1")
+    running = started(*restarting, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS, OMP_NUM_THREADS="1")
     wait_until(running, lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
     request_stop(run, "save")
     wait_until(running, (run / "result.json").exists)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ddp_tutorial import ConfigError, RankError, World, rank_zero_first, run
+from ranks import TORCHRUN
 
 SCRIPT = """
 import torch
@@ -37,7 +38,6 @@ if __name__ == "__main__":
     say(run(main, 10, nprocs=3, device="cpu", threads=1))
     assert not dist.is_initialized()
 """
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture

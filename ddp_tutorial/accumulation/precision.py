@@ -92,8 +92,8 @@ class Precision:
         """Divide by the scale, clip by the norm over all parameters, step, zero. Collective with float16.
 
         The order matters: clipped before it is divided, a gradient would be `scale` times too small. A step whose
-        gradient is not finite on some rank is left out on all. A smaller scale cannot help
-        where `loss`, of all ranks, is not finite, since it has not been scaled yet, nor when the scale is down at 1.
+        gradient is not finite on some rank is left out on all. A smaller scale cannot help where `loss`, of all ranks,
+        is not finite, since it has not been scaled yet, nor when the scale is down at 1.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]

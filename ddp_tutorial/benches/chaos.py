@@ -29,8 +29,9 @@ import torch
 import torch._dynamo  # once, in the server; DDP would import it in every rank
 
 from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders, latest, read_manifest, verify
+from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.environment import describe_environment
-from ddp_tutorial.files import RUNS, Operation, observe_disk
+from ddp_tutorial.files import RUNS, Operation, finished_name, observe_disk
 from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.tasks import train
@@ -215,7 +216,8 @@ class _Chaos:
 
 def _newest_valid(checkpoints: Path) -> int:
     """The step of the newest checkpoint that is as it was written; 0 where there is none."""
-    return next((read_manifest(path).step for path in reversed(folders(checkpoints)) if not verify(path)), 0)
+    found, _ = latest_valid(World(), checkpoints)
+    return read_manifest(found).step if found else 0
 
 
 def _live(config: TaskConfig, faults: dict[int, Fault]) -> _Life:
@@ -317,8 +319,7 @@ class _Fate:
 
 def _kind_of(path: Path) -> str:
     """A file's name without what differs from step to step and from one time to the next."""
-    name = re.sub(r"^\.(.+)\.[0-9a-f]+\.part$", r"\1", path.name)
-    return re.sub(r"step_\d+", "step", name)
+    return re.sub(r"step_\d+", "step", finished_name(path))
 
 
 def _outcome(name: str) -> tuple[Any, ...] | None:

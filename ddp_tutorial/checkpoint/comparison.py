@@ -5,17 +5,14 @@ from typing import Any
 
 import torch
 
-from ddp_tutorial.checkpoint.manifest import CheckpointError, differences, read_manifest, verify
+from ddp_tutorial.checkpoint.manifest import differences, read_verified
 from ddp_tutorial.checkpoint.replicas import leaves, summary
 from ddp_tutorial.checkpoint.storage import read_state
 
 
 def compare(first: Path, second: Path) -> dict[str, str]:
     """Where two checkpoints differ, and how: settings, files, values. Raises `CheckpointError` for damaged ones."""
-    one, other = read_manifest(first), read_manifest(second)
-    for folder in (first, second):
-        if problems := verify(folder):
-            raise CheckpointError("; ".join(problems))
+    one, other = read_verified(first), read_verified(second)
     found = {f"config {key}": f"{a!r} and {b!r}" for key, (a, b) in differences(one.config, other.config).items()}
     for name in dict.fromkeys(file.path for manifest in (one, other) for file in manifest.files):
         if not all((folder / name).is_file() for folder in (first, second)):

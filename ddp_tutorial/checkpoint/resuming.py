@@ -10,13 +10,13 @@ from ddp_tutorial.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     SHARE,
-    CheckpointError,
     differences,
     folders,
     read_manifest,
+    read_verified,
     verify,
 )
-from ddp_tutorial.collectives import all_gather, decided_by_rank_zero, from_rank_zero
+from ddp_tutorial.collectives import all_gather, decided_by_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
 
@@ -35,7 +35,7 @@ def latest_valid(world: World, parent: Path) -> tuple[Path | None, list[str]]:
 
     Collective: rank 0 looks, and all ranks get its answer.
     """
-    return from_rank_zero(world, _latest_valid(parent) if world.is_main else (None, []))
+    return decided_by_rank_zero(world, lambda: _latest_valid(parent))
 
 
 def _latest_valid(parent: Path) -> tuple[Path | None, list[str]]:
@@ -109,8 +109,8 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
         return Start()
     manifest = read_manifest(folder)
     _require_same_settings(folder, manifest.config, config, allow)
-    if is_given and (problems := verify(folder)):
-        raise CheckpointError("; ".join(problems))
+    if is_given:
+        read_verified(folder)
     return Start(folder, manifest.step, manifest.config, tuple(problems))
 
 

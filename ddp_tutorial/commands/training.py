@@ -61,9 +61,8 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
 
     settings = configs.load(config, TaskConfig, overrides)
     joins = joins_others()
-    world = (
-        World.detect(device=settings.device, backend=settings.backend) if joins else World()
-    )  # rank 0 speaks for all
+    # rank 0 speaks for all
+    world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
     if dry_run:
         if world.is_main:
             _tell_plan(settings, configs.layers(config, overrides), as_json)

@@ -7,11 +7,10 @@ warnings of all.
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from ddp_tutorial.files import write_json
+from ddp_tutorial.files import unfinished, write_json
 from ddp_tutorial.processes.console import in_notebook
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.world import World
@@ -55,7 +54,7 @@ def failure_noted(world: World, run: RunFolder, step: Callable[[], int]) -> Iter
     except Exception as error:
         LOG.exception("failed after step %d", step())
         note = {"rank": world.rank, "step": step(), "error": f"{type(error).__name__}: {error}"}
-        aside = run.failure.with_name(f".{run.failure.name}.{os.getpid()}.{time.monotonic_ns()}")
+        aside = unfinished(run.failure)
         with suppress(OSError):  # a full disk, say: the error itself is what matters
             write_json(aside, note)
             try:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_tutorial.checkpoint.manifest import SHARE
-from ddp_tutorial.collectives import all_gather, from_rank_zero
+from ddp_tutorial.collectives import all_gather, decided_by_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import describe_environment
-from ddp_tutorial.files import RUNS, FolderInUseError, locked, new_directory, write_json
+from ddp_tutorial.files import RUNS, locked, new_directory, write_json
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.runs.rank_logs import failure_noted, rank_log
@@ -37,22 +37,11 @@ def open_folder(
     name that is taken gets a number. Where it has to be `shared`, as checkpoints do, and some rank does not see it,
     raises `ConfigError` on all ranks, and there is no new folder.
     """
-    run: Path | None = None
-    is_new = False
-    if world.is_main:
-        is_new = not again or not (RUNS / name).exists()
-        if again:
-            run = RUNS / name
-            run.mkdir(parents=True, exist_ok=True)
-        else:
-            run = new_directory(RUNS, name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}-{world.size}x")
-        if not RunFolder(run).exists():  # else it may be that of a run which is going on
-            write_json(RunFolder(run).config, config)
-    made: Path = from_rank_zero(world, run)  # type: ignore[assignment]
+    made, is_new = decided_by_rank_zero(world, lambda: _made_folder(name, f"{label}-{world.size}x", config, again))
     folder = RunFolder(made)
     others = [str(rank) for rank, sees in enumerate(all_gather(world, folder.exists())) if not sees]
     if shared and others:
-        if is_new:
+        if is_new and world.is_main:
             shutil.rmtree(made)
             with suppress(OSError):  # others are in it
                 RUNS.rmdir()
@@ -61,6 +50,19 @@ def open_folder(
             f"folder. {SHARE} To save none, use checkpoint.every=0."
         )
     return folder
+
+
+def _made_folder(name: str, label: str, config: Mapping[str, Any], again: bool) -> tuple[Path, bool]:
+    """The folder, and whether it is a new one."""
+    if again:
+        run = RUNS / name
+        is_new = not run.exists()
+        run.mkdir(parents=True, exist_ok=True)
+    else:
+        run, is_new = new_directory(RUNS, name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), True
+    if not RunFolder(run).exists():  # else it may be that of a run which is going on
+        write_json(RunFolder(run).config, config)
+    return run, is_new
 
 
 class RunRecord:
@@ -128,13 +130,5 @@ class RunRecord:
 def locked_by_rank_zero(world: World, folder: Path) -> Iterator[None]:
     """Inside, no other run may use `folder`. Raises `FolderInUseError`, on all ranks, where one does. Collective."""
     with ExitStack() as stack:
-        problem = None
-        if world.is_main:
-            try:
-                stack.enter_context(locked(folder))
-            except FolderInUseError as error:
-                problem = str(error)
-        problem = from_rank_zero(world, problem)
-        if problem is not None:
-            raise FolderInUseError(problem)
+        decided_by_rank_zero(world, lambda: stack.enter_context(locked(folder)))
         yield

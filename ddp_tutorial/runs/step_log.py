@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from ddp_tutorial.files import write_atomically
 from ddp_tutorial.runs.folder import PER_SECOND, read_lines
+from ddp_tutorial.runs.summaries import rates_of
 from ddp_tutorial.world import World
 
 _encode = json.JSONEncoder(allow_nan=False).encode  # one for all lines: json.dumps makes one for each
@@ -86,8 +86,7 @@ class StepLog:
         if self._file is not None:
             kept = [row for row in read_lines(self._path) if isinstance(row.get("step"), int) and row["step"] <= step]
             self._began = time.monotonic() - (kept[-1].get("elapsed", 0.0) if kept else 0.0)
-            rates = (row[self.unit + PER_SECOND] for row in kept if self.unit + PER_SECOND in row)
-            self.rates = [rate for rate, _ in groupby(rates)]  # the steps of one flush have the same
+            self.rates = rates_of(kept, self.unit)
             self._file.close()
             write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
             self._file = self._path.open("ab", buffering=0)

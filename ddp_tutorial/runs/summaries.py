@@ -301,10 +301,15 @@ def _values(rows: Sequence[Row], key: str) -> Values | None:
     return Values(values[0][0], values[-1][0], best, best_step)
 
 
+def rates_of(rows: Sequence[Row], unit: str) -> list[float]:
+    """The rate of each stretch between two writes of the log, whose steps all have the same."""
+    rates = [rate for row in rows if (rate := number(row, unit + PER_SECOND)) is not None]
+    return [rate for rate, _ in groupby(rates)]
+
+
 def _median_rate(rows: Sequence[Row], unit: str) -> float | None:
     """As a run counts it: rates are measured over several steps, and the first stretch warms up."""
-    rates = [rate for row in rows if (rate := number(row, unit + PER_SECOND)) is not None]
-    stretches = [rate for rate, _ in groupby(rates)]
+    stretches = rates_of(rows, unit)
     return statistics.median(stretches[1:] or stretches) if stretches else None
 
 

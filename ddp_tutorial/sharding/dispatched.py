@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
+from ddp_tutorial.sharding.order import deal
 from ddp_tutorial.sharding.samples import as_batch, rows_of
 from ddp_tutorial.sharding.sharded import Share, Source, SourceState, to_device
 from ddp_tutorial.sharding.workers import SourceError
@@ -90,7 +91,7 @@ class DispatchedSource:
         try:
             share, state = next(self._inner), self._inner.state_dict()
             samples = as_batch(share.samples, share.count)
-            parts = [torch.arange(share.count)[rank :: self.world.size] for rank in range(self.world.size)]
+            parts = [deal(torch.arange(share.count), rank, self.world.size) for rank in range(self.world.size)]
             for rank in range(1, self.world.size):
                 self._send((rows_of(samples, parts[rank]), len(parts[rank]), share.world_count, state), rank)
             return Share(rows_of(samples, parts[0]), len(parts[0]), share.world_count), state

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from ddp_tutorial.checkpoint.manifest import name_of
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.training.config import TrainConfig
@@ -44,9 +45,9 @@ class Best:
         self.evaluations[step] = dict(means)
         best = self.step  # on every rank: what is wrong with the metric is raised on all
         if self.config.best_model and self.world.is_main and best == step:
-            save_model(model, self.run.best / f"step_{step:08d}")
+            save_model(model, self.run.best / name_of(step))
             for old in (kept for kept in self.kept() if kept != step):
-                shutil.rmtree(self.run.best / f"step_{old:08d}")
+                shutil.rmtree(self.run.best / name_of(old))
         return self.stalls()
 
     def stalls(self) -> bool:
@@ -68,4 +69,4 @@ class Best:
         self.is_stalled = self.stalls()
         if self.world.is_main:
             for later in (each for each in self.kept() if each > step):
-                shutil.rmtree(self.run.best / f"step_{later:08d}")
+                shutil.rmtree(self.run.best / name_of(later))

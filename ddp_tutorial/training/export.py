@@ -48,9 +48,8 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
     if best or folder.model.is_dir():
         where = kept[-1] if best else folder.model
         if model is None:
-            with redirect_stdout(
-                io.StringIO()
-            ):  # huggingface_hub prints that it loads, which would spoil JSON on stdout
+            # huggingface_hub prints that it loads, which would spoil JSON on stdout
+            with redirect_stdout(io.StringIO()):
                 return task_of(config_of(run)).load(where)
         load_weights(model, where)
         return model.eval()

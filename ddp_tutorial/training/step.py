@@ -70,13 +70,8 @@ class TrainStep:
         scheduler: SchedulerLike | None = None,
     ) -> None:
         require_group(world)
-        self.model, self.source, self.loss, self.world, self.config = (
-            _on_device(model, world),
-            source,
-            loss,
-            world,
-            config,
-        )
+        self.model = _on_device(model, world)
+        self.source, self.loss, self.world, self.config = source, loss, world, config
         self.precision = Precision(config.precision, world)
         self.strategy = make_strategy(
             config.strategy,
