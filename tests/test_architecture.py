@@ -28,6 +28,7 @@ ROOMS = [
     ["figures"],
     ["training"],
     ["experiments"],
+    ["debug"],
     ["exercises", "benches", "examples", "configs"],
     ["commands"],
     ["__main__"],

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,13 @@ from ddp_tutorial.processes.signals import SIGNALS, exit_code, handling
 from ddp_tutorial.processes.signals import stop as stop_now
 
 if TYPE_CHECKING:
+    from ddp_tutorial.debug.faults import Fault
     from ddp_tutorial.training.config import TaskConfig
+    from ddp_tutorial.training.trainer import TrainResult
+    from ddp_tutorial.world import World
+
+_WATCH = "Look at all ranks where one waits in a collective for so long, and say who waits where."
+_FAULT = "Let something go wrong on purpose, such as 'kill rank=1 step=3'; may be given more than once."
 
 
 def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -35,13 +42,18 @@ def _settings(context: click.Context, parameter: click.Parameter, incomplete: st
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_settings)
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and with which settings from where.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-def train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+@click.option("--watch", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), help=_WATCH)
+@click.option("--fault", "faults", multiple=True, metavar="TEXT", help=_FAULT)
+def train(
+    config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, watch: float | None, faults: tuple[str, ...]
+) -> None:
     """Train as CONFIG says: a YAML file, or the name of one of the package's configs.
 
     \b
     train 2proc
     train 2proc steps=300 model.layers=2 source.kind=dispatched
     train my.yaml --dry-run
+    train 2proc --watch 10 --fault 'hang rank=1 step=5 phase=backward'
 
     Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds.
 
@@ -50,16 +62,18 @@ def train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool)
     failure, which --max-restarts has it start again. That it was stopped is in result.json.
     """
     with handling(SIGNALS, stop_now):  # importing torch takes seconds; the launch, or the Trainer, then takes over
-        _train(config, overrides, dry_run, as_json)
+        _train(config, overrides, dry_run, as_json, watch, faults)
 
 
-def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+def _train(
+    config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, watch: float | None, faults: tuple[str, ...]
+) -> None:
     from ddp_tutorial.processes.starting import run
     from ddp_tutorial.training.config import TaskConfig
-    from ddp_tutorial.training.tasks import train as train_on_a_rank
     from ddp_tutorial.world import World, joins_others
 
     settings = configs.load(config, TaskConfig, overrides)
+    injected = _faults(faults)
     joins = joins_others()
     # rank 0 speaks for all
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
@@ -69,7 +83,8 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
         return
     if joins and world.is_main:
         click.echo(str(world), err=True)
-    result = run(train_on_a_rank, settings, nprocs=settings.nprocs, echo=not as_json, **settings.group_options)
+    options = settings.group_options
+    result = run(_train_on_a_rank, settings, watch, injected, nprocs=settings.nprocs, echo=not as_json, **options)
     if world.is_main:
         summary = json.loads((result.run / "result.json").read_text())
         click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else _in_a_line(result.run, summary))
@@ -77,6 +92,26 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
             click.echo("the others waited {seconds:.1f} s for rank {rank}, in {phase}".format(**slow), err=True)
     if result.stopped_at is not None:
         sys.exit(exit_code())
+
+
+def _faults(texts: tuple[str, ...]) -> "list[Fault]":
+    from ddp_tutorial.debug.faults import parse
+
+    return [parse(text) for text in texts]
+
+
+def _train_on_a_rank(
+    world: "World", settings: "TaskConfig", watch: float | None, faults: "list[Fault]"
+) -> "TrainResult":
+    """Training, with what is to be watched or to go wrong attached to it from outside."""
+    from ddp_tutorial.debug.faults import inject
+    from ddp_tutorial.debug.hangs import watching
+    from ddp_tutorial.training.tasks import make_trainer
+
+    with watching(world, watch) if watch else nullcontext():
+        trainer = make_trainer(settings, world)
+        with inject(world, *faults, model=trainer.model):
+            return trainer.train()
 
 
 def _tell_plan(settings: "TaskConfig", layers: list[configs.Layer], as_json: bool) -> None:

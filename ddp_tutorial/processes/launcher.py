@@ -31,7 +31,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import resource_tracker
@@ -350,7 +350,8 @@ class _Ranks:
                 case "result":
                     rank.result = content[0]
                 case "raised":
-                    rank.raised, rank.traceback, rank.raised_at = content
+                    raised, rank.traceback, rank.raised_at = content
+                    rank.raised = replace(raised, message=_name_cells(raised.message))  # it may name lines of a cell
                 case "report":
                     rank.report = content[0]
         return more

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,18 @@ def progress(done: int, total: int, **numbers: float) -> None:
     """Report that `done` of `total` is done. The parent shows rank 0's as a bar; outside `launch` it has no effect."""
     if _send is not None:
         _send("progress", done, total, numbers)
+
+
+def end_with(error: BaseException) -> NoReturn:
+    """End this rank with `error`, from any thread: for when the main one waits in native code, which nothing wakes.
+
+    Under `launch` the parent raises it as a `RankError`; elsewhere it goes to stderr, and the exit code is 1.
+    """
+    if _send is not None:
+        _send("raised", Raised.of(error), "", time.monotonic())
+    else:
+        print(Raised.of(error), file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 @dataclass

@@ -1,0 +1,4 @@
+from .faults import Fault as Fault
+from .faults import inject as inject
+from .hangs import CollectiveError as CollectiveError
+from .hangs import watching as watching

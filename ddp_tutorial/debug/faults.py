@@ -1,0 +1,178 @@
+"""Faults on purpose: a rank that is killed, raises, hangs, is late, or spoils what the others rely on.
+
+    with inject(world, Fault(action="kill", rank=1, step=3, phase="backward")):
+        train(world)
+
+They strike where a phase begins (see `phases`), so what trains need not know of them.
+"""
+
+import errno
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import nn
+
+from ddp_tutorial.config import Config, ConfigError, check
+from ddp_tutorial.files import Operation, observe_disk
+from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.world import World
+
+MIB = 1 << 20
+
+Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "leak", "fill_disk"]
+
+
+class Fault(Config):
+    """What goes wrong, on which rank, in which step, at the beginning of which phase.
+
+    - `kill`: SIGKILL. `raise`: an `InjectedError`. `hang`: for ever. `delay`: for `seconds`.
+    - `corrupt`: one number of this rank's first gradient is changed, once the ranks have agreed on it.
+    - `nan`: this rank's gradient is NaN, before the ranks add theirs up.
+    - `skip`: this rank leaves out the next all-reduce that Python asks for.
+    - `leak`: from this step on, `megabytes` are kept in each.
+    - `fill_disk`: from then on, no file of this rank can be written that has to survive.
+    """
+
+    action: Action
+    rank: int = Field(0, ge=0)
+    step: int = Field(1, ge=1, description="counted by the phase 'data', or by `phase` where there is none")
+    phase: str = Field("grads", description="data, grads, forward, backward, finish, update, save, evaluate")
+    seconds: float = Field(1.0, gt=0, description="delay only")
+    megabytes: float = Field(10.0, gt=0, description="leak only")
+
+    def __str__(self) -> str:
+        return f"{self.action} on rank {self.rank} in step {self.step}, at {self.phase}"
+
+
+class InjectedError(RuntimeError):
+    """The error of a fault that raises."""
+
+
+def parse(text: str) -> Fault:
+    """`kill rank=1 step=3 phase=backward` -> a `Fault`. Raises `ConfigError`."""
+    action, *settings = text.split() or [""]
+    values: dict[str, object] = {"action": action}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"fault {text!r}: {setting!r} should be of the form name=value, such as rank=1")
+        values[name] = _number(value)
+    return check(Fault, values, f"fault {text!r}")
+
+
+def _number(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@contextmanager
+def inject(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
+    """Inside, what `faults` say goes wrong on this rank. `corrupt` and `nan` need the `model`.
+
+    Raises `ConfigError` for a fault of a rank that is not there, or one that lacks its model.
+    """
+    for fault in faults:
+        if fault.rank >= world.size:
+            raise ConfigError(f"fault '{fault}': there are {world.size} ranks, so 'rank' is below that")
+        if fault.action in {"corrupt", "nan"} and model is None:
+            raise ConfigError(f"fault '{fault}': give inject the model, as in inject(world, fault, model=model)")
+    with ExitStack() as stack:
+        for fault in faults:
+            if fault.rank == world.rank:
+                stack.enter_context(observe(_Striker(fault, model, stack)))
+        yield
+
+
+class _Striker:
+    """Waits for the beginning of its phase in its step; what it leaves behind ends with `stack`."""
+
+    def __init__(self, fault: Fault, model: nn.Module | None, stack: ExitStack) -> None:
+        self._fault, self._model, self._stack = fault, model, stack
+        self._data = self._own = 0  # how often these phases have begun
+        self._has_struck = False
+        self._kept: list[torch.Tensor] = []
+
+    def __call__(self, edge: Edge) -> None:
+        if not edge.entered:
+            return
+        self._data += edge.name == "data"
+        self._own += edge.name == self._fault.phase
+        step = self._data or self._own
+        if edge.name != self._fault.phase or step < self._fault.step:
+            return
+        if self._fault.action == "leak":
+            self._kept.append(torch.ones(int(self._fault.megabytes * MIB / 4)))
+        elif step == self._fault.step and not self._has_struck:
+            self._has_struck = True
+            self._strike()
+
+    def _strike(self) -> None:
+        match self._fault.action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "raise":
+                raise InjectedError(f"on purpose: {self._fault}")
+            case "hang":
+                while True:
+                    time.sleep(3600)
+            case "delay":
+                time.sleep(self._fault.seconds)
+            case "corrupt":
+                gradient = next(p.grad for p in self._parameters() if p.grad is not None)
+                gradient.view(-1)[0] += 1
+            case "nan":
+                parameter = next(self._parameters())
+                spoilt = parameter.register_hook(lambda gradient: gradient * math.nan)
+                self._stack.callback(spoilt.remove)
+            case "skip":
+                self._stack.enter_context(_one_all_reduce_left_out())
+            case "fill_disk":
+                self._stack.enter_context(observe_disk(_no_space))
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        assert self._model is not None, "inject has checked it"
+        return (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+
+
+@contextmanager
+def _one_all_reduce_left_out() -> Iterator[None]:
+    """The next `dist.all_reduce` of this process returns without doing anything."""
+    real: Callable[..., object] = dist.all_reduce
+
+    def put_back() -> None:
+        dist.all_reduce = real
+
+    def left_out(*_: object, async_op: bool = False, **__: object) -> object:
+        put_back()
+        return _Nothing() if async_op else None
+
+    dist.all_reduce = left_out
+    try:
+        yield
+    finally:
+        put_back()
+
+
+class _Nothing:
+    """The work of a collective that was left out."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _no_space(operation: Operation, path: Path) -> None:
+    if operation in {"write", "fsync"}:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

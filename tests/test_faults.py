@@ -1,0 +1,190 @@
+"""Law: a fault strikes the rank, the step and the phase that it names, and no other."""
+
+import errno
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_tutorial.checkpoint.resuming import latest_valid
+from ddp_tutorial.collectives import all_gather, digest
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.debug import Fault, inject
+from ddp_tutorial.debug.faults import InjectedError, parse
+from ddp_tutorial.phases import phase
+from ddp_tutorial.processes.errors import RankError
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.tasks import make_trainer
+from ddp_tutorial.world import World
+from ranks import error_of
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+
+def small(**settings: Any) -> TaskConfig:
+    model = {"layers": 1, "heads": 1, "width": 16, "context": 16}
+    values = {"model": model, "batch_size": 4, "steps": 5, "eval_samples": 4, "device": "cpu", "name": "mine"}
+    return TaskConfig.model_validate(values | settings)
+
+
+def train_with(world: World, config: TaskConfig, *faults: Fault) -> Any:
+    trainer = make_trainer(config, world)
+    with inject(world, *faults, model=trainer.model):
+        return trainer.train()
+
+
+def failure(config: TaskConfig, *faults: Fault) -> RankError:
+    with pytest.raises(RankError) as caught:
+        launch(train_with, 2, config, *faults, device="cpu", echo=False, timeout=60)
+    return caught.value
+
+
+def test_a_rank_is_killed_in_its_step() -> None:
+    error = failure(small(log_every=1), Fault(action="kill", rank=1, step=3, phase="forward"))
+    assert (error.rank, error.reason) == (1, "was killed by SIGKILL")
+    assert len(Path("runs/mine/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_rank_raises_and_the_fault_is_named() -> None:
+    error = failure(small(), Fault(action="raise", rank=1, step=2, phase="update"))
+    assert error.is_a(InjectedError)
+    assert error.message == "on purpose: raise on rank 1 in step 2, at update"
+
+
+def test_a_nan_is_found_on_its_rank() -> None:
+    error = failure(small(), Fault(action="nan", rank=1, step=2))
+    assert "step 2: the gradient is not finite" in error.message
+
+
+def test_a_corrupt_gradient_lets_the_replicas_drift_apart() -> None:
+    assert "weight" in failure(small(), Fault(action="corrupt", rank=1, step=4, phase="update")).message
+
+
+def fill_up(world: World, config: TaskConfig) -> str:
+    return error_of(lambda: train_with(world, config, Fault(action="fill_disk", rank=0, step=4, phase="data")))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it_valid() -> None:
+    errors = launch(fill_up, 2, small(checkpoint={"every": 2, "keep_last": 1}), device="cpu", echo=False, timeout=60)
+    assert all("No space left on device" in error for error in errors)
+    assert latest_valid(World(), Path("runs/mine/checkpoints")) == (Path("runs/mine/checkpoints/step_00000002"), [])
+
+
+def steps(world: World, *faults: Fault) -> list[str]:
+    """Three steps of two phases; what has struck, and when."""
+    struck = []
+    with inject(world, *faults):
+        for number in range(1, 4):
+            for name in ("data", "update"):
+                try:
+                    with phase(name):
+                        pass
+                except InjectedError:
+                    struck.append(f"{name} {number}")
+    return struck
+
+
+@pytest.mark.parametrize("name", ["data", "update"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_fault_strikes_once_in_its_step_at_its_phase_on_its_rank(name: str, step: int) -> None:
+    fault = Fault(action="raise", rank=1, step=step, phase=name)
+    assert steps(World(rank=1, size=2), fault) == [f"{name} {step}"]
+    assert steps(World(rank=0, size=2), fault) == []
+
+
+def test_where_there_is_no_data_phase_its_own_phase_is_counted() -> None:
+    with inject(World(), Fault(action="raise", step=2, phase="save")):
+        with phase("save"):
+            pass
+        with pytest.raises(InjectedError), phase("save"):
+            pass
+
+
+def skipping(world: World) -> list[float]:
+    value = torch.ones(1)
+    with inject(world, Fault(action="skip", step=1, phase="data")), phase("data"):
+        dist.all_reduce(value) if world.rank == 0 else None
+        dist.all_reduce(value)
+    return all_gather(world, float(value))
+
+
+def test_a_skipped_all_reduce_is_the_next_one_only() -> None:
+    assert launch(skipping, 2, device="cpu", echo=False, timeout=60) == [[2.0, 2.0]] * 2
+
+
+def test_a_leak_grows_in_each_step_from_its_first_on() -> None:
+    process = psutil.Process()
+    used = []
+    with inject(World(), Fault(action="leak", step=2, phase="data", megabytes=50)):
+        for _ in range(4):
+            with phase("data"):
+                pass
+            used.append(process.memory_info().rss / 1e6)
+    assert used[1] - used[0] > 40
+    assert used[3] - used[1] > 80
+
+
+def test_what_a_fault_has_changed_is_as_before_when_its_block_ends() -> None:
+    real, model = dist.all_reduce, nn.Linear(2, 1)
+    before = digest(dict(model.named_parameters()))
+    faults = [Fault(action=action, phase="data") for action in ("skip", "nan")]  # type: ignore[arg-type]
+    with inject(World(), *faults, model=model):
+        with phase("data"):
+            pass
+        assert dist.all_reduce is not real
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.isnan().all()
+    assert dist.all_reduce is real
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.isfinite().all()
+    assert digest(dict(model.named_parameters())) == before
+
+
+def test_a_disk_is_full_only_inside_and_only_for_writing(tmp_path: Path) -> None:
+    from ddp_tutorial.files import about_to
+
+    with inject(World(), Fault(action="fill_disk", phase="data")), phase("data"):
+        about_to("read", tmp_path)
+        with pytest.raises(OSError, match="No space") as caught:
+            about_to("write", tmp_path)
+        assert caught.value.errno == errno.ENOSPC
+    about_to("write", tmp_path)
+
+
+def test_a_fault_is_read_from_text() -> None:
+    assert parse("delay rank=1 step=3 phase=update seconds=0.5") == Fault(
+        action="delay", rank=1, step=3, phase="update", seconds=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("explode", "'action' should be"),
+        ("", "'action' should be"),
+        ("kill 3", "'3' should be of the form name=value, such as rank=1"),
+        ("kill rnk=1", "rnk"),
+        ("kill step=soon", "'step' should be"),
+        ("kill step=0", "'step' should be"),
+    ],
+)
+def test_a_fault_that_cannot_be_read_is_told_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fault_of_a_rank_that_is_not_there_or_without_its_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there are 2 ranks"), inject(World(size=2), Fault(action="kill", rank=2)):
+        pass
+    with pytest.raises(ConfigError, match="give inject the model"), inject(World(), Fault(action="nan")):
+        pass

@@ -1,0 +1,334 @@
+"""Law: ranks that wait for one another for ever are ended, and told who waits where; all others are left alone."""
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_tutorial.debug import CollectiveError, watching
+from ddp_tutorial.debug.hangs import Diagnosis, Standing, diagnose
+from ddp_tutorial.debug.recorder import Call, Line, calls, prepare
+from ddp_tutorial.processes.errors import RankError, RankTimeoutError
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.world import World
+from ranks import TORCHRUN
+
+# ----------------------------------------------------------------------------------------- the verdict, without ranks
+
+HERE, THERE = Line("train.py", 5, "step"), Line("train.py", 7, "step")
+REDUCE = Call("0", 1, "all_reduce", ((3,),), ("Float",), (HERE,), done=True)
+
+
+def numbered(*of_rank: Call) -> Standing:
+    return Standing(tuple(replace(call, number=number) for number, call in enumerate(of_rank, 1)))
+
+
+WAITS = replace(REDUCE, done=False)
+
+
+def test_ranks_that_are_in_step_get_no_verdict() -> None:
+    assert diagnose({0: numbered(REDUCE, REDUCE), 1: numbered(REDUCE, REDUCE)}).kind == "none"
+    assert diagnose({0: numbered(), 1: numbered()}).kind == "none"
+
+
+def test_a_collective_that_torch_never_marks_as_done_is_no_hang_once_all_have_entered_it() -> None:
+    """Those that DDP starts in C++ are of this kind."""
+    assert diagnose({0: numbered(WAITS, REDUCE), 1: numbered(WAITS, REDUCE)}).kind == "none"
+
+
+def test_another_order_is_told_with_both_lines_and_the_row_marked() -> None:
+    broadcast = replace(WAITS, op="broadcast", lines=(THERE,))
+    found = diagnose({0: numbered(REDUCE, WAITS), 1: numbered(REDUCE, broadcast), 2: numbered(REDUCE, WAITS)})
+    assert found.kind == "order"
+    assert 'Ranks 0, 2 wait in all_reduce [3] float (File "train.py", line 5, in step)' in found.verdict
+    assert 'rank 1 waits in broadcast [3] float (File "train.py", line 7, in step)' in found.verdict
+    marked = [line for line in found.table.splitlines() if line.startswith(">")]
+    assert len(marked) == 1
+    assert re.fullmatch(
+        r">\s+2\s+all_reduce.*waiting\s+broadcast \[3\], line 7 in step, waiting\s+all_red.*", marked[0]
+    )
+
+
+@pytest.mark.parametrize("other", [replace(WAITS, sizes=((4,),)), replace(WAITS, dtypes=("Double",))])
+def test_other_sizes_or_types_in_one_all_reduce_are_told(other: Call) -> None:
+    assert diagnose({0: numbered(REDUCE), 1: numbered(other)}).kind == "shape"
+
+
+def test_tensors_that_may_differ_between_ranks_may_differ() -> None:
+    scatter = replace(REDUCE, op="scatter", sizes=())
+    assert diagnose({0: numbered(scatter), 1: numbered(replace(scatter, sizes=((3,), (3,))))}).kind == "none"
+
+
+def test_a_rank_that_has_not_come_is_told_with_the_line_it_is_at() -> None:
+    found = diagnose({0: numbered(REDUCE, WAITS), 1: replace(numbered(REDUCE), lines=(THERE,))})
+    assert found.kind == "absent"
+    assert 'rank 1 has not come: it is at File "train.py", line 7, in step.' in found.verdict
+
+
+def test_a_rank_that_computes_is_slow_and_no_hang() -> None:
+    found = diagnose({0: numbered(WAITS), 1: Standing((), (THERE,), is_busy=True)})
+    assert found.kind == "slow"
+    assert not found.accounts_for("wait")
+
+
+def test_where_one_of_two_late_ranks_does_not_compute_it_is_a_hang() -> None:
+    standings = {0: numbered(WAITS), 1: Standing((), (THERE,), is_busy=True), 2: Standing((), (HERE,))}
+    assert diagnose(standings).kind == "absent"
+
+
+def test_a_rank_that_does_not_answer_and_one_that_has_left_are_told_apart() -> None:
+    assert "rank 1 does not answer" in diagnose({0: numbered(WAITS), 1: None}).verdict
+    left = replace(numbered(REDUCE), left="well")
+    assert (
+        "rank 1 has left; its last collective was all_reduce" in diagnose({0: numbered(REDUCE, WAITS), 1: left}).verdict
+    )
+
+
+def test_ranks_that_wait_for_one_that_has_failed_leave_the_word_to_its_error() -> None:
+    found = diagnose({0: numbered(WAITS), 1: replace(numbered(), left="failed")})
+    assert found.kind == "failed"
+    assert not found.accounts_for("wait")
+
+
+def test_only_those_collectives_are_compared_that_every_rank_still_remembers() -> None:
+    long = Standing(tuple(replace(REDUCE, number=number) for number in range(1, 301)))
+    short = Standing(tuple(replace(REDUCE, number=number) for number in range(101, 301)))
+    assert diagnose({0: long, 1: short}).kind == "none"
+
+
+def test_a_rank_is_not_missed_where_it_is_no_member() -> None:
+    waits = replace(WAITS, group="1")
+    pair = {"1": [0, 1]}
+    standings = {0: Standing((waits,), members=pair), 1: Standing((), (THERE,), members=pair), 2: Standing(())}
+    found = diagnose(standings)
+    assert "rank 1 has not come" in found.verdict
+    assert "rank 2" not in str(found)
+
+
+def test_groups_are_compared_each_for_itself() -> None:
+    pair = replace(REDUCE, group="1", op="broadcast")
+    assert diagnose({0: Standing((REDUCE, pair)), 1: Standing((pair, REDUCE))}).kind == "none"
+
+
+def test_an_error_on_one_rank_is_not_explained_by_others_that_wait_for_it() -> None:
+    assert Diagnosis("absent").accounts_for("wait")
+    assert not Diagnosis("absent").accounts_for("error")
+    assert Diagnosis("order").accounts_for("error")
+
+
+# ------------------------------------------------------------------------------------------------- with real ranks
+
+SECONDS = 1.5  # that a rank may wait
+
+
+def another_order(world: World) -> None:
+    dist.all_reduce(torch.ones(3))
+    if world.rank == 1:
+        dist.broadcast(torch.ones(3), 0)  # here: rank 1
+    else:
+        dist.all_reduce(torch.ones(3))  # here: rank 0
+
+
+def only_rank_zero(world: World) -> None:
+    if world.is_main:
+        dist.barrier()  # here: rank 0
+    time.sleep(60)  # here: rank 1
+
+
+def another_number_of_steps(world: World) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    for _ in range(3 if world.is_main else 4):
+        model(torch.ones(2, 4)).sum().backward()  # here: rank 0 or 1
+
+
+def another_shape(world: World) -> None:
+    dist.all_reduce(torch.ones(3 + world.rank))  # here: rank 0 or 1
+    dist.barrier()
+
+
+def a_first_collective_that_one_leaves_out(world: World) -> None:
+    if world.is_main:
+        dist.all_reduce(torch.ones(3))  # here: rank 0
+    else:
+        time.sleep(60)  # here: rank 1
+
+
+HANGS = {
+    another_order: ("the order of collectives differs", "broadcast"),
+    only_rank_zero: ("not all ranks have come", "barrier"),
+    another_number_of_steps: ("not all ranks have come", "all_reduce"),
+    another_shape: ("the ranks bring different tensors", "all_reduce"),
+    a_first_collective_that_one_leaves_out: ("not all ranks have come", "all_reduce"),
+}
+
+
+def watched(world: World, function, seconds: float) -> object:
+    with watching(world, seconds):
+        return function(world)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+def test_a_hang_ends_with_rank_collective_and_line(hang, nprocs: int) -> None:
+    with pytest.raises(RankError) as caught:
+        launch(watched, nprocs, hang, SECONDS, device="cpu", echo=False, timeout=60)
+    assert not isinstance(caught.value, RankTimeoutError)
+    assert caught.value.is_a(CollectiveError), caught.value
+    verdict, op = HANGS[hang]
+    assert verdict in caught.value.message
+    assert op in caught.value.message
+    told = {int(number) for number in re.findall(r'test_hangs.py", line (\d+)', caught.value.message)}
+    marked = {number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "# here" in line}
+    assert told, caught.value.message
+    assert told <= marked, caught.value.message
+
+
+def test_a_hang_is_told_well_before_the_time_limits_of_group_and_launch() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch(watched, 2, only_rank_zero, SECONDS, device="cpu", echo=False, timeout=60)
+    assert caught.value.is_a(CollectiveError)
+    assert time.monotonic() - began < 40  # it takes about 5 s; a busy machine may take its time
+
+
+def busy_for_a_while(world: World) -> list[str]:
+    with watching(world, 0.5) as watch:
+        until = time.monotonic() + 4
+        while world.rank == 1 and time.monotonic() < until:
+            pass
+        dist.all_reduce(torch.ones(3))
+        return [found.kind for found in watch._found.values()]
+
+
+def test_ranks_wait_for_one_that_computes_however_long_it_takes() -> None:
+    kinds = launch(busy_for_a_while, 2, device="cpu", echo=False, timeout=60)
+    assert all(kind in {"slow", "none"} for each in kinds for kind in each)
+    assert "slow" in kinds[0]
+
+
+def raises(world: World) -> None:
+    with watching(world, SECONDS):
+        if world.rank == 1:
+            raise RuntimeError("my own")
+        dist.barrier()
+
+
+def test_an_error_of_the_program_is_told_as_it_is() -> None:
+    with pytest.raises(RankError) as caught:
+        launch(raises, 2, device="cpu", echo=False, timeout=60)
+    assert (caught.value.rank, caught.value.message) == (1, "my own")
+
+
+def in_order(world: World) -> list[str]:
+    kinds = []
+    for _ in range(2):  # one block after another
+        with watching(world, 0.5) as watch:
+            model = DistributedDataParallel(nn.Linear(4, 1))
+            model(torch.ones(2, 4)).sum().backward()
+            time.sleep(1.5)  # asleep, but nobody waits in a collective
+            dist.barrier()
+            until = time.monotonic() + 4
+            if world.is_main:
+                kinds.append(watch.look().kind)
+            time.sleep(max(0, until - time.monotonic()))
+            dist.barrier()
+            kinds += [found.kind for found in watch._found.values()]
+    return kinds
+
+
+def test_ranks_in_step_are_left_alone_and_can_be_looked_at() -> None:
+    kinds = launch(in_order, 2, device="cpu", echo=False, timeout=60)
+    assert kinds[0].count("none") >= 2
+    assert {kind for each in kinds for kind in each} == {"none"}
+
+
+def in_a_pair(world: World) -> None:
+    pair = dist.new_group([0, 1])
+    with watching(world, SECONDS):
+        if world.rank == 0:
+            dist.all_reduce(torch.ones(3), group=pair)  # here: rank 0
+        elif world.rank == 1:
+            time.sleep(60)  # here: rank 1
+        else:
+            time.sleep(4)
+
+
+@pytest.mark.timeout(120)
+def test_a_hang_in_a_group_of_some_ranks_is_told_of_those() -> None:
+    with pytest.raises(RankError) as caught:
+        launch(in_a_pair, 3, device="cpu", echo=False, timeout=60)
+    assert caught.value.is_a(CollectiveError), caught.value
+    assert "rank 1 has not come" in caught.value.message
+    assert "rank 2" not in caught.value.message
+
+
+def recorded(world: World) -> list[Call]:
+    prepare()
+    dist.all_reduce(torch.ones(3))
+    dist.broadcast(torch.ones(2, 2, dtype=torch.float64), 0)
+    return calls()
+
+
+def test_the_recorder_tells_what_was_called_where_the_same_on_all_ranks() -> None:
+    of_ranks = launch(recorded, 2, device="cpu", echo=False, timeout=60)
+    first, second = of_ranks[0]
+    assert of_ranks[1] == of_ranks[0]
+    assert (first.number, first.op, first.sizes, first.dtypes) == (1, "all_reduce", ((3,),), ("Float",))
+    assert (second.number, second.what, second.dtypes) == (2, "broadcast [2, 2]", ("Double",))
+    assert [call.lines[0].function for call in (first, second)] == ["recorded"] * 2
+    assert second.lines[0].number == first.lines[0].number + 1
+
+
+def test_a_time_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ValueError, match="seconds=0: should be a positive number"), watching(World(), 0):
+        pass
+
+
+def test_one_rank_alone_has_nobody_to_wait_for() -> None:
+    with watching(World(), 1) as watch:
+        assert watch.look().kind == "none"
+
+
+SCRIPT = """
+import time, torch.distributed as dist
+from ddp_tutorial import run
+from ddp_tutorial.debug import watching
+
+def main(world):
+    with watching(world, 1.5):
+        if world.is_main:
+            dist.barrier()
+        time.sleep(60)
+
+if __name__ == "__main__":
+    run(main, device="cpu")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_under_torchrun_the_verdict_goes_to_stderr_and_no_rank_stays(workdir: Path) -> None:
+    Path("script.py").write_text(SCRIPT)
+    done = subprocess.run([*TORCHRUN, "script.py"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    assert re.search(r'CollectiveError: not all ranks have come. Rank 0 waits in barrier \(File ".*script.py", line 9',
+                     done.stderr)  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_train_tells_a_hang_that_was_injected(workdir: Path) -> None:
+    command = [sys.executable, "-m", "ddp_tutorial", "train", "tiny", "device=cpu", "--watch", "2"]
+    fault = ["--fault", "hang rank=1 step=3 phase=backward"]
+    done = subprocess.run([*command, *fault], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "rank 1 has not come" in done.stderr
+    assert "faults.py" in done.stderr
