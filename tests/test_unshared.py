@@ -74,6 +74,11 @@ def on_nodes(world: World) -> dict[str, Any]:
     told["task"] = error_of(lambda: train(world, TASK))
     told["checkpoints"] = error_of(lambda: train(world, SAVING))
     told["runs"] = Path("runs").exists()
+    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine/config.json").write_text("{}")
+    again = SAVING.model_copy(update={"resume": "auto"})
+    told["one each"] = error_of(lambda: train(world, again))
+    told["left in them"] = sorted(str(path) for path in Path("runs").rglob("*"))
     return told
 
 
@@ -159,6 +164,12 @@ def test_a_run_that_is_to_save_is_refused_before_its_first_step_and_leaves_nothi
             "ConfigError: rank 1 does not see runs/mine, where checkpoints are to be "
         )
         assert not each["runs"]
+
+
+def test_it_is_also_refused_where_each_node_has_a_folder_of_that_name(told: Any) -> None:
+    for each in told:
+        assert each["one each"].startswith("ConfigError: rank 1 does not see runs/mine, where checkpoints are to be ")
+        assert each["left in them"] == ["runs/mine", "runs/mine/config.json"]
 
 
 def test_auto_refuses_to_begin_anew_where_there_are_checkpoints_and_none_is_valid() -> None:

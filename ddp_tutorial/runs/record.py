@@ -19,13 +19,15 @@ from ddp_tutorial.checkpoint.manifest import SHARE
 from ddp_tutorial.collectives import all_gather, decided_by_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import describe_environment
-from ddp_tutorial.files import RUNS, locked, new_directory, write_json
+from ddp_tutorial.files import RUNS, about_to, clear_unfinished, locked, new_directory, remove, unfinished, write_json
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.runs.rank_logs import failure_noted, rank_log
 from ddp_tutorial.runs.step_log import StepLog
 from ddp_tutorial.runs.usage import Usage
 from ddp_tutorial.world import World
+
+_MARK = "shared"  # the name, for an instant, of the file by which ranks see that they share a folder
 
 
 def open_folder(
@@ -34,13 +36,13 @@ def open_folder(
     """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide. Collective.
 
     It is called `name`, or by the time and `label`. With `again` it is the folder of that name, whoever made it; else a
-    name that is taken gets a number. Where it has to be `shared`, as checkpoints do, and some rank does not see it,
-    raises `ConfigError` on all ranks, and there is no new folder.
+    name that is taken gets a number. Where it has to be `shared`, as checkpoints do, and some rank does not see it, or
+    sees another one of that name, raises `ConfigError` on all ranks, and there is no new folder.
     """
     made, is_new = decided_by_rank_zero(world, lambda: _made_folder(name, f"{label}-{world.size}x", config, again))
     folder = RunFolder(made)
-    others = [str(rank) for rank, sees in enumerate(all_gather(world, folder.exists())) if not sees]
-    if shared and others:
+    others = _not_seeing(world, made) if shared else []
+    if others:
         if is_new and world.is_main:
             shutil.rmtree(made)
             with suppress(OSError):  # others are in it
@@ -50,6 +52,27 @@ def open_folder(
             f"folder. {SHARE} To save none, use checkpoint.every=0."
         )
     return folder
+
+
+def _not_seeing(world: World, folder: Path) -> list[str]:
+    """The ranks that do not find in `folder` what rank 0 has just put there. That there is one of its name says little:
+    each node may have its own, of an earlier run. Collective."""
+    if world.size == 1:
+        return []
+    mark = decided_by_rank_zero(world, lambda: _marked(folder))
+    try:
+        return [str(rank) for rank, sees in enumerate(all_gather(world, mark.exists())) if not sees]
+    finally:
+        if world.is_main:
+            remove(mark)
+
+
+def _marked(folder: Path) -> Path:
+    """A new file with a name that no other has."""
+    mark = unfinished(folder / _MARK)
+    about_to("write", mark)
+    mark.touch(exist_ok=False)
+    return mark
 
 
 def _made_folder(name: str, label: str, config: Mapping[str, Any], again: bool) -> tuple[Path, bool]:
@@ -111,6 +134,7 @@ class RunRecord:
     def reopen(self) -> None:
         """The run goes on: what an earlier life of it has come to is not its result any more."""
         if self.world.is_main:
+            clear_unfinished(self.folder.path, _MARK)
             self.folder.result.unlink(missing_ok=True)
 
     def step_done(self, number: int) -> dict[str, float]:
