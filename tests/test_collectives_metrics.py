@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,6 +349,20 @@ def test_closing_twice_writes_nothing_twice(log: StepLog, tmp_path: Path) -> Non
     log.close()
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [1]
     assert len(log.losses) == 1
+
+
+def test_a_line_that_a_full_disk_takes_half_of_is_an_error_and_no_silence(log: StepLog, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: like it, it lets a write end half way, without an error."""
+    add(log, 1)
+    log.flush()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "log.jsonl").stat().st_size + 20, hard))
+    try:
+        add(log, 2)
+        with pytest.raises(OSError, match="File too large"):
+            log.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_loss_that_is_no_number_is_null_in_the_file(log: StepLog, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ddp_tutorial.files import write_atomically
+from ddp_tutorial.files import about_to, write_atomically
 from ddp_tutorial.runs.folder import PER_SECOND, read_lines
 from ddp_tutorial.runs.summaries import rates_of
 from ddp_tutorial.world import World
@@ -97,6 +97,7 @@ class StepLog:
         """Let the file reach the disk, with all steps so far."""
         self.flush()
         if self._file is not None:
+            about_to("fsync", self._path)
             os.fsync(self._file.fileno())
 
     def elapsed(self) -> float:
@@ -118,8 +119,10 @@ class StepLog:
     def write(self, *records: dict[str, Any]) -> None:
         """Append records to the file, on rank 0; the last of them becomes a point of TensorBoard's curves."""
         if self._file is not None:
-            lines = "".join(_encode(without_nan(record)) + "\n" for record in records)
-            self._file.write(lines.encode())
+            about_to("write", self._path)
+            left = memoryview("".join(_encode(without_nan(record)) + "\n" for record in records).encode())
+            while left:  # a disk that is nearly full takes a part, and says how much; then none, which is an error
+                left = left[self._file.write(left) :]
         if self._events is not None:
             self._events.write(records[-1])
 
