@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from ddp_tutorial.benches.chaos import measure_chaos
 from ddp_tutorial.checkpoint.manifest import folders, name_of, read_manifest
 from ddp_tutorial.checkpoint.replicas import leaves
 from ddp_tutorial.collectives import digest, total
@@ -426,21 +425,6 @@ def test_torchrun_lets_a_run_rest_that_was_asked_to_stop_though_it_may_restart()
     assert [read_manifest(saved).step for saved in folders(run / "checkpoints")] == [result["step"]]
     assert out.count("stopped after step") == 1
     assert "restart" not in err
-
-
-# ------------------------------------------------------------------------------------------------------------ chaos
-
-
-@pytest.mark.timeout(400)
-def test_after_24_kills_and_disks_that_fail_every_run_ends_as_if_nothing_had_happened() -> None:
-    found = measure_chaos(24, seed=1)
-    assert found["kills"] >= 24
-    assert found["failures"] >= 3
-    assert found["points"] >= 20
-    assert found["in_saving"] >= 5
-    assert found["resumed"] >= 12
-    assert found["bit_equal"] is True
-    assert found["lost"] == 0
 
 
 # ------------------------------------------------------------------------------------------------- the command line

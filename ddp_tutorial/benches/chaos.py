@@ -1,333 +1,296 @@
-"""Kill ranks and fail disks, again and again; each finished run must have the bits of one that was not disturbed.
+"""Kill ranks, fail and fill disks, part nodes, again and again; each run must end with the bits of an undisturbed one.
 
 A run is started, and at some point of this life one of its ranks (or all) is killed by SIGKILL, or its disk fails once.
 Then the same command is said again, which goes on with `resume: auto`, until the run finishes; then the next run is
-started. Points have names: the edges of phases, and the operations on the disk (`files.observe_disk`), such as "fsync
-optimizer.pt". Each is taken in turn, those of saving and of resuming among them; now and then chance decides. Between
-two lives, the newest checkpoint may be damaged.
+started. Each point is taken in turn (see lives.py), those of saving and of resuming among them; now and then chance
+decides. Between two lives, the newest checkpoint may be damaged, or the ranks started on two nodes that do not share a
+folder, where they have to refuse. Other runs live on a disk of a few megabytes, which is full from some point on.
 
-After each life, the newest valid checkpoint must not be older than the newest one that had got its name.
+After each life, the newest valid checkpoint must not be older than the newest one that had got its name, and no process
+of it may be left.
 """
 
-import errno
-import json
+import hashlib
 import multiprocessing
 import os
 import random
-import re
-import signal
+import shutil
 import tempfile
-import threading
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch._dynamo  # once, in the server; DDP would import it in every rank
-
-from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders, latest, read_manifest, verify
-from ddp_tutorial.checkpoint.resuming import latest_valid
+from ddp_tutorial.benches.lives import (
+    EDGES,
+    RANKS,
+    Fault,
+    How,
+    Life,
+    Points,
+    config_of,
+    live,
+    newest_valid,
+    outcome,
+    start_server,
+)
+from ddp_tutorial.benches.small_disk import empty, mount_small_disk
+from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders, latest, verify
 from ddp_tutorial.environment import describe_environment
-from ddp_tutorial.files import RUNS, Operation, finished_name, observe_disk
-from ddp_tutorial.phases import Edge, observe
-from ddp_tutorial.training.config import ModelConfig, TaskConfig
-from ddp_tutorial.training.tasks import train
-from ddp_tutorial.world import World, process_group
+from ddp_tutorial.files import RUNS
+from ddp_tutorial.training.config import TaskConfig
 
-RANKS = 2
-EDGES = 300  # by chance, a rank is killed at one of its first points, out of so many
 LIVES = 100  # a run that has not finished after so many does not finish
-TIME_LIMIT = 120.0  # seconds for one life of a run
+DISK_BYTES = 4 << 20  # of the small disk: enough for a run, with its checkpoints
+ROOM = 64 << 10  # bytes, at most, that are left on a disk which is filled, so that a write gets half way
+FAULTS: dict[How, float] = {"kill": 0.75, "fail": 0.25}  # how often each happens, on a disk that is large enough
+
+# Two nodes that share no folder, by what they have: nothing; one of them the run, as it is; the other one a copy of it.
+Nodes = Literal["nothing on both", "all on the first", "all on the second", "a copy on the second"]
+NODES: list[Nodes] = ["all on the second", "all on the first", "a copy on the second", "nothing on both"]
 
 
-def config_of(name: str, background: bool = False, keep_last: int = 2) -> TaskConfig:
-    """A small run with all kinds of state: dropout, float16's scale, accumulation, a log, a held-out loss."""
-    return TaskConfig.model_validate(
-        {
-            "name": name,
-            "corpus": "stories",
-            "model": ModelConfig(layers=1, heads=2, width=16, context=16, dropout=0.1),
-            "device": "cpu",
-            "steps": 12,
-            "batch_size": 8,
-            "accumulation": 2,
-            "warmup_steps": 3,
-            "precision": {"dtype": "fp16", "initial_scale": 1024, "growth_interval": 3},
-            "log_every": 3,
-            "eval_every": 4,
-            "eval_samples": 8,
-            "checkpoint": {"every": 2, "keep_last": keep_last, "background": background},
-            "resume": "auto",
-        }
+def measure_chaos(
+    kills: int,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    fills: int | None = None,
+    apart: int | None = None,
+    mount: Callable[[Path, int], str] = mount_small_disk,
+) -> dict[str, Any]:
+    """Kill `kills` times, in a temporary folder, and call `tell` with a line after each finished run.
+
+    About a third as often, the disk fails: `failures`. The disk is full in `fills` lives, a quarter of `kills` if not
+    given, and in `apart` lives, an eighth, the ranks share no folder. `lives` counts those of each kind; "undisturbed"
+    are those to which nothing was done, so that a run came to its end. `points` counts the different points at which
+    something was done, `in_saving` the kills inside of saving, `resumed` the lives that began at a checkpoint,
+    `damaged` the checkpoints that were. `full_disk` says what stood for the full disk, how many lives ended because of
+    it, and why it was no real one.
+
+    `bit_equal` says whether the weights, losses and norms of every finished run are those of an undisturbed one, `lost`
+    after how many lives the newest valid checkpoint was older than it should have been, `let_in` how many lives on two
+    nodes were not refused on all ranks, before a step, with every file as it was, and `left` how many processes were
+    left after their ranks. `mount` makes the small disk. Raises `RuntimeError` for a run that does not end.
+    """
+    fills, apart = kills // 4 if fills is None else fills, kills // 8 if apart is None else apart
+    start_server()
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name).resolve()
+        shared, small = folder / "shared", folder / "small"
+        shared.mkdir()
+        small.mkdir()
+        os.chdir(shared)
+        try:
+            first = live(config_of("undisturbed"))
+            wanted = outcome("undisturbed")
+            chaos = _Chaos(random.Random(seed), wanted, FAULTS)
+            chaos.points[False].learn(first)
+            while chaos.tally.lives["kill"] < kills or chaos.tally.lives["apart"] < apart:
+                chaos.run(kills, apart)
+                tell(chaos.tally.line())
+            why_not = ""
+            if fills:
+                known = {background: points.known for background, points in chaos.points.items()}
+                with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as other:
+                    tally, why_not = other.submit(_on_a_full_disk, mount, small, seed, wanted, known, fills).result()
+                chaos.tally.add(tally)
+                tell(chaos.tally.line())
+        finally:
+            os.chdir(before)
+    return {"bench": "chaos", "environment": describe_environment(), **chaos.tally.found(why_not)}
+
+
+def is_good(found: Mapping[str, Any]) -> bool:
+    """Has everything held that must hold?"""
+    return bool(found["bit_equal"]) and not (found["lost"] or found["let_in"] or found["left"])
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """A report as text to print."""
+    full = found["full_disk"]
+    return "\n".join(
+        [
+            "lives: " + ", ".join(f"{count} {kind}" for kind, count in found["lives"].items()),
+            f"full disk: {full['by']}, {full['ended']} lives ended by it",
+            *([full["not_possible"]] if full["not_possible"] else []),
+            ", ".join(f"{key} = {found[key]}" for key in ("bit_equal", "lost", "let_in", "left")),
+        ]
     )
 
 
-def measure_chaos(kills: int, seed: int = 0, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Kill `kills` times, in a temporary folder, and call `tell` with a line after each finished run.
+def _on_a_full_disk(
+    mount: Callable[[Path, int], str],
+    folder: Path,
+    seed: int,
+    wanted: Any,
+    known: Mapping[bool, Mapping[tuple[int, str], int]],
+    fills: int,
+) -> tuple["_Tally", str]:
+    """Runs on a disk that is full again and again, and why it could not be a real one, if so.
 
-    About a third as often, the disk fails: `failures`. `points` counts the different points at which either happened,
-    `in_saving` the kills inside of saving, `resumed` the lives that began at a checkpoint, `damaged` the checkpoints
-    that were. `bit_equal` says whether the weights, losses and norms of every finished run are those of an undisturbed
-    one, and `lost` after how many lives the newest valid checkpoint was older than it should have been. Raises
-    `RuntimeError` for a run that does not end.
+    In a process of its own, which has no threads: so it may mount one, and fork the ranks, which see it.
     """
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        os.chdir(folder)
-        try:
-            chaos = _Chaos(seed)
-            while chaos.kills < kills:
-                chaos.run(kills)
-                tell(
-                    f"{chaos.kills} kills, {chaos.failures} failures, {chaos.runs} runs finished, "
-                    f"bit-equal: {chaos.bit_equal}, lost: {chaos.lost}"
-                )
-        finally:
-            os.chdir(before)
-    return {"bench": "chaos", "environment": describe_environment(), **chaos.found()}
+    why_not = mount(folder, DISK_BYTES)
+    os.chdir(folder)
+    chaos = _Chaos(random.Random(seed), wanted, {"limit": 1.0} if why_not else {"fill": 1.0}, "fork")
+    for background, points in known.items():
+        chaos.points[background].known |= points
+    while sum(chaos.tally.lives[how] for how in chaos.hows) < fills:
+        chaos.run(fills)
+        shutil.rmtree(RUNS)
+    return chaos.tally, why_not
 
 
-How = Literal["kill", "fail"]
+@dataclass
+class _Tally:
+    """What was done, and what became of it."""
 
+    lives: Counter[str] = field(default_factory=Counter)
+    taken: set[tuple[str, str]] = field(default_factory=set)  # points, and what was done there
+    damaged: int = 0
+    in_saving: int = 0
+    resumed: int = 0
+    runs: int = 0
+    ended_full: int = 0
+    bit_equal: bool = True
+    lost: int = 0
+    let_in: int = 0
+    left: int = 0
 
-@dataclass(frozen=True)
-class Fault:
-    """What happens to a rank: at the `nth` time that it is at `point`, or at any point for an empty one."""
+    def add(self, other: "_Tally") -> None:
+        self.lives += other.lives
+        self.taken |= other.taken
+        self.bit_equal = self.bit_equal and other.bit_equal
+        for name in ("damaged", "in_saving", "resumed", "runs", "ended_full", "lost", "let_in", "left"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    point: str
-    nth: int
-    how: How = "kill"
+    def line(self) -> str:
+        done = ", ".join(f"{count} {kind}" for kind, count in self.lives.items())
+        return (
+            f"lives: {done}; {self.runs} runs finished, bit-equal: {self.bit_equal}, lost: {self.lost}, "
+            f"let in: {self.let_in}, left: {self.left}"
+        )
 
-
-@dataclass(frozen=True)
-class _Life:
-    """What came of one: at which point something was done to a rank, and whether that was inside of saving; the step of
-    the newest checkpoint that had got its name; and how often each rank, if it lived to its end, was at each point."""
-
-    point: str | None
-    in_saving: bool
-    published: int
-    seen: dict[int, dict[str, int]]
-
-
-class _Points:
-    """The points that runs of one kind come to: seen by lives that end well, then taken in turn, in random order."""
-
-    def __init__(self, dice: random.Random) -> None:
-        self.random = dice
-        self.known: dict[tuple[int, str], int] = {}  # a rank and a point -> how often it comes there
-        self.waiting: dict[How, deque[tuple[int, str]]] = {"kill": deque(), "fail": deque()}
-
-    def learn(self, life: "_Life") -> None:
-        """Those that have not been seen before, as are those of resuming until a life has resumed."""
-        seen = {(rank, point): count for rank, points in life.seen.items() for point, count in points.items()}
-        new = [each for each in seen if each not in self.known]
-        self.known |= {each: seen[each] for each in new}
-        self._wait_for(new)
-
-    def next(self, how: How) -> tuple[int, str, int]:
-        """A rank, a point, and the how many-th time there; any point at all as long as none is known."""
-        if not self.waiting[how]:
-            self._wait_for(self.known)
-        if not self.waiting[how]:
-            return self.random.randrange(RANKS), "", self.random.randrange(1, EDGES)
-        rank, point = self.waiting[how].popleft()
-        return rank, point, self.random.randint(1, min(self.known[rank, point], 2))
-
-    def _wait_for(self, points: Iterable[tuple[int, str]]) -> None:
-        every = list(points)
-        on_disk = [(rank, point) for rank, point in every if point[0] not in "+-"]
-        self.waiting["kill"].extend(self.random.sample(every, len(every)))
-        self.waiting["fail"].extend(self.random.sample(on_disk, len(on_disk)))
+    def found(self, why_not: str) -> dict[str, Any]:
+        by = "a limit on the size of files" if why_not else f"a tmpfs of {DISK_BYTES >> 20} MB"
+        return {
+            "kills": self.lives["kill"],
+            "failures": self.lives["fail"],
+            "lives": dict(self.lives),
+            "damaged": self.damaged,
+            "points": len(self.taken),
+            "in_saving": self.in_saving,
+            "resumed": self.resumed,
+            "runs": self.runs,
+            "full_disk": {
+                "by": by,
+                "ended": self.ended_full,
+                "not_possible": f"a disk that is really full was not tried: {why_not}" if why_not else None,
+            },
+            "bit_equal": self.bit_equal,
+            "lost": self.lost,
+            "let_in": self.let_in,
+            "left": self.left,
+        }
 
 
 class _Chaos:
-    """All runs, and what has become of them."""
+    """Runs on one disk, to which this or that happens, in the working directory."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.kills = self.failures = self.damaged = self.in_saving = self.resumed = self.runs = self.lost = 0
-        self.bit_equal = True
-        self.taken: set[tuple[str, How]] = set()
-        self.points = {background: _Points(self.random) for background in (False, True)}
-        self.points[False].learn(_live(config_of("undisturbed"), {}))
-        self.wanted = _outcome("undisturbed")
+    def __init__(
+        self,
+        dice: random.Random,
+        wanted: Any,
+        hows: Mapping[How, float],
+        start: Literal["forkserver", "fork"] = "forkserver",
+    ) -> None:
+        self.random, self.wanted, self.hows, self.start = dice, wanted, hows, start
+        self.tally = _Tally()
+        self.points = {background: Points(dice) for background in (False, True)}
 
-    def run(self, kills: int) -> None:
-        """One run, in as many lives as it takes; after `kills` kills nothing is done to it any more."""
-        name, safe = f"run{self.runs}", 0
-        config = config_of(name, background=bool(self.runs % 2), keep_last=1 + self.runs // 2 % 2)
+    def run(self, limit: int, apart: int = 0) -> None:
+        """One run, in as many lives as it takes. After `limit` lives with a kill, or on a full disk, nothing is done to
+        it any more; `apart` are those on two nodes among them, evenly."""
+        runs, counted = self.tally.runs, next(iter(self.hows))
+        name, safe = f"run{runs}", 0
+        config = config_of(name, bool(runs % 2), keep_last=1 + runs // 2 % 2, workers=int(runs % 3 == 2))
         checkpoints = RUNS / name / CHECKPOINTS
         for _ in range(LIVES):
-            self.resumed += latest(checkpoints) is not None
-            life = self._life(config) if self.kills < kills else _live(config, {})
+            done = self.tally.lives[counted]
+            if self.tally.lives["apart"] < min(apart, apart * (done + 1) // limit):
+                self._apart(config)
+            self.tally.resumed += latest(checkpoints) is not None
+            life = self._life(config) if done < limit else self._undisturbed(config)
+            empty(Path.cwd())
             self.points[config.checkpoint.background].learn(life)
-            found = _newest_valid(checkpoints)
-            self.lost += found < max(safe, life.published)
-            if (outcome := _outcome(name)) is not None:
-                self.runs += 1
-                self.bit_equal = self.bit_equal and outcome == self.wanted
+            found = newest_valid(checkpoints)
+            self.tally.lost += found < max(safe, life.published)
+            self.tally.left += life.left
+            if (end := outcome(name)) is not None:
+                self.tally.runs += 1
+                self.tally.bit_equal = self.tally.bit_equal and end == self.wanted
                 return
             safe = found if self.random.random() > 0.1 else self._damage(checkpoints)
         raise RuntimeError(f"{name} has not finished in {LIVES} lives")
 
-    def _life(self, config: TaskConfig) -> _Life:
+    def _undisturbed(self, config: TaskConfig) -> Life:
+        self.tally.lives["undisturbed"] += 1
+        return live(config, start=self.start)
+
+    def _life(self, config: TaskConfig) -> Life:
         """One life of a run, with something done to it."""
-        how: How = "fail" if self.random.random() < 0.25 else "kill"
+        [how] = self.random.choices(list(self.hows), list(self.hows.values()))
         points = self.points[config.checkpoint.background]
         rank, point, nth = points.next(how)
         if how == "kill" and self.random.random() < 0.2:
             point, nth = "", self.random.randrange(1, EDGES)
-        victims = range(RANKS) if self.random.random() < 0.2 else [rank]
-        life = _live(config, dict.fromkeys(victims, Fault(point, nth, how)))
+        both = how in {"kill", "fail"} and self.random.random() < 0.2
+        fault = Fault(point, nth, how, room=self.random.randrange(ROOM))
+        life = live(config, dict.fromkeys(range(RANKS) if both else [rank], fault), start=self.start)
+        self.tally.lives[how if life.point is not None else "undisturbed"] += 1
         if life.point is not None:
-            self.taken.add((life.point, how))
-            self.kills += how == "kill"
-            self.failures += how == "fail"
-            self.in_saving += how == "kill" and life.in_saving
-        elif point:  # it did not come there, as it has not resumed, say: another time
-            points.waiting[how].append((rank, point))
+            self.tally.taken.add((life.point, how))
+            self.tally.in_saving += how == "kill" and life.in_saving
+            self.tally.ended_full += how in {"fill", "limit"} and not life.is_well
+        elif point:
+            points.put_back(how, rank, point)
         return life
+
+    def _apart(self, config: TaskConfig) -> None:
+        """The same command on two nodes that share no folder: each rank has to refuse, with every file as it was."""
+        nodes = NODES[self.tally.lives["apart"] % len(NODES)]
+        self.tally.lives["apart"] += 1
+        self.tally.lives[f"apart: {nodes}"] += 1
+        here = Path.cwd()
+        with tempfile.TemporaryDirectory(prefix="node-", dir=here) as one, tempfile.TemporaryDirectory(dir=here) as two:
+            first, second = Path(one), Path(two)
+            if nodes == "a copy on the second" and RUNS.exists():
+                shutil.copytree(RUNS, second / RUNS)
+            where = {
+                "nothing on both": [first, second],
+                "all on the first": [here, second],
+                "all on the second": [first, here],
+                "a copy on the second": [here, second],
+            }[nodes]
+            before = _contents(here)
+            life = live(config, where=where)
+            is_refused = len(life.refused) == RANKS and not any("+forward" in seen for seen in life.seen.values())
+            self.tally.let_in += not is_refused or _contents(here) != before
+            self.tally.left += life.left
 
     def _damage(self, checkpoints: Path) -> int:
         """Cut a file of the newest valid checkpoint short, if there is another one; returns the step of the newest."""
         *others, newest = [None, *(path for path in folders(checkpoints) if not verify(path))]
         if newest is not None and any(others):
             os.truncate(newest / "optimizer.pt", 1)
-            self.damaged += 1
-        return _newest_valid(checkpoints)
-
-    def found(self) -> dict[str, Any]:
-        return {
-            "kills": self.kills,
-            "failures": self.failures,
-            "damaged": self.damaged,
-            "points": len(self.taken),
-            "in_saving": self.in_saving,
-            "resumed": self.resumed,
-            "runs": self.runs,
-            "bit_equal": self.bit_equal,
-            "lost": self.lost,
-        }
+            self.tally.damaged += 1
+        return newest_valid(checkpoints)
 
 
-def _newest_valid(checkpoints: Path) -> int:
-    """The step of the newest checkpoint that is as it was written; 0 where there is none."""
-    found, _ = latest_valid(World(), checkpoints)
-    return read_manifest(found).step if found else 0
-
-
-def _live(config: TaskConfig, faults: dict[int, Fault]) -> _Life:
-    """Start or resume a run, until it finishes, or does not because of a fault. Without one, raises `RuntimeError`."""
-    context = multiprocessing.get_context("forkserver")  # its server imports torch once, for all processes
-    context.set_forkserver_preload([__name__])
-    with tempfile.TemporaryDirectory(prefix="meet-") as name:
-        folder = Path(name)
-        ranks = [
-            context.Process(target=_rank, args=(rank, Path.cwd(), folder, config, faults.get(rank)))
-            for rank in range(RANKS)
-        ]
-        for rank in ranks:
-            rank.start()
-        deadline, late = time.monotonic() + TIME_LIMIT, False
-        while any(rank.is_alive() for rank in ranks):
-            failed = any(rank.exitcode for rank in ranks)
-            if failed:  # the others wait for it: end them, as a launcher would
-                time.sleep(0.05)
-            late = time.monotonic() > deadline
-            if failed or late:
-                for rank in ranks:
-                    rank.kill()
-            time.sleep(0.01)
-        for rank in ranks:
-            rank.join()
-        hits = [json.loads(note.read_text()) for note in folder.glob("hit.*")]
-        if not hits and any(rank.exitcode for rank in ranks):
-            codes = [rank.exitcode for rank in ranks]
-            raise RuntimeError(f"nothing was done to {config.name}, but its ranks ended with {codes}")
-        if late:
-            raise RuntimeError(f"{config.name} hangs after {hits}")
-        published = folder / "published"
-        return _Life(
-            point=hits[0]["point"] if hits else None,
-            in_saving=any(hit["in_saving"] for hit in hits),
-            published=int(published.read_text()) if published.exists() else 0,
-            seen={int(note.suffix[1:]): json.loads(note.read_text()) for note in folder.glob("seen.*")},
-        )
-
-
-def _rank(rank: int, where: Path, notes: Path, config: TaskConfig, fault: Fault | None) -> None:
-    os.chdir(where)
-    log = open(f"rank_{rank}.log", "w")  # noqa: SIM115, it stays open as long as the process
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    torch.set_num_threads(1)
-    fate = _Fate(rank, notes, fault)
-    world = World(rank, RANKS, rank, RANKS, init_method=f"file://{notes}/store")
-    with observe(fate.at_edge), observe_disk(fate.at_operation), process_group(world):
-        train(world, config)
-    (notes / f"seen.{rank}").write_text(json.dumps(fate.seen))
-    os._exit(0)  # see rank._end_without_finalising
-
-
-class _Fate:
-    """Counts the points that a rank comes to, and lets its fault happen."""
-
-    def __init__(self, rank: int, notes: Path, fault: Fault | None) -> None:
-        self.rank, self.notes, self.fault = rank, notes, fault
-        self.seen: Counter[str] = Counter()
-        self.left = fault.nth if fault is not None else 0
-        self.inside: Counter[str] = Counter()  # phases
-        self.lock = threading.Lock()  # checkpoints are written and removed in threads
-
-    def at_edge(self, edge: Edge) -> None:
-        with self.lock:
-            self.inside[edge.name] += 1 if edge.entered else -1
-        self._at(f"{'+' if edge.entered else '-'}{edge.name}")
-
-    def at_operation(self, operation: Operation, path: Path) -> None:
-        if operation == "fsync" and path.name == CHECKPOINTS and (newest := latest(path)):  # it has its name
-            self._note("published", re.sub(r"\D", "", newest.name))
-        self._at(f"{operation} {_kind_of(path)}")
-
-    def _at(self, point: str) -> None:
-        with self.lock:
-            self.seen[point] += 1
-            self.left -= self.fault is not None and self.fault.point in ("", point)
-            hit = self.fault is not None and self.left == 0
-            if hit:
-                self.left -= 1
-        if hit:
-            self._happen(point)
-
-    def _happen(self, point: str) -> None:
-        assert self.fault is not None
-        in_saving = any(count > 0 and name.startswith("save") for name, count in self.inside.items())
-        self._note(f"hit.{self.rank}", json.dumps({"point": point, "in_saving": in_saving}))
-        if self.fault.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def _note(self, name: str, text: str) -> None:
-        aside = self.notes / f"{self.rank}.{name}"  # a kill leaves all of a note or nothing
-        aside.write_text(text)
-        aside.rename(self.notes / name)
-
-
-def _kind_of(path: Path) -> str:
-    """A file's name without what differs from step to step and from one time to the next."""
-    return re.sub(r"step_\d+", "step", finished_name(path))
-
-
-def _outcome(name: str) -> tuple[Any, ...] | None:
-    """What has to be the same for two runs: weights, and values of each step. None for a run that has not finished."""
-    run = RUNS / name
-    if not (run / "result.json").is_file():
-        return None
-    metrics = json.loads((run / "result.json").read_text())["metrics"]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "loss_scale", "eval_loss")
-    return metrics["weights"], [[row.get(key) for key in keys] for row in rows]
+def _contents(folder: Path) -> dict[Path, str]:
+    """All files and folders below `folder`, and what is in them."""
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in folder.rglob("*")}

@@ -1,0 +1,184 @@
+"""Ranks that are killed, disks that fail or are full, nodes apart: whatever happens, no run loses anything.
+
+And the bench that does so, which has to notice where a law is broken.
+"""
+
+import errno
+import random
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_tutorial.benches import lives
+from ddp_tutorial.benches.chaos import NODES, in_words, is_good, measure_chaos
+from ddp_tutorial.benches.lives import Fault, Points, config_of, live, newest_valid, outcome, start_server
+from ddp_tutorial.benches.small_disk import empty, fill_up, limit_files, mount_small_disk
+from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders
+from ddp_tutorial.files import RUNS
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return measure_chaos(24, seed=1, fills=8, apart=4)
+
+
+@pytest.mark.timeout(400)
+def test_after_kills_and_disks_that_fail_or_are_full_every_run_ends_as_if_nothing_had_happened(found: Any) -> None:
+    assert found["kills"] >= 24
+    assert found["failures"] >= 3
+    assert found["points"] >= 20
+    assert found["in_saving"] >= 5
+    assert found["resumed"] >= 12
+    assert found["bit_equal"] is True
+    assert found["lost"] == 0
+    assert found["left"] == 0
+    assert is_good(found)
+
+
+def test_on_nodes_that_share_no_folder_every_rank_refuses_and_no_file_is_touched(found: Any) -> None:
+    assert {found["lives"][f"apart: {nodes}"] for nodes in NODES} == {1}
+    assert found["lives"]["apart"] == 4
+    assert found["let_in"] == 0
+
+
+def test_a_disk_was_full_and_lives_ended_because_of_it(found: Any) -> None:
+    full = found["full_disk"]
+    assert found["lives"].get("fill", 0) + found["lives"].get("limit", 0) == 8
+    assert full["ended"] >= 4
+    if full["not_possible"]:
+        assert full["by"] == "a limit on the size of files"
+        assert full["not_possible"] in in_words(found)
+    else:
+        assert full["by"] == "a tmpfs of 4 MB"
+
+
+@pytest.mark.parametrize("law", ["bit_equal", "lost", "let_in", "left"])
+def test_one_broken_law_is_enough_to_be_told(law: str) -> None:
+    good = {"bit_equal": True, "lost": 0, "let_in": 0, "left": 0}
+    assert is_good(good)
+    assert not is_good(good | {law: 1 if law != "bit_equal" else False})
+
+
+# --------------------------------------------------------------------------------------------------- one life of a run
+
+
+@pytest.fixture
+def here(workdir: Path) -> Path:
+    start_server()
+    return Path.cwd()
+
+
+def test_a_fault_happens_at_its_point_and_the_next_life_goes_on(here: Path) -> None:
+    first = live(config_of("mine"), {0: Fault("rename step", 2)})
+    assert (first.point, first.in_saving, first.is_well, first.published) == ("rename step", True, False, 2)
+    assert newest_valid(RUNS / "mine" / CHECKPOINTS) == 2
+    assert outcome("mine") is None
+    second = live(config_of("mine"))
+    assert second.is_well
+    assert second.seen[0]["+load"] == 1
+    live(config_of("other"))
+    assert outcome("mine") == outcome("other")
+
+
+def test_a_life_that_fails_though_nothing_was_done_to_it_is_no_life_to_go_on_from(here: Path) -> None:
+    (here / RUNS).write_text("a file where a folder should be")
+    with pytest.raises(RuntimeError, match="nothing was done to mine, but it ended with"):
+        live(config_of("mine"))
+
+
+def test_a_run_that_hangs_is_told_with_where_it_stands(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "TIME_LIMIT", 0.1)
+    with pytest.raises(RuntimeError, match="mine hangs after nothing"):
+        live(config_of("mine"))
+
+
+def test_a_process_that_outlives_its_run_is_counted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "GOING", 0.2)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=here) as process:
+        assert live(config_of("mine"), {0: Fault("+forward", 1)}).left == 1
+        process.kill()
+    assert live(config_of("mine"), {0: Fault("+forward", 1)}).left == 0
+
+
+def test_a_point_that_was_not_reached_waits_for_another_time_and_each_is_taken_once() -> None:
+    points = Points(random.Random(0), {(0, "+save"): 3, (1, "fsync rng.pt"): 1, (0, "read optimizer.pt"): 1})
+    taken = [points.next("kill")[:2] for _ in range(3)]
+    assert sorted(taken) == sorted(points.known)
+    points.put_back("kill", 0, "+save")
+    assert points.next("kill")[:2] == (0, "+save")
+    assert {points.next("fill")[1] for _ in range(20)} == {"fsync rng.pt", "read optimizer.pt"}
+
+
+# -------------------------------------------------------------------------------------------------------- a small disk
+
+
+def in_a_process(fn: Any, folder: Path) -> Any:
+    """Forked from a server that has no threads."""
+    with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
+        return pool.submit(fn, folder).result()
+
+
+def filled(folder: Path) -> Any:
+    """What is written to a small disk, how much more goes on it when it is full, and whether it is free afterwards."""
+    if why_not := mount_small_disk(folder, 2 * MB):
+        return why_not
+    fill_up(folder, 8192)
+    told: Counter[str] = Counter()
+    with (folder / "file").open("wb", buffering=0) as file:
+        try:
+            while True:
+                told["bytes"] += file.write(bytes(1000))
+        except OSError as error:
+            told[errno.errorcode[error.errno or 0]] += 1
+    empty(folder)
+    (folder / "another").write_bytes(bytes(MB))
+    return told
+
+
+def test_a_small_disk_is_really_full_and_only_its_process_sees_it(tmp_path: Path) -> None:
+    told = in_a_process(filled, tmp_path)
+    if isinstance(told, str):
+        pytest.skip(f"no disk can be mounted here: {told}")
+    assert told == {"bytes": 8192, "ENOSPC": 1}
+    assert list(tmp_path.iterdir()) == []
+
+
+def written_with_a_limit(folder: Path) -> tuple[int, int]:
+    limit_files(5000)
+    with (folder / "file").open("wb", buffering=0) as file:
+        written = file.write(bytes(6000))
+        try:
+            file.write(b"more")
+        except OSError as error:
+            return written, error.errno or 0
+    return written, 0
+
+
+def test_where_none_can_be_mounted_a_limit_lets_a_write_end_half_way(tmp_path: Path) -> None:
+    assert in_a_process(written_with_a_limit, tmp_path) == (5000, errno.EFBIG)
+
+
+@pytest.mark.timeout(120)
+def test_without_a_small_disk_the_report_says_so() -> None:
+    found = measure_chaos(1, fills=1, apart=0, mount=_refused)
+    assert found["lives"]["limit"] == 1
+    assert found["full_disk"]["by"] == "a limit on the size of files"
+    assert found["full_disk"]["not_possible"] == "a disk that is really full was not tried: not here"
+    assert is_good(found)
+
+
+def _refused(folder: Path, nbytes: int) -> str:
+    return "not here"
+
+
+def test_a_checkpoint_of_an_earlier_step_stays_where_the_disk_is_full_from_some_point_on(here: Path) -> None:
+    live(config_of("mine"), {0: Fault("write optimizer.pt", 2, "limit", 4000)})
+    assert [newest_valid(RUNS / "mine" / CHECKPOINTS), len(folders(RUNS / "mine" / CHECKPOINTS))] == [2, 1]
