@@ -179,10 +179,11 @@ def live(
         codes = [rank.exitcode for rank in ranks]
         hits = [json.loads(note.read_text()) for note in notes.glob("hit.*")]
         refused = {int(note.suffix[1:]): note.read_text() for note in notes.glob("refused.*")}
+        said = "\n".join([*refused.values(), *_last_words(notes)])
         if late:
-            raise RuntimeError(f"{config.name} hangs after {hits or 'nothing'}, {codes}: {_last_words(notes)}")
+            raise RuntimeError(f"{config.name} hangs after {hits or 'nothing'}, {codes}: {said}")
         if not hits and not where and any(codes):
-            raise RuntimeError(f"nothing was done to {config.name}, but it ended with {codes}: {_last_words(notes)}")
+            raise RuntimeError(f"nothing was done to {config.name}, but it ended with {codes}: {said}")
         published = notes / "published"
         return Life(
             point=hits[0]["point"] if hits else None,
@@ -195,8 +196,8 @@ def live(
         )
 
 
-def _last_words(notes: Path) -> str:
-    return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(notes.glob("rank_*.log")))
+def _last_words(notes: Path) -> list[str]:
+    return [path.read_text(errors="replace")[-2000:] for path in sorted(notes.glob("rank_*.log"))]
 
 
 def _left_in(folder: Path) -> int:
