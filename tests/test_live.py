@@ -64,6 +64,19 @@ def test_sliders_begin_with_the_first_values_and_draw_anew_when_one_is_moved():
     assert plt.get_fignums() == before
 
 
+def test_sliders_can_begin_elsewhere_so_that_their_values_stay_in_order():
+    height, width, _, picture = explore(draw, start={"height": 9}, height=[1, 3, 9], width=[2, 7]).children
+    assert height.options == (1, 3, 9)
+    assert (height.value, width.value) == (9, 2)
+    assert bytes(picture.value) == bytes(explore(draw, height=[9], width=[2]).children[-1].value)
+
+
+@pytest.mark.parametrize("start", [{"height": 4}, {"depth": 3}])
+def test_a_start_that_is_on_no_slider_is_refused(start):
+    with pytest.raises(ValueError, match="is on no slider"):
+        explore(draw, start=start, height=[3, 9], width=[2, 7])
+
+
 def test_a_choice_that_cannot_be_drawn_is_told_and_the_picture_stays():
     height, width, message, picture = explore(draw, height=[3, 9], width=[2, 7]).children
     height.value = 9

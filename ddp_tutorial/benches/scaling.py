@@ -5,7 +5,7 @@ no log. They live in the same ranks and take turns; while rank 0 works alone, th
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import gpt_step, random_text
@@ -14,7 +14,7 @@ from ddp_tutorial.ddp.variants import DDPConfig
 from ddp_tutorial.environment import cores
 from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, take_turns
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.sources import ALONE, make_source
+from ddp_tutorial.sharding.sources import ALONE, SourceConfig, make_source
 from ddp_tutorial.world import World
 
 # Samples of a step, over all that work together; in the weak arms, of each rank. With fewer, ranks meet more often for
@@ -23,16 +23,20 @@ BATCH = 64
 SAMPLES = 4096
 _TURNS, _STEPS = 2, 4  # turns of an arm in a repeat, steps in a turn
 
+SourceKind = Literal["sharded", "dispatched", "streamed", "fast_stream"]
+
 
 class Setup(NamedTuple):
-    """How one arm trains. `readers` share out each batch of `batch` samples; their gradients are averaged, as `ddp`
-    says, if they `talk`. One reader is a process alone, with `threads` threads."""
+    """How one arm trains. `readers` share out each batch of `batch` samples, which a source of kind `source` gives;
+    their gradients are averaged, as `ddp` says, if they `talk`. One reader is a process alone, with `threads` threads.
+    """
 
     readers: int
     batch: int = BATCH
     talk: bool = True
     threads: int = 1
     ddp: DDPConfig = DDPConfig()
+    source: SourceKind = "sharded"
 
 
 def two_rank_arms() -> dict[str, Setup]:
@@ -77,7 +81,7 @@ def arm_of(setup: Setup, world: World) -> Arm | None:
     if world.rank >= setup.readers:
         return None
     reader = world if setup.readers > 1 else ALONE
-    source = make_source(random_text(SAMPLES), setup.batch, reader)
+    source = make_source(random_text(SAMPLES), setup.batch, reader, config=SourceConfig(kind=setup.source))
     return Arm(gpt_step(source, reader if setup.talk else ALONE, ddp=setup.ddp), setup.threads)
 
 

@@ -33,13 +33,21 @@ def slider(frames: Mapping[str, Figure], label: str) -> widgets.VBox:
     return widgets.VBox([choice, picture])
 
 
-def explore(draw: Callable[..., Figure], **choices: Sequence[Any]) -> widgets.VBox:
+def explore(
+    draw: Callable[..., Figure], *, start: Mapping[str, Any] | None = None, **choices: Sequence[Any]
+) -> widgets.VBox:
     """A slider for each argument of `draw` in `choices`, over the values given there, and the figure that `draw` makes.
 
-    It begins with the first value of each. Where `draw` raises `ValueError`, its message stands above the last figure.
+    It begins with the values in `start`, and with the first one of each slider that is not there. Where `draw` raises
+    `ValueError`, its message stands above the last figure. Raises `ValueError` for a start that is on no slider.
     """
+    begin = {name: values[0] for name, values in choices.items()} | dict(start or {})
+    for name, value in begin.items():
+        if name not in choices or value not in choices[name]:
+            raise ValueError(f"start: {name}={value!r} is on no slider")
     sliders = {
-        name: widgets.SelectionSlider(options=list(values), description=name) for name, values in choices.items()
+        name: widgets.SelectionSlider(options=list(values), value=begin[name], description=name)
+        for name, values in choices.items()
     }
     picture, message = widgets.Image(format="png"), widgets.Label()
 
