@@ -1,8 +1,14 @@
-"""The exercises of 02_collectives: which chunk to send, a length that does not divide, and the cost of both ways."""
+"""The exercises of 02_collectives: which chunk to send, a length that does not divide, the cost of both ways, and a
+whole ring all-reduce from blocking sends and receives."""
 
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -251,5 +257,199 @@ ring_or_tree = Exercise(
         "A round takes latency + bytes of its message / bandwidth. How many rounds, and of how many bytes?",
         "The ring: 2 (N - 1) rounds of nbytes / N. The tree: up and down, and each round halves those that are left.",
         "The tree has 2 * math.ceil(math.log2(size)) rounds of all nbytes.",
+    ),
+)
+
+# ----------------------------------------------------------------------------------------------- 4. the whole ring
+
+_SIZES = (2, 3, 4)
+_RING_LENGTHS = (12, 7, 3)  # divides by all sizes; by none; shorter than a ring of four
+_PATIENCE = 10.0  # seconds that a rank waits in one send or receive
+_OTHERS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "all_gather_object"),
+    *("isend", "irecv", "batch_isend_irecv"),
+)
+
+
+class _RingRun(NamedTuple):
+    """What the answer did on this rank with one tensor: what it left in it, and to whom it sent how many bytes."""
+
+    got: list[float]
+    sent: dict[int, int]
+
+
+def _not_this(name: str, *_: object, **__: object) -> None:
+    raise WrongAnswerError(f"Use nothing but dist.send and dist.recv; your answer called dist.{name}.")
+
+
+def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tensor, other: int) -> None:
+    """Blocks as torch's own does, but not for ever."""
+    said = f"{world.size} ranks: rank {world.rank} {what} rank {other}"
+    expect(0 <= other < world.size and other != world.rank, f"{said}, which is not another rank.")
+    try:
+        begin(tensor, other).wait(timedelta(seconds=_PATIENCE))
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
+            raise
+        raise WrongAnswerError(
+            f"{said}, and has waited for {_PATIENCE:.0f} seconds. Blocking calls that wait for one another in a circle "
+            "never end: does somebody receive while its neighbour sends?"
+        ) from None
+
+
+def _run_whole_ring(world: World, answer: Answer) -> list[_RingRun | None]:
+    """Rings of the first 2, 3 and 4 ranks, one after another, with tensors of each length."""
+    isend, irecv = dist.isend, dist.irecv
+    runs: list[_RingRun | None] = []
+    for size in _SIZES:
+        for length in _RING_LENGTHS:
+            dist.barrier()
+            if world.rank >= size:
+                runs.append(None)
+                continue
+            ring, sent = replace(world, size=size, local_size=size), Counter[int]()
+
+            def send(tensor: torch.Tensor, dst: int, ring: World = ring, sent: Counter[int] = sent) -> None:
+                sent[dst] += tensor.nbytes
+                _wait(isend, "sends to", ring, tensor, dst)
+
+            def recv(tensor: torch.Tensor, src: int, ring: World = ring) -> None:
+                _wait(irecv, "receives from", ring, tensor, src)
+
+            tensor = (torch.arange(float(length)) + 1) * 10**world.rank
+            changed: dict[str, Any] = {name: partial(_not_this, name) for name in _OTHERS}
+            with patch.multiple(dist, **changed, send=send, recv=recv):
+                answer(ring, tensor)
+            runs.append(_RingRun(tensor.tolist(), dict(sent)))
+    return runs
+
+
+def _test_whole_ring(answer: Answer) -> str:
+    stuck = "Some rank does not come back, and not because of a send or receive: is there a loop that never ends?"
+    of_ranks = on_ranks(_run_whole_ring, max(_SIZES), answer, stuck=stuck, timeout=30)
+    cases = [(size, length) for size in _SIZES for length in _RING_LENGTHS]
+    for number, (size, length) in enumerate(cases):
+        runs: list[_RingRun] = [of_ranks[rank][number] for rank in range(size)]
+        said = f"{size} ranks, each with {length} numbers"
+        true = [float("1" * size) * (i + 1) for i in range(length)]
+        for rank, run in enumerate(runs):
+            expect(
+                run.got == true,
+                f"{said}: the sum is\n  {true};\nafter your answer rank {rank} has\n  {run.got}, where each digit is "
+                "the share of one rank. It should end in the tensor itself, on every rank.",
+            )
+        most = 2 * (size - 1) * math.ceil(length / size) * 4
+        each = [sum(run.sent.values()) for run in runs]
+        expect(
+            max(each) <= most and sum(each) == 2 * (size - 1) * length * 4,
+            f"{said}: the sums are right, and it is no ring. The ranks send {each} bytes of a tensor of {4 * length}; "
+            f"in a ring each sends 2 (N - 1) / N of it, here {most} at most.",
+        )
+        for rank, run in enumerate(runs):
+            expect(
+                len(run.sent) <= 1,
+                f"{said}: rank {rank} sends to ranks {sorted(run.sent)}. In a ring each sends to one neighbour only.",
+            )
+    return "On 2, 3 and 4 ranks every one has the sum, for any length, and none sends more than 2 (N - 1) / N of it."
+
+
+def _whole_ring(world: World, tensor: torch.Tensor) -> None:
+    chunks = tensor.tensor_split(world.size)
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for step in range(2 * (world.size - 1)):
+        outgoing, incoming = chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size]
+        theirs = torch.empty_like(incoming)
+        for sending in (True, False) if world.rank % 2 == 0 else (False, True):  # so that the circle is broken
+            if sending and outgoing.numel():
+                dist.send(outgoing, right)
+            if not sending and theirs.numel():
+                dist.recv(theirs, left)
+        incoming.copy_(incoming + theirs if step < world.size - 1 else theirs)
+
+
+def _all_send_first(world: World, tensor: torch.Tensor) -> None:
+    chunks = tensor.tensor_split(world.size)
+    for step in range(2 * (world.size - 1)):
+        incoming = chunks[(world.rank - step - 1) % world.size]
+        dist.send(chunks[(world.rank - step) % world.size], (world.rank + 1) % world.size)
+        theirs = torch.empty_like(incoming)
+        dist.recv(theirs, (world.rank - 1) % world.size)
+        incoming.copy_(incoming + theirs if step < world.size - 1 else theirs)
+
+
+def _exchange(world: World, outgoing: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    """Pass one tensor on around the ring; what came in, of the shape of `incoming`."""
+    theirs = torch.empty_like(incoming)
+    for sending in (True, False) if world.rank % 2 == 0 else (False, True):
+        if sending and outgoing.numel():
+            dist.send(outgoing, (world.rank + 1) % world.size)
+        if not sending and theirs.numel():
+            dist.recv(theirs, (world.rank - 1) % world.size)
+    return theirs
+
+
+def _one_round_each(world: World, tensor: torch.Tensor) -> None:
+    chunks = tensor.tensor_split(world.size)
+    for step, adds in ((0, True), (1, False)):
+        outgoing, incoming = chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size]
+        theirs = _exchange(world, outgoing, incoming)
+        incoming.copy_(incoming + theirs if adds else theirs)
+
+
+def _all_to_rank_zero(world: World, tensor: torch.Tensor) -> None:
+    theirs = torch.empty_like(tensor)
+    if world.rank:
+        dist.send(tensor, 0)
+        dist.recv(tensor, 0)
+        return
+    for other in range(1, world.size):
+        dist.recv(theirs, other)
+        tensor += theirs
+    for other in range(1, world.size):
+        dist.send(tensor, other)
+
+
+def _whole_tensors(world: World, tensor: torch.Tensor) -> None:
+    passed = tensor.clone()
+    for _ in range(world.size - 1):
+        passed = _exchange(world, passed, tensor)
+        tensor += passed
+
+
+def _leaves_the_rest(world: World, tensor: torch.Tensor) -> None:
+    _whole_ring(world, tensor[: len(tensor) // world.size * world.size])
+
+
+def _first_half_only(world: World, tensor: torch.Tensor) -> None:
+    chunks = tensor.tensor_split(world.size)
+    for step in range(world.size - 1):
+        incoming = chunks[(world.rank - step - 1) % world.size]
+        incoming += _exchange(world, chunks[(world.rank - step) % world.size], incoming)
+
+
+whole_ring = Exercise(
+    task=(
+        "whole_ring(world, tensor): sum a tensor of one dimension and any length over all ranks, in place, around a "
+        "ring: reduce-scatter, then all-gather, with nothing but dist.send and dist.recv, which block."
+    ),
+    test=_test_whole_ring,
+    solution=_whole_ring,
+    wrong={
+        "lets everyone send before anyone receives": _all_send_first,
+        "has one round in each half, which is right on two ranks only": _one_round_each,
+        "sends everything to rank 0": _all_to_rank_zero,
+        "passes whole tensors around": _whole_tensors,
+        "leaves out what does not divide": _leaves_the_rest,
+        "stops after the reduce-scatter": _first_half_only,
+    },
+    hints=(
+        "tensor.tensor_split(world.size) gives chunks of any lengths, and they are views: what you write into them is "
+        "in the tensor. Which chunk to send in which round is exercise 1.",
+        "send returns when the other side receives. If all ranks send first, nobody receives: let the even ranks send "
+        "first, and the odd ranks receive first.",
+        "After world.size - 1 rounds of adding, rank r has all of chunk r + 1. Send that one next, and in "
+        "world.size - 1 further rounds replace what is there by what comes in.",
+        "A tensor shorter than the ring leaves some chunks empty: send and receive nothing for those, on both sides.",
     ),
 )
