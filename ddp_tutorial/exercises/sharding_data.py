@@ -1,9 +1,15 @@
-"""The exercises of 07_sharding_data: go on from a cursor, evaluate exactly and in step, find a worker's samples."""
+"""The exercises of 07_sharding_data: go on from a cursor, evaluate exactly and in step, find a worker's samples, and
+write a sampler that goes on anywhere."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, product, zip_longest
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from ddp_tutorial.collectives import all_gather, total
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
@@ -79,7 +85,7 @@ def _test_rest(answer: Answer) -> str:
     return "From every cursor and for every number of ranks: exactly the rest of the epoch, step by step."
 
 
-def _rest_of_epoch(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+def _rest_of_epoch(order: Order, cursor: int, batch: int, rank: int, size: int) -> "Iterator[Sequence[int]]":
     end = (cursor // order.samples + 1) * order.samples
     while cursor < end:
         count = min(batch, end - cursor)  # the last one may be smaller
@@ -209,14 +215,15 @@ def _test_evaluate(answer: Answer) -> str:
     return "All ranks call equally often, each sample counts once, and every rank has the same, right mean."
 
 
-def _evaluate(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
+def _evaluate(world: World, samples: int, loss_of: "Callable[[int], torch.Tensor]") -> float:
     loss_sum = torch.tensor(0.0)
     for first in range(0, samples, world.size):
         mine = first + world.rank
         loss = loss_of(mine if mine < samples else 0)  # a copy, so that all ranks call loss_of equally often
         if mine < samples:
             loss_sum += loss
-    return float(total(world, loss_sum)) / samples
+    dist.all_reduce(loss_sum)
+    return float(loss_sum) / samples
 
 
 def _counts_copies(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
@@ -279,7 +286,7 @@ evaluate = Exercise(
     hints=(
         "Pad the calls, not the mean: evaluate a copy, and throw its loss away.",
         "In round k, this rank's sample is k * world.size + world.rank. If there is none, evaluate any other.",
-        "Add up the losses of real samples only, total(world, ...) them over the ranks, and divide by `samples`.",
+        "Add up the losses of real samples only, dist.all_reduce the sum over the ranks, and divide by `samples`.",
     ),
 )
 
@@ -365,5 +372,374 @@ own_samples = Exercise(
         "Print who gets what, for 12 samples, 2 ranks and 2 workers. Who has nothing?",
         "[rank::size] has already taken this rank's samples. What is left to share out, and among whom?",
         "What is left belongs to this rank alone: share it out among its workers, [worker::workers].",
+    ),
+)
+
+# --------------------------------------------------------------------------------- 4. a sampler of steps that goes on
+
+_WORLDS = (1, 2, 3, 4)
+_SHAPES = ((24, 6), (23, 6), (19, 6), (7, 4), (5, 8), (1, 4))  # samples, and samples a step
+_PLENTY = 60  # steps; an answer that yields more in an epoch never stops
+
+State = dict[str, Any]
+
+
+def _steps_left(sampler: Any, where: str) -> list[list[int]]:
+    """What an answer's sampler yields. Raises `WrongAnswerError` where that is no list of numbers, or has no end."""
+    steps = list(islice(iter(sampler), _PLENTY))
+    expect(len(steps) < _PLENTY, f"{where}: it yields {_PLENTY} steps and more. End where the epoch ends.")
+    try:
+        return [[int(number) for number in step] for step in steps]
+    except TypeError:
+        raise WrongAnswerError(
+            f"{where}: yield, for each step, the list of this rank's numbers; the first that came is {steps[0]!r}."
+        ) from None
+
+
+def _world_of(answer: Answer, samples: int, batch: int, size: int, seed: int = 5) -> list[Any]:
+    return [answer(samples, batch, rank, size, seed) for rank in range(size)]
+
+
+def _epoch_of(samplers: Sequence[Any], samples: int, batch: int, where: str) -> list[list[int]]:
+    """A whole epoch: the sorted samples of each step, over all ranks. Checks that each sample comes once."""
+    count = -(-samples // batch)
+    lengths = [len(sampler) for sampler in samplers]
+    parts = [_steps_left(sampler, where) for sampler in samplers]
+    made = [len(steps) for steps in parts]
+    advice = "The last step may be a smaller one."
+    if len(set(made)) > 1:
+        advice = "In a step without a sample for this rank, yield an empty list: the others wait for it."
+    expect(
+        made == [count] * len(made),
+        f"{where}: an epoch has {count} steps, on every rank; yours have {made}. {advice}",
+    )
+    seen = Counter(number for steps in parts for step in steps for number in step)
+    twice = sorted(number for number, times in seen.items() if times > 1)
+    expect(not twice, f"{where}: samples {twice[:5]} come more than once in one epoch. Nothing is made up with copies.")
+    missing = sorted(set(range(samples)) - set(seen))
+    expect(not missing, f"{where}: samples {missing[:5]} are given to no rank in this epoch.")
+    strange = sorted(set(seen) - set(range(samples)))
+    expect(not strange, f"{where}: {strange[:5]} are not samples of these data.")
+    expect(lengths == made, f"{where}: len() is the number of steps that are left, {count}; yours is {lengths}.")
+    for number, step in enumerate(zip(*parts, strict=True)):
+        sizes = [len(part) for part in step]
+        expect(
+            sum(sizes) == min(batch, samples - batch * number) and max(sizes) - min(sizes) <= 1,
+            f"{where}: step {number} has {sizes} samples on the ranks. All together have {batch}, or what is left of "
+            "the epoch, and no rank has more than one sample more than another.",
+        )
+    return [sorted(chain(*step)) for step in zip(*parts, strict=True)]
+
+
+def _check_epochs(answer: Answer) -> None:
+    for samples, batch in _SHAPES:
+        orders = []
+        for size in _WORLDS:
+            where = f"{samples} samples, {batch} a step, {size} ranks"
+            samplers = _world_of(answer, samples, batch, size)
+            epochs = []
+            for epoch in (0, 1, 0):
+                for sampler in samplers:
+                    sampler.set_epoch(epoch)
+                epochs.append(_epoch_of(samplers, samples, batch, f"{where}, epoch {epoch}"))
+            expect(epochs[0] == epochs[2], f"{where}: set_epoch(0), said after epoch 1, should bring back its order.")
+            orders.append(epochs)
+        for size, epochs in zip(_WORLDS, orders, strict=True):
+            expect(
+                epochs == orders[0],
+                f"{samples} samples, {batch} a step: {size} ranks have other samples in a step than 1 rank. Take the "
+                "next samples of one order first, then share them out.",
+            )
+        if samples > 20:
+            other = _epoch_of(_world_of(answer, samples, batch, 1, seed=6), samples, batch, "another seed")
+            expect(orders[0][0] != orders[0][1], "Epoch 0 and epoch 1 have the same order.")
+            expect(orders[0][0] != other, "Two seeds give the same order.")
+
+
+def _after(answer: Answer, samples: int, batch: int, size: int, epoch: int, done: int) -> list[State]:
+    """The state on each rank after `done` steps of an epoch, taken inside the loop, as a checkpoint is."""
+    states = []
+    for sampler in _world_of(answer, samples, batch, size):
+        sampler.set_epoch(epoch)
+        steps = iter(sampler)
+        for _ in range(done):
+            next(steps)
+        states.append(sampler.state_dict())
+        for _ in islice(steps, 1):  # the run goes on, and must not change a state that has been saved
+            pass
+    return states
+
+
+def _check_resuming(answer: Answer) -> int:
+    checked = 0
+    for samples, batch in _SHAPES[1:4]:
+        whole = {}
+        for epoch in (1, 2):
+            samplers = _world_of(answer, samples, batch, 1)
+            samplers[0].set_epoch(epoch)
+            whole[epoch] = [sorted(step) for step in _steps_left(samplers[0], "1 rank")]
+        for size, done in product(_WORLDS, range(len(whole[1]) + 1)):
+            states = _after(answer, samples, batch, size, 1, done)
+            where = f"{samples} samples, {batch} a step, {done} steps of epoch 1 made by {size} ranks"
+            told = _as_json(states[0], where)
+            expect(len(told) < 100, f"{where}: the state is {len(told)} characters long. Two numbers are enough.")
+            for rank, state in enumerate(states):
+                expect(
+                    state == states[0],
+                    f"{where}: rank 0 saves {states[0]} and rank {rank} saves {state}. Count what all ranks have "
+                    "taken: then one state is right for every rank, also for one that was not there.",
+                )
+            for later in _WORLDS:
+                _check_resumed(answer, (samples, batch, later), json.loads(told), done, whole, where)
+                checked += 1
+    return checked
+
+
+def _as_json(state: State, where: str) -> str:
+    expect(state is not None, f"{where}: state_dict() returned nothing.")
+    try:
+        return json.dumps(state)
+    except TypeError as error:
+        raise WrongAnswerError(f"{where}: save plain numbers, which every file format can hold. {error}") from None
+
+
+def _check_resumed(
+    answer: Answer, shape: tuple[int, int, int], state: State, done: int, whole: dict[int, list[list[int]]], where: str
+) -> None:
+    """A fresh world goes on from `state`, to the end of epoch 1 and through epoch 2."""
+    samples, batch, size = shape
+    where, left = f"{where}, resumed on {size} ranks", whole[1][done:]
+    for told in ("", " The loop has called set_epoch(1) after load_state_dict, as loops do: it is that epoch already."):
+        samplers = _world_of(answer, samples, batch, size)
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+            if told:
+                sampler.set_epoch(1)
+        lengths = [len(sampler) for sampler in samplers]
+        parts = [_steps_left(sampler, where) for sampler in samplers]
+        found = [sorted(chain(*step)) for step in zip_longest(*parts, fillvalue=())]
+        if found != left:
+            raise WrongAnswerError(f"{where}: {_difference(found, whole, done)}{told}")
+        made = [len(steps) for steps in parts]
+        expect(set(made) == {len(left)}, f"{where}: the ranks make {made} steps, {len(left)} are left.")
+        expect(lengths == [len(left)] * size, f"{where}: {len(left)} steps are left; len() says {lengths}.")
+    for sampler in samplers:
+        sampler.set_epoch(2)
+    parts = [_steps_left(sampler, where) for sampler in samplers]
+    found = [sorted(chain(*step)) for step in zip_longest(*parts, fillvalue=())]
+    expect(
+        found == whole[2],
+        f"{where}: the epoch after the resumed one has {len(found)} steps, {sum(map(len, found))} samples, not "
+        f"{len(whole[2])} steps, {samples} samples, in their order. set_epoch begins a new epoch at its first sample.",
+    )
+
+
+def _difference(found: list[list[int]], whole: dict[int, list[list[int]]], done: int) -> str:
+    if done and found == whole[1]:
+        return "the epoch begins again."
+    taken, got = set(chain(*whole[1][:done])), list(chain(*found))
+    if again := sorted(taken & set(got)):
+        return f"samples {again[:5]} were taken before, and come again."
+    if lost := sorted(set(chain(*whole[1])) - taken - set(got)):
+        return f"samples {lost[:5]} are left in this epoch, and no rank gets them."
+    return f"the steps that are left should hold {whole[1][done:]}, on all ranks together; they hold {found}."
+
+
+def _run_step_sampler(world: World, answer: Answer) -> tuple[int, list[list[int]]]:
+    """The arithmetic, on rank 0, then a real loop over a DataLoader on all ranks, which enters an all-reduce a step."""
+    checked = 0
+    if world.is_main:
+        _check_epochs(answer)
+        checked = _check_resuming(answer)
+    torch.manual_seed(world.rank)  # as dropout wants it: the order must not depend on it
+    samples, batch, state, seen = 19, 6, None, []
+    for stop in (2, None):  # a crash after two steps, then the rest
+        sampler = answer(samples, batch, world.rank, world.size, 5)
+        if state is not None:
+            sampler.load_state_dict(state)
+        loader: Any = DataLoader(range(samples), batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+        for step in islice(loader, stop):
+            total(world, torch.tensor(float(len(step))))
+            seen.append(step)
+            state = sampler.state_dict()
+    return checked, seen
+
+
+def _test_step_sampler(answer: Answer) -> str:
+    stuck = "Some rank waits for the others for ever, or your sampler never comes back."
+    ranks = on_ranks(_run_step_sampler, 2, answer, stuck=stuck, timeout=60)
+    steps = [sorted(chain(*parts)) for parts in zip(*[seen for _, seen in ranks], strict=True)]
+    expect(
+        sorted(chain(*steps)) == list(range(19)),
+        f"On 2 real ranks, each with torch seeded in its own way, the steps hold {steps}: not every sample once. All "
+        "ranks must shuffle alike, with a generator made from `seed` and the epoch, and nothing else.",
+    )
+    return f"Every sample once an epoch; {ranks[0][0]} resumes on 1 to 4 ranks and one in a real loop went on exactly."
+
+
+class _StepSampler:
+    def __init__(self, samples: int, batch: int, rank: int, size: int, seed: int) -> None:
+        self.samples, self.batch, self.rank, self.size, self.seed = samples, batch, rank, size, seed
+        self.epoch = self.taken = 0
+
+    def __iter__(self) -> "Iterator[list[int]]":
+        generator = torch.Generator().manual_seed(1000003 * self.seed + self.epoch)
+        order = torch.randperm(self.samples, generator=generator).tolist()
+        while self.taken < self.samples:
+            step = order[self.taken : self.taken + self.batch]
+            self.taken += len(step)
+            yield step[self.rank :: self.size]
+
+    def __len__(self) -> int:
+        return (self.samples - self.taken + self.batch - 1) // self.batch
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.taken = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.taken = state["epoch"], state["taken"]
+
+
+class _PadsTheEnd(_StepSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in _together(self):
+            short = -len(step) % self.size
+            yield (step + step[:1] * short)[self.rank :: self.size]
+
+
+class _DropsTheEnd(_StepSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in _together(self):
+            if len(step) == self.batch:
+                yield step[self.rank :: self.size]
+
+
+class _LeavesOutEmptySteps(_StepSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from filter(None, super().__iter__())
+
+
+class _OwnPartFirst(_StepSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        own = [step[self.rank :: self.size] for step in _together(self)][::-1]
+        yield from own[1:] + own[:1] if self.size > 1 else own
+
+
+class _ForgetsTheEpoch(_StepSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(self.samples, generator=generator).tolist()
+        while self.taken < self.samples:
+            step = order[self.taken : self.taken + self.batch]
+            self.taken += len(step)
+            yield step[self.rank :: self.size]
+
+
+class _SeededByTheRank(_StepSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(torch.initial_seed() + 1000003 * self.seed + self.epoch)
+        order = torch.randperm(self.samples, generator=generator).tolist()
+        while self.taken < self.samples:
+            step = order[self.taken : self.taken + self.batch]
+            self.taken += len(step)
+            yield step[self.rank :: self.size]
+
+
+class _CountsItsOwn(_StepSampler):
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "taken": len(range(self.rank, self.taken, self.size))}
+
+
+class _CountsSteps(_StepSampler):
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "taken": -(-self.taken // self.batch)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.taken = state["epoch"], state["taken"] * (self.batch // self.size) * self.size
+
+
+class _SetEpochStartsAnew(_StepSampler):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.taken = epoch, 0
+
+
+class _KeepsItsPlace(_StepSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.taken >= self.samples:
+            self.taken = 0
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class _SavesOnlyTheEpoch(_StepSampler):
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "taken": 0}
+
+
+class _HandsOutItsOwnState(_StepSampler):
+    def state_dict(self) -> dict[str, int]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.taken = state["epoch"], state["taken"]
+
+
+class _LengthOfAWholeEpoch(_StepSampler):
+    def __len__(self) -> int:
+        return (self.samples + self.batch - 1) // self.batch
+
+
+class _NeverEnds(_StepSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield from super().__iter__()
+            self.taken = 0
+
+
+def _together(sampler: _StepSampler) -> Iterator[list[int]]:
+    """The steps of all ranks together that are left, as the right answer counts them."""
+    alone = _StepSampler(sampler.samples, sampler.batch, 0, 1, sampler.seed)
+    alone.load_state_dict(sampler.state_dict())
+    for step in alone:
+        sampler.taken = alone.taken
+        yield step
+
+
+step_sampler = Exercise(
+    task=(
+        "StepSampler(samples, batch, rank, size, seed): iterate over the steps left of the epoch, each the list of "
+        "this rank's numbers; len(), set_epoch(epoch), state_dict() and load_state_dict(state) beside that."
+    ),
+    test=_test_step_sampler,
+    solution=_StepSampler,
+    wrong={
+        "makes the last step up with copies": _PadsTheEnd,
+        "drops the last, smaller step": _DropsTheEnd,
+        "leaves out steps without a sample for this rank": _LeavesOutEmptySteps,
+        "takes its steps in an order of its own": _OwnPartFirst,
+        "shuffles alike in each epoch": _ForgetsTheEpoch,
+        "shuffles by torch's seed, which differs between ranks": _SeededByTheRank,
+        "counts the samples of its own rank": _CountsItsOwn,
+        "counts steps, of another size in another world": _CountsSteps,
+        "begins again when set_epoch says the same epoch": _SetEpochStartsAnew,
+        "keeps its place when a new epoch begins": _KeepsItsPlace,
+        "saves the epoch alone": _SavesOnlyTheEpoch,
+        "hands out all of itself, which goes on changing": _HandsOutItsOwnState,
+        "len() of the whole epoch after a resume": _LengthOfAWholeEpoch,
+        "never ends": _NeverEnds,
+    },
+    hints=(
+        "Keep two numbers: the epoch, and how many of its samples all ranks together have taken.",
+        "A step is order[taken : taken + batch], for all ranks; this rank's part of it is [rank::size], which may be "
+        "empty. Count the whole step before you yield.",
+        "The order: torch.randperm(samples, generator=torch.Generator().manual_seed(...)), of a number made from seed "
+        "and epoch, and from nothing else.",
+        "set_epoch is called after a resume, too. What should it do if the epoch is the one that was loaded?",
     ),
 )

@@ -443,29 +443,30 @@ def _cell(axes: Axes, x: float, y: float, ranks: Sequence[int]) -> None:
 
 
 @styled
-def bars_by_group(
+def dots_by_group(
     groups: Mapping[str, Mapping[str, Sequence[float]]],
     xlabel: str,
     title: str,
     note: Callable[[float], str] = "{:,.0f}".format,
 ) -> Figure:
-    """The same bars for several groups, each in a panel with its own scale: the median and the range of the values."""
+    """The same rows for several groups, a panel for each group, on one logarithmic axis for all: the median of the
+    values as a point with `note(median)` above it, and their range. Every value should be positive."""
     rows = max(map(len, groups.values()))
-    figure, grid = plt.subplots(1, len(groups), figsize=(10, 1.2 + 0.45 * rows), squeeze=False, sharey=True)
+    size = (10, 1.2 + 0.5 * rows)
+    figure, grid = plt.subplots(1, len(groups), figsize=size, squeeze=False, sharex=True, sharey=True)
     for axes, (group, values) in zip(grid[0], groups.items(), strict=True):
-        for row, (several, color, hatch) in enumerate(zip(values.values(), cycle(COLORS), cycle(HATCHES))):
+        for row, (several, color, marker) in enumerate(zip(values.values(), cycle(COLORS), cycle("os^Dv"))):
             middle = statistics.median(several)
-            axes.barh(row, middle, color=color, hatch=hatch, edgecolor="white", height=0.7)
-            axes.plot([min(several), max(several)], [row, row], color=INK, marker="|", linewidth=1.2)
-            axes.annotate(f"  {note(middle)}", (max(several), row), va="center")
+            axes.plot([min(several), max(several)], [row, row], color=color, linewidth=5, alpha=0.4)
+            axes.plot(middle, row, marker, color=color, markersize=8, markeredgecolor="white")
+            axes.annotate(note(middle), (middle, row), (0, 7), textcoords="offset points", ha="center", fontsize=9)
         axes.set_yticks(range(len(values)), list(values))
-        axes.grid(visible=False, axis="y")
-        axes.margins(x=0.3)
-        axes.set_xlim(left=0)
+        axes.set(xlabel=xlabel, xscale="log")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set(xlabel=xlabel)
         axes.set_title(group, fontsize=10)
-    grid[0][0].invert_yaxis()
+    grid[0][0].set_ylim(rows - 0.6, -0.75)
+    low, high = grid[0][0].get_xlim()
+    grid[0][0].set_xlim(low / 1.6, high * 1.6)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
