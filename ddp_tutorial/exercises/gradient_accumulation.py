@@ -1,122 +1,16 @@
-"""The exercises of 08_gradient_accumulation: weight a rank's loss, communicate once a step, end an epoch."""
+"""The exercises of 08_gradient_accumulation: communicate once a step, end an epoch, add up to the same bits."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.collectives import total
 from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.world import World
 
-# ------------------------------------------------------------------------------------------- 1. what a rank's loss is
-
-_TOKENS = ([3, 3, 3], [5, 1, 3], [7, 2, 0])  # on each of 3 ranks: equal, unequal, and none on one of them
-
-
-def _values(rank: int, tokens: int) -> torch.Tensor:
-    """The derivative of each token's loss with respect to the model's only weight."""
-    return torch.arange(1.0, tokens + 1) * (1 + rank)
-
-
-def _run_rank_loss(world: World, answer: Answer) -> list[tuple[str, float]]:
-    """For each case what is wrong with the returned loss ("" if nothing), and its gradient averaged over the ranks."""
-    found = []
-    for counts in _TOKENS:
-        weight = nn.Parameter(torch.tensor(2.0))
-        loss = answer(world, (_values(world.rank, counts[world.rank]) * weight).sum(), counts[world.rank])
-        problem = ""
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            problem = f"{type(loss).__name__} {loss!r}"
-        elif not loss.requires_grad:
-            problem = "a number that does not depend on the weights any more"
-        else:
-            loss.sum().backward()
-        gradient = torch.zeros(()) if weight.grad is None else weight.grad
-        dist.all_reduce(gradient)
-        found.append((problem, float(gradient / world.size)))
-    return found
-
-
-def _test_rank_loss(answer: Answer) -> str:
-    stuck = "Some rank waits for ever. Every rank must enter the same collectives, a rank without tokens, too."
-    ranks = on_ranks(_run_rank_loss, 3, answer, stuck=stuck, timeout=60)
-    for number, counts in enumerate(_TOKENS):
-        values = torch.cat([_values(rank, count) for rank, count in enumerate(counts)])
-        right = float(values.mean())
-        for rank, found in enumerate(ranks):
-            problem, got = found[number]
-            expect(
-                not problem, f"Return the loss to call backward on, a tensor of one number; rank {rank} has {problem}."
-            )
-            means = [float(_values(rank, count).mean()) for rank, count in enumerate(counts)]
-            known = {
-                float(values.sum()): "the sum over all tokens, not their mean",
-                float(values.mean()) / 3: "a third of it: DDP divides by the 3 ranks once more",
-                sum(means) / 3: "the mean of the ranks' means, where a token on a rank with few counts for more",
-            }
-            why = next((words for value, words in known.items() if abs(value - got) < 1e-4), "something else")
-            if math.isnan(got):
-                why = "not a number: the mean of a rank without tokens is 0 / 0"
-            expect(
-                abs(right - got) < 1e-4,
-                f"With {counts} tokens on the ranks, the gradient of the mean over all tokens is {right:.4f}; after "
-                f"the average over ranks yours is {got:.4f}: {why}.",
-            )
-    return "After the average over ranks, the gradient is that of the mean over all tokens, on ragged ranks, too."
-
-
-def _rank_loss(world: World, loss_sum: torch.Tensor, tokens: int) -> torch.Tensor:
-    everywhere = total(world, torch.tensor(float(tokens)))
-    return loss_sum * world.size / everywhere
-
-
-def _own_mean(world: World, loss_sum: torch.Tensor, tokens: int) -> torch.Tensor:
-    return loss_sum / tokens
-
-
-def _careful_own_mean(world: World, loss_sum: torch.Tensor, tokens: int) -> torch.Tensor:
-    return loss_sum / max(1, tokens)
-
-
-def _forgets_the_average(world: World, loss_sum: torch.Tensor, tokens: int) -> torch.Tensor:
-    return loss_sum / total(world, torch.tensor(float(tokens)))
-
-
-def _sum(world: World, loss_sum: torch.Tensor, tokens: int) -> torch.Tensor:
-    return loss_sum * world.size
-
-
-def _total_of_losses(world: World, loss_sum: torch.Tensor, tokens: int) -> torch.Tensor:
-    return total(world, loss_sum) / total(world, torch.tensor(float(tokens)))
-
-
-rank_loss = Exercise(
-    task=(
-        "rank_loss(world, loss_sum, tokens): the loss to call backward on, such that DDP's average over the ranks is "
-        "the gradient of the mean over all tokens of all ranks."
-    ),
-    test=_test_rank_loss,
-    solution=_rank_loss,
-    wrong={
-        "the rank's own mean": _own_mean,
-        "the rank's own mean, without 0 / 0": _careful_own_mean,
-        "forgets that DDP averages": _forgets_the_average,
-        "the sum": _sum,
-        "adds up the losses, which cuts them off from the weights": _total_of_losses,
-    },
-    hints=(
-        "Which number should every token be divided by, whichever rank it is on? It takes one total() to know.",
-        "total(world, torch.tensor(float(tokens))) is the tokens of all ranks. Leave loss_sum itself to backward.",
-        "DDP averages: it divides by world.size where you wanted a sum. Multiply by world.size first.",
-    ),
-)
-
-# ------------------------------------------------------------------------------------------------- 2. talk once
+# ------------------------------------------------------------------------------------------------- 1. talk once
 
 _KS = (1, 2, 4)
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -188,7 +82,7 @@ def _test_talk_once(answer: Answer) -> str:
     return "One all-reduce a step whatever K is, and the gradient is that of all micro-batches."
 
 
-def _talk_once(model: Any, batches: Sequence[torch.Tensor], loss_of: Loss) -> None:
+def _talk_once(model: "Any", batches: "Sequence[torch.Tensor]", loss_of: "Loss") -> None:
     with model.no_sync():
         for batch in batches[:-1]:
             loss_of(model, batch).backward()
@@ -248,7 +142,7 @@ talk_once = Exercise(
     ),
 )
 
-# -------------------------------------------------------------------------------------------- 3. where an epoch ends
+# -------------------------------------------------------------------------------------------- 2. where an epoch ends
 
 _LENGTHS = ((0, 2), (1, 1), (4, 2), (5, 2), (10, 4), (3, 4), (7, 1), (2, 16))
 
@@ -285,7 +179,7 @@ Items = Iterator[tuple[Any, int]]
 Steps = Iterator[tuple[list[Any], int]]
 
 
-def _steps_of(items: Items, k: int) -> Steps:
+def _steps_of(items: "Items", k: int) -> "Steps":
     batches: list[Any] = []
     tokens = 0
     for batch, count in items:
@@ -353,5 +247,102 @@ steps_of = Exercise(
     hints=(
         "Collect into a list, and count its tokens. When it has k, yield both, and reset both.",
         "After the loop the list may hold something: yield that too, but not if it is empty.",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------------- 3. the same bits
+
+Parts = Sequence[torch.Tensor]
+
+
+def _test_add_up(answer: Answer) -> str:
+    for count in (1, 2, 4, 8):
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            parts = [torch.randn(1000, generator=generator) * 10.0 ** (number % 3) for number in range(count)]
+            given = [part.clone() for part in parts]
+            at_once = answer(list(given))
+            expect(isinstance(at_once, torch.Tensor), f"Return a tensor, the sum; {type(at_once).__name__} came back.")
+            changed = any(not torch.equal(a, b) for a, b in zip(parts, given, strict=True))
+            expect(not changed, "The parts that you were given have changed. Add up into new tensors.")
+            expect(at_once.dtype == torch.float32, f"The parts are float32; your sum is {at_once.dtype}.")
+            exact = torch.stack(parts).double().sum(0)
+            scale = torch.stack(parts).double().abs().sum(0)
+            off = float(((at_once - exact).abs() / scale).max())
+            expect(off < 1e-5, f"The sum of {count} parts is wrong by up to {off:.2g} of what is added up.")
+            for size in (size for size in (2, 4, 8) if size <= count):
+                of_ranks = [answer(given[rank::size]) for rank in range(size)]
+                differ = int((answer(of_ranks) != at_once).sum())
+                expect(
+                    not differ,
+                    f"{count} parts on {size} ranks: {differ} of 1000 numbers have other bits than from all parts at "
+                    f"once. Rank 0 adds up parts {list(range(count))[::size]}: are these added up first in any case?",
+                )
+    return "1, 2, 4 or 8 ranks: every number has the same bits."
+
+
+def _add_up(parts: "Parts") -> torch.Tensor:
+    parts = list(parts)
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [parts[place] + parts[place + half] for place in range(half)]
+    return parts[0]
+
+
+def _from_the_left(parts: Parts) -> torch.Tensor:
+    return torch.stack([*parts]).new_tensor(0.0) + sum(parts)
+
+
+def _neighbours(parts: Parts) -> torch.Tensor:
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = [parts[place] + parts[place + 1] for place in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _rounded_double(parts: Parts) -> torch.Tensor:
+    return torch.stack([*parts]).double().sum(0).float()
+
+
+def _double(parts: Parts) -> torch.Tensor:
+    return torch.stack([*parts]).double().sum(0)
+
+
+def _smallest_first(parts: Parts) -> torch.Tensor:
+    ordered = torch.stack([*parts]).abs().argsort(0)
+    return _from_the_left([*torch.stack([*parts]).gather(0, ordered)])
+
+
+def _in_place(parts: Parts) -> torch.Tensor:
+    half = len(parts) // 2
+    for place in range(half):
+        parts[place].add_(parts[place + half])
+    return _in_place(parts[:half]) if half else parts[0]
+
+
+def _mean(parts: Parts) -> torch.Tensor:
+    return _add_up(parts) / len(parts)
+
+
+add_up = Exercise(
+    task=(
+        "add_up(parts): the sum of 1, 2, 4 or 8 tensors, in an order such that adding up parts[rank::W] for each of W "
+        "ranks, and then those W sums, gives the same bits."
+    ),
+    test=_test_add_up,
+    solution=_add_up,
+    wrong={
+        "from left to right": _from_the_left,
+        "neighbours first": _neighbours,
+        "in double precision, rounded at the end": _rounded_double,
+        "in double precision, returned as such": _double,
+        "the smallest first": _smallest_first,
+        "in place, in what was given": _in_place,
+        "the mean": _mean,
+    },
+    hints=(
+        "Which parts does one of two ranks have: neighbours, or every second one? Those must be added up first.",
+        "With 4 parts: 0 + 2 and 1 + 3 first, then the two sums. With 2 ranks, the last addition is between them.",
+        "Add the second half of the list to the first half, place by place; and again, until one is left.",
     ),
 )
