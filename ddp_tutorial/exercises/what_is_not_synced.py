@@ -1,14 +1,15 @@
-"""The exercises of 09_what_is_not_synced: normalise over all ranks, step together or not at all, report the loss."""
+"""The exercises of 09_what_is_not_synced: normalise over all ranks, step together or not at all, work to the last
+batch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero, mean, total
+from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero
 from ddp_tutorial.exercises import Answer, Exercise, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
@@ -316,106 +317,138 @@ step_together = Exercise(
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- 3. the loss to report
+# -------------------------------------------------------------------------------------------- 3. unequal batches
 
-_LOSSES: dict[str, list[tuple[list[float], list[int]]]] = {  # of each rank: means and tokens of its micro-batches
-    "all micro-batches have 10 tokens": [([1.0, 2.0], [10, 10]), ([3.0, 4.0], [10, 10])],
-    "micro-batches differ, and ranks have equally many tokens": [([1.0, 5.0], [30, 10]), ([2.0], [40])],
-    "ranks have different numbers of tokens": [([6.0], [10]), ([2.0, 1.0], [50, 40])],
-    "rank 1 has none": [([4.0, 2.0], [10, 30]), ([], [])],
+Work = Callable[[str | None], None]
+AnyRank = Callable[[bool], bool]
+
+_STREAMS = {
+    "both ranks have 2 batches": [2, 2],
+    "rank 0 has 3 batches and rank 1 has 1": [3, 1],
+    "rank 0 has no batch and rank 1 has 2": [0, 2],
+    "nobody has a batch": [0, 0],
 }
+_TOO_OFTEN = 10
 
 
-def _report_all(world: World, answer: Answer) -> list[object]:
-    found = []
-    for ranks in _LOSSES.values():
-        means, tokens = ranks[world.rank]
-        try:
-            got = answer(world, torch.tensor(means), torch.tensor(tokens))
-        except ZeroDivisionError:
-            got = math.nan
-        found.append(float(got) if isinstance(got, (int, float, torch.Tensor)) else got)
-        all_gather(world, "here")  # a rank that has left out a collective waits here, and the check times out
-    return found
+def _one_story(world: World, answer: Answer, counts: list[int]) -> list[str | None]:
+    """What this rank has worked on. Raises `WrongAnswerError`, on all ranks, where they do not do the same."""
+    own = [f"batch {number} of rank {world.rank}" for number in range(counts[world.rank])]
+    worked: list[str | None] = []
+    taken, given = 0, f"{counts[0]} and {counts[1]}"
+
+    def stream() -> Iterator[str]:
+        nonlocal taken
+        for batch in own:
+            taken += 1
+            yield batch
+
+    def meet(what: str, flag: bool = False) -> bool:
+        """All collectives of the answer are this one, so that ranks which do different things hear of it."""
+        told = all_gather(world, (what, flag))
+        doing = ", while ".join(f"rank {rank} {each}" for rank, (each, _) in enumerate(told))
+        on_a_cluster = "On a cluster they would wait for each other for ever."
+        expect(len({each for each, _ in told}) == 1, f"With {given} batches, {doing}. {on_a_cluster}")
+        return any(each for _, each in told)
+
+    def work(batch: str | None) -> None:
+        ahead = meet("calls work", taken > len(worked) + 2)
+        expect(not ahead, "A rank reads its batches ahead. A stream may have no end: take one batch for each step.")
+        expect(len(worked) < _TOO_OFTEN, f"With {given} batches, you call work more than {_TOO_OFTEN} times.")
+        worked.append(batch)
+
+    answer(stream(), work, lambda flag: meet("asks the others", bool(flag)))
+    meet("has returned")
+    return worked
 
 
-def _test_report(answer: Answer) -> str:
-    ranks = on_ranks(_report_all, 2, answer, stuck=_STUCK, timeout=12)
-    for number, (story, parts) in enumerate(_LOSSES.items()):
-        found = [rank[number] for rank in ranks]
-        pairs = [pair for means, tokens in parts for pair in zip(means, tokens, strict=True)]
-        want = sum(m * n for m, n in pairs) / sum(n for _, n in pairs)
-        given = "; ".join(f"rank {rank}: means {means}, tokens {tokens}" for rank, (means, tokens) in enumerate(parts))
-        for rank, got in enumerate(found):
-            right = isinstance(got, float) and math.isclose(got, want, rel_tol=1e-5)
-            if right:
-                continue
-            why = ""
-            if got is None:
-                why = " Every rank should return it."
-            elif isinstance(got, float) and math.isnan(got):
-                why = " The mean of no tokens is not a number, and it spreads. Carry sums, and divide once, at the end."
-            elif isinstance(got, float) and math.isclose(got, sum(m for m, _ in pairs) / len(pairs), rel_tol=1e-5):
-                why = " That is the mean of the means."
-            told = f"{got:.4g}" if isinstance(got, float) else repr(got)
-            expect(False, f"Where {story} ({given}), rank {rank} should return {want:g}; got {told}.{why}")
-    return "The mean over all tokens, the same on every rank, however they are spread over ranks and micro-batches."
+def _all_stories(world: World, answer: Answer) -> list[list[str | None]]:
+    return [_one_story(world, answer, counts) for counts in _STREAMS.values()]
 
 
-def _reported_loss(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
-    sums = total(world, torch.stack([(means * tokens).sum(), tokens.sum()]))
-    return float(sums[0] / sums[1])
+def _test_streams(answer: Answer) -> str:
+    ranks = on_ranks(_all_stories, 2, answer, stuck=_STUCK, timeout=12)
+    for number, (story, counts) in enumerate(_STREAMS.items()):
+        for rank, found in enumerate(each[number] for each in ranks):
+            want = [f"batch {k} of rank {rank}" if k < counts[rank] else None for k in range(max(counts))]
+            expect(
+                found == want,
+                f"Where {story}, rank {rank} should work on {want or 'nothing'}; it worked on {found or 'nothing'}.",
+            )
+    return "Every batch is used once, all ranks make the same number of steps, and none is made for nobody."
 
 
-def _own_loss(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
-    return float((means * tokens).sum() / tokens.sum())
+def _to_the_last_batch(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
+    while True:
+        batch = next(batches, None)
+        if not any_rank(batch is not None):
+            return
+        work(batch)
 
 
-def _of_rank_zero(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
-    return from_rank_zero(world, _own_loss(world, means, tokens))
+def _to_its_own_end(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
+    for batch in batches:
+        work(batch)
 
 
-def _mean_of_all_means(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
-    sums = total(world, torch.tensor([float(means.sum()), len(means)]))
-    return float(sums[0] / sums[1])
+def _to_the_first_end(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
+    while not any_rank((batch := next(batches, None)) is None):
+        work(batch)
 
 
-def _mean_of_the_ranks(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
-    return float(mean(world, (means * tokens).sum() / tokens.sum()))
+def _asks_at_its_end(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
+    for batch in batches:
+        work(batch)
+    while any_rank(False):
+        work(None)
 
 
-def _own_count(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
-    return float(total(world, (means * tokens).sum()) / (world.size * tokens.sum()))
+def _asks_too_late(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
+    more = True
+    while more:
+        batch = next(batches, None)
+        work(batch)
+        more = any_rank(batch is not None)
 
 
-def _only_on_rank_zero(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float | None:
-    loss = _reported_loss(world, means, tokens)
-    return loss if world.is_main else None
+def _loses_what_it_asked_about(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
+    while any_rank(next(batches, None) is not None):
+        work(next(batches, None))
 
 
-def _leaves_if_empty(world: World, means: torch.Tensor, tokens: torch.Tensor) -> float:
-    return _reported_loss(world, means, tokens) if len(means) else 0.0
+def _repeats_the_last(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
+    last = None
+    while any_rank((batch := next(batches, None)) is not None):
+        last = batch or last
+        work(last)
 
 
-reported_loss = Exercise(
+def _reads_ahead(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
+    waiting = list(batches)
+    while any_rank(bool(waiting)):
+        work(waiting.pop(0) if waiting else None)
+
+
+to_the_last_batch = Exercise(
     task=(
-        "reported_loss(world, means, tokens): from the mean losses of this rank's micro-batches and their numbers of "
-        "tokens, return the mean over all tokens of all ranks, on every rank. A rank may have no micro-batches."
+        "to_the_last_batch(batches, work, any_rank): `batches` is an iterator of this rank's batches, and ranks have "
+        "different numbers of them. Call work(batch) for each, and work(None) while only others have one. All ranks "
+        "have to call work, and any_rank(flag), equally often."
     ),
-    test=_test_report,
-    solution=_reported_loss,
+    test=_test_streams,
+    solution=_to_the_last_batch,
     wrong={
-        "returns the rank's own": _own_loss,
-        "returns rank 0's": _of_rank_zero,
-        "takes the mean of all means": _mean_of_all_means,
-        "takes the mean of the ranks' means": _mean_of_the_ranks,
-        "takes its own count for that of every rank": _own_count,
-        "knows it on rank 0 only": _only_on_rank_zero,
-        "does not enter the collective when it has no tokens": _leaves_if_empty,
+        "ends with its own batches": _to_its_own_end,
+        "ends when the first rank has none": _to_the_first_end,
+        "asks the others only when it has none": _asks_at_its_end,
+        "asks after the step": _asks_too_late,
+        "takes a batch to see if there is one, and loses it": _loses_what_it_asked_about,
+        "works on its last batch again": _repeats_the_last,
+        "reads all its batches first": _reads_ahead,
     },
     hints=(
-        "Means do not add up. What does?",
-        "(means * tokens).sum() is the sum of this rank's losses, tokens.sum() their number. `total` adds up.",
-        "total(world, torch.stack([sum, number])), and divide the first by the second, once, at the very end.",
+        "The number of batches is not known before, so ranks have to ask each other before each step.",
+        "next(batches, None) is the next batch, or None when there is none. any_rank(flag): has any rank a batch?",
+        "Take a batch, ask, return if nobody has one, work. In this order, on every rank, every time.",
     ),
 )
