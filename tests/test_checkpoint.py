@@ -1,6 +1,7 @@
 """What is saved can be trusted: whole or not there, equal on the ranks that share it, checked before it is used."""
 
 import errno
+import math
 import os
 import pickle
 import random
@@ -28,6 +29,7 @@ from ddp_tutorial.checkpoint.manifest import (
     folders,
     latest,
     name_of,
+    read_manifest,
     verify,
 )
 from ddp_tutorial.checkpoint.replicas import agreed, leaves
@@ -140,6 +142,19 @@ def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         checkpointer.save(number, {"eval_loss": loss if number != 4 else None})
     checkpointer.close()
     assert [path.name for path in folders(tmp_path)] == [name_of(2), name_of(4), name_of(5)]
+
+
+@pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_fails_no_save_and_is_never_the_best(metric: float, tmp_path: Path) -> None:
+    """JSON has no NaN; and of all moments, a run that goes wrong should not lose its checkpoint."""
+    checkpointer = Checkpointer(tmp_path, components(), World(), keep_last=1, keep_best=1)
+    for number, loss in enumerate([0.5, metric, 0.7], start=1):
+        checkpointer.save(number, {"eval_loss": loss})
+    checkpointer.close()
+    assert [path.name for path in folders(tmp_path)] == [name_of(1), name_of(3)]
+    checkpointer.save(4, {"eval_loss": metric})
+    assert read_manifest(tmp_path / name_of(4)).metrics == {"eval_loss": None}
+    checkpointer.close()
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ were. Files are compared with the manifest before anything is restored, and only
 nothing in a checkpoint is executed.
 """
 
+import math
 import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,13 +103,15 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
         """Write a checkpoint of `step`. With `background`, only copy the state, and let a thread write the copy.
 
+        The manifest keeps `metrics`; one that is NaN or infinite as None, which is worse than any number.
         Raises `CheckpointError` on all ranks if one rank cannot write its part; then nothing of it is left behind.
         """
         self.finish()
         self.close()
         with phase("save: copy" if self.background else "save: collect"):
             states, sharded = self._states()
-        writer = _Writer(self, step, dict(metrics or {}), states)
+        known = {name: value for name, value in (metrics or {}).items() if value is not None and math.isfinite(value)}
+        writer = _Writer(self, step, {name: known.get(name) for name in metrics or {}}, states)
         try:
             writer.write_sharded(sharded)
         except CheckpointError:
