@@ -103,8 +103,8 @@ class Life:
 class Points:
     """The points that runs of one kind come to: seen by lives that end well, then taken in turn, in random order."""
 
-    def __init__(self, dice: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
-        self.random = dice
+    def __init__(self, rng: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
+        self.random = rng
         self.known = dict(known or {})  # a rank and a point -> how often it comes there
         self.waiting: dict[How, deque[tuple[int, str]]] = {}
 
