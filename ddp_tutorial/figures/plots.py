@@ -163,6 +163,7 @@ def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], gap: float 
         for low, high in pairwise(range(len(names))):
             lacking = max(0.0, gap - (heights[high] - heights[low])) / 2
             heights[low], heights[high] = heights[low] - lacking, heights[high] + lacking
+        heights[-1] = min(heights[-1], 0.96)  # above it is the title, which may be as long
     for name, height in zip(names, heights, strict=True):
         x, y = points[name]
         axes.plot([x, 1.03], [y, height], color=colors[name], linewidth=1.2, transform=axes.transAxes, clip_on=False)
