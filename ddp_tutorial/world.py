@@ -7,7 +7,6 @@ is tested with a table rather than with a cluster.
 
 import os
 import re
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -152,22 +151,10 @@ def process_group(world: World) -> Iterator[World]:
     )
     try:
         yield world
-    except BaseException as error:
-        _let_go_of_frames(error)
+    except BaseException:
         abandon_group(world)
         raise
     dist.destroy_process_group()
-
-
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """Clear the variables that an error's traceback keeps alive, in functions that it has ended.
-
-    A `DistributedDataParallel` among them would outlive its group, and gloo's threads with it; those can abort or hang
-    the process when it ends; torch 2.13.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def abandon_group(world: World) -> None:

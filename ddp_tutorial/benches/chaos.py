@@ -203,14 +203,14 @@ class _Chaos:
 
     def __init__(
         self,
-        dice: random.Random,
+        rng: random.Random,
         wanted: Any,
         hows: Mapping[How, float],
         start: Literal["forkserver", "fork"] = "forkserver",
     ) -> None:
-        self.random, self.wanted, self.hows, self.start = dice, wanted, hows, start
+        self.random, self.wanted, self.hows, self.start = rng, wanted, hows, start
         self.tally = _Tally()
-        self.points = {background: Points(dice) for background in (False, True)}
+        self.points = {background: Points(rng) for background in (False, True)}
 
     def run(self, limit: int, apart: int = 0) -> None:
         """One run, in as many lives as it takes. After `limit` lives with a kill, or on a full disk, nothing is done to

@@ -11,6 +11,8 @@ torchrun --nproc-per-node 4 train.py          # torchrun has started four; each 
 srun --ntasks 8 python train.py               # and so with Slurm
 """
 
+import gc
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -66,4 +68,21 @@ def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Re
     import torch._dynamo  # noqa: F401  before the group, which would else outlive its block: see process_group
 
     with process_group(here) as world:
-        return main(world, *args)
+        try:
+            return main(world, *args)
+        except BaseException as error:
+            _let_go_of_frames(error)
+            raise
+        finally:
+            gc.collect()  # what is held by a cycle, such as a Trainer's
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Clear the variables that an error's traceback keeps alive, in functions that it has ended.
+
+    A `DistributedDataParallel` among them would outlive its group, and gloo's threads with it; those can abort or hang
+    a process that ends by itself; torch 2.13. Ranks of `launch` do not: see `rank`.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
