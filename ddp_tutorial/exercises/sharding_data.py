@@ -386,7 +386,12 @@ State = dict[str, Any]
 
 def _steps_left(sampler: Any, where: str) -> list[list[int]]:
     """What an answer's sampler yields. Raises `WrongAnswerError` where that is no list of numbers, or has no end."""
-    steps = list(islice(iter(sampler), _PLENTY))
+    try:
+        steps = list(islice(iter(sampler), _PLENTY))
+    except TypeError as error:
+        raise WrongAnswerError(
+            f"{where}: iterate over the steps that are left, for instance with yield. {error}"
+        ) from None
     expect(len(steps) < _PLENTY, f"{where}: it yields {_PLENTY} steps and more. End where the epoch ends.")
     try:
         return [[int(number) for number in step] for step in steps]
@@ -396,6 +401,13 @@ def _steps_left(sampler: Any, where: str) -> list[list[int]]:
         ) from None
 
 
+def _length(sampler: Any, where: str) -> int:
+    try:
+        return len(sampler)
+    except TypeError as error:
+        raise WrongAnswerError(f"{where}: len() is the number of steps that are left. {error}") from None
+
+
 def _world_of(answer: Answer, samples: int, batch: int, size: int, seed: int = 5) -> list[Any]:
     return [answer(samples, batch, rank, size, seed) for rank in range(size)]
 
@@ -403,7 +415,7 @@ def _world_of(answer: Answer, samples: int, batch: int, size: int, seed: int = 5
 def _epoch_of(samplers: Sequence[Any], samples: int, batch: int, where: str) -> list[list[int]]:
     """A whole epoch: the sorted samples of each step, over all ranks. Checks that each sample comes once."""
     count = -(-samples // batch)
-    lengths = [len(sampler) for sampler in samplers]
+    lengths = [_length(sampler, where) for sampler in samplers]
     parts = [_steps_left(sampler, where) for sampler in samplers]
     made = [len(steps) for steps in parts]
     advice = "The last step may be a smaller one."
@@ -515,7 +527,7 @@ def _check_resumed(
             sampler.load_state_dict(state)
             if told:
                 sampler.set_epoch(1)
-        lengths = [len(sampler) for sampler in samplers]
+        lengths = [_length(sampler, where) for sampler in samplers]
         parts = [_steps_left(sampler, where) for sampler in samplers]
         found = [sorted(chain(*step)) for step in zip_longest(*parts, fillvalue=())]
         if found != left:
@@ -695,6 +707,10 @@ class _LengthOfAWholeEpoch(_StepSampler):
         return (self.samples + self.batch - 1) // self.batch
 
 
+class _NoLength(_StepSampler):
+    __len__ = None  # type: ignore[assignment]
+
+
 class _NeverEnds(_StepSampler):
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -732,6 +748,7 @@ step_sampler = Exercise(
         "saves the epoch alone": _SavesOnlyTheEpoch,
         "hands out all of itself, which goes on changing": _HandsOutItsOwnState,
         "len() of the whole epoch after a resume": _LengthOfAWholeEpoch,
+        "has no length": _NoLength,
         "never ends": _NeverEnds,
     },
     hints=(
