@@ -1,12 +1,15 @@
 """Every exercise accepts its solution, and rejects each wrong answer with a reason. The same check serves learners."""
 
+import ast
 import importlib
 import pkgutil
 import re
 
+import nbformat
 import pytest
 
 import ddp_tutorial.exercises
+from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
 from ddp_tutorial.exercises import Exercise, WrongAnswerError, expect
 from ddp_tutorial.experiments.notebooks import find_notebooks
 from ddp_tutorial.processes.launcher import launch
@@ -19,6 +22,7 @@ EXERCISES = {
 }
 # Those whose ranks wait for one another until the time is up. What else is wrong is told as such, and sooner.
 STUCK = {
+    ("ddp_from_scratch.bucket_ddp", "waits until every gradient has arrived"),
     ("what_is_not_synced.step_together", "asks the others only if it has overflowed"),
 }
 WRONG = [(name, mistake) for name, exercise in EXERCISES.items() for mistake in exercise.wrong]
@@ -48,6 +52,16 @@ def test_the_solution_passes(name):
     right, said = EXERCISES[name].verdict(EXERCISES[name].solution)
     assert right, said
     assert said.startswith("Right. ")
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_packages_own_buckets_pass_what_a_learners_have_to():
+    def wrap(world, model, cap):
+        config = DDPConfig(variant="bucket", bucket_cap_mb=cap / 2**20, find_unused_parameters=True)
+        return data_parallel(model, world, config)
+
+    right, said = EXERCISES["ddp_from_scratch.bucket_ddp"].verdict(wrap)
+    assert right, said
 
 
 @pytest.mark.parametrize(("name", "mistake"), WRONG)
@@ -83,6 +97,39 @@ def test_there_are_hints_wrong_answers_and_a_solution_to_show(name, capsys):
     assert "show_solution()" in capsys.readouterr().out
     exercise.show_solution()
     assert re.match(r"(def _\w+\(|class _\w+:)", capsys.readouterr().out)
+
+
+def test_a_solution_is_shown_without_types_and_with_its_comments(capsys):
+    def _longer(
+        ranks: int,
+        of: "dict[str, list[int]]",  # this stays
+    ) -> dict[str, int]:
+        """-> this too"""
+        return {name: ranks * len(numbers) for name, numbers in of.items()}
+
+    Exercise("", str, _longer, {}, ()).show_solution()
+    assert capsys.readouterr().out.splitlines() == [
+        "def _longer(",
+        "    ranks,",
+        "    of,  # this stays",
+        "):",
+        '    """-> this too"""',
+        "    return {name: ranks * len(numbers) for name, numbers in of.items()}",
+    ]
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_solution_as_shown_can_be_pasted_into_its_notebook(name, capsys):
+    """Its definition needs nothing that the notebook has not imported; what it calls, the solution's own test runs."""
+    module = name.partition(".")[0]
+    [path] = [path for path in find_notebooks() if path.stem.endswith(f"_{module}")]
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    imports = ast.parse(next(source for source in cells if "from ddp_tutorial" in source)).body
+    imported = ast.Module([each for each in imports if isinstance(each, ast.Import | ast.ImportFrom)], [])
+    EXERCISES[name].show_solution()
+    notebook = {}
+    exec(compile(imported, str(path), "exec"), notebook)
+    exec(capsys.readouterr().out, notebook)
 
 
 def test_a_check_explains_and_never_raises(capsys):

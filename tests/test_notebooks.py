@@ -162,6 +162,31 @@ def test_cells_are_short(path):
     assert lengths[-1] <= 25
 
 
+# What a learner meets in all of them counts once for all: how ranks are started, how a figure is drawn, and exercises.
+EVERYWHERE = {"launch", "plots"}
+AT_MOST = 12
+
+
+def names_of_ours(path):
+    """What a notebook takes from the package, but for what is in all of them."""
+    statements = [node for cell in code_cells(path) for node in ast.walk(ast.parse(python_of(cell)))]
+    assert not [node for node in statements if isinstance(node, ast.Import) and "ddp_tutorial" in ast.unparse(node)]
+    taken = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module.startswith("ddp_tutorial")]
+    return {
+        alias.name for node in taken if node.module != "ddp_tutorial.exercises" for alias in node.names
+    } - EVERYWHERE
+
+
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
+def test_a_numbered_notebook_teaches_torch_with_a_dozen_names_of_ours_at_most(path):
+    assert len(names_of_ours(path)) <= AT_MOST, sorted(names_of_ours(path))
+
+
+def test_names_are_counted_where_there_are_some():
+    quickstart = next(path for path in NUMBERED if path.stem == "00_quickstart")
+    assert {"launch_training", "load_run"} <= names_of_ours(quickstart)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
 def test_papermill_executes_it_with_small_parameters(path, tmp_path):

@@ -2,9 +2,11 @@
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from hypothesis import given
@@ -221,3 +223,26 @@ def test_a_phase_that_others_lie_in_is_not_drawn_over_them() -> None:
     with_it, without = (plots.gantt({"a": Timeline([spans], "")}) for spans in (around, inner))
     bars = [[patch.get_bbox().bounds for patch in figure.axes[0].patches] for figure in (with_it, without)]
     assert bars[0] == bars[1]
+
+
+def test_a_sweep_marks_the_size_that_is_best_measured_and_the_one_that_is_best_by_the_model() -> None:
+    measured = {"slow": ([0.5, 1.0, 2.0], [[9.0, 8.0], [7.0, 20.0], [7.5, 7.6]])}  # 1 has the quickest, 2 the median
+    model = {"slow": ([0.5, 1.0, 1.5, 2.0], [9.0, 8.0, 6.0, 7.0])}
+    figure = plots.sweeps(measured, model, "title", "MiB", "ms")
+    [axes] = figure.axes
+    plt.close(figure)
+    assert axes.get_title(loc="left") == "slow\nbest: 1, by the model: 1.5"
+    marks = {line.get_marker(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+    assert marks["v"] == ([1.5], [6.0])
+    assert marks["o"] == ([1.0], [7.0])  # the ring, which is drawn last
+
+
+def test_names_at_the_ends_of_curves_stay_below_the_title_and_apart() -> None:
+    series = {f"run {number}": ([0.0, 1.0], [0.0, 1.0 + number / 1000]) for number in range(5)}  # all end at the top
+    figure = plots.curves(series, "a title", "x", "y")
+    [axes] = figure.axes
+    plt.close(figure)
+    heights = sorted(text.get_position()[1] for text in axes.texts)
+    assert len(heights) == 5
+    assert heights[-1] <= 0.97
+    assert min(high - low for low, high in pairwise(heights)) > 0.06

@@ -14,6 +14,7 @@ answer through the same check: the first must pass, all others must fail. The ex
 module of its name.
 """
 
+import ast
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -76,8 +77,29 @@ class Exercise:
             print("These were all the hints. show_solution() shows one way to do it.")
 
     def show_solution(self) -> None:
-        """Print the source of a right answer."""
-        print(textwrap.dedent(inspect.getsource(self.solution)).rstrip())
+        """Print the source of a right answer, as one would type it into a cell: without annotations."""
+        print(without_annotations(textwrap.dedent(inspect.getsource(self.solution)).rstrip()))
+
+
+def without_annotations(source: str) -> str:
+    """The same source without the types of arguments and results, whose names a notebook need not have imported."""
+    lines = source.split("\n")
+    spans = []  # (line, column) of the beginning and of the end of what goes
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            spans.append(((node.lineno, node.col_offset + len(node.arg)), _end(node.annotation)))
+        if isinstance(node, ast.FunctionDef) and node.returns is not None:
+            arrow = lines[node.returns.lineno - 1].rindex(" ->", 0, node.returns.col_offset)
+            spans.append(((node.returns.lineno, arrow), _end(node.returns)))
+    for (line, column), (last, end) in sorted(spans, reverse=True):
+        lines[line - 1 : last] = [lines[line - 1][:column] + lines[last - 1][end:]]
+    return "\n".join(lines)
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return node.end_lineno, node.end_col_offset
 
 
 def expect(condition: bool, otherwise: str) -> None:

@@ -1,10 +1,13 @@
-"""The exercises of 04_ddp_from_scratch: cut gradients into buckets, send a bucket in time, pause synchronisation."""
+"""The exercises of 04_ddp_from_scratch: cut gradients into buckets, send a bucket in time, pause synchronisation; and,
+for an evening, all of it in one class."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
+from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
 # -------------------------------------------------------------------------------------------- 1. cut into buckets
@@ -140,6 +144,9 @@ class _Watched:
     def wait(self) -> None:
         self.log.waited |= self.log.in_backward
         self.work.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
 
 
 def _watch(log: _Log) -> Any:
@@ -477,5 +484,409 @@ no_sync = Exercise(
         "What is before the yield runs before the block, the rest after it. If the block raises, so does the yield.",
         "Remember what model.sync was: a block may be inside another one.",
         "try: yield, finally: restore what you remembered.",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------ 4. an evening: the class
+
+_SIDE = 4  # each layer is a matrix of 4 x 4 float32: 64 bytes
+
+
+class _Branches(nn.Module):
+    """Five layers, of which an input can leave out `left` and `right`, or take them in either order."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.left, self.right, self.last = (
+            nn.Linear(_SIDE, _SIDE, bias=False) for _ in range(5)
+        )
+        if kind == "tied":
+            self.last.weight = self.first.weight
+        if kind == "frozen":
+            self.middle.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, branches: Sequence[str]) -> torch.Tensor:
+        x = self.middle(self.first(x))
+        for name in branches:
+            x = x + torch.tanh(self.get_submodule(name)(x))
+        return self.last(x)
+
+
+_BOTH = ("left", "right")
+_Passes = tuple[tuple[str, ...], ...]  # the branches that each micro-batch of a step takes
+
+
+class _Case(NamedTuple):
+    """Steps of one model. `ranks[rank]` has what each micro-batch of a step takes; the last one is not in `no_sync`."""
+
+    story: str
+    ranks: tuple[_Passes, _Passes]
+    kind: str = ""
+    cap: int = 100  # bytes: two layers fill a bucket
+    sent: int | None = None  # how many all-reduces backward should start
+
+
+_CASES = (
+    _Case("Five layers of 64 bytes, and a cap of 100", ((_BOTH,), (_BOTH,)), sent=3),
+    _Case("The first and the last layer share their weight (tied)", ((_BOTH,), (_BOTH,)), "tied", sent=2),
+    _Case("The second layer is frozen: requires_grad is False", ((_BOTH,), (_BOTH,)), "frozen", sent=2),
+    _Case(
+        "Every layer is a bucket, and rank 1 takes `left` and `right` in the other order",
+        ((_BOTH,), (_BOTH[::-1],)),
+        cap=1,
+        sent=5,
+    ),
+    _Case("Rank 1 does not use the layer `left` (unused)", ((_BOTH,), (("right",),))),
+    _Case("No rank uses the layer `left` (unused)", ((("right",),), (("right",),))),
+    _Case("Three micro-batches, two of them in no_sync", ((_BOTH,) * 3, (_BOTH,) * 3), sent=3),
+    _Case("Two micro-batches, and only the one in no_sync uses `left`", ((_BOTH, ("right",)),) * 2),
+)
+
+
+def _inputs(rank: int, step: int, micro: int) -> torch.Tensor:
+    return torch.randn(3, _SIDE, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro))
+
+
+def _pass(model: nn.Module, rank: int, step: int, micro: int, branches: Sequence[str]) -> None:
+    model(_inputs(rank, step, micro), branches).square().mean().backward()
+
+
+def _gradients_of_one_process(case: _Case, model: nn.Module, rank: int, step: int) -> dict[str, torch.Tensor | None]:
+    """What plain torch computes for the micro-batches of this rank."""
+    alone = _Branches(case.kind)
+    alone.load_state_dict(model.state_dict())
+    for micro, branches in enumerate(case.ranks[rank]):
+        _pass(alone, rank, step, micro, branches)
+    return {name: parameter.grad for name, parameter in alone.named_parameters()}
+
+
+def _run_class(world: World, answer: Answer) -> None:
+    """Three steps of each case. The second step begins with gradients that are zero, the third with none."""
+    for case in _CASES:
+        print(f"Now: {case.story}.")  # a rank that is stuck is shown with what it printed last
+        try:
+            _run_case(world, answer, case)
+        except NotImplementedError:
+            raise
+        except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
+            if lost_connection(error):  # the other rank has left, and tells why
+                raise
+            raise WrongAnswerError(f"{case.story}. Your class ended in {type(error).__name__}: {error}") from None
+    _run_interrupted(world, answer)
+
+
+def _run_case(world: World, answer: Answer, case: _Case) -> None:
+    model, log = _Branches(case.kind), _Log()
+    parallel = answer(world, model, case.cap)
+    passes = case.ranks[world.rank]
+    for step in range(3):
+        model.zero_grad(set_to_none=step != 1)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        log.started, log.in_backward = 0, True
+        with _watch(log):
+            for micro, branches in enumerate(passes):
+                last = micro == len(passes) - 1
+                with nullcontext() if last else parallel.no_sync():
+                    _pass(model, world.rank, step, micro, branches)
+                expect(
+                    last or not log.started,
+                    f"{case.story}. Backward in no_sync has started {log.started} all-reduces; it should only add to "
+                    "this rank's gradients.",
+                )
+            log.in_backward = False
+            _expect_in_flight(case, log)
+            parallel.finish()
+        for name, parameter in model.named_parameters():
+            expect(torch.equal(parameter, before[name]), f"{case.story}. The weight of `{name}` has changed.")
+        everyones = [_gradients_of_one_process(case, model, rank, step) for rank in range(world.size)]
+        for name, parameter in model.named_parameters():
+            _expect_mean(
+                world, f"{case.story}. In step {step + 1}", name, parameter, [each[name] for each in everyones]
+            )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.1 * parameter.grad)
+
+
+def _expect_in_flight(case: _Case, log: _Log) -> None:
+    expect(
+        not log.blocking and not log.waited,
+        f"{case.story}. A hook waits for its all-reduce, and backward cannot go on meanwhile: nothing is hidden. Start "
+        "it with async_op=True, and wait in finish.",
+    )
+    expect(
+        case.sent is None or log.started == case.sent,
+        f"{case.story}. Backward of the last micro-batch should start {case.sent} all-reduces, one for each bucket as "
+        f"soon as it is full; it started {log.started}.",
+    )
+
+
+def _expect_mean(
+    world: World, when: str, name: str, parameter: nn.Parameter, everyones: Sequence[torch.Tensor | None]
+) -> None:
+    if not parameter.requires_grad:
+        expect(parameter.grad is None or not parameter.grad.any(), f"{when}: the frozen `{name}` has a gradient.")
+        return
+    filled = [torch.zeros_like(parameter) if each is None else each for each in everyones]
+    mean, own, got = torch.stack(filled).mean(0), filled[world.rank], parameter.grad
+    if got is None:
+        expect(
+            all(each is None for each in everyones),
+            f"{when}, rank {world.rank} has no gradient for `{name}`. Another rank has one: it counts as zero here, "
+            "and both should have the mean.",
+        )
+        return
+    if torch.allclose(got, mean, atol=1e-6):
+        return
+    if torch.allclose(got, mean * world.size, atol=1e-6):
+        found = "this is the sum over the ranks; one division is missing"
+    elif torch.allclose(got, mean / world.size, atol=1e-6):
+        found = "this has been divided twice"
+    elif torch.allclose(got, own, atol=1e-6):
+        found = "this is still the rank's own; its bucket was never sent, or not copied back"
+    elif torch.allclose(got, own / world.size, atol=1e-6):
+        found = "this is the rank's own, divided; its bucket was never summed"
+    else:
+        found = (
+            "neither the mean, nor the sum, nor its own. Look for what is left of the step before, and whether all "
+            "ranks send the same buckets in the same order"
+        )
+    should, is_now = (numbers(gradient.flatten()[:2], digits=4) for gradient in (mean, got))
+    raise WrongAnswerError(
+        f"{when}, the gradient of `{name}` on rank {world.rank} should begin with {should}; got {is_now}: {found}."
+    )
+
+
+def _run_interrupted(world: World, answer: Answer) -> None:
+    model = _Branches()
+    parallel = answer(world, model, 100)
+    interrupted = False
+    try:
+        with parallel.no_sync():
+            raise KeyError("a sample that cannot be read")
+    except KeyError:
+        interrupted = True
+    expect(interrupted, "An exception inside no_sync should come out of it; yours swallowed it.")
+    case, log = _Case("The step after an exception inside no_sync", ((_BOTH,), (_BOTH,)), sent=3), _Log()
+    with _watch(log):
+        _pass(model, world.rank, 0, 0, _BOTH)
+        log.in_backward = False
+        _expect_in_flight(case, log)
+        parallel.finish()
+    everyones = [_gradients_of_one_process(case, model, rank, 0) for rank in range(world.size)]
+    for name, parameter in model.named_parameters():
+        gradients = [each[name] for each in everyones]
+        _expect_mean(world, "In the step after an exception inside no_sync", name, parameter, gradients)
+
+
+def _test_class(answer: Answer) -> str:
+    stuck = (
+        "Some rank waits for ever. Which case it is stands in the last line that the ranks printed. Every rank must "
+        "start the same all-reduces, also for gradients that it does not have."
+    )
+    on_ranks(_run_class, 2, answer, stuck=stuck, timeout=25)
+    return (
+        f"{len(_CASES)} models, three steps each, on two ranks: buckets of the right size that leave during backward, "
+        "and the gradient of one process; tied, frozen and unused weights, no_sync, and an exception inside it."
+    )
+
+
+class _Buckets:
+    def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
+        self.world, self.sync = world, True
+        self.buckets: list[list[nn.Parameter]] = [[]]
+        for parameter in [p for p in model.parameters() if p.requires_grad][::-1]:  # a tied one is listed once
+            if sum(p.nbytes for p in self.buckets[-1]) >= cap:  # full: open the next one
+                self.buckets.append([])
+            self.buckets[-1].append(parameter)
+            parameter.register_post_accumulate_grad_hook(self.on_gradient)
+        self.begin()
+
+    def begin(self) -> None:
+        self.arrived: set[nn.Parameter] = set()
+        self.sent: list[tuple[torch.Tensor, dist.Work]] = []
+
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        if self.sync:
+            self.arrived.add(parameter)
+            self.send()
+
+    def send(self, rest: bool = False) -> None:
+        """Start the buckets that are full, and those that are not with `rest`; always in the same order."""
+        for bucket in self.buckets[len(self.sent) :]:
+            if not rest and not self.arrived.issuperset(bucket):
+                return  # those behind it wait for their turn
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            buffer = torch.cat([grad.flatten() for grad in grads]) / self.world.size
+            self.sent.append((buffer, dist.all_reduce(buffer, async_op=True)))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def finish(self) -> None:
+        self.send(rest=True)
+        for bucket, (buffer, work) in zip(self.buckets, self.sent, strict=True):
+            work.wait()
+            pieces = buffer.split([p.numel() for p in bucket])
+            for parameter, piece in zip(bucket, pieces, strict=True):
+                parameter.grad = piece.view_as(parameter)
+        self.begin()
+
+
+class _DoesNotDivide(_Buckets):
+    def finish(self) -> None:
+        super().finish()
+        for parameter in [p for bucket in self.buckets for p in bucket]:
+            assert parameter.grad is not None
+            parameter.grad *= self.world.size
+
+
+class _NothingBeforeFinish(_Buckets):
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        pass
+
+
+class _WaitsInTheHook(_Buckets):
+    def send(self, rest: bool = False) -> None:
+        super().send(rest)
+        for _, work in self.sent:
+            work.wait()
+
+
+class _OneEach(_Buckets):
+    def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
+        super().__init__(world, model, 1)
+
+
+class _ListsTiedOnesTwice(_Buckets):
+    """Goes through the modules, and so meets a tied weight in two of them."""
+
+    def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
+        listed = [p for module in model.modules() for p in module.parameters(recurse=False)]
+        super().__init__(world, SimpleNamespace(parameters=lambda: listed), cap)  # type: ignore[arg-type]
+
+
+class _HooksWhatIsFrozen(_Buckets):
+    def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+        super().__init__(world, model, cap)
+
+
+class _WaitsForWhatIsFrozen(_Buckets):
+    """Puts frozen weights into buckets as well, which are never full then."""
+
+    def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
+        super().__init__(world, model, cap)
+        self.buckets[0] += [p for p in model.parameters() if not p.requires_grad]
+
+
+class _SendsOnlyWhatIsFull(_Buckets):
+    def finish(self) -> None:
+        for bucket, (buffer, work) in zip(self.buckets, self.sent, strict=False):
+            work.wait()
+            for parameter, piece in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad = piece.view_as(parameter)
+        self.begin()
+
+
+class _WaitsForAllGradients(_Buckets):
+    """Waits in `finish` until every gradient has arrived; some never do."""
+
+    def finish(self) -> None:
+        while len(self.sent) < len(self.buckets):
+            time.sleep(0.01)
+        super().finish()
+
+
+class _AsTheyFill(_Buckets):
+    """Sends a bucket when it is full, whatever is ahead of it."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.order: list[int] = []
+
+    def send(self, rest: bool = False) -> None:
+        for number, bucket in enumerate(self.buckets):
+            if number not in self.order and (rest or self.arrived.issuperset(bucket)):
+                self.order.append(number)
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+                buffer = torch.cat([grad.flatten() for grad in grads]) / self.world.size
+                self.sent.append((buffer, dist.all_reduce(buffer, async_op=True)))
+
+    def finish(self) -> None:
+        self.send(rest=True)
+        self.sent = [self.sent[self.order.index(number)] for number in range(len(self.buckets))]
+        super().finish()
+
+
+class _ForgetsTheNextStep(_Buckets):
+    def finish(self) -> None:
+        kept = self.arrived
+        super().finish()
+        self.arrived = kept
+
+
+class _SendsInNoSync(_Buckets):
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+class _LosesEarlierMicroBatches(_Buckets):
+    """Takes a gradient that did not arrive in the last backward for zero."""
+
+    def send(self, rest: bool = False) -> None:
+        if rest:
+            for parameter in {p for bucket in self.buckets for p in bucket} - self.arrived:
+                parameter.grad = None
+        super().send(rest)
+
+
+class _StaysInNoSync(_Buckets):
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync = False
+        yield
+        self.sync = True
+
+
+bucket_ddp = Exercise(
+    task=(
+        "A class: made of (world, model, cap), it averages the gradients in buckets of at least cap bytes that leave "
+        "during backward; with no_sync() around micro-batches, and finish() after the last backward."
+    ),
+    test=_test_class,
+    solution=_Buckets,
+    wrong={
+        "leaves the sum a sum": _DoesNotDivide,
+        "sends everything in finish": _NothingBeforeFinish,
+        "waits inside the hook": _WaitsInTheHook,
+        "sends every gradient by itself": _OneEach,
+        "puts a tied weight into two buckets": _ListsTiedOnesTwice,
+        "registers a hook on what is frozen": _HooksWhatIsFrozen,
+        "waits for the gradient of what is frozen": _WaitsForWhatIsFrozen,
+        "never sends a bucket that is not full": _SendsOnlyWhatIsFull,
+        "waits until every gradient has arrived": _WaitsForAllGradients,
+        "sends buckets in the order in which they fill": _AsTheyFill,
+        "begins the next step with what arrived in this one": _ForgetsTheNextStep,
+        "sends inside no_sync": _SendsInNoSync,
+        "takes the gradient of an earlier micro-batch for zero": _LosesEarlierMicroBatches,
+        "never leaves no_sync after an exception": _StaysInNoSync,
+    },
+    hints=(
+        "Exercises 1 to 3 are the parts. model.parameters() lists a tied weight once; leave out what has requires_grad "
+        "False.",
+        "Keep a set of what has arrived. After each arrival, go through the buckets from the first that has not been "
+        "sent, and stop at the first that is not full: all ranks send in the same order then.",
+        "finish: send the buckets that are left, with zeros for each p.grad that is None; wait for all; copy back; "
+        "begin anew. A gradient of an earlier micro-batch may not arrive in the last backward: p.grad has it.",
     ),
 )

@@ -310,26 +310,60 @@ def measured_and_model(
     xlabel: str,
     ylabel: str,
     marks: Mapping[str, float] | None = None,
-    yscale: str = "log",
 ) -> Figure:
-    """Measured points and the lines of a model, (xs, ys) under the same names: xs in bytes, on a logarithmic scale, and
-    ys in seconds. `marks` are values of x to mark, by the word to write there."""
+    """Measured points and the lines of a model, (xs, ys) under the same names: xs in bytes and ys in seconds, both on
+    logarithmic scales. `marks` are values of x to mark, by the word to write there."""
     figure, axes = plt.subplots(figsize=(9, 4.2))
     for (name, (xs, ys)), color, marker in zip(measured.items(), cycle(COLORS), cycle("os^Dv")):
         axes.plot(xs, ys, marker, color=color, markersize=7, markeredgecolor="white", label=f"{name}, measured")
     for (name, (xs, ys)), color, dash in zip(model.items(), cycle(COLORS), cycle(DASHES)):
         axes.plot(xs, ys, color=color, linestyle=dash, linewidth=2, label=f"{name}, model")
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale="log", yscale=yscale)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale="log", yscale="log")
     axes.xaxis.set_major_formatter(EngFormatter("B"))
     axes.yaxis.set_major_formatter(EngFormatter("s"))
     for word, x in (marks or {}).items():
         axes.axvline(x, color=FAINT, linewidth=1.2)
         axes.annotate(f"{word} ", (x, 0.97), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=9.5)
-    if yscale == "log":
-        axes.legend(ncols=2, loc="upper left", bbox_to_anchor=(0, 0.9), fontsize=9)
-    else:
-        axes.set_ylim(bottom=0)
-        axes.legend(ncols=2, loc="upper right", fontsize=9)
+    axes.legend(ncols=2, loc="upper left", bbox_to_anchor=(0, 0.9), fontsize=9)
+    return figure
+
+
+@styled
+def sweeps(
+    measured: Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]],
+    model: Series,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+) -> Figure:
+    """How a time depends on x, in a panel for each name: the quickest of what was measured at each x, with a line up to
+    the median, and the line (xs, ys) of a model. The lowest point of either is marked, and its x is in the title."""
+    figure, grid = plt.subplots(1, len(measured), figsize=(10, 3.9), squeeze=False)
+    for axes, (name, (xs, several)) in zip(grid[0], measured.items(), strict=True):
+        quickest = [min(ys) for ys in several]
+        best = min(range(len(xs)), key=quickest.__getitem__)
+        fine, line = model[name]
+        lowest = min(range(len(fine)), key=line.__getitem__)
+        axes.plot(fine, line, color=ORANGE, linestyle=DASHES[1], linewidth=2, zorder=1)
+        axes.vlines(xs, quickest, [statistics.median(ys) for ys in several], color=BLUE, linewidth=1.4)
+        axes.plot(xs, quickest, "o", color=BLUE, markersize=7, markeredgecolor="white")
+        axes.plot(xs[best], quickest[best], "o", color=BLUE, markersize=14, fillstyle="none", markeredgewidth=1.6)
+        axes.plot(fine[lowest], line[lowest], "v", color=ORANGE, markersize=10, markeredgecolor=INK)
+        axes.set(xscale="log", xlabel=xlabel)
+        axes.set_title(f"{name}\nbest: {xs[best]:g}, by the model: {fine[lowest]:.2g}", fontsize=10)
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.minorticks_off()
+        axes.margins(y=0.12)
+    grid[0][0].set_ylabel(ylabel)
+    shown: list[tuple[str, dict[str, Any]]] = [
+        ("measured: quickest, up to the median", {"color": BLUE, "marker": "o", "linestyle": "-"}),
+        ("lowest measured", {"color": BLUE, "marker": "o", "markersize": 12, "fillstyle": "none", "linestyle": ""}),
+        ("model", {"color": ORANGE, "linestyle": DASHES[1], "linewidth": 2}),
+        ("lowest of the model", {"color": ORANGE, "marker": "v", "markeredgecolor": INK, "linestyle": ""}),
+    ]
+    handles = [Line2D([], [], label=label, **look) for label, look in shown]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
