@@ -1,4 +1,5 @@
-"""The exercises of 05_inside_torch_ddp: through ddp or ddp.module, a hook of 16 bits, and where torch cuts buckets."""
+"""The exercises of 05_inside_torch_ddp: through ddp or ddp.module, a hook of 16 bits, and, for an evening, what is
+wrong with a script that trains worse on two ranks than on one."""
 
 import time
 from typing import Any
@@ -8,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.ddp.buckets import MIB
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
-from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 # --------------------------------------------------------------------------------------------------- 1. which way in?
@@ -345,138 +346,207 @@ bf16_hook = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------------------------- 3. predict the cut
+# --------------------------------------------------------------------- 3. a script that trains worse on two ranks
 
-_MODELS = (  # the sizes of a model's parameters, in MiB of float32, and the cap
-    ((0.25, 0.25, 0.25, 0.25, 0.25), 0.5),
-    ((0.25, 0.5, 0.125, 1.0, 0.125, 0.125), 0.6),
-    ((0.5, 0.0625, 0.0625, 0.5), 0.0001),
-    ((0.25, 0.125), 4.0),
-)
+_FEATURES, _BATCH, _EPOCHS = 4, 16, 4
 
 
-class _Sum(nn.Module):
-    """Parameters of these sizes, used one after another."""
-
-    def __init__(self, mib: tuple[float, ...]) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(round(each * MIB / 4)) for each in mib)
-
-    def forward(self) -> torch.Tensor:
-        result = torch.zeros(())
-        for part in self.parts:
-            result = result + part.sum()
-        return result
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(_FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
-def _torchs_own(world: World) -> list[tuple[list[int], list[int]]]:
-    """For each model: the bytes of its gradients in order of arrival, and those of torch's buckets."""
-    told = []
-    for mib, cap in _MODELS:
-        model = _Sum(mib)
-        ddp = DistributedDataParallel(model, bucket_cap_mb=cap)
-        for _ in range(3):
-            ddp().backward()
-        data = ddp._get_ddp_logging_data()
-        order = [int(index) for index in data["prev_iteration_grad_ready_order_indices"].split(",")]
-        sizes = [parameter.nbytes for parameter in model.parameters()]
-        told.append(
-            ([sizes[index] for index in order], [int(size) for size in data["rebuilt_bucket_sizes"].split(",")])
-        )
-    return told
+def _samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first feature of a sample tells which one it is: they are evenly spaced from -1 to 1."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, _FEATURES, generator=generator)
+    x[:, 0] = torch.linspace(-1, 1, count)
+    return x, torch.sin(x.sum(1, keepdim=True)) + 0.3 * torch.randn(count, 1, generator=generator)
 
 
-def _test_rebuilt(answer: Answer) -> str:
-    answer([MIB], 1.0)  # an empty skeleton raises here, before ranks are started
-    for (_, cap), (nbytes, true) in zip(_MODELS, launch(_torchs_own, 2, device="cpu", echo=False)[0], strict=True):
-        got = answer(list(nbytes), cap)
-        said = (
-            f"Gradients of {[each / MIB for each in nbytes]} MiB arrive in this order, and bucket_cap_mb={cap}. "
-            f"torch's buckets have {true} bytes; got {got!r}."
-        )
-        expect(isinstance(got, (list, tuple)), f"{said} Return a list with the bytes of each bucket.")
-        expect(0 not in got, f"{said} One of yours is empty.")
-        expect(
-            sum(got) == sum(nbytes),
-            f"{said} Yours hold {sum(got) / MIB:g} MiB in all, and the gradients are {sum(nbytes) / MIB:g} MiB.",
-        )
-        expect(
-            list(got) == true,
-            f"{said} A bucket is closed when what it holds has reached the cap, not before it would exceed it; a MiB "
-            f"is {MIB:,} bytes.",
-        )
-    return f"All {len(_MODELS)} models are cut as torch cuts them."
+def _weights(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def _rebuilt_bucket_sizes(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
-    sizes, held = [], 0
-    for each in nbytes:
-        held += each
-        if held >= bucket_cap_mb * 2**20:  # full: may hold more than the cap
-            sizes.append(held)
-            held = 0
-    return [*sizes, held] if held else sizes
+def _of_one_process(count: int) -> torch.Tensor:
+    """The weights that the script comes to on one process."""
+    model, (x, y) = _net(), _samples(count)
+    _train(0, 1, model, x, y, _EPOCHS, _BATCH)
+    return _weights(model)
 
 
-def _never_more_than_fits(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
-    sizes = [0]
-    for each in nbytes:
-        if sizes[-1] and sizes[-1] + each > bucket_cap_mb * 2**20:
-            sizes.append(0)
-        sizes[-1] += each
-    return sizes
+class _Seen:
+    """Which samples have gone through the model, forward by forward, on all ranks. A forward is a collective here, so
+    that a rank that takes fewer steps than another is found out, rather than waited for."""
+
+    def __init__(self, world: World, count: int, story: str) -> None:
+        self.world, self.count, self.story = world, count, story
+        self.group = dist.new_group(backend="gloo")
+        self.ranks: list[list[int]] = [[] for _ in range(world.size)]
+        self.forwards = 0
+
+    def on_forward(self, model: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        x = inputs[0].detach()
+        self._tell([round((each + 1) / 2 * (self.count - 1)) for each in x[:, 0].tolist()])
+        self.forwards += 1
+
+    def end(self) -> None:
+        """All ranks have returned; raises `WrongAnswerError` where another one goes on."""
+        self._tell(None)
+
+    def _tell(self, mine: list[int] | None) -> None:
+        everyones: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyones, mine, group=self.group)
+        for rank, seen in enumerate(everyones):
+            expect(
+                (seen is None) == (mine is None),
+                f"{self.story} one rank has taken all its steps after {self.forwards} forwards, and another goes on: "
+                "its backward would wait for ever. All ranks take part in every step, also one that has no samples.",
+            )
+            self.ranks[rank] += seen or []
 
 
-def _last_one_lost(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
-    sizes, held = [], 0
-    for each in nbytes:
-        held += each
-        if held >= bucket_cap_mb * 2**20:
-            sizes.append(held)
-            held = 0
-    return sizes
+def _run_repaired(world: World, answer: Answer, counts: tuple[int, ...]) -> None:
+    for count in counts:
+        last = count % _BATCH
+        story = f"With {count} samples on {world.size} ranks,"
+        if last:
+            story = f"{story[:-1]}, of which the last batch has {last}{' (rank 1 gets none)' if last == 1 else ''},"
+        model, (x, y) = _net(), _samples(count)
+        seen = _Seen(world, count, story)
+        handle = model.register_forward_pre_hook(seen.on_forward)
+        answer(world.rank, world.size, model, x, y, _EPOCHS, _BATCH)
+        seen.end()
+        handle.remove()
+        _expect_repaired(world, story, model, seen)
 
 
-def _decimal(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
-    return _rebuilt_bucket_sizes(nbytes, bucket_cap_mb * 1e6 / 2**20)
+def _expect_repaired(world: World, story: str, model: nn.Module, seen: _Seen) -> None:
+    mine, one = _weights(model), _of_one_process(seen.count)
+    expect(bool(mine.isfinite().all()), f"{story} the weights are not numbers any more: what is the mean of no losses?")
+    apart = max(float((torch.tensor(each) - mine).abs().max()) for each in all_gather(world, mine.tolist()))
+    expect(
+        apart < 1e-6,
+        f"{story} the ranks end with different weights, up to {apart:.1g} apart: each has trained by itself. What has "
+        "to be called for DDP to average?",
+    )
+    total = _EPOCHS * seen.count
+    expect(
+        max(map(len, seen.ranks)) < total,
+        f"{story} a rank computes all {seen.count} samples of an epoch. Then a second rank saves no time: each should "
+        "take its share of every batch.",
+    )
+    first = [each[: seen.count // world.size] for each in seen.ranks] if seen.count % _BATCH == 0 else []
+    twice = len(set.intersection(*map(set, first))) if first else 0
+    expect(
+        not twice,
+        f"{story} {twice} samples of the first epoch are seen by both ranks, and as many by none. Who decides which "
+        "sample is in which batch, and do both decide the same?",
+    )
+    far = float((mine - one).abs().max())
+    hint = (
+        "The ranks agree, and every sample is seen once an epoch. What else in the script depends on `rank` or `size`, "
+        "or should?"
+        if seen.count % _BATCH == 0
+        else "Where all batches are whole, they are equal. What does a sample of the short batch count, on either rank?"
+    )
+    expect(far < 1e-4, f"{story} the weights are up to {far:.1g} away from those of one process. {hint}")
 
 
-def _in_order_of_registration(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
-    return _rebuilt_bucket_sizes(nbytes[::-1], bucket_cap_mb)
+def _run_alone(world: World, answer: Answer) -> None:
+    count = 53
+    model, (x, y) = _net(), _samples(count)
+    answer(0, 1, model, x, y, _EPOCHS, _BATCH)
+    far = float((_weights(model) - _of_one_process(count)).abs().max())
+    expect(
+        far < 1e-6,
+        f"On one process, your version comes to other weights than the script, up to {far:.1g} apart. There it was "
+        "right: every sample of every batch, the last one too, with the same learning rate.",
+    )
 
 
-def _cut_evenly(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
-    cap = int(bucket_cap_mb * 2**20)
-    total = sum(nbytes)
-    return [min(cap, total - start) for start in range(0, total, cap)]
+def _test_repaired(answer: Answer) -> str:
+    stuck = "Some rank waits for ever. Do both ranks take the same number of steps?"
+    on_ranks(_run_alone, 1, answer, stuck=stuck, timeout=40)
+    on_ranks(_run_repaired, 2, answer, (64, 53, 49), stuck=stuck, timeout=40)
+    return "On two ranks as on one, also where the last batch is short, or too small for two."
 
 
-def _starts_with_an_empty_one(nbytes: list[int], bucket_cap_mb: float) -> list[int]:
-    sizes = [0]
-    for each in nbytes:
-        sizes[-1] += each
-        if sizes[-1] >= bucket_cap_mb * 2**20:
-            sizes.append(0)
-    return sizes
+def _train(
+    rank: int, size: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor, epochs: int = 8, batch: int = 16
+) -> None:
+    ddp = DistributedDataParallel(model) if size > 1 else model
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)  # the batch is as large as on one rank
+    for epoch in range(epochs):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))  # the same on every rank
+        for together in order.split(batch):
+            mine = together[rank::size]
+            loss = F.mse_loss(ddp(x[mine]), y[mine], reduction="sum") * size / len(together)  # DDP divides by size
+            optimizer.zero_grad()
+            loss.backward()
+            clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
 
 
-rebuilt_bucket_sizes = Exercise(
-    task=(
-        "rebuilt_bucket_sizes(nbytes, bucket_cap_mb): the bytes of each bucket after the rebuild, from those of the "
-        "gradients in order of arrival."
-    ),
-    test=_test_rebuilt,
-    solution=_rebuilt_bucket_sizes,
+def _with_faults(
+    through: str = "ddp",
+    rate: bool = False,
+    own_order: bool = False,
+    loss: str = "weighed",
+    skip: bool = False,
+    whole: bool = False,
+    drop: bool = False,
+    weights: bool = False,
+) -> Answer:
+    """The solution, but with these faults."""
+
+    def answer(
+        rank: int, size: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor, epochs: int = 8, batch: int = 16
+    ) -> None:
+        ddp = DistributedDataParallel(model) if size > 1 and not weights else model
+        net = {"ddp": ddp, "model": model}[through]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02 * (size if rate else 1), momentum=0.9)
+        for epoch in range(epochs):
+            seed = epoch + (1000 * rank if own_order else 0)
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+            for together in order[: len(order) // batch * batch if drop else None].split(batch):
+                mine = together if whole else together[rank::size]
+                if skip and not len(mine):
+                    continue
+                summed = F.mse_loss(net(x[mine]), y[mine], reduction="sum")
+                counts = {"weighed": len(together) / size, "own mean": len(mine), "not averaged": len(together)}
+                optimizer.zero_grad()
+                (summed / (len(mine) if whole else counts[loss])).backward()
+                clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                for parameter in model.parameters() if weights and size > 1 else ():
+                    dist.all_reduce(parameter.data)
+                    parameter.data /= size
+
+    return answer
+
+
+repair = Exercise(
+    task="train(rank, size, model, x, y, epochs, batch): find what makes it train worse on two ranks, and repair it.",
+    test=_test_repaired,
+    solution=_train,
     wrong={
-        "closes a bucket before it would be too full": _never_more_than_fits,
-        "forgets the last bucket, which is not full": _last_one_lost,
-        "cuts in the order of registration": _in_order_of_registration,
-        "cuts gradients in two": _cut_evenly,
-        "leaves an empty bucket at the end": _starts_with_an_empty_one,
+        "is the script as it was": _with_faults(through="model", rate=True, own_order=True, loss="own mean"),
+        "sends the forward through ddp, and that is all": _with_faults(rate=True, own_order=True, loss="own mean"),
+        "gives both ranks the same order as well": _with_faults(rate=True, loss="own mean"),
+        "leaves the mean of unequal means": _with_faults(loss="own mean"),
+        "leaves the larger learning rate": _with_faults(rate=True),
+        "forgets that DDP divides by the number of ranks": _with_faults(loss="not averaged"),
+        "gives every rank the whole batch": _with_faults(whole=True),
+        "leaves the short batch out": _with_faults(drop=True),
+        "skips a step for which a rank has no samples": _with_faults(skip=True),
+        "averages the weights after each step": _with_faults(weights=True),
     },
     hints=(
-        "Look at the first figure: 256 KiB a gradient, a cap of 0.6 MiB, and three gradients in a bucket.",
-        "Go through the gradients and add up. When what is held has reached the cap, the bucket is closed.",
-        "bucket_cap_mb * 2**20 is the cap in bytes. What is held at the end, if anything, makes a last bucket.",
+        "There are four faults. One process is right, so compare line by line: what becomes of it when size is 2?",
+        "Who averages the gradients, and which forward must it have seen? Which samples does rank 1 take?",
+        "The batch has 16 samples on one rank and on two: is there a reason for a larger learning rate?",
+        "Batches of 5: a mean over 3 samples and one over 2. Exercise 2 of notebook 03 has the weights; a sum is a "
+        "number even where there are no samples.",
     ),
 )
