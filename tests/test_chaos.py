@@ -3,11 +3,13 @@
 And the bench that does so, which has to notice where a law is broken.
 """
 
+import ast
 import errno
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,12 +19,18 @@ import pytest
 
 from ddp_tutorial.benches import lives
 from ddp_tutorial.benches.chaos import NODES, in_words, is_good, measure_chaos
-from ddp_tutorial.benches.lives import Fault, Points, config_of, live, newest_valid, outcome, start_server
+from ddp_tutorial.benches.lives import Fault, Points, config_of, live, newest_valid, outcome, ranks_served
 from ddp_tutorial.benches.small_disk import empty, fill_up, limit_files, mount_small_disk
 from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders
 from ddp_tutorial.files import RUNS
 
 MB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    with ranks_served():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +49,18 @@ def test_after_kills_and_disks_that_fail_or_are_full_every_run_ends_as_if_nothin
     assert found["lost"] == 0
     assert found["left"] == 0
     assert is_good(found)
+
+
+def test_no_process_is_left_when_chaos_is_over() -> None:
+    """In a process of its own, as this one has a server for its other tests."""
+    script = "import psutil; from ddp_tutorial.benches.chaos import measure_chaos; measure_chaos(1, fills=0, apart=0); "
+    script += "print([' '.join(each.cmdline()[-2:]) for each in psutil.Process().children(recursive=True)])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    left = [
+        each for each in ast.literal_eval(done.stdout) if "resource_tracker" not in each
+    ]  # Python's own, one for all
+    assert left == []
 
 
 def test_on_nodes_that_share_no_folder_every_rank_refuses_and_no_file_is_touched(found: Any) -> None:
@@ -72,7 +92,6 @@ def test_one_broken_law_is_enough_to_be_told(law: str) -> None:
 
 @pytest.fixture
 def here(workdir: Path) -> Path:
-    start_server()
     return Path.cwd()
 
 

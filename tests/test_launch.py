@@ -615,6 +615,7 @@ def pids_of_ranks(process):
     """The two ranks, once both have reached the function."""
     lines = [process.stdout.readline() for _ in range(2)]
     assert all(lines), process.communicate()
+    time.sleep(0.3)  # the parent may still be inside print, which, interrupted there, writes its line twice
     return [int(line.split()[-1]) for line in lines]
 
 

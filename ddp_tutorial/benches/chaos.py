@@ -34,7 +34,7 @@ from ddp_tutorial.benches.lives import (
     live,
     newest_valid,
     outcome,
-    start_server,
+    ranks_served,
 )
 from ddp_tutorial.benches.small_disk import empty, mount_small_disk
 from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders, latest, verify
@@ -76,9 +76,8 @@ def measure_chaos(
     left after their ranks. `mount` makes the small disk. Raises `RuntimeError` for a run that does not end.
     """
     fills, apart = kills // 4 if fills is None else fills, kills // 8 if apart is None else apart
-    start_server()
     before = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+    with ranks_served(), tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name).resolve()
         shared, small = folder / "shared", folder / "small"
         shared.mkdir()

@@ -16,8 +16,8 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -136,10 +136,17 @@ class Points:
         return self.random.sample(fitting, len(fitting))
 
 
-def start_server() -> None:
-    """The process that forks all ranks, with what they need imported. It stays in the folder where this is called."""
+@contextmanager
+def ranks_served() -> Iterator[None]:
+    """Inside, ranks are forked from one process with what they need imported; it works in the current folder. When the
+    block ends, so does the process: a notebook's kernel, say, lives on."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
+    try:
+        yield
+    finally:
+        server: Any = forkserver._forkserver  # multiprocessing ends it only with this process
+        server._stop()
 
 
 def live(

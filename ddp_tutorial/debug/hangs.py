@@ -166,7 +166,7 @@ class Watch(threading.Thread):
     def leave(self, how: Literal["well", "failed"]) -> None:
         """The block is over for this rank. Others may still wait for it: leave word of where it was last."""
         self._left.set()
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, ValueError):  # the store, or the group, is gone
             last = Standing(tuple(calls()), members=members(), left=how)
             self._store.set(f"left {self.world.rank}", _dumped(last))
 
