@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import forked
 
 ROOT = Path(__file__).parent.parent  # of the repository
 
 # The same examples on every machine and in every run; no time limit each, for the machine may be busy.
-settings.register_profile("project", deadline=None, derandomize=True, database=None)
+SLOW = [HealthCheck.too_slow]  # nor one for making them
+settings.register_profile("project", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
 settings.load_profile("project")
 
 # Modules of tests whose ranks are spawned, as they are for users: they test how ranks and their workers start and end.

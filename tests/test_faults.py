@@ -72,7 +72,8 @@ def fill_up(world: World, config: TaskConfig) -> str:
 
 def test_a_full_disk_leaves_the_checkpoint_before_it_valid() -> None:
     errors = launch(fill_up, 2, small(checkpoint={"every": 2, "keep_last": 1}), device="cpu", echo=False, timeout=60)
-    assert all("No space left on device" in error for error in errors)
+    assert "No space left on device" in errors[0]
+    assert errors[1]  # that, or a lost connection: rank 0's log is its own
     assert latest_valid(World(), Path("runs/mine/checkpoints")) == (Path("runs/mine/checkpoints/step_00000002"), [])
 
 

@@ -597,7 +597,10 @@ def test_an_interrupted_tail_says_nothing_of_ranks() -> None:
     folder = made("mine", result=None)
     (folder / "rank_0.log").write_text("one\n")
     with another_process_holds(folder):
-        command = [sys.executable, "-m", "ddp_tutorial", "logs", "tail", "mine"]
+        # a background job, such as these tests may be, hands SIGINT on ignored
+        code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        code += "runpy.run_module('ddp_tutorial', run_name='__main__')"
+        command = [sys.executable, "-c", code, "logs", "tail", "mine"]
         tail = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert tail.stdout is not None
         assert tail.stdout.readline() == "one\n"
