@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 import forked
 
 ROOT = Path(__file__).parent.parent  # of the repository
 
 # The same examples on every machine and in every run; no time limit each, for the machine may be busy.
-SLOW = [HealthCheck.too_slow]  # nor one for making them
-settings.register_profile("project", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
+settings.register_profile("project", deadline=None, derandomize=True, database=None)
 settings.load_profile("project")
 
 # Modules of tests whose ranks are spawned, as they are for users: they test how ranks and their workers start and end.
