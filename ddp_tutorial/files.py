@@ -7,12 +7,13 @@ what a failing disk does, or a kill at the worst moment, observes what is about 
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +83,13 @@ def write_atomically(path: Path, data: bytes) -> None:
 def write_json(path: Path, content: Any) -> None:
     """`content` as indented JSON, atomically. Raises `ValueError` for NaN and infinity, which are not JSON."""
     write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: a diverged loss becomes null, and readers show a gap."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
 
 
 @contextmanager

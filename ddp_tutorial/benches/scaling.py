@@ -5,7 +5,7 @@ no log. They live in the same ranks and take turns; while rank 0 works alone, th
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import gpt_step, random_text
@@ -14,7 +14,7 @@ from ddp_tutorial.ddp.variants import DDPConfig
 from ddp_tutorial.environment import cores
 from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, take_turns
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.sources import ALONE, SourceConfig, make_source
+from ddp_tutorial.sharding.sources import ALONE, SourceConfig, SourceKind, make_source
 from ddp_tutorial.world import World
 
 # Samples of a step, over all that work together; in the weak arms, of each rank. With fewer, ranks meet more often for
@@ -22,8 +22,6 @@ from ddp_tutorial.world import World
 BATCH = 64
 SAMPLES = 4096
 _TURNS, _STEPS = 2, 4  # turns of an arm in a repeat, steps in a turn
-
-SourceKind = Literal["sharded", "dispatched", "streamed", "fast_stream"]
 
 
 class Setup(NamedTuple):

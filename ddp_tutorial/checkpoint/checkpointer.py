@@ -19,7 +19,6 @@ were. Files are compared with the manifest before anything is restored, and only
 nothing in a checkpoint is executed.
 """
 
-import math
 import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +58,7 @@ from ddp_tutorial.checkpoint.storage import (
     write_state,
 )
 from ddp_tutorial.collectives import all_gather, any_rank, decided_by_rank_zero, from_rank_zero
-from ddp_tutorial.files import about_to, remove, replace_directory, unfinished, write_json
+from ddp_tutorial.files import about_to, remove, replace_directory, unfinished, without_nan, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group
 
@@ -110,8 +109,7 @@ class Checkpointer:
         self.close()
         with phase("save: copy" if self.background else "save: collect"):
             states, sharded = self._states()
-        known = {name: value for name, value in (metrics or {}).items() if value is not None and math.isfinite(value)}
-        writer = _Writer(self, step, {name: known.get(name) for name in metrics or {}}, states)
+        writer = _Writer(self, step, without_nan(metrics or {}), states)
         try:
             writer.write_sharded(sharded)
         except CheckpointError:

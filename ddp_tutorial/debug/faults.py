@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 
-from ddp_tutorial.config import Config, ConfigError, check
+from ddp_tutorial.config import Config, ConfigError, check, parse_yaml
 from ddp_tutorial.files import Operation, observe_disk
 from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.world import World
@@ -65,17 +65,8 @@ def parse(text: str) -> Fault:
         name, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"fault {text!r}: {setting!r} should be of the form name=value, such as rank=1")
-        values[name] = _number(value)
+        values[name] = parse_yaml(value, f"fault {text!r}")
     return check(Fault, values, f"fault {text!r}")
-
-
-def _number(text: str) -> object:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 @contextmanager

@@ -14,17 +14,17 @@ needed for that, and no rank has to come back from the one that it waits in.
 """
 
 import itertools
-import json
 import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from ddp_tutorial.config import FailedError
 from ddp_tutorial.debug.recorder import Call, Line, calls, members, prepare, progress, standing_lines
@@ -69,6 +69,9 @@ class Standing:
     def call(self, group: str, number: int) -> Call | None:
         """The collective of this number, if it has entered that."""
         return next((call for call in self.calls if (call.group, call.number) == (group, number)), None)
+
+
+_as_json = TypeAdapter(Standing)  # as ranks tell it one another
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class Watch(threading.Thread):
         self._left.set()
         with suppress(RuntimeError, ValueError):  # the store, or the group, is gone
             last = Standing(tuple(calls()), members=members(), left=how)
-            self._store.set(f"left {self.world.rank}", _dumped(last))
+            self._store.set(f"left {self.world.rank}", _as_json.dump_json(last).decode())
 
     @cached_property
     def _store(self) -> dist.Store:
@@ -189,7 +192,7 @@ class Watch(threading.Thread):
         """Say where this rank stands, hear the others, and do what follows from it."""
         alarm, settled = self._alarm, progress()
         reason = cast("Reason", self._store.get(f"alarm {alarm}").decode())
-        self._store.set(f"{alarm} {self.world.rank}", _dumped(_standing()))
+        self._store.set(f"{alarm} {self.world.rank}", _as_json.dump_json(_standing()).decode())
         standings = {rank: self._heard(alarm, rank) for rank in range(self.world.size)}
         found = self._found[alarm] = diagnose(standings)
         self._alarm, self._settled = alarm + 1, settled
@@ -209,7 +212,7 @@ class Watch(threading.Thread):
         while time.monotonic() < deadline:
             for key in (f"{alarm} {rank}", f"left {rank}"):
                 if self._store.check([key]):
-                    return _loaded(self._store.get(key))
+                    return _as_json.validate_json(self._store.get(key))
             time.sleep(0.02)
         return None
 
@@ -219,19 +222,6 @@ def _standing() -> Standing:
     time.sleep(BUSY_SECONDS)
     is_busy = time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
     return Standing(tuple(calls()), standing_lines(), is_busy, members())
-
-
-def _dumped(standing: Standing) -> str:
-    return json.dumps(asdict(standing))
-
-
-def _loaded(text: bytes) -> Standing:
-    said: dict[str, Any] = json.loads(text)
-    told = [
-        each | {"sizes": tuple(map(tuple, each["sizes"])), "dtypes": tuple(each["dtypes"])} for each in said["calls"]
-    ]
-    known = tuple(Call(**each | {"lines": tuple(Line(**line) for line in each["lines"])}) for each in told)
-    return Standing(**said | {"calls": known, "lines": tuple(Line(**line) for line in said["lines"])})
 
 
 # --------------------------------------------------------------------------------------------------- the verdict

@@ -4,7 +4,6 @@ torch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE), gloo
 included, each with its number in its group, its sizes and the Python stack it was called from.
 """
 
-import pickle
 import sysconfig
 import threading
 import traceback
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.processes import rank as rank_module
+from ddp_tutorial.processes.rank import flight_record
 
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
@@ -63,13 +63,13 @@ def prepare() -> None:
 
 def calls(last: int = 200) -> list[Call]:
     """The last collectives that this rank has entered, in that order. The first call is slow: see `prepare`."""
-    entries = _dump(collectives=True).get("entries", [])
+    entries = flight_record().get("entries", [])
     return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"]]
 
 
 def progress() -> dict[str, tuple[int, int]]:
     """Group -> the number of the last collective that this rank has entered there, and of the last that has ended."""
-    status = _dump(collectives=False).get("pg_status", {})
+    status = flight_record(entries=False).get("pg_status", {})
     return {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
         for group, each in status.items()
@@ -87,13 +87,6 @@ def standing_lines(thread: int | None = None) -> tuple[Line, ...]:
     frame = _current_frames().get(thread or threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame)[::-1]
     return _lines((each.filename, each.lineno or 0, each.name) for each in stack)
-
-
-def _dump(*, collectives: bool) -> dict[str, Any]:
-    """What torch has recorded in this process, by torch itself: (collectives?, their stacks?, only those under way?)"""
-    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
-    content: dict[str, Any] = pickle.loads(getattr(torch._C._distributed_c10d, name)(collectives, collectives, False))
-    return content
 
 
 def _call(entry: dict[str, Any]) -> Call:

@@ -643,21 +643,13 @@ class _OwnPartFirst(_StepSampler):
 
 class _ForgetsTheEpoch(_StepSampler):
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed)
-        order = torch.randperm(self.samples, generator=generator).tolist()
-        while self.taken < self.samples:
-            step = order[self.taken : self.taken + self.batch]
-            self.taken += len(step)
+        for step in _together(self, epoch=0):
             yield step[self.rank :: self.size]
 
 
 class _SeededByTheRank(_StepSampler):
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(torch.initial_seed() + 1000003 * self.seed + self.epoch)
-        order = torch.randperm(self.samples, generator=generator).tolist()
-        while self.taken < self.samples:
-            step = order[self.taken : self.taken + self.batch]
-            self.taken += len(step)
+        for step in _together(self, seed=torch.initial_seed() + self.seed):
             yield step[self.rank :: self.size]
 
 
@@ -718,10 +710,11 @@ class _NeverEnds(_StepSampler):
             self.taken = 0
 
 
-def _together(sampler: _StepSampler) -> Iterator[list[int]]:
-    """The steps of all ranks together that are left, as the right answer counts them."""
-    alone = _StepSampler(sampler.samples, sampler.batch, 0, 1, sampler.seed)
-    alone.load_state_dict(sampler.state_dict())
+def _together(sampler: _StepSampler, seed: int | None = None, epoch: int | None = None) -> Iterator[list[int]]:
+    """The steps of all ranks together that are left, as the right answer counts them; or shuffled as for another seed
+    or epoch."""
+    alone = _StepSampler(sampler.samples, sampler.batch, 0, 1, sampler.seed if seed is None else seed)
+    alone.load_state_dict(sampler.state_dict() | ({} if epoch is None else {"epoch": epoch}))
     for step in alone:
         sampler.taken = alone.taken
         yield step

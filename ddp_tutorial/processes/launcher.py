@@ -350,10 +350,11 @@ class _Ranks:
                 case "result":
                     rank.result = content[0]
                 case "raised":
-                    raised, rank.traceback, rank.raised_at = content
+                    raised, trace, rank.raised_at = content
                     rank.raised = replace(raised, message=_name_cells(raised.message))  # it may name lines of a cell
+                    rank.traceback = _name_cells(trace)
                 case "report":
-                    rank.report = content[0]
+                    rank.report = _name_cells(content[0])
         return more
 
     def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
@@ -387,7 +388,7 @@ class _Ranks:
         note = f"Meanwhile {', '.join(others)}." if others else ""
         if first.lost_connection and any(rank.result is not None for rank in self.ranks):
             note += " A rank that returns closes its connections: every rank must enter every collective."
-        trace = _without_noise(_name_cells(first.traceback))
+        trace = _without_noise(first.traceback)
         return RankError(first.rank, first.reason, trace, first.log.tail(), note, first.raised)
 
     def _timed_out(self, timeout: float | None) -> RankTimeoutError:
@@ -399,7 +400,7 @@ class _Ranks:
         stories = []
         for rank in self.ranks:
             silent = "  no answer: not up yet, stopped, or busy in native code"
-            stood = _name_cells(rank.report or silent).rstrip() if rank in late else ""
+            stood = (rank.report or silent).rstrip() if rank in late else ""
             stories.append(f"rank {rank.rank} {rank.reason}\n{stood}".rstrip())
         # the rank to name is one that is not waiting for the others
         first = min(late, key=lambda rank: (rank.result is not None, ": waiting" in (rank.report or "")))

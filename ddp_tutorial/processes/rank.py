@@ -4,7 +4,6 @@ import atexit
 import ctypes
 import faulthandler
 import io
-import json
 import linecache
 import mmap
 import os
@@ -167,12 +166,20 @@ def _where(thread: int) -> str:
     return "".join(traceback.format_list(theirs)) + _last_collective()
 
 
+def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:
+    """What torch's flight recorder has kept of this process: its last collectives as "entries", each with the Python
+    stack that it was called from, and "pg_status", how far each group is. There has to be a group."""
+    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
+    dump = getattr(torch._C._distributed_c10d, name)
+    content: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # False: ended ones too
+    return content
+
+
 def _last_collective() -> str:
     """From torch's flight recorder. Ranks in step number their collectives alike."""
     if not dist.is_initialized():
         return ""
-    recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
-    entries = json.loads(getattr(torch._C._distributed_c10d, recorder)()).get("entries", [])
+    entries = flight_record(stacks=False).get("entries", [])
     if not entries:
         return "  no collective yet\n"
     last = entries[-1]

@@ -1,7 +1,6 @@
 """The numbers of a run: every step and evaluation as a line of JSON, and, thinned out, as TensorBoard reads them."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp_tutorial.files import about_to, write_atomically
+from ddp_tutorial.files import about_to, without_nan, write_atomically
 from ddp_tutorial.runs.folder import PER_SECOND, read_lines
 from ddp_tutorial.runs.summaries import rates_of
 from ddp_tutorial.world import World
@@ -172,10 +171,3 @@ class Events:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def without_nan(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: a diverged loss becomes null, and readers show a gap."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }

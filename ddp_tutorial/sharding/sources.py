@@ -48,11 +48,13 @@ from ddp_tutorial.sharding.sharded import (
 )
 from ddp_tutorial.world import World
 
+SourceKind = Literal["sharded", "dispatched", "streamed", "fast_stream"]
+
 
 class SourceConfig(Config):
     """How the data are read."""
 
-    kind: Literal["sharded", "dispatched", "streamed", "fast_stream"] = "sharded"
+    kind: SourceKind = "sharded"
     remainder: Remainder = Field("carry", description="what becomes of an epoch's last samples; see sharding/order.py")
     workers: int = Field(0, ge=0, description="processes that read ahead, for each rank")
     prefetch: int = Field(2, ge=1, description="batches that are read ahead, by each worker or by rank 0")

@@ -24,13 +24,12 @@ from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf
 from ddp_tutorial.checkpoint.resuming import Start, find_start
 from ddp_tutorial.collectives import any_rank, assert_same, digest
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import RUNS, write_json
+from ddp_tutorial.files import RUNS, without_nan, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.rank import progress
 from ddp_tutorial.rng import reseed, seed_of
 from ddp_tutorial.runs.rank_logs import LOG
 from ddp_tutorial.runs.record import RunRecord, open_folder
-from ddp_tutorial.runs.step_log import without_nan
 from ddp_tutorial.sharding.samples import as_samples
 from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.sharding.sources import require_same_samples
