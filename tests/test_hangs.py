@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.debug import CollectiveError, watching
 from ddp_tutorial.debug.hangs import Diagnosis, Standing, diagnose
-from ddp_tutorial.debug.recorder import Call, Line, calls, prepare
+from ddp_tutorial.debug.recorder import Call, Line, calls
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
@@ -215,6 +215,25 @@ def test_ranks_wait_for_one_that_computes_however_long_it_takes() -> None:
     assert "slow" in kinds[0]
 
 
+def computes_and_then_hangs(world: World) -> None:
+    with watching(world, 0.5):
+        until = time.monotonic() + 3
+        while world.rank == 1 and time.monotonic() < until:
+            pass
+        if world.rank == 1:
+            time.sleep(60)  # here: rank 1
+        dist.all_reduce(torch.ones(3))  # here: rank 0
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_computes_for_long_and_then_hangs_is_found_and_warned_of_once() -> None:
+    with pytest.raises(RankError) as caught:
+        launch(computes_and_then_hangs, 2, device="cpu", echo=False, timeout=60)
+    assert caught.value.is_a(CollectiveError), caught.value
+    assert "rank 1 has not come: it is at" in caught.value.message
+    assert caught.value.log.count("no hang, but a slow rank") == 1
+
+
 def raises(world: World) -> None:
     with watching(world, SECONDS):
         if world.rank == 1:
@@ -272,13 +291,9 @@ def test_a_hang_in_a_group_of_some_ranks_is_told_of_those() -> None:
 
 
 def recorded(world: World) -> list[Call]:
-    prepare()
     dist.all_reduce(torch.ones(3))
     dist.broadcast(torch.ones(2, 2, dtype=torch.float64), 0)
-    deadline = time.monotonic() + 10
-    while not all(call.done for call in calls()) and time.monotonic() < deadline:
-        time.sleep(0.01)  # gloo's thread notes the end of a collective a moment after it has returned
-    return calls()
+    return [replace(call, done=True) for call in calls()]  # torch marks it a moment after it has returned
 
 
 def test_the_recorder_tells_what_was_called_where_the_same_on_all_ranks() -> None:
@@ -289,6 +304,24 @@ def test_the_recorder_tells_what_was_called_where_the_same_on_all_ranks() -> Non
     assert (second.number, second.what, second.dtypes) == (2, "broadcast [2, 2]", ("Double",))
     assert [call.lines[0].function for call in (first, second)] == ["recorded"] * 2
     assert second.lines[0].number == first.lines[0].number + 1
+
+
+def test_reading_the_recorder_does_not_import_torchs_compiler() -> None:
+    """It takes a second or two, on each rank, in the middle of its work; and the compiler must work afterwards."""
+    program = """
+import sys, torch, torch.distributed as dist
+from ddp_tutorial.debug.recorder import calls
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+assert [call.op for call in calls()] == ["barrier"]
+assert not any(name.startswith("torch._inductor") for name in sys.modules)
+import torch._inductor.codecache
+assert torch._inductor is sys.modules["torch._inductor"]
+assert torch._inductor.codecache.PyCodeCache.stack_frames_for_code("nowhere.py", 1) is None
+assert [call.op for call in calls()] == ["barrier"]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_time_that_is_not_positive_is_refused() -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.debug.recorder import Call, Line, calls, members, prepare, progress, standing_lines
+from ddp_tutorial.debug.recorder import Call, Line, calls, members, progress, standing_lines
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.processes.rank import end_with
 from ddp_tutorial.world import World, require_group
@@ -86,6 +86,7 @@ class Diagnosis:
     kind: Kind
     verdict: str = "all ranks have entered the same collectives"
     table: str = ""
+    collective: tuple[str, int] | None = None  # the first in which they differ: its group, and its number there
 
     def accounts_for(self, reason: Reason) -> bool:
         """Is it the cause of an alarm? An error of torch on one rank is not that others wait for this rank."""
@@ -112,7 +113,6 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
     if world.size == 1:
         yield watch
         return
-    prepare()  # now, rather than when ranks wait
     watch.start()
     try:
         yield watch
@@ -194,16 +194,23 @@ class Watch(threading.Thread):
         reason = cast("Reason", self._store.get(f"alarm {alarm}").decode())
         self._store.set(f"{alarm} {self.world.rank}", _as_json.dump_json(_standing()).decode())
         standings = {rank: self._heard(alarm, rank) for rank in range(self.world.size)}
+        before = self._found.get(alarm - 1)
         found = self._found[alarm] = diagnose(standings)
-        self._alarm, self._settled = alarm + 1, settled
+        was_slow = before is not None and before.kind == "slow" and before.collective == found.collective
+        may_be_slow = was_slow and found.kind == "absent"  # it has computed until now: look once more
+        if found.kind == "slow" or may_be_slow:
+            self._since = time.monotonic()  # it may hang yet
+        else:
+            self._settled = settled
+        self._alarm = alarm + 1
         speaker = min((rank for rank, each in standings.items() if each and not each.left), default=0)
         if self._left.is_set() or reason == "question":
             return
-        if found.accounts_for(reason):
+        if found.accounts_for(reason) and not may_be_slow:
             if reason == "error" or self.world.rank != speaker:
                 time.sleep(SPEAK_SECONDS)  # the main thread of the rank with the error says it better
             end_with(CollectiveError(str(found)))
-        if found.kind == "slow" and self.world.rank == speaker:
+        if found.kind == "slow" and not was_slow and self.world.rank == speaker:
             LOG.warning("%s", found.verdict)
 
     def _heard(self, alarm: int, rank: int) -> Standing | None:
@@ -235,7 +242,8 @@ def diagnose(standings: Mapping[int, Standing | None]) -> Diagnosis:
         for number in _numbers(known, group):
             row = {rank: each.call(group, number) if (each := standings[rank]) else None for rank in ranks}
             if verdict := _differ(row, standings):
-                return Diagnosis(*verdict, table=_table({rank: standings[rank] for rank in ranks}, group, number))
+                table = _table({rank: standings[rank] for rank in ranks}, group, number)
+                return Diagnosis(*verdict, table, (group, number))
     return Diagnosis("none")
 
 

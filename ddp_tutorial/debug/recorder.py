@@ -4,13 +4,15 @@ torch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE), gloo
 included, each with its number in its group, its sizes and the Python stack it was called from.
 """
 
+import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from sys import _current_frames
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,15 +57,10 @@ class Call:
         return " ".join([self.op, *(str(list(size)) for size in self.sizes)])
 
 
-def prepare() -> None:
-    """Let torch import what it names the lines of stacks with, its compiler: a second or two, once in a process."""
-    names = torch._C._profiler
-    names.symbolize_tracebacks([names.gather_traceback(python=True, script=False, cpp=False)])
-
-
 def calls(last: int = 200) -> list[Call]:
-    """The last collectives that this rank has entered, in that order. The first call is slow: see `prepare`."""
-    entries = flight_record().get("entries", [])
+    """The last collectives that this rank has entered, in that order."""
+    with _no_compiler():
+        entries = flight_record().get("entries", [])
     return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"]]
 
 
@@ -84,9 +81,31 @@ def members() -> dict[str, list[int]]:
 
 def standing_lines(thread: int | None = None) -> tuple[Line, ...]:
     """Where the main thread, or another one, is at this moment: as the lines of a `Call`."""
-    frame = _current_frames().get(thread or threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame)[::-1]
     return _lines((each.filename, each.lineno or 0, each.name) for each in stack)
+
+
+@contextmanager
+def _no_compiler() -> Iterator[None]:
+    """Where torch 2.13 names the lines of a stack, it asks its compiler whether it has generated them. If nobody has
+    imported that, torch does, which takes a second or two. A compiler that is not there has generated nothing."""
+    with _one_at_a_time:
+        if "torch._inductor" in sys.modules:
+            yield
+            return
+        torch._inductor = _NOTHING_COMPILED
+        try:
+            yield
+        finally:
+            if torch._inductor is _NOTHING_COMPILED:  # nobody has imported it meanwhile
+                del torch._inductor
+
+
+_one_at_a_time = threading.Lock()
+_NOTHING_COMPILED: Any = SimpleNamespace(
+    codecache=SimpleNamespace(PyCodeCache=SimpleNamespace(stack_frames_for_code=lambda path, line: None))
+)
 
 
 def _call(entry: dict[str, Any]) -> Call:
