@@ -71,7 +71,7 @@ class Standing:
         return next((call for call in self.calls if (call.group, call.number) == (group, number)), None)
 
 
-_as_json = TypeAdapter(Standing)  # as ranks tell it one another
+as_json = TypeAdapter(Standing)  # as ranks tell it one another
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Watch(threading.Thread):
         self._left.set()
         with suppress(RuntimeError, ValueError):  # the store, or the group, is gone
             last = Standing(tuple(calls()), members=members(), left=how)
-            self._store.set(f"left {self.world.rank}", _as_json.dump_json(last).decode())
+            self._store.set(f"left {self.world.rank}", as_json.dump_json(last).decode())
 
     @cached_property
     def _store(self) -> dist.Store:
@@ -192,7 +192,7 @@ class Watch(threading.Thread):
         """Say where this rank stands, hear the others, and do what follows from it."""
         alarm, settled = self._alarm, progress()
         reason = cast("Reason", self._store.get(f"alarm {alarm}").decode())
-        self._store.set(f"{alarm} {self.world.rank}", _as_json.dump_json(_standing()).decode())
+        self._store.set(f"{alarm} {self.world.rank}", as_json.dump_json(_standing()).decode())
         standings = {rank: self._heard(alarm, rank) for rank in range(self.world.size)}
         before = self._found.get(alarm - 1)
         found = self._found[alarm] = diagnose(standings)
@@ -219,7 +219,7 @@ class Watch(threading.Thread):
         while time.monotonic() < deadline:
             for key in (f"{alarm} {rank}", f"left {rank}"):
                 if self._store.check([key]):
-                    return _as_json.validate_json(self._store.get(key))
+                    return as_json.validate_json(self._store.get(key))
             time.sleep(0.02)
         return None
 
@@ -260,7 +260,7 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, Standing | N
     if len({call.op for call in there.values()}) > 1:
         return "order", f"the order of collectives differs. {_sentence(_waits(there))}"
     op = next(iter(there.values())).op if there else ""
-    if op in _SAME_SIZES and len({(call.sizes, call.dtypes) for call in there.values()}) > 1:
+    if op.partition(" ")[0] in _SAME_SIZES and len({(call.sizes, call.dtypes) for call in there.values()}) > 1:
         return "shape", f"the ranks bring different tensors to one {op}. {_sentence(_waits(there))}"
     missing = [rank for rank in row if rank not in there]
     late = [each for rank in missing if (each := standings[rank]) is not None]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,8 +82,13 @@ def members() -> dict[str, list[int]]:
 def standing_lines(thread: int | None = None) -> tuple[Line, ...]:
     """Where the main thread, or another one, is at this moment: as the lines of a `Call`."""
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
-    stack = traceback.extract_stack(frame)[::-1]
-    return _lines((each.filename, each.lineno or 0, each.name) for each in stack)
+    return lines_of(frame) if frame else ()
+
+
+def lines_of(frame: FrameType) -> tuple[Line, ...]:
+    """Where a frame and those that have called it are: as the lines of a `Call`."""
+    stack = traceback.walk_stack(frame)
+    return _lines((each.f_code.co_filename, number, each.f_code.co_name) for each, number in stack)
 
 
 @contextmanager
