@@ -92,6 +92,13 @@ def test_a_rank_that_does_not_answer_and_one_that_has_left_are_told_apart() -> N
     )
 
 
+def test_a_collective_that_ended_since_a_rank_had_left_was_not_come_through() -> None:
+    """Its connections are gone, and it has raised an error."""
+    left = replace(numbered(REDUCE), left="well")
+    found = diagnose({0: numbered(REDUCE, REDUCE), 1: left})
+    assert "Rank 0 was in all_reduce [3]" in found.verdict
+
+
 def test_ranks_that_wait_for_one_that_has_failed_leave_the_word_to_its_error() -> None:
     found = diagnose({0: numbered(WAITS), 1: replace(numbered(), left="failed")})
     assert found.kind == "failed"

@@ -265,9 +265,10 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, Standing | N
     missing = [rank for rank in row if rank not in there]
     late = [each for rank in missing if (each := standings[rank]) is not None]
     # Where a rank has left, its connections may be gone, and the collective is over, with an error.
-    if not missing or (all(call.done for call in there.values()) and not any(each.left for each in late)):
+    has_left = any(each.left for each in late)
+    if not missing or (all(call.done for call in there.values()) and not has_left):
         return None
-    story = _sentence([*_waits(there), *(_absent(rank, standings[rank]) for rank in missing)])
+    story = _sentence([*_waits(there, has_left), *(_absent(rank, standings[rank]) for rank in missing)])
     if any(each.left == "failed" for each in late):
         return "failed", f"a rank has failed. {story}"
     if len(late) == len(missing) and all(each.is_busy for each in late):
@@ -275,12 +276,16 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, Standing | N
     return "absent", f"not all ranks have come. {story}"
 
 
-def _waits(calls: Mapping[int, Call]) -> list[str]:
-    """Who waits where; ranks that wait at the same place together."""
+def _waits(calls: Mapping[int, Call], lost: bool = False) -> list[str]:
+    """Who waits where; ranks that wait at the same place together. `lost`: a connection was, so that a collective that
+    is over may have failed."""
     places: dict[tuple[str, tuple[Line, ...], bool], list[int]] = {}
     for rank, call in calls.items():
         places.setdefault((f"{call.what} {_types(call)}".strip(), call.lines, call.done), []).append(rank)
-    return [f"{_named(ranks)} {_verb(ranks, done)} {what}{_at(lines)}" for (what, lines, done), ranks in places.items()]
+    return [
+        f"{_named(ranks)} {_verb(ranks, done, lost)} {what}{_at(lines)}"
+        for (what, lines, done), ranks in places.items()
+    ]
 
 
 def _types(call: Call) -> str:
@@ -291,7 +296,9 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _verb(ranks: Sequence[int], done: bool) -> str:
+def _verb(ranks: Sequence[int], done: bool, lost: bool) -> str:
+    if done and lost:
+        return "was in" if len(ranks) == 1 else "were in"
     if done:
         return "has come through" if len(ranks) == 1 else "have come through"
     return "waits in" if len(ranks) == 1 else "wait in"
