@@ -7,6 +7,8 @@ is tested with a table rather than with a cluster.
 
 import os
 import re
+import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -141,9 +143,12 @@ def process_group(world: World) -> Iterator[World]:
         torch.cuda.set_device(world.device)
     # Leave the initialisation together: a rank that has nothing to do would else be gone while others connect to it.
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world.init_method == "env://"
+    store = fresh_store(agent_store(world.timeout), world) if shared else None
     dist.init_process_group(
         backend=world.backend,
-        init_method=world.init_method,
+        init_method=None if shared else world.init_method,
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=world.timeout,
@@ -155,6 +160,48 @@ def process_group(world: World) -> Iterator[World]:
         abandon_group(world)
         raise
     dist.destroy_process_group()
+
+
+def agent_store(timeout: timedelta) -> dist.Store:
+    """The store in which torchrun's ranks meet: its agent hosts it, for as long as the agent lives."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+
+
+def fresh_store(store: dist.Store, world: World) -> dist.Store:
+    """A part of `store` that is new to this life of the ranks. Every rank enters it; gives up after `world.timeout`.
+
+    torchrun's agent keeps its store when it starts ranks again, so that these would find the addresses of dead ones,
+    and most restarts fail or hang (torch 2.13; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's environment would
+    also help). No environment variable numbers the lives: TORCHELASTIC_RESTART_COUNT is another on each agent. So rank
+    0 makes up a name, and gives it to each rank as the answer to a question that is new, too; what earlier lives have
+    left there answers no question of this one.
+
+    Raises `RuntimeError` where some rank does not come.
+    """
+    deadline = time.monotonic() + world.timeout.total_seconds()
+    own = secrets.token_hex(8)
+    if not world.is_main:
+        store.set(f"asks/{world.rank}", own)
+        while not (answer := _read(store, f"answer/{world.rank}")).startswith(own):
+            _wait_until(deadline, "rank 0")
+        own = answer.partition(" ")[2]
+        store.set(f"knows/{world.rank}", own)
+    else:
+        for rank in range(1, world.size):
+            while _read(store, f"knows/{rank}") != own:
+                store.set(f"answer/{rank}", f"{_read(store, f'asks/{rank}')} {own}")
+                _wait_until(deadline, f"rank {rank}")
+    return dist.PrefixStore(own, store)
+
+
+def _read(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _wait_until(deadline: float, whom: str) -> None:
+    if time.monotonic() > deadline:
+        raise RuntimeError(f"{whom} has not come to meet the others in time")
+    time.sleep(0.01)
 
 
 def abandon_group(world: World) -> None:
