@@ -1,7 +1,6 @@
 """The rank's side of a launch: make a spawned process a rank, run the call, send back its result or error."""
 
 import atexit
-import ctypes
 import faulthandler
 import io
 import linecache
@@ -24,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.processes.errors import Raised
+from ddp_tutorial.processes.signals import die_with_parent
 from ddp_tutorial.processes.transport import Descriptor, Sender, dump_result
 from ddp_tutorial.world import World, process_group
-
-_PR_SET_PDEATHSIG = 1
 
 _send: Sender | None = None  # set once, when this process becomes a rank
 _exit_code = 1
@@ -118,9 +116,8 @@ def _never_outlive_the_parent(job: Job) -> None:
     """Ignore interrupts, which are for the parent to handle, and be killed when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if sys.platform == "linux" and job.dies_with_thread:
-        # torch.multiprocessing.spawn asked for SIGINT here, which we have just decided to ignore
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if job.dies_with_thread:
+        die_with_parent()  # torch.multiprocessing.spawn asked for SIGINT here, which we have just decided to ignore
     if os.getppid() != job.parent:  # it died before we asked to be told
         os._exit(1)
 

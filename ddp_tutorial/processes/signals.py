@@ -1,7 +1,9 @@
 """The signals that ask a process to end in good time, and how to handle them for the length of a block."""
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from ddp_tutorial.config import FailedError
 # What a cluster sends to a job that has to go: Slurm and torchrun SIGTERM, many a batch script SIGUSR1.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # sysexits.h's EX_TEMPFAIL, "try again later": the same command carries on
+_PR_SET_PDEATHSIG = 1
 
 
 class StoppedError(FailedError):
@@ -44,3 +47,9 @@ def handling(signals: Sequence[signal.Signals], handler: Callable[[int, object],
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def die_with_parent() -> None:
+    """Have this process killed by SIGKILL when the thread that started it ends. Linux only; elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

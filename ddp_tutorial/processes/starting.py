@@ -12,6 +12,7 @@ srun --ntasks 8 python train.py               # and so with Slurm
 """
 
 import gc
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.processes.signals import SIGNALS
+from ddp_tutorial.processes.signals import SIGNALS, die_with_parent
 from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, joins_others, process_group
 
 Result = TypeVar("Result")
@@ -65,6 +66,8 @@ def run(
 
 
 def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Result:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else a killed agent's ranks train on, with nobody to start them again
+        die_with_parent()
     import torch._dynamo  # noqa: F401  before the group, which would else outlive its block: see process_group
 
     with process_group(here) as world:
