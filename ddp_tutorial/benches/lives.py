@@ -199,7 +199,7 @@ def live(
             seen={int(note.suffix[1:]): json.loads(note.read_text()) for note in notes.glob("seen.*")},
             refused=refused,
             is_well=not any(codes),
-            left=_left_in(here),
+            left=left_in(here),
         )
 
 
@@ -207,7 +207,7 @@ def _last_words(notes: Path) -> list[str]:
     return [path.read_text(errors="replace")[-2000:] for path in sorted(notes.glob("rank_*.log"))]
 
 
-def _left_in(folder: Path) -> int:
+def left_in(folder: Path) -> int:
     """How many other processes work in `folder`. What ranks have started has some seconds to notice their end."""
     deadline = time.monotonic() + GOING
     while True:
@@ -248,7 +248,7 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fau
     faulthandler.dump_traceback_later(0.9 * TIME_LIMIT)  # for whoever wants to know where it hangs
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for those that read ahead: a server would import torch
-    fate = _Fate(rank, notes, fault)
+    fate = Fate(rank, notes, fault)
     on_node = (rank, RANKS) if where[0] == where[1] else (0, 1)
     world = World(rank, RANKS, *on_node, init_method=f"file://{notes}/store")
     try:
@@ -260,7 +260,7 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fau
     fate.end(0)
 
 
-class _Fate:
+class Fate:
     """Counts the points that a rank comes to, and lets its fault happen."""
 
     def __init__(self, rank: int, notes: Path, fault: Fault | None) -> None:

@@ -48,22 +48,28 @@ def stories(count: int, folder: Path, files: int, seed: int) -> None:
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
-@click.option("--kills", type=click.IntRange(min=1), default=200, show_default=True, help="Of chaos only.")
-def bench(name: str, as_json: bool, repeats: int, kills: int) -> None:
+@click.option("--kills", type=click.IntRange(min=1), help="Of chaos, by default 200, and restarts, 20.")
+def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     """Measure a claim: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, debug,
-    or chaos.
+    chaos or restarts.
 
     chaos kills ranks of small runs, fails and fills their disks, at every named point of saving and resuming, and
     starts them on nodes that share no folder. It checks that no checkpoint is lost, each resumed run ends with the same
-    bits, and no process is left.
+    bits, and no process is left. restarts does so with torchrun, which starts the ranks again.
     """
     from ddp_tutorial.benches import as_text, run_bench
 
     if name == "chaos":
         from ddp_tutorial.benches.chaos import in_words, is_good, measure_chaos
 
-        found = measure_chaos(kills, tell=lambda line: click.echo(line, err=True))
+        found = measure_chaos(kills or 200, tell=lambda line: click.echo(line, err=True))
         click.echo(json.dumps(found, indent=2) if as_json else in_words(found))
         sys.exit(not is_good(found))
+    if name == "restarts":
+        from ddp_tutorial.benches import restarts
+
+        found = restarts.measure_restarts(kills or 20, tell=lambda line: click.echo(line, err=True))
+        click.echo(json.dumps(found, indent=2) if as_json else restarts.in_words(found))
+        sys.exit(not restarts.is_good(found))
     result = run_bench(name, repeats)
     click.echo(json.dumps(result, indent=2) if as_json else as_text(result))

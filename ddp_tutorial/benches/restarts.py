@@ -1,0 +1,159 @@
+"""Kill ranks of small runs under torchrun, which starts them again; each run must end with the bits of an undisturbed
+one.
+
+In each life of a run chance decides which rank is killed by SIGKILL, and at how many-th of its points (see lives.py).
+torchrun notices, ends the other rank, and starts both again, which go on with `resume: auto`. No process may be left.
+"""
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ddp_tutorial.benches.lives import RANKS, TIME_LIMIT, Fate, Fault, config_of, left_in, outcome
+from ddp_tutorial.environment import describe_environment
+from ddp_tutorial.files import observe_disk
+from ddp_tutorial.phases import observe
+from ddp_tutorial.processes.starting import run
+from ddp_tutorial.training.tasks import train
+from ddp_tutorial.world import World
+
+KILLS = 5  # of one run, at most
+POINTS = 200  # a rank is killed at one of its first points in a life, out of so many
+
+
+def measure_restarts(kills: int, seed: int = 0, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Kill `kills` times or more, in a temporary folder, and call `tell` with a line after each finished run.
+
+    `in_saving` counts the kills inside of saving, `lives` what torchrun has started, the undisturbed run's among them,
+    and `came_up` how many of the lives after a kill began to train or to resume. `seconds` is the median from a kill
+    to the moment at which all ranks of the next life have met. `bit_equal` says whether weights, losses and norms of
+    every run are those of an undisturbed one, and `left` how many processes were left behind.
+    """
+    rng, before, counted = random.Random(seed), Path.cwd(), {"kills": 0, "in_saving": 0, "lives": 1, "came_up": 0}
+    runs, left, seconds, bit_equal = 0, 0, list[float](), True
+    with tempfile.TemporaryDirectory(prefix="restarts-") as name:
+        os.chdir(name)
+        try:
+            torchrun("undisturbed", [])
+            wanted = outcome("undisturbed")
+            while counted["kills"] < kills or not runs:
+                doomed = [(rng.randrange(RANKS), rng.randrange(1, POINTS)) for _ in range(min(KILLS, kills))]
+                notes = torchrun(f"run{runs}", doomed)
+                hits = {int(note.parent.name): json.loads(note.read_text()) for note in notes.glob("*/hit.*")}
+                up = {life: _all_up(notes / str(life)) for life in range(len(doomed) + 1)}
+                counted["kills"] += len(hits)
+                counted["in_saving"] += sum(hit["in_saving"] for hit in hits.values())
+                counted["lives"] += sum((notes / str(life)).is_dir() for life in up)
+                again = [(_time_of(notes / str(life)), up.get(life + 1)) for life in hits]
+                counted["came_up"] += sum(met is not None for _, met in again)
+                seconds += [met - killed for killed, met in again if met is not None]
+                bit_equal = bit_equal and outcome(f"run{runs}") == wanted
+                left += left_in(Path.cwd())
+                runs += 1
+                tell(f"{counted['kills']} kills; {runs} runs finished, bit-equal: {bit_equal}, left: {left}")
+        finally:
+            os.chdir(before)
+    median = round(statistics.median(seconds), 2) if seconds else None
+    return {
+        "bench": "restarts",
+        "environment": describe_environment(),
+        **counted,
+        "runs": runs,
+        "seconds": median,
+        "bit_equal": bit_equal,
+        "left": left,
+    }
+
+
+def is_good(found: Mapping[str, Any]) -> bool:
+    """Has everything held that must hold?"""
+    return bool(found["bit_equal"]) and not found["left"]
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """A report as text to print."""
+    names = ("kills", "in_saving", "lives", "runs", "bit_equal", "left")
+    return ", ".join(f"{name} = {found[name]}" for name in names) + f", median restart {found['seconds']} s"
+
+
+def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
+    """One run, started again after each kill; returns the folder with what its lives have noted.
+
+    `doomed` has, for each life, which rank is killed at how many-th point. Raises `RuntimeError` where it does not end.
+    """
+    notes = Path(f"notes-{name}").resolve()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += [f"--max-restarts={len(doomed)}", "-m", __name__, name, str(notes), json.dumps(doomed)]
+    with open(f"{name}.log", "w+") as log:
+        agent = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            agent.wait(TIME_LIMIT * (len(doomed) + 1))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            end(agent)
+        if agent.returncode != 0:
+            log.seek(0)
+            raise RuntimeError(f"{name} has ended with {agent.returncode}: {log.read()[-4000:]}")
+    return notes
+
+
+def end(agent: "subprocess.Popen[Any]") -> None:
+    """Kill an agent, if it still runs, with all that it has started, and wait for it."""
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(agent.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    with suppress(ProcessLookupError):
+        agent.kill()
+    agent.wait()
+
+
+def _all_up(notes: Path) -> float | None:
+    """When the last rank of a life had met the others; None where one has not."""
+    met = [float(note.read_text()) for note in notes.glob("up.*")]
+    return max(met) if len(met) == RANKS else None
+
+
+def _time_of(notes: Path) -> float:
+    return min(note.stat().st_mtime for note in notes.glob("hit.*"))
+
+
+def _live(world: World, name: str, notes: Path, fault: Fault | None) -> None:
+    fate = Fate(world.rank, notes, fault)
+    fate.note(f"up.{world.rank}", str(time.time()))
+    with observe(fate.at_edge), observe_disk(fate.at_operation):
+        train(world, config_of(name))
+
+
+def _main(name: str, notes: str, doomed: str) -> None:
+    """What torchrun starts as each rank."""
+    rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    fates = json.loads(doomed)
+    fault = None
+    if life < len(fates) and fates[life][0] == rank:
+        fault = Fault("", fates[life][1])
+    here = Path(notes) / str(life)
+    here.mkdir(parents=True, exist_ok=True)
+    run(_live, name, here, fault, device="cpu")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

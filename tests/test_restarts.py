@@ -1,0 +1,162 @@
+"""Law: what torchrun starts again ends with the same bits; a folder has one world at a time; no rank is left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from ddp_tutorial.benches.restarts import end, is_good, measure_restarts
+from ddp_tutorial.world import World, fresh_store
+
+ROOT = Path(__file__).parent.parent
+
+
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def one_life(port: int, size: int, late: int = 0) -> list[dist.Store]:
+    """All ranks of a life meet in the agent's store, rank `late` after the others; what each of them gets."""
+    found: dict[int, dist.Store] = {}
+
+    def meet(rank: int) -> None:
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        time.sleep(0.2 * (rank == late))
+        found[rank] = fresh_store(client, World(rank, size, rank, size, timeout=timedelta(seconds=20)))
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_each_life_of_the_ranks_meets_in_a_part_of_the_store_that_is_new(late: int) -> None:
+    agents = server()
+    before: list[dist.Store] = []
+    for size in (3, 3, 2, 3):
+        stores = one_life(agents.port, size, late)
+        assert not stores[0].check(["address"])
+        stores[0].set("address", str(size))
+        assert [store.get("address") for store in stores] == [str(size).encode()] * size
+        assert all(each.get("address") == b"3" for each in before)
+        before = stores if size == 3 else []
+
+
+def test_a_rank_that_never_comes_is_named_when_the_time_is_up() -> None:
+    agents = server()
+    with pytest.raises(RuntimeError, match="rank 1 has not come"):
+        fresh_store(agents, World(0, 2, 0, 2, timeout=timedelta(seconds=0.2)))
+    with pytest.raises(RuntimeError, match="rank 0 has not come"):
+        fresh_store(agents, World(1, 2, 1, 2, timeout=timedelta(seconds=0.2)))
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_torchrun_starts_again_after_kills_ends_with_the_bits_of_an_undisturbed_one() -> None:
+    """Without the switch that keeps torchrun from sharing its store: most restarts failed with it shared."""
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
+    found = measure_restarts(2, seed=3)
+    assert found["kills"] >= 2
+    assert found["lives"] == found["kills"] + found["runs"] + 1
+    assert is_good(found)
+
+
+@pytest.mark.parametrize(("law", "broken"), [("bit_equal", False), ("left", 1)])
+def test_one_broken_law_is_enough_to_be_told(law: str, broken: Any) -> None:
+    good = {"bit_equal": True, "left": 0}
+    assert is_good(good)
+    assert not is_good(good | {law: broken})
+
+
+# ------------------------------------------------------------------------------------------- two agents, and their ends
+
+SLOW = """
+import os, time
+from ddp_tutorial import TaskConfig, observe, run, train
+
+config = TaskConfig.model_validate({"name": "mine", "corpus": "stories:200", "device": "cpu", "batch_size": 4,
+    "model": {"layers": 1, "heads": 1, "width": 8, "context": 8}, "log_every": 1, "steps": 10_000, "eval_samples": 4,
+    "tensorboard": False, "checkpoint": {"every": 2}, "resume": "auto"})
+
+def main(world):
+    with open(f"up.{os.getpid()}", "w"):
+        pass
+    with observe(lambda edge: time.sleep(0.1 * (edge.name == "forward" and edge.entered))):
+        train(world, config)
+
+run(main, device="cpu")
+"""
+
+
+def agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
+    """torchrun, with one rank; as long as another one has the place, it waits as a spare. Its patience is short."""
+    (folder / "slow.py").write_text(SLOW)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one", "--local-addr=127.0.0.1"]
+    command += ["--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=2", "slow.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with (folder / log).open("w") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=environment, start_new_session=True)
+
+
+def until(holds: Callable[[], object], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.05)
+
+
+def steps(folder: Path) -> int:
+    log = folder / "runs" / "mine" / "metrics.jsonl"
+    return len(log.read_bytes().splitlines()) if log.exists() else 0
+
+
+def workers(folder: Path) -> list[int]:
+    return [int(path.suffix[1:]) for path in folder.glob("up.*")]
+
+
+@pytest.mark.timeout(200)
+def test_two_agents_that_lose_sight_of_one_another_never_write_one_folder_at_a_time(workdir: Path) -> None:
+    """The first agent is stopped, so that the second takes it for dead and starts a rank; that of the first trains on.
+    The second's has to refuse. Killed, an agent takes its rank along, and the folder is free."""
+    store = server()
+    first = agent(workdir, store.port, "first.log")
+    agents = [first]
+    try:
+        until(lambda: steps(workdir) > 2, "the first world trains")
+        second = agent(workdir, store.port, "second.log")
+        agents.append(second)
+        time.sleep(2)
+        assert len(workers(workdir)) == 1, "the second is a spare"
+        first.send_signal(signal.SIGSTOP)
+        until(lambda: "is in use by another run" in (workdir / "second.log").read_text(), "the second one refuses")
+        before = steps(workdir)
+        assert psutil.pid_exists(workers(workdir)[0])
+        until(lambda: steps(workdir) > before + 2, "the first world trains on")
+        assert second.wait(60) != 0
+        assert steps(workdir) > before
+        first.kill()
+        first.wait()
+        until(lambda: not any(map(psutil.pid_exists, workers(workdir))), "no rank is left", 10)
+        other, before = server(), steps(workdir)
+        agents.append(agent(workdir, other.port, "third.log"))
+        until(lambda: steps(workdir) > before + 2, "the folder is free")
+    finally:
+        for each in agents:
+            end(each)
+        left = [pid for pid in workers(workdir) if psutil.pid_exists(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert left == []
