@@ -156,7 +156,7 @@ def test_two_agents_that_lose_sight_of_one_another_never_write_one_folder_at_a_t
     finally:
         for each in agents:
             end(each)
-        left = [pid for pid in workers(workdir) if psutil.pid_exists(pid)]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        _, left = psutil.wait_procs([psutil.Process(pid) for pid in workers(workdir) if psutil.pid_exists(pid)], 10)
+        for process in left:
+            process.kill()
     assert left == []

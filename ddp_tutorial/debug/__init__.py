@@ -1,9 +1,9 @@
 """Why does it hang, drift apart or die?
 
 `recorder` reads which collectives a rank has entered, and from which line of the program. `hangs` watches the ranks of
-a run: where they wait for one another for ever, it ends them and says who waits where. `fingerprints` compares collectives before
-they run. `faults` brings such things
-about on purpose. All of it is attached from outside: nothing below this room knows of it.
+a run: where they wait for one another for ever, it ends them and says who waits where. `fingerprints` compares
+collectives before they run. `faults` brings such things about on purpose. All of it is attached from outside: nothing
+below this room knows of it.
 """
 
 import lazy_loader
