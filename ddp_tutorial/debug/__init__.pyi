@@ -1,5 +1,14 @@
+from .checks import CheckError as CheckError
+from .checks import Detector as Detector
+from .checks import Finding as Finding
+from .checks import checking as checking
+from .checks import default_detectors as default_detectors
 from .faults import Fault as Fault
 from .faults import inject as inject
 from .fingerprints import fingerprinted as fingerprinted
 from .hangs import CollectiveError as CollectiveError
 from .hangs import watching as watching
+from .nonfinite import NonFinite as NonFinite
+from .overlap import DataOverlap as DataOverlap
+from .overlap import SameRandomNumbers as SameRandomNumbers
+from .replicas import ReplicaDrift as ReplicaDrift

@@ -1,0 +1,90 @@
+"""Where does the first NaN or infinity come from: which rank, which phase, which module or parameter?
+
+Once gradients are added up, all ranks have the NaN of one. So each notes the norm of what came by, before that. An
+infinity on the way (a mask, or float16 overflowing under a `GradScaler`) is nothing wrong as long as it does not reach
+an update: only there an alarm is raised, and the notes say where it began.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import torch
+
+from ddp_tutorial.debug.checks import Detector, Finding, Said
+from ddp_tutorial.debug.taps import OUTPUT, Seen, Sight
+
+# In this order within a step: of ranks that see one in the same step, those where it came first have it of their own.
+_PHASES = ("update", "forward", "loss", "backward")
+
+
+class NonFinite(Detector):
+    """Is the gradient finite that the weights are about to be updated with? The error comes before that."""
+
+    name: ClassVar[str] = "nonfinite"
+    size: ClassVar[int] = 1
+    sights: ClassVar[frozenset[Sight]] = frozenset({"outputs", "losses", "gradients"})
+
+    def say(self, seen: Seen) -> Sequence[float]:
+        self._seen = seen
+        return [0.0 if _are_finite(self._gradients()) else 1.0]
+
+    def judge(self, step: int, said: Said) -> list[Finding]:
+        if not any(numbers[0] for numbers in said):
+            return []
+        origins = self.checks.gather(self._origin())
+        phases = [phase for phase in _PHASES for origin in origins if origin and origin[0] == phase]
+        if not phases:
+            everyone = tuple(rank for rank, numbers in enumerate(said) if numbers[0])
+            message = (
+                "the gradient is not finite, though on each rank it was before the ranks added theirs up: the sum has "
+                "overflowed, or what came between backward and the update has spoilt it"
+            )
+            return [Finding(self.name, step, everyone, message, "error", "reduction")]
+        first = phases[0]
+        at_fault = {rank: origin[1] for rank, origin in enumerate(origins) if origin and origin[0] == first}
+        told = "; ".join(f"on rank {rank}, {_told(first, name)}" for rank, name in at_fault.items())
+        where = next(iter(at_fault.values())) or first
+        return [Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {told}", "error", where)]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        groups = self.checks.optimizer.param_groups
+        return [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
+
+    def _origin(self) -> tuple[str, str] | None:
+        """Phase and name of the first on this rank. Weights that were not finite when the step began are the fault of
+        the update before."""
+        spoilt = [name for parameter, name in self.checks.names.items() if not bool(parameter.isfinite().all())]
+        if spoilt:
+            return "update", spoilt[0]
+        seen = self._seen
+        return next(
+            (
+                (mark.phase, mark.name)
+                for mark, norm in zip(seen.trace, seen.norms, strict=True)
+                if not math.isfinite(norm)
+            ),
+            None,
+        )
+
+
+def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    dense = [each._values() if each.is_sparse else each for each in tensors]
+    if not dense:
+        return True
+    norms = torch._foreach_norm(dense)
+    if len({norm.device for norm in norms}) == 1 and math.isfinite(
+        float(torch.stack([n.double() for n in norms]).sum())
+    ):
+        return True
+    return all(bool(each.isfinite().all()) for each in dense)  # numbers above 1e19 are finite, and their norm is not
+
+
+def _told(phase: str, name: str) -> str:
+    if phase == "update":
+        return f"parameter {name!r} was not finite when the step began: the update before it, or what was loaded"
+    if phase == "forward":
+        return f"in forward, the output of {f'module {name!r}' if name != OUTPUT else 'the model'}"
+    if phase == "loss":
+        return "the gradient of the loss with respect to the model's output" if name else "the loss"
+    return f"in backward, the gradient for parameter {name!r}"

@@ -1,0 +1,173 @@
+"""Do the ranks still have the same weights? Checksums of parameters, optimizer state and buffers, compared.
+
+Replicas begin equal and get the same gradient, so they stay equal, bit for bit: there is no tolerance here. Each rank
+sends one number that is made from all bits; only where those differ, the ranks compare tensor by tensor.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from ddp_tutorial.debug.checks import Checks, Detector, Finding, Said, named
+from ddp_tutorial.debug.taps import Seen
+
+# Tensors with fewer bytes are faster read by zlib than by torch.
+_SMALL = 4096
+_ROW = 1024  # numbers of 64 bits
+_WHOLE = 1 << 48  # below it, a float64 is an exact whole number
+
+
+class ReplicaDrift(Detector):
+    """Parameters, optimizer state and options such as the learning rate, after each `every`-th step and the first one;
+    buffers at the beginning of such a step's first forward, where DDP has just broadcast them.
+
+    Parameters and optimizer differing is an error, buffers only a warning: training goes on right, but what is saved is
+    rank 0's. `ignore` has patterns for names of what may differ. The state of a `ZeroRedundancyOptimizer`, of which
+    each rank has a part, and DTensors are left out.
+    """
+
+    name: ClassVar[str] = "drift"
+    size: ClassVar[int] = 1
+
+    def __init__(self, every: int = 10, ignore: Sequence[str] = ()) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: should be 1 step or more")
+        self.every, self.ignore = every, tuple(ignore)
+        self._buffers: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    def attach(self, checks: Checks) -> None:
+        super().attach(checks)
+        self._first, self._buffers = checks.step, {}
+        self._has_begun = False
+
+    def _is_due(self, step: int) -> bool:
+        return step == self._first or step % self.every == 0
+
+    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
+        if not self._has_begun and self.checks.module.training and self._is_due(self.checks.step):
+            self._has_begun = True
+            self._buffers = checksums(self._kept(dict(self.checks.module.named_buffers())))
+
+    def say(self, seen: Seen) -> Sequence[float]:
+        self._has_begun = False
+        return [float(together(self._buffers))]
+
+    def judge(self, step: int, said: Said) -> list[Finding]:
+        if len({numbers[0] for numbers in said}) == 1:
+            return []
+        found = first_difference(self.checks.gather(self._buffers))
+        if found is None or found[0] in self._told:
+            return []
+        name, ranks = found
+        self._told.add(name)
+        differ = _differ(ranks, self.checks.world.size)
+        message = (
+            f"buffer {name!r} is not the same on all ranks when the step begins: {differ}. What is evaluated "
+            "and saved depends on the rank; let DDP broadcast buffers, or synchronise the statistics"
+        )
+        return [Finding(self.name, step, ranks, message, "warning", name)]
+
+    def updated(self, step: int) -> list[Finding]:
+        if not self._is_due(step):
+            return []
+        sums = checksums(self._kept(dict(self._state())))
+        of_ranks = self.checks.gather(together(sums))
+        if len(set(of_ranks)) == 1:
+            return []
+        found = first_difference(self.checks.gather(sums))
+        assert found is not None, "a checksum of them all differs, so that of one does"
+        name, ranks = found
+        differ = _differ(ranks, self.checks.world.size)
+        message = f"the replicas have drifted apart: {name} is not the same on all ranks, {differ}"
+        return [Finding(self.name, step, ranks, message, "error", name)]
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
+        """All that an update reads and writes, by name; options first, since parameters differ where they do."""
+        names, optimizer = self.checks.names, self.checks.optimizer
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    yield f"{key} of the optimizer's group {number}", value
+        yield from self.checks.module.named_parameters()
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return
+        for parameter, state in optimizer.state.items():
+            of = names.get(cast("nn.Parameter", parameter), "a parameter that is not the model's")
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                yield f"{key} of {of}", value
+
+    def _kept(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value for name, value in named.items() if not any(fnmatchcase(name, each) for each in self.ignore)
+        }
+
+
+def first_difference(of_ranks: Sequence[Mapping[str, int]]) -> tuple[str, tuple[int, ...]] | None:
+    """The first name whose value is not the same on all ranks, and the ranks that differ from most of the others;
+    all of them where no value is that of most."""
+    for name in dict.fromkeys(name for each in of_ranks for name in each):
+        values = [each.get(name) for each in of_ranks]
+        [(common, count), *others] = Counter(values).most_common(2)
+        if others:
+            is_most = count > others[0][1]
+            return name, tuple(rank for rank, value in enumerate(values) if value != common or not is_most)
+    return None
+
+
+def _differ(ranks: Sequence[int], size: int) -> str:
+    if len(ranks) == size:
+        return f"{named(ranks)} differ"
+    return f"{named(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from the others"
+
+
+@torch.no_grad()
+def checksums(named: Mapping[str, Any]) -> dict[str, int]:
+    """A number below 2**48 for each tensor and each plain value, from all its bits and, by and large, their places."""
+    sums: dict[str, int | torch.Tensor] = {}
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor):
+            if type(value).__name__ != "DTensor" and value.layout == torch.strided:
+                sums[name] = _checksum(value)
+        elif isinstance(value, (int, float, str, bool, tuple, type(None))):
+            sums[name] = zlib.crc32(repr(value).encode())
+    waiting = {name: value for name, value in sums.items() if isinstance(value, torch.Tensor)}
+    if waiting:
+        sums.update(zip(waiting, torch.stack([each.cpu() for each in waiting.values()]).tolist(), strict=True))
+    return {name: int(value) % _WHOLE for name, value in sums.items()}
+
+
+def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
+    """The same bits give the same number. Rows of 1,024 numbers are added up, and those sums weighted by their
+    place, so it is as fast as memory is read, and yet sees what has moved, but by a multiple of a row."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    data = flat.view(torch.uint8)
+    if data.device.type == "cpu" and len(data) <= _SMALL:
+        return zlib.crc32(data.numpy().data)
+    in_rows = len(data) // (8 * _ROW) * (8 * _ROW)
+    rows, rest = data[:in_rows].view(torch.int64).view(-1, _ROW), data[in_rows:]
+    weights = _weights(data.device)
+    sums = (rows.sum(0) * weights).sum()
+    return sums + (rest.long() * _weights(data.device, 8 * _ROW)[: len(rest)]).sum()
+
+
+@cache
+def _weights(device: torch.device, length: int = _ROW) -> torch.Tensor:
+    """Odd numbers at random, the same on all ranks: a product with one of them loses no bit."""
+    generator = torch.Generator().manual_seed(length)
+    return (torch.randint(1 << 62, (length,), generator=generator) * 2 + 1).to(device)
+
+
+def together(sums: Mapping[str, int]) -> int:
+    """One number below 2**48 from those of `checksums`, their names and their order."""
+    text = repr(list(sums.items())).encode()
+    return zlib.crc32(text) | zlib.adler32(text) % (1 << 16) << 32

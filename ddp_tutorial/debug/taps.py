@@ -1,0 +1,258 @@
+"""What one rank sees of one optimizer step, from hooks that are attached to its model from outside.
+
+    with Taps(model, {"outputs", "gradients"}) as taps:
+        loss(model(batch)).backward()
+        taps.take().trace      # Mark("forward", "0", norm of the output), ..., Mark("backward", "0.weight", norm), ...
+
+A hook notes the norm of a tensor and does not look at it: on a GPU that would make the processor wait. Evaluation, and
+whatever else runs without gradients, is not looked at.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ddp_tutorial.phases import Edge, observe
+
+# What can be listened to: the outputs of modules, what backward is called on, the gradients of parameters before they
+# are added up over the ranks, and where the time goes.
+Sight = Literal["outputs", "losses", "gradients", "seconds"]
+OUTPUT = "the model's output"
+
+
+class Mark(NamedTuple):
+    """The norm of a tensor that came by: in which phase, and whose it is."""
+
+    phase: Literal["forward", "loss", "backward"]
+    name: str  # of the module, or of the parameter that the gradient is for
+    norm: torch.Tensor
+
+
+@dataclass
+class Seen:
+    """What a rank has seen since its last optimizer step, in that order."""
+
+    trace: list[Mark] = field(default_factory=list)
+    # "data": waiting for it; "forward"; "backward": until its own last gradient has come, so without the others;
+    # "step": from one optimizer step to the next.
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @cached_property
+    def norms(self) -> list[float]:
+        """Those of the trace, as numbers."""
+        if not self.trace:
+            return []
+        if self.trace[0].norm.device.type == "cpu":
+            return [float(mark.norm) for mark in self.trace]
+        values: list[float] = torch.stack([mark.norm.double() for mark in self.trace]).tolist()  # one wait, not many
+        return values
+
+    def of(self, phase: str) -> list[tuple[str, float]]:
+        """Names and norms of one phase."""
+        return [(mark.name, norm) for mark, norm in zip(self.trace, self.norms, strict=True) if mark.phase == phase]
+
+
+class Taps:
+    """Hooks on a model, for what is in `sights`; they are gone when its block ends.
+
+    `begins` and `ends` are called around each forward of the model that trains, with its inputs and its output.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sights: Collection[Sight],
+        begins: Sequence[Callable[[tuple[Any, ...]], object]] = (),
+        ends: Sequence[Callable[[Any], object]] = (),
+    ) -> None:
+        self.module, self.sights = module, frozenset(sights)
+        self._begins, self._ends = begins, ends
+        self._stack = ExitStack()
+        self._seen = Seen()
+        self._thread = threading.get_ident()
+        self._last: Any = None  # the output of the module that came last
+        self._mark = self._since = time.perf_counter()
+        self._data_since: float | None = None
+        self._phase_since, self._data_before = self._since, 0.0
+
+    def __enter__(self) -> "Taps":
+        with ExitStack() as stack:
+            self._attach(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def take(self) -> Seen:
+        """What has been seen since the last call."""
+        now = time.perf_counter()
+        seen, self._seen, self._last = self._seen, Seen(), None
+        seen.seconds["step"] = now - self._since
+        self._since = now
+        return seen
+
+    def _attach(self, stack: ExitStack) -> None:
+        hooks: list[Any] = []
+        if self._begins or "seconds" in self.sights:
+            hooks.append(self.module.register_forward_pre_hook(self._forward_begins, with_kwargs=True))
+        if "outputs" in self.sights:
+            hooks += [
+                module.register_forward_hook(partial(self._module_is_done, name))
+                for name, module in self.module.named_modules()
+                if module is not self.module
+            ]
+        if self._ends or self.sights & {"outputs", "seconds"}:
+            hooks.append(self.module.register_forward_hook(self._forward_ends))
+        if self.sights & {"gradients", "seconds"}:
+            hooks += [self._gradient_hook(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        for hook in hooks:
+            stack.callback(hook.remove)
+        if "losses" in self.sights:
+            stack.enter_context(_seeing_losses(self._loss))
+        if "seconds" in self.sights:
+            stack.enter_context(_seeing_loaders(self._waits_for_data))
+            stack.enter_context(observe(self._phase))
+
+    def _gradient_hook(self, name: str, parameter: nn.Parameter) -> Any:
+        """On the node that adds to `.grad`, before all that looks at `.grad`: there it is this rank's own gradient, as
+        the hooks of the parameter have left it."""
+        node: Any = get_gradient_edge(parameter).node
+        hook = node.register_prehook(partial(self._gradient, name))
+        self._stack.callback(lambda: node)  # torch forgets the hook with the node
+        return _Kept(hook, node)
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def _forward_begins(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._mark = time.perf_counter()
+        for begins in self._begins:
+            begins((*inputs, *named.values()))
+
+    def _module_is_done(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and output is not self._last:  # a container hands on what its last part returned
+            self._last = output
+            self._note("forward", name, output)
+
+    def _forward_ends(self, _: nn.Module, __: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if "outputs" in self.sights:
+            self._module_is_done(OUTPUT, self.module, (), output)
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(partial(self._note, "loss", OUTPUT))  # its gradient: what the loss makes of it
+        now = time.perf_counter()
+        self._seen.seconds["forward"] += now - self._mark
+        self._mark = now
+        for ends in self._ends:
+            ends(output)
+
+    def _loss(self, loss: torch.Tensor) -> None:
+        self._seen.trace.append(Mark("loss", "", loss.detach().reshape(())))
+
+    def _gradient(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        if "gradients" in self.sights:
+            self._note("backward", name, gradients[0])
+        if "seconds" in self.sights:
+            now = time.perf_counter()
+            self._seen.seconds["backward"] += now - self._mark
+            self._mark = now
+
+    def _note(self, phase: Literal["forward", "loss", "backward"], name: str, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            if output.is_floating_point():
+                self._seen.trace.append(Mark(phase, name, norm_of(output)))
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                self._seen.trace.append(Mark(phase, name, norm_of(leaf)))
+
+    def _waits_for_data(self, entered: bool) -> None:
+        """The outermost wait counts, of the thread that trains."""
+        if threading.get_ident() != self._thread:
+            return
+        now = time.perf_counter()
+        if entered and self._data_since is None:
+            self._data_since = now
+        elif not entered and self._data_since is not None:
+            self._seen.seconds["data"] += now - self._data_since
+            self._data_since = None
+
+    def _phase(self, edge: Edge) -> None:
+        if edge.name == "data" and threading.get_ident() == self._thread:
+            now = time.perf_counter()
+            if edge.entered:
+                self._phase_since = now
+                self._data_before = self._seen.seconds["data"]
+            else:  # instead of what a loader inside has counted
+                self._seen.seconds["data"] = self._data_before + now - self._phase_since
+
+
+class _Kept(NamedTuple):
+    """A hook, and what has to live as long as it."""
+
+    hook: Any
+    node: Any
+
+    def remove(self) -> None:
+        self.hook.remove()
+
+
+@torch.no_grad()
+def norm_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The 2-norm, in float32 or better; not finite where a number is not, or where some are above 1e19."""
+    values = tensor.detach()
+    if values.is_sparse:
+        values = values._values()
+    short = values.dtype in {torch.float16, torch.bfloat16}
+    return torch.linalg.vector_norm(values, dtype=torch.float32 if short else None)
+
+
+@contextmanager
+def _seeing_losses(see: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """What `backward()` is called on is the loss. `loss.backward()` looks this function up each time."""
+    real = torch.autograd.backward
+
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **named: Any) -> None:
+        if grad_tensors is None and isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+            see(tensors)
+        real(tensors, grad_tensors, *args, **named)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = real
+
+
+@contextmanager
+def _seeing_loaders(see: Callable[[bool], object]) -> Iterator[None]:
+    """Both ends of each wait for the next batch of a `DataLoader`, whichever it is."""
+    real = _BaseDataLoaderIter.__next__
+
+    def following(self: Any) -> Any:
+        see(True)
+        try:
+            return real(self)
+        finally:
+            see(False)
+
+    _BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BaseDataLoaderIter.__next__ = real  # type: ignore[method-assign]
