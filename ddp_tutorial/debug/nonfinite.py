@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from ddp_tutorial.debug.checks import Detector, Finding, Said
+from ddp_tutorial.debug.detector import Detector, Finding, Said
 from ddp_tutorial.debug.taps import OUTPUT, Seen, Sight
 
 # In this order within a step: of ranks that see one in the same step, those where it came first have it of their own.
@@ -32,7 +32,7 @@ class NonFinite(Detector):
     def judge(self, step: int, said: Said) -> list[Finding]:
         if not any(numbers[0] for numbers in said):
             return []
-        origins = self.checks.gather(self._origin())
+        origins = self.program.gather(self._origin())
         phases = [phase for phase in _PHASES for origin in origins if origin and origin[0] == phase]
         if not phases:
             everyone = tuple(rank for rank, numbers in enumerate(said) if numbers[0])
@@ -48,13 +48,13 @@ class NonFinite(Detector):
         return [Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {told}", "error", where)]
 
     def _gradients(self) -> list[torch.Tensor]:
-        groups = self.checks.optimizer.param_groups
+        groups = self.program.optimizer.param_groups
         return [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
 
     def _origin(self) -> tuple[str, str] | None:
         """Phase and name of the first on this rank. Weights that were not finite when the step began are the fault of
         the update before."""
-        spoilt = [name for parameter, name in self.checks.names.items() if not bool(parameter.isfinite().all())]
+        spoilt = [name for parameter, name in self.program.names.items() if not bool(parameter.isfinite().all())]
         if spoilt:
             return "update", spoilt[0]
         seen = self._seen

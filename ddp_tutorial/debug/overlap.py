@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ddp_tutorial.debug.checks import Checks, Detector, Finding, Said, named
+from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
 from ddp_tutorial.debug.taps import Seen
 
 # So many samples of an epoch are remembered; then the comparison begins anew.
@@ -40,16 +40,16 @@ class DataOverlap(Detector):
             raise ValueError(f"every={every}: should be 1 step or more")
         self.every = every
 
-    def attach(self, checks: Checks) -> None:
-        super().attach(checks)
+    def attach(self, program: Program) -> None:
+        super().attach(program)
         self._now: list[torch.Tensor] = []
         self._steps: list[list[torch.Tensor]] = []
-        self._first = checks.step
-        self._seen = Epoch(checks.world.size)
-        self._is_done = checks.world.size == 1
+        self._first = program.step
+        self._seen = Epoch(program.world.size)
+        self._is_done = program.world.size == 1
 
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
-        if self.checks.module.training and not self._is_done:
+        if self.program.module.training and not self._is_done:
             self._now.append(rows_hashed(inputs))
 
     def updated(self, step: int) -> list[Finding]:
@@ -61,7 +61,7 @@ class DataOverlap(Detector):
             return []
         mine = [torch.cat(hashes).tolist() if hashes else [] for hashes in self._steps]
         self._steps = []
-        found = self._seen.add(self.checks.gather(mine))
+        found = self._seen.add(self.program.gather(mine))
         if found is None:
             return []
         self._is_done = True
@@ -141,8 +141,8 @@ class SameRandomNumbers(Detector):
     name: ClassVar[str] = "same_random"
     size: ClassVar[int] = 1
 
-    def attach(self, checks: Checks) -> None:
-        super().attach(checks)
+    def attach(self, program: Program) -> None:
+        super().attach(program)
         self._before = self._drawn = 0
         self._has_told = False
 
@@ -174,7 +174,7 @@ class SameRandomNumbers(Detector):
         return [Finding(self.name, step, ranks, message, "warning", "forward")]
 
     def _state(self) -> int:
-        device = self.checks.world.device
+        device = self.program.world.device
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         return crc32(state.numpy().data) + 1  # 0 is for none
 

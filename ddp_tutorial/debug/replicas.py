@@ -13,9 +13,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ddp_tutorial.debug.checks import Checks, Detector, Finding, Said, named
+from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
 from ddp_tutorial.debug.taps import Seen
 
 # Tensors with fewer bytes are faster read by zlib than by torch.
@@ -43,18 +42,18 @@ class ReplicaDrift(Detector):
         self._buffers: dict[str, int] = {}
         self._told: set[str] = set()
 
-    def attach(self, checks: Checks) -> None:
-        super().attach(checks)
-        self._first, self._buffers = checks.step, {}
+    def attach(self, program: Program) -> None:
+        super().attach(program)
+        self._first, self._buffers = program.step, {}
         self._has_begun = False
 
     def _is_due(self, step: int) -> bool:
         return step == self._first or step % self.every == 0
 
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
-        if not self._has_begun and self.checks.module.training and self._is_due(self.checks.step):
+        if not self._has_begun and self.program.module.training and self._is_due(self.program.step):
             self._has_begun = True
-            self._buffers = checksums(self._kept(dict(self.checks.module.named_buffers())))
+            self._buffers = checksums(self._kept(dict(self.program.module.named_buffers())))
 
     def say(self, seen: Seen) -> Sequence[float]:
         self._has_begun = False
@@ -63,12 +62,12 @@ class ReplicaDrift(Detector):
     def judge(self, step: int, said: Said) -> list[Finding]:
         if len({numbers[0] for numbers in said}) == 1:
             return []
-        found = first_difference(self.checks.gather(self._buffers))
+        found = first_difference(self.program.gather(self._buffers))
         if found is None or found[0] in self._told:
             return []
         name, ranks = found
         self._told.add(name)
-        differ = _differ(ranks, self.checks.world.size)
+        differ = _differ(ranks, self.program.world.size)
         message = (
             f"buffer {name!r} is not the same on all ranks when the step begins: {differ}. What is evaluated "
             "and saved depends on the rank; let DDP broadcast buffers, or synchronise the statistics"
@@ -79,25 +78,27 @@ class ReplicaDrift(Detector):
         if not self._is_due(step):
             return []
         sums = checksums(self._kept(dict(self._state())))
-        of_ranks = self.checks.gather(together(sums))
+        of_ranks = self.program.gather(together(sums))
         if len(set(of_ranks)) == 1:
             return []
-        found = first_difference(self.checks.gather(sums))
+        found = first_difference(self.program.gather(sums))
         assert found is not None, "a checksum of them all differs, so that of one does"
         name, ranks = found
-        differ = _differ(ranks, self.checks.world.size)
+        differ = _differ(ranks, self.program.world.size)
         message = f"the replicas have drifted apart: {name} is not the same on all ranks, {differ}"
         return [Finding(self.name, step, ranks, message, "error", name)]
 
     def _state(self) -> Iterator[tuple[str, Any]]:
         """All that an update reads and writes, by name; options first, since parameters differ where they do."""
-        names, optimizer = self.checks.names, self.checks.optimizer
+        names, optimizer = self.program.names, self.program.optimizer
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
                     yield f"{key} of the optimizer's group {number}", value
-        yield from self.checks.module.named_parameters()
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        yield from self.program.module.named_parameters()
+        if any(
+            each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__
+        ):  # not imported: it warns
             return
         for parameter, state in optimizer.state.items():
             of = names.get(cast("nn.Parameter", parameter), "a parameter that is not the model's")

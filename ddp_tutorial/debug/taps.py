@@ -8,6 +8,7 @@ A hook notes the norm of a tensor and does not look at it: on a GPU that would m
 whatever else runs without gradients, is not looked at.
 """
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -23,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.phases import Edge, observe
 
 # What can be listened to: the outputs of modules, what backward is called on, the gradients of parameters before they
@@ -57,6 +59,12 @@ class Seen:
             return [float(mark.norm) for mark in self.trace]
         values: list[float] = torch.stack([mark.norm.double() for mark in self.trace]).tolist()  # one wait, not many
         return values
+
+    @property
+    def loss(self) -> float:
+        """The mean of what backward was called on, over the micro-batches; NaN without any."""
+        values = [norm for name, norm in self.of("loss") if not name]
+        return sum(values) / len(values) if values else math.nan
 
     def of(self, phase: str) -> list[tuple[str, float]]:
         """Names and norms of one phase."""
@@ -162,7 +170,7 @@ class Taps:
             ends(output)
 
     def _loss(self, loss: torch.Tensor) -> None:
-        self._seen.trace.append(Mark("loss", "", loss.detach().reshape(())))
+        self._seen.trace.append(Mark("loss", "", loss.reshape(())))
 
     def _gradient(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
         if "gradients" in self.sights:
@@ -224,19 +232,40 @@ def norm_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _seeing_losses(see: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """What `backward()` is called on is the loss. `loss.backward()` looks this function up each time."""
-    real = torch.autograd.backward
+    """What `backward()` is called on is the loss, but for its scale, where it has one for float16.
+
+    `loss.backward()` looks this function up each time.
+    """
+    real, real_scale, real_forward = torch.autograd.backward, torch.amp.GradScaler.scale, StepLoss.forward
+    factor = 1.0
 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **named: Any) -> None:
+        nonlocal factor
         if grad_tensors is None and isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            see(tensors)
+            see(tensors.detach() / factor)
+            factor = 1.0
         real(tensors, grad_tensors, *args, **named)
 
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        nonlocal factor
+        scaled = real_scale(self, outputs)
+        factor = self.get_scale()
+        return scaled
+
+    def forward(self: StepLoss, *args: Any, **named: Any) -> torch.Tensor:
+        nonlocal factor
+        factor = self.precision.loss_scale
+        return real_forward(self, *args, **named)
+
     torch.autograd.backward = backward
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+    StepLoss.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.backward = real
+        torch.amp.GradScaler.scale = real_scale  # type: ignore[method-assign]
+        StepLoss.forward = real_forward  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -1,0 +1,124 @@
+"""What a detector is, what it finds, and what it knows of the program that it looks at.
+
+`checks` puts detectors to work; each is in a module of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_tutorial.config import FailedError
+from ddp_tutorial.ddp.variants import DataParallel
+from ddp_tutorial.debug.taps import Seen, Sight
+from ddp_tutorial.world import World
+
+Thing = TypeVar("Thing")
+Said = Sequence[Sequence[float]]  # what each rank has said, rank 0 first
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a detector has found in the optimizer step `step`, which counts from 1; the same on all ranks.
+
+    `ranks` are those with which something is wrong, `where` is the name of the tensor, parameter, module or phase.
+    """
+
+    detector: str
+    step: int
+    ranks: tuple[int, ...]
+    message: str
+    severity: Literal["error", "warning"] = "warning"
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.message}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0 and 2`, `ranks 0, 1 and 2`: ranks in a sentence."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+class CheckError(FailedError):
+    """What a check has found makes it pointless to go on. Raised on all ranks in the same step."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+    def __reduce__(self) -> tuple[type, tuple[Finding]]:
+        return CheckError, (self.finding,)
+
+
+class Program:
+    """A program that is checked, as one rank sees it: its model, without the wrapper, and the optimizer."""
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module | DataParallel,
+        optimizer: torch.optim.Optimizer,
+        after: int | Callable[[], int] = 0,
+    ) -> None:
+        self.world, self.model, self.optimizer = world, model, optimizer
+        is_wrapper = isinstance(model, (DistributedDataParallel, DataParallel))
+        self.module: nn.Module = model.module if is_wrapper else model  # type: ignore[assignment]
+        self.names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self.group: dist.ProcessGroup | None = None  # of the checks alone
+        self.taken = 0  # steps since the block began
+        self._after = after
+
+    @property
+    def step(self) -> int:
+        """The number of the optimizer step that is under way, or comes next."""
+        return (self._after() if callable(self._after) else self._after + self.taken) + 1
+
+    def gather(self, thing: Thing) -> list[Thing]:
+        """What the ranks gave, rank 0's first. Collective; for small things that can be pickled."""
+        if self.world.size == 1:
+            return [thing]
+        things: list[Any] = [None] * self.world.size
+        dist.all_gather_object(things, thing, group=self.group)
+        return things
+
+
+class Detector:
+    """One question about each optimizer step. A subclass overrides what it needs:
+
+    - `sights`: what it wants to see of a step (see `Taps`).
+    - `forward_begins`, `forward_ends`: around each forward that trains.
+    - `say`: before the update, `size` numbers about this rank's step. Local, and cheap.
+    - `judge`: what the numbers of all ranks come to. All ranks run it with the same numbers, so they may answer with
+      collectives, `self.program.gather`, as long as the numbers alone decide it.
+    - `updated`: after the update; may be collective as well.
+
+    A detector belongs to one block of `checking` at a time.
+    """
+
+    name: ClassVar[str]
+    size: ClassVar[int] = 0
+    sights: ClassVar[frozenset[Sight]] = frozenset()
+    program: Program
+
+    def attach(self, program: Program) -> None:
+        """The block begins. Collective."""
+        self.program = program
+
+    def forward_begins(self, inputs: tuple[Any, ...]) -> None: ...
+
+    def forward_ends(self, output: Any) -> None: ...
+
+    def say(self, seen: Seen) -> Sequence[float]:
+        return ()
+
+    def judge(self, step: int, said: Said) -> list[Finding]:
+        return []
+
+    def updated(self, step: int) -> list[Finding]:
+        return []

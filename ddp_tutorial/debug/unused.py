@@ -1,0 +1,62 @@
+"""Which parameters get no gradient in a step, and on which ranks? The loss does not depend on them there."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+from zlib import crc32
+
+from ddp_tutorial.debug.detector import Detector, Finding, Program, Said
+from ddp_tutorial.debug.taps import Seen, Sight
+
+# So often the ranks tell one another names, at most: which parameters are used may change with every step.
+_MOST = 20
+
+
+class UnusedParameters(Detector):
+    """Parameters without a gradient in a step, by name, each told once. A model that is wrapped with
+    `find_unused_parameters=True` is let pass.
+
+    Where only some ranks have not used a parameter, torch's DDP may never come to the end of backward on the others,
+    and so to no optimizer step: `watching` tells that.
+    """
+
+    name: ClassVar[str] = "unused"
+    size: ClassVar[int] = 1
+    sights: ClassVar[frozenset[Sight]] = frozenset({"gradients"})
+
+    def attach(self, program: Program) -> None:
+        super().attach(program)
+        self._trained = [(name, p) for p, name in program.names.items() if p.requires_grad]
+        self._is_allowed = bool(getattr(program.model, "find_unused_parameters", False))
+        self._known: set[tuple[float, ...]] = set()
+        self._told: set[str] = set()
+        self._mine: list[str] = []
+
+    def say(self, seen: Seen) -> Sequence[float]:
+        arrived = {name for name, _ in seen.of("backward")}
+        if self._is_allowed or not arrived:
+            return [0.0]
+        self._mine = [name for name, parameter in self._trained if parameter.requires_grad and name not in arrived]
+        return [float(crc32(repr(self._mine).encode())) if self._mine else 0.0]
+
+    def judge(self, step: int, said: Said) -> list[Finding]:
+        key = tuple(number for [number] in said)
+        if not any(key) or key in self._known or len(self._known) == _MOST:
+            return []
+        self._known.add(key)
+        of_ranks = self.program.gather(self._mine)
+        names = [name for name in dict.fromkeys(name for each in of_ranks for name in each) if name not in self._told]
+        if not names:
+            return []
+        self._told |= set(names)
+        ranks = tuple(rank for rank, each in enumerate(of_ranks) if set(each) & set(names))
+        told = ", ".join(f"{name!r}{_on(name, of_ranks)}" for name in names)
+        message = (
+            f"parameters that got no gradient: {told}. The loss does not depend on them. Use them, freeze them with "
+            "requires_grad_(False), or allow it with find_unused_parameters=True"
+        )
+        return [Finding(self.name, step, ranks, message, "warning", names[0])]
+
+
+def _on(name: str, of_ranks: Sequence[Sequence[str]]) -> str:
+    ranks = [rank for rank, each in enumerate(of_ranks) if name in each]
+    return "" if len(ranks) == len(of_ranks) else f" (rank {', '.join(map(str, ranks))} only)"
