@@ -33,6 +33,7 @@ from ddp_tutorial.debug.replicas import ReplicaDrift
 from ddp_tutorial.debug.spikes import GradientSpike, LossDivergence
 from ddp_tutorial.debug.taps import Sight, Taps
 from ddp_tutorial.debug.unused import UnusedParameters
+from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World, require_group
 
 LOG = logging.getLogger(__name__)
@@ -88,7 +89,11 @@ class Checks:
                 self.program.optimizer.register_step_post_hook(self._after_update),
             ):
                 stack.callback(hook.remove)
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                self._account_for(error)
+                raise
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """The block is over for this rank, and others may wait for it. Where an error ends it, that says more."""
@@ -116,31 +121,30 @@ class Checks:
         self.program.taken += 1
 
     def _exchange(self, numbers: list[float]) -> list[list[float]]:
-        """A row of numbers from each rank. Raises `CheckError` where one has left the block."""
+        """A row of numbers from each rank."""
         if self.program.world.size == 1 or not numbers:
             return [numbers] * self.program.world.size
         mine = torch.tensor(numbers, dtype=torch.float64)
-        rows = torch.empty(self.program.world.size * len(numbers), dtype=torch.float64)
-        try:
-            dist.all_gather_into_tensor(rows, mine, group=self.program.group)
-        except RuntimeError as error:
-            gone = self._gone()
-            if not gone:
-                raise
-            told = ", ".join(f"rank {rank} after step {step}" for rank, step in gone.items())
-            message = f"the ranks take different numbers of steps: {told} has left the block that is checked"
-            raise CheckError(Finding("steps", self.program.step, tuple(gone), message, "error")) from error
-        of_ranks: list[list[float]] = rows.view(self.program.world.size, -1).tolist()
+        rows = torch.empty(self.program.world.size, len(numbers), dtype=torch.float64)
+        dist.all_gather(list(rows), mine, group=self.program.group)
+        of_ranks: list[list[float]] = rows.tolist()
         return of_ranks
 
-    def _gone(self) -> dict[int, int]:
-        """The ranks that have left without an error, and after which step."""
-        gone: dict[int, int] = {}
+    def _account_for(self, error: RuntimeError) -> None:
+        """Where a connection is lost because a rank has left the block, having taken fewer steps, say so."""
+        if not lost_connection(error):
+            return
+        gone: dict[int, int] = {}  # rank -> after which step it has left
         with suppress(RuntimeError):
             for rank in range(self.program.world.size):
                 if self._store is not None and self._store.check([str(rank)]):
                     gone[rank] = int(self._store.get(str(rank)))
-        return gone
+        if gone:
+            told = ", ".join(f"rank {rank} after step {step}" for rank, step in gone.items())
+            message = f"the ranks take different numbers of steps: {told} has left the block that is checked"
+            finding = Finding("steps", self.program.step, tuple(gone), message, "error")
+            self.findings.append(finding)
+            raise CheckError(finding) from error
 
     def _report(self, findings: Sequence[Finding]) -> None:
         """Keep them; warn; raise where one is an error, the first of them."""

@@ -15,7 +15,7 @@ from ddp_tutorial.debug.taps import Seen
 MB = 1e6
 # The first steps allocate what is then used again.
 _WARM_UP = 10
-# The ranks' slopes are judged once in so many steps.
+# A rank works out its slope once in so many steps.
 _EVERY = 10
 
 
@@ -39,7 +39,7 @@ class MemoryGrowth(Detector):
         super().attach(program)
         self._process = psutil.Process()
         self._from = program.step + _WARM_UP
-        self._used = [deque[float](maxlen=self.window) for _ in range(2 * program.world.size)]
+        self._used = [deque[float](maxlen=self.window), deque[float](maxlen=self.window)]
         self.peak_mb = [0.0] * program.world.size
         self._told: set[int] = set()
 
@@ -47,18 +47,18 @@ class MemoryGrowth(Detector):
         used = self._process.memory_info()
         device = self.program.world.device
         on_gpu = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        return [(used.rss - getattr(used, "shared", 0)) / MB, on_gpu / MB]
+        values = [(used.rss - getattr(used, "shared", 0)) / MB, on_gpu / MB]
+        step, growth = self.program.step, 0.0
+        if step >= self._from:
+            for kept, value in zip(self._used, values, strict=True):
+                kept.append(value)
+            if step % _EVERY == 0 and len(self._used[0]) == self.window:
+                growth = max(growth_per_step(list(kept)) for kept in self._used)
+        return [max(values), growth]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
-        self.peak_mb = [max(most, *numbers) for most, numbers in zip(self.peak_mb, said, strict=True)]
-        if step < self._from:
-            return []
-        for kept, used in zip(self._used, [number for numbers in said for number in numbers], strict=True):
-            kept.append(used)
-        if step % _EVERY or len(self._used[0]) < self.window:
-            return []
-        growth = [growth_per_step(list(kept)) for kept in self._used]
-        by_rank = {rank: max(growth[2 * rank : 2 * rank + 2]) for rank in range(len(said))}
+        self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, said, strict=True)]
+        by_rank = {rank: growth for rank, (_, growth) in enumerate(said)}
         ranks = tuple(rank for rank, each in by_rank.items() if each > self.mb_per_step and rank not in self._told)
         if not ranks:
             return []

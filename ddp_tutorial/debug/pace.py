@@ -53,7 +53,7 @@ class _OverAWindow(Detector):
 
 
 class Straggler(_OverAWindow):
-    """The rank the others wait for, and the phase in which it takes longer than they do, twice in a row.
+    """The rank that the others wait for, and the phase in which it takes longer, in two windows in a row.
 
     Measured is what a rank does by itself: waiting for data, forward, and backward until its own last gradient.
     """
@@ -76,8 +76,8 @@ class Straggler(_OverAWindow):
             return None
         rank, phase, lost = found
         message = (
-            f"the others wait for rank {rank}: in {phase} it takes {1e3 * lost / self.window:.0f} ms a step longer than "
-            "they do"
+            f"the others wait for rank {rank}: in {phase} it takes {1e3 * lost / self.window:.0f} ms a step longer "
+            "than they do"
         )
         return Finding(self.name, step, (rank,), message, "warning", phase)
 

@@ -31,21 +31,19 @@ class GradientSpike(Detector):
 
     def attach(self, program: Program) -> None:
         super().attach(program)
-        ranks = range(program.world.size)
-        self._norms = [deque[float](maxlen=self.window) for _ in ranks]
-        self._losses = [deque[float](maxlen=self.window) for _ in ranks]
+        self._norms, self._losses = deque[float](maxlen=self.window), deque[float](maxlen=self.window)
 
     def say(self, seen: Seen) -> Sequence[float]:
         self._gradients = seen.of("backward")
-        return [math.hypot(*(norm for _, norm in self._gradients)), abs(seen.loss)]
-
-    def judge(self, step: int, said: Said) -> list[Finding]:
-        norms, losses = zip(*said, strict=True)
-        higher = [_ratio(now, before) for now, before in zip(norms, self._norms, strict=True)]
-        losses_higher = [_ratio(now, before) for now, before in zip(losses, self._losses, strict=True)]
-        for value, kept in zip([*norms, *losses], [*self._norms, *self._losses], strict=True):
+        norm, loss = math.hypot(*(norm for _, norm in self._gradients)), abs(seen.loss)
+        higher = [_ratio(norm, self._norms), _ratio(loss, self._losses)]
+        for value, kept in ((norm, self._norms), (loss, self._losses)):
             if math.isfinite(value):
                 kept.append(value)
+        return higher
+
+    def judge(self, step: int, said: Said) -> list[Finding]:
+        higher, losses_higher = zip(*said, strict=True)
         ranks = tuple(rank for rank, ratio in enumerate(higher) if ratio > self.times)
         if not ranks or (len(said) > 1 and _is_another_scale(higher, losses_higher)):
             return []

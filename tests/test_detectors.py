@@ -1,0 +1,624 @@
+"""Law: what goes wrong is found by its detector, with step, rank and name, the same on all ranks; a correct program is
+left alone."""
+
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp_tutorial.debug import (
+    CheckError,
+    DataOverlap,
+    DataStarvation,
+    Detector,
+    Fault,
+    Finding,
+    GradientSpike,
+    LossDivergence,
+    MemoryGrowth,
+    NonFinite,
+    ReplicaDrift,
+    SameRandomNumbers,
+    Straggler,
+    checking,
+    default_detectors,
+    inject,
+)
+from ddp_tutorial.processes.errors import RankError
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.tasks import make_trainer
+from ddp_tutorial.world import World
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+
+class Net(nn.Module):
+    """Something with BatchNorm, dropout, and a part that can be left out."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 1)
+        self.extra, self.dropout = nn.Linear(8, 1), nn.Dropout(0.1)
+        self.with_extra = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(self.dropout(self.norm(self.first(x)).relu()))
+        return y + self.extra(x) if self.with_extra else y
+
+
+class Job:
+    """A program in plain torch; a scenario replaces what it wants to be otherwise."""
+
+    steps = 12
+    micro_batches = 1
+    broadcast_buffers = True
+
+    def __init__(self, world: World) -> None:
+        self.world, self.rank, self.last = world, world.rank, world.size - 1
+        torch.manual_seed(0)
+        self.net = Net()
+        self.model = DistributedDataParallel(self.net, forward_sync_buffers=self.broadcast_buffers)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        torch.manual_seed(world.rank)
+        self.data = torch.randn(4000, 8, generator=torch.Generator().manual_seed(1))
+
+    def batch(self, number: int) -> torch.Tensor:
+        """This rank's share [8, 8] of a batch."""
+        return self.data[8 * (number * self.world.size + self.rank) :][:8]
+
+    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        return (self.model(x) - x.sum(1, keepdim=True)).pow(2).mean()
+
+    def spoil(self, step: int) -> None:
+        """After backward, before the update."""
+
+    def update(self, step: int) -> None:
+        self.optimizer.step()
+
+    def train(self) -> None:
+        for step in range(1, self.steps + 1):
+            for part in range(self.micro_batches):
+                is_last = part == self.micro_batches - 1
+                self.model.require_backward_grad_sync = is_last  # as in no_sync()
+                self.loss(step, self.batch(step * self.micro_batches + part)).backward()
+            self.spoil(step)
+            self.update(step)
+            self.optimizer.zero_grad()
+
+
+def run_job(world: World, kind: type[Job], detectors: list[Detector] | None) -> list[Finding] | str:
+    """All that was found; an error of the program's own as text."""
+    job = kind(world)
+    checks = None
+    try:
+        with checking(world, job.model, job.optimizer, detectors) as checks:
+            job.train()
+    except CheckError as error:
+        if checks is None or checks.findings[-1] != error.finding:
+            return f"raised {error.finding}, which is not the last of the findings"
+    dist.barrier()
+    return checks.findings if checks else "nothing"
+
+
+# -------------------------------------------------------------------------------------------- what goes wrong, and how
+
+
+class Corrupt(Job):
+    def spoil(self, step: int) -> None:
+        if step == 3 and self.rank == self.last:
+            self.net.first.weight.grad[0, 0] += 1
+
+
+class OwnRate(Job):
+    def spoil(self, step: int) -> None:
+        if step == 2 and self.rank == self.last:
+            self.optimizer.param_groups[0]["lr"] /= 2
+
+
+class OwnState(Job):
+    """The state of the optimizer differs, the parameters do not yet."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.optimizer.param_groups[0]["lr"] = 0.0
+
+    def update(self, step: int) -> None:
+        super().update(step)
+        if step == 4 and self.rank == self.last:
+            self.optimizer.state[self.net.extra.bias]["exp_avg_sq"] += 1e-8
+
+
+class OwnBuffers(Job):
+    broadcast_buffers = False
+
+
+class SkippedStep(Job):
+    """One rank goes by its own loss."""
+
+    def update(self, step: int) -> None:
+        if step == 4 and self.rank == self.last:
+            for parameter in self.net.parameters():
+                parameter.grad.zero_()
+        super().update(step)
+
+
+class NaNInput(Job):
+    def batch(self, number: int) -> torch.Tensor:
+        x = super().batch(number).clone()
+        if number == 3 and self.rank == self.last:
+            x[0, 0] = float("inf")
+        return x
+
+
+class NaNLoss(Job):
+    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        factor = float("nan") if step == 3 and self.rank == self.last else 1.0
+        return super().loss(step, x) * factor
+
+
+class NaNGradient(Job):
+    """The root of 0 has a value, but no slope."""
+
+    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        if step == 3 and self.rank == self.last:
+            return super().loss(step, x) + (self.net.extra.bias * 0).sqrt().sum()
+        return super().loss(step, x)
+
+
+class NaNUpdate(Job):
+    def update(self, step: int) -> None:
+        super().update(step)
+        if step == 3 and self.rank == self.last:
+            with torch.no_grad():
+                self.net.last.weight[0, 0] = float("nan")
+
+
+class NaNReduction(Job):
+    def spoil(self, step: int) -> None:
+        if step == 3:
+            self.net.last.weight.grad[0, 0] = float("inf")
+
+
+class Spike(Job):
+    steps = 30
+
+    def batch(self, number: int) -> torch.Tensor:
+        return super().batch(number) * (1000 if number == 25 and self.rank == self.last else 1)
+
+
+class Diverge(Job):
+    steps = 60
+
+    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(step, x) * (1 if step < 20 else step)
+
+
+class Unused(Job):
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.net.with_extra = False
+        self.model = DistributedDataParallel(self.net, find_unused_parameters=True)
+
+    def train(self) -> None:
+        self.model.find_unused_parameters = True  # of DDP; the checks have been told of the bare model
+        super().train()
+
+
+class SameShard(Job):
+    def batch(self, number: int) -> torch.Tensor:
+        return self.data[8 * number :][:8]
+
+
+class OwnPermutation(Job):
+    """Each rank goes through all the data in an order of its own."""
+
+    steps = 20
+
+    def batch(self, number: int) -> torch.Tensor:
+        order = torch.randperm(240, generator=torch.Generator().manual_seed(self.rank))
+        return self.data[order[8 * (number - 1) :][:8]]
+
+
+class SameDropout(Job):
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        torch.manual_seed(7)
+
+
+class Slow(Job):
+    steps = 30
+
+    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(step, x)
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        if self.rank == self.last:
+            self.net.norm.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+
+
+class SlowData(Job):
+    steps = 26
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        rows = TensorDataset(self.data[: 8 * 26])
+        self.loader = iter(DataLoader(rows, 8, collate_fn=self.read))
+
+    def read(self, rows: list[Any]) -> torch.Tensor:
+        if self.rank == self.last:
+            time.sleep(0.02)
+        return torch.stack([row for [row] in rows])
+
+    def batch(self, number: int) -> torch.Tensor:
+        return next(self.loader) + self.rank
+
+
+class Leak(Job):
+    steps = 35
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.kept: list[torch.Tensor] = []
+
+    def spoil(self, step: int) -> None:
+        if self.rank == self.last:
+            self.kept.append(torch.ones(500_000))
+
+
+WRONG: dict[type[Job], list[Detector]] = {
+    Corrupt: [ReplicaDrift(every=1)],
+    OwnRate: [ReplicaDrift(every=1)],
+    OwnState: [ReplicaDrift(every=1)],
+    SkippedStep: [ReplicaDrift(every=1)],
+    OwnBuffers: [ReplicaDrift(every=2)],
+    NaNInput: [NonFinite()],
+    NaNLoss: [NonFinite()],
+    NaNGradient: [NonFinite()],
+    NaNUpdate: [NonFinite()],
+    NaNReduction: [NonFinite()],
+    Spike: [GradientSpike()],
+    Diverge: [LossDivergence()],
+    SameShard: [DataOverlap()],
+    OwnPermutation: [DataOverlap(every=5)],
+    SameDropout: [SameRandomNumbers()],
+    Slow: [Straggler()],
+    SlowData: [DataStarvation()],
+    Leak: [MemoryGrowth(window=20)],
+}
+
+# Kind -> step (None: any), the ranks at fault ("last", "all"), where, and a part of the message.
+EXPECTED: dict[type[Job], tuple[int | None, str, str, str]] = {
+    Corrupt: (3, "last", "first.weight", "the replicas have drifted apart: first.weight"),
+    OwnRate: (2, "last", "lr of the optimizer's group 0", "drifted apart"),
+    OwnState: (5, "last", "exp_avg_sq of extra.bias", "drifted apart"),
+    SkippedStep: (4, "last", "first.weight", "drifted apart"),
+    OwnBuffers: (2, "all", "norm.running_mean", "buffer 'norm.running_mean' is not the same"),
+    NaNInput: (3, "last", "first", "in forward, the output of module 'first'"),
+    NaNLoss: (3, "last", "loss", "the loss"),
+    NaNGradient: (3, "last", "extra.bias", "in backward, the gradient for parameter 'extra.bias'"),
+    NaNUpdate: (4, "last", "last.weight", "parameter 'last.weight' was not finite when the step began"),
+    NaNReduction: (3, "all", "reduction", "on each rank it was before the ranks added theirs up"),
+    Spike: (25, "last", "", "the norm of the gradient jumps"),
+    Diverge: (None, "all", "loss", "the loss diverges"),
+    SameShard: (3, "first two", "data", "learn from the same samples"),
+    OwnPermutation: (None, "all", "data", "samples are seen twice within an epoch"),
+    SameDropout: (1, "all", "forward", "draw the same random numbers"),
+    Slow: (22, "last", "forward", "the others wait for rank"),
+    SlowData: (22, "last", "data", "waits for data"),
+    Leak: (30, "last", "memory", "MB a step"),
+}
+
+
+def run_all(world: World, jobs: dict[type[Job], list[Detector] | None]) -> dict[str, Any]:
+    return {kind.__name__: run_job(world, kind, detectors) for kind, detectors in jobs.items()}
+
+
+@cache
+def found_by_ranks(nprocs: int) -> list[dict[str, Any]]:
+    return launch(run_all, nprocs, WRONG, device="cpu", threads=1, echo=False, timeout=120)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+def test_a_fault_is_found_on_all_ranks_with_step_rank_and_name(kind: type[Job], nprocs: int) -> None:
+    of_ranks = [found[kind.__name__] for found in found_by_ranks(nprocs)]
+    assert all(each == of_ranks[0] for each in of_ranks), "all ranks are told the same"
+    step, at_fault, where, message = EXPECTED[kind]
+    assert of_ranks[0], "nothing was found"
+    finding = of_ranks[0][0]
+    is_drift = finding.detector == "drift"
+    everyone = tuple(range(nprocs))
+    ranks = {"all": everyone, "first two": (0, 1), "last": (nprocs - 1,)}[at_fault]
+    if is_drift and nprocs == 2:
+        ranks = everyone  # of two that differ, who is to say which is right?
+    assert (finding.detector, finding.ranks) == (WRONG[kind][0].name, ranks), finding
+    assert step in {None, finding.step}, finding
+    assert where in {"", finding.where}, finding
+    assert message in finding.message
+    assert len(of_ranks[0]) == 1, "told once"
+
+
+# ------------------------------------------------------------------------------------------------- correct programs
+
+
+class Accumulated(Job):
+    micro_batches = 3
+    steps = 25
+
+
+class Clipped(Job):
+    """SGD with momentum, a schedule, and evaluations between the steps."""
+
+    steps = 25
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, self.steps)
+
+    def update(self, step: int) -> None:
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+        super().update(step)
+        self.scheduler.step()
+        self.net.eval()
+        with torch.no_grad():
+            self.net(self.data[:50])  # the same on all ranks
+        self.net.train()
+
+
+class Epochs(Job):
+    """Few samples, shuffled anew each epoch, padded to a multiple of the ranks; the last batch is shorter."""
+
+    steps = 60
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        rows = TensorDataset(self.data[:101])
+        sampler = torch.utils.data.DistributedSampler(rows, world.size, world.rank)
+        loader = DataLoader(rows, 6, sampler=sampler)
+
+        def batches() -> Any:
+            for epoch in range(100):
+                sampler.set_epoch(epoch)
+                for [batch] in loader:
+                    yield batch
+
+        self.batches = batches()
+
+    def batch(self, number: int) -> torch.Tensor:
+        return next(self.batches)
+
+
+class Overflowing(Job):
+    """Its scale is too high at first, so steps are left out, on all ranks alike."""
+
+    steps = 30
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+
+    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        return self.scaler.scale(super().loss(step, x))
+
+    def update(self, step: int) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class Masked(Job):
+    """Infinities on the way that reach no gradient."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.net.extra.register_forward_hook(lambda _, __, y: torch.where(y > 1e6, y, -torch.inf))
+
+    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.model(x).isfinite(), 1.0, 0.0).mean() + sum(p.sum() for p in self.net.parameters())
+
+
+class UsedInTurn(Job):
+    """Each rank leaves a part out now and then, which DDP has been told of."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.model = DistributedDataParallel(self.net, find_unused_parameters=True)
+
+    def batch(self, number: int) -> torch.Tensor:
+        self.net.with_extra = (number + self.rank) % 3 > 0
+        return super().batch(number)
+
+
+class Sharded(Job):
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        kind = type("ZeroRedundancyOptimizer", (torch.optim.AdamW,), {})  # torch's own warns when it is imported
+        self.optimizer = kind(self.net.parameters(), lr=0.0)
+
+    def update(self, step: int) -> None:
+        super().update(step)
+        self.optimizer.state[self.net.extra.bias]["exp_avg"] += self.rank  # its part is on another rank
+
+
+class Replaced(Job):
+    """Samples drawn with replacement, the same on all ranks now and then."""
+
+    steps = 25
+
+    def batch(self, number: int) -> torch.Tensor:
+        return self.data[torch.randint(40, (8,))]
+
+
+class Resumed(Job):
+    steps = 25
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        for step in range(1, 4):
+            self.loss(step, self.batch(100 + step)).backward()
+            self.optimizer.step()
+        state, model = self.optimizer.state_dict(), self.net.state_dict()
+        self.net.load_state_dict(model)
+        self.optimizer.load_state_dict(state)
+        self.loss(1, self.batch(1)).backward()  # a warm-up, of which nothing is kept
+        self.optimizer.zero_grad()
+
+
+RIGHT = [Job, Accumulated, Clipped, Epochs, Overflowing, Masked, UsedInTurn, Sharded, Replaced, Resumed]
+
+
+def always() -> list[Detector]:
+    """The default set, with those that look now and then looking at each step, and no tolerance for a busy machine."""
+    timed = (Straggler, DataStarvation)
+    others = [each for each in default_detectors() if not isinstance(each, (ReplicaDrift, DataOverlap, *timed))]
+    return [*others, ReplicaDrift(every=1), DataOverlap(every=2)]
+
+
+@cache
+def found_in_right_programs(nprocs: int) -> list[dict[str, Any]]:
+    jobs = {kind: always() for kind in RIGHT}
+    return launch(run_all, nprocs, jobs, device="cpu", threads=1, echo=False, timeout=120)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+def test_a_correct_program_raises_no_alarm(kind: type[Job], nprocs: int) -> None:
+    assert [found[kind.__name__] for found in found_in_right_programs(nprocs)] == [[]] * nprocs
+
+
+# ---------------------------------------------------------------------------------------------------- the Trainer
+
+
+def small(**settings: Any) -> TaskConfig:
+    model = {"layers": 1, "heads": 1, "width": 16, "context": 16}
+    values = {"model": model, "batch_size": 12, "steps": 12, "eval_every": 5, "eval_samples": 4, "device": "cpu"}
+    return TaskConfig.model_validate(values | settings)
+
+
+def trained(world: World, config: TaskConfig, *faults: Fault) -> list[Finding]:
+    trainer = make_trainer(config, world)
+    optimizer = trainer.train_step.optimizer
+    with (
+        inject(world, *faults, model=trainer.model),
+        checking(world, trainer.model, optimizer, always(), after=lambda: trainer.number) as checks,
+    ):
+        try:
+            trainer.train()
+        except CheckError as error:
+            return [error.finding]
+        return checks.findings
+
+
+def trainers(world: World) -> dict[str, list[Finding]]:
+    variants = {
+        variant: small(name=variant, ddp={"variant": variant}, accumulation=2)
+        for variant in ("naive", "flat", "bucket", "torch")
+    }
+    saving = {"checkpoint": {"every": 4}, "name": "saved"}
+    others = {
+        "invariant": small(name="invariant", strategy="invariant", micro_batches=4),
+        "fp16": small(name="fp16", precision={"dtype": "fp16", "initial_scale": 2.0**20}),
+        "before": small(**saving, steps=8),
+        "resumed": small(**saving, resume="auto", resume_allow=["steps"]),
+    }
+    found = {name: trained(world, config) for name, config in {**variants, **others}.items()}
+    corrupt = Fault(action="corrupt", rank=1, step=7, phase="update")
+    return found | {"corrupt": trained(world, small(name="corrupt"), corrupt)}
+
+
+def test_the_trainer_is_checked_without_knowing_of_it() -> None:
+    of_ranks = launch(trainers, 2, device="cpu", threads=1, echo=False, timeout=120)
+    assert all(found == of_ranks[0] for found in of_ranks)
+    [corrupt] = of_ranks[0].pop("corrupt")
+    assert {name: found for name, found in of_ranks[0].items() if found} == {}
+    assert (corrupt.detector, corrupt.step) == ("drift", 7)
+    assert 1 in corrupt.ranks
+
+
+# ------------------------------------------------------------------------------------------------- the front door
+
+
+def ends_differently(world: World, kind: str) -> str:
+    job = Job(world)
+    try:
+        with checking(world, job.model, job.optimizer, [ReplicaDrift(), NonFinite()]):
+            job.steps = 3 if world.rank == 0 and kind == "leaves" else 4
+            if kind == "raises":
+                job.spoil = lambda step: 1 / (step - 3 or world.rank)
+            job.train()
+    except CheckError as error:
+        return f"{error.finding.detector}: {error}"
+    return "left"
+
+
+def test_a_rank_that_takes_fewer_steps_is_told_to_the_others() -> None:
+    [first, *others] = launch(lambda world: ends_differently(world, "leaves"), 3, device="cpu", echo=False, timeout=60)
+    assert first == "left"
+    message = "the ranks take different numbers of steps: rank 0 after step 3 has left the block that is checked"
+    assert others == [f"steps: step 4: {message}"] * 2
+
+
+def test_the_error_of_a_rank_is_told_as_it_is() -> None:
+    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+        launch(lambda world: ends_differently(world, "raises"), 3, device="cpu", echo=False, timeout=60)
+    assert caught.value.rank == 0
+
+
+def strictly(world: World) -> list[Any]:
+    job = SameDropout(world)
+    hooks = len(job.optimizer._optimizer_step_pre_hooks), len(job.net._forward_pre_hooks)
+    backward = torch.autograd.backward
+    try:
+        with checking(world, job.model, job.optimizer, strict=True):
+            job.train()
+    except CheckError as error:
+        left = len(job.optimizer._optimizer_step_pre_hooks), len(job.net._forward_pre_hooks)
+        return [error.finding.detector, left == hooks, backward is torch.autograd.backward]
+    return []
+
+
+def test_strict_raises_warnings_too_and_nothing_is_left_behind() -> None:
+    assert launch(strictly, 2, device="cpu", echo=False, timeout=60) == [["same_random", True, True]] * 2
+
+
+def with_other_detectors(world: World) -> None:
+    job = Job(world)
+    with checking(world, job.model, job.optimizer, [ReplicaDrift()] if world.is_main else [NonFinite()]):
+        pass
+
+
+def test_ranks_with_different_detectors_are_refused() -> None:
+    with pytest.raises(RankError, match="the ranks have different detectors"):
+        launch(with_other_detectors, 2, device="cpu", echo=False, timeout=60)
+
+
+def test_one_process_alone_is_checked_too() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with checking(World(), net, optimizer) as checks:
+        for _ in range(3):
+            net(torch.randn(8, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (net(torch.randn(8, 8)).sum() * float("nan")).backward()
+        with pytest.raises(CheckError, match="the loss") as caught:
+            optimizer.step()
+    assert checks.findings == [caught.value.finding]
+    assert (caught.value.finding.step, caught.value.finding.ranks) == (4, (0,))
+
+
+def test_a_check_error_survives_pickling() -> None:
+    import pickle
+
+    error = CheckError(Finding("drift", 3, (1,), "it has", "error", "weight"))
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.finding, str(again)) == (error.finding, "step 3: it has")
