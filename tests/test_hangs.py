@@ -1,12 +1,17 @@
 """Law: ranks that wait for one another for ever are ended, and told who waits where; all others are left alone."""
 
+import ast
+import os
 import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import nbformat
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +102,14 @@ def test_a_collective_that_ended_since_a_rank_had_left_was_not_come_through() ->
     left = replace(numbered(REDUCE), left="well")
     found = diagnose({0: numbered(REDUCE, REDUCE), 1: left})
     assert "Rank 0 was in all_reduce [3]" in found.verdict
+
+
+def test_only_the_marked_row_says_who_waits() -> None:
+    """torch may mark a collective as done a moment after it has returned, and some never."""
+    found = diagnose({0: numbered(WAITS, WAITS), 1: replace(numbered(WAITS), left="well")})
+    before, marked = found.table.splitlines()[1:]
+    assert "waiting" not in before
+    assert "waiting" in marked
 
 
 def test_ranks_that_wait_for_one_that_has_failed_leave_the_word_to_its_error() -> None:
@@ -205,6 +218,90 @@ def test_a_hang_is_told_well_before_the_time_limits_of_group_and_launch() -> Non
         launch(watched, 2, only_rank_zero, SECONDS, device="cpu", echo=False, timeout=60)
     assert caught.value.is_a(CollectiveError)
     assert time.monotonic() - began < 40  # it takes about 5 s; a busy machine may take its time
+
+
+# ------------------------------------------------------------------------------- the hangs of the notebook about hangs
+
+NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "11_debugging_hangs.ipynb"
+PATIENCE = 1.0
+# The hang -> the lines of the notebook that have to be told, of rank 0 and of rank 1.
+LAB = {
+    "evaluate": ("dist.all_reduce(loss)", "dist.barrier()"),
+    "another_order": ("dist.all_reduce(torch.ones(3))", "dist.broadcast(torch.ones(3), 0)"),
+    "another_shape": ("dist.all_reduce(losses)", "dist.all_reduce(losses)"),
+    "uneven_inputs": ("net(x).square().mean().backward()", "dist.barrier()"),
+    "another_number_of_steps": ("dist.all_reduce(torch.ones(3))", "dist.all_reduce(torch.ones(3))"),
+    "barrier_in_the_loader": ("dist.barrier()  # until the file is there", "dist.all_reduce(batch)"),
+    "early_stopping": ("dist.barrier()  # before the last", "dist.all_reduce(torch.ones(3))  # the gradients"),
+    "skip_bad_batches": ("dist.all_reduce(torch.ones(3))", "dist.barrier()"),
+}
+OPERATIONS = {"dist.all_reduce": "all_reduce", "net(x)": "all_reduce", "dist.barrier": "barrier"}
+OPERATIONS["dist.broadcast"] = "broadcast"
+
+
+def cells() -> list[str]:
+    return [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+
+
+def from_the_notebook(folder: Path) -> dict[str, Any]:
+    """What its cells define, without what they do. A line of `File "cell 7"` is one of the seventh cell."""
+    defined: dict[str, Any] = {"__name__": "the_lab", "patience": PATIENCE, "FOLDER": folder}
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    for number, source in enumerate(cells()):
+        kept = [
+            each
+            for each in ast.parse(source).body
+            if isinstance(each, kinds) or (isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "HELD_OUT")
+        ]
+        exec(compile(ast.Module(kept, []), f"cell {number}", "exec"), defined)
+    return defined
+
+
+def with_its_pid(world: World, function, folder: Path, watched) -> object:
+    (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
+    return watched(world, function)
+
+
+def told_of(name: str, folder: Path) -> tuple[str, float, list[int]]:
+    """The verdict on one hang of the notebook, the seconds from the hang until it was here, and who is left."""
+    lab = from_the_notebook(folder)
+    with pytest.raises(RankError) as caught:
+        launch(with_its_pid, 2, lab[name], folder, lab["watched"], device="cpu", threads=1, echo=False, timeout=60)
+    now, began = time.monotonic(), [float((folder / f"began-{rank}").read_text()) for rank in range(2)]
+    assert caught.value.is_a(CollectiveError), caught.value
+    pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(2)]
+    return caught.value.message, now - max(began), [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def places(message: str) -> dict[int, tuple[str, str]]:
+    """By rank: what the verdict says of it, and the line of the notebook that it names."""
+    found, sources = {}, cells()
+    for part in re.split(r"; (?=rank)|\. ", message.partition("\n")[0]):
+        if match := re.search(r'(?i)ranks? ([\d, ]+) .*File "cell (\d+)", line (\d+)', part):
+            line = sources[int(match[2])].splitlines()[int(match[3]) - 1].strip()
+            found |= {int(rank): (part, line) for rank in match[1].split(",")}
+    return found
+
+
+def test_all_hangs_of_the_notebook_are_tested() -> None:
+    assert re.findall(r"verdict_on\((\w+)[,)]", "\n".join(cells())) == ["function", *LAB]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", LAB)
+def test_a_hang_of_the_notebook_is_told_with_ranks_collectives_and_its_lines(name: str, tmp_path: Path) -> None:
+    message, seconds, left = told_of(name, tmp_path)
+    found = places(message)
+    assert sorted(found) == [0, 1], message
+    for rank, expected in enumerate(LAB[name]):
+        said, line = found[rank]
+        assert line.startswith(expected), message
+        assert next(op for call, op in OPERATIONS.items() if expected.startswith(call)) in said, message
+    assert not left
+    assert seconds < PATIENCE + 20  # it is less than 2 more on a quiet machine; a busy one may take its time
+
+
+# ---------------------------------------------------------------------------------------------- what is left alone
 
 
 def busy_for_a_while(world: World) -> list[str]:

@@ -102,6 +102,17 @@ def test_an_error_names_the_rank_and_shows_the_line_of_the_cell(kernel):
     assert "launcher.py" not in errors, "the parent's own frames say nothing about the fault"
 
 
+def test_what_a_rank_prints_names_the_line_of_the_cell_too(kernel):
+    """A warning about a slow rank does, and so do stacks."""
+    kernel.run("from ddp_tutorial import launch")
+    printed, errors = kernel.run(
+        "def work(world):\n    import traceback\n    traceback.print_stack()\nlaunch(work, 1, device='cpu')"
+    )
+    assert not errors
+    assert re.search(r"Cell In\[\d+\], line 3, in work", printed)
+    assert "ipykernel_" not in printed
+
+
 def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_path):
     folder = tmp_path / "pids"
     folder.mkdir()

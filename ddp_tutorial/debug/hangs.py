@@ -329,7 +329,7 @@ def _table(standings: Mapping[int, Standing | None], group: str, number: int) ->
     header = ["", "collective", *(f"rank {rank}" for rank in standings)]
     rows = [header]
     for row in range(max(1, number - _ROWS_BEFORE), number + 1):
-        cells = [_cell(each.call(group, row) if each else None) for each in standings.values()]
+        cells = [_cell(each.call(group, row) if each else None, row == number) for each in standings.values()]
         rows.append([">" if row == number else "", str(row), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -337,8 +337,9 @@ def _table(standings: Mapping[int, Standing | None], group: str, number: int) ->
     )
 
 
-def _cell(call: Call | None) -> str:
+def _cell(call: Call | None, is_marked: bool) -> str:
+    """Whether a rank waits is told in the marked row only: torch may mark a collective as done late, or never."""
     if call is None:
         return "-"
     where = f", line {call.lines[0].number} in {call.lines[0].function}" if call.lines else ""
-    return f"{call.what}{where}{'' if call.done else ', waiting'}"
+    return f"{call.what}{where}{', waiting' if is_marked and not call.done else ''}"

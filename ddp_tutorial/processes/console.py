@@ -18,13 +18,15 @@ LONGEST_LINE = 1 << 14
 
 
 class RankLog:
-    """Turns the bytes that one rank writes into lines, and keeps the last of them."""
+    """Turns the bytes that one rank writes into lines, each of them passed through `edit`, and keeps the last."""
 
-    def __init__(self, rank: int, show: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, rank: int, show: Callable[[int, str], None], edit: Callable[[str], str] = lambda line: line
+    ) -> None:
         self.rank = rank
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.dropped = 0
-        self._show = show
+        self._show, self._edit = show, edit
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = ""
 
@@ -41,7 +43,7 @@ class RankLog:
         self._partial = unfinished + ("\r" if rest.endswith("\r") else "")
 
     def _take(self, lines: list[str]) -> None:
-        for line in lines:
+        for line in map(self._edit, lines):
             self.dropped += len(self.lines) == KEPT_LINES
             self.lines.append(line)
             self._show(self.rank, line)

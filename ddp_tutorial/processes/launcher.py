@@ -247,7 +247,7 @@ class _Ranks:
             )
             processes = torch.multiprocessing.spawn(run_rank, (job,), self.nprocs, join=False).processes
             for rank, process in enumerate(processes):
-                log = RankLog(rank, self.console.line)
+                log = RankLog(rank, self.console.line, _name_cells)  # a warning may name lines of a cell
                 self._listen(_Rank(rank, process, outputs[rank][0], messages[rank][0], log))
         if self.signalled:  # meanwhile
             self.pass_on(self.signalled, None)
