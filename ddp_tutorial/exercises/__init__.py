@@ -19,6 +19,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,21 +38,22 @@ class WrongAnswerError(AssertionError):
 class Exercise:
     """`test(answer)` returns what is good about the answer, or raises `WrongAnswerError`; it may start ranks.
 
-    `wrong` maps a mistake, in a few words, to an answer that makes it.
+    An answer is a function, a class, or the path of a script. `wrong` maps a mistake, in a few words, to an answer that
+    makes it.
     """
 
     task: str
-    test: Callable[[Answer], str]
-    solution: Answer
-    wrong: dict[str, Answer]
+    test: Callable[[Any], str]
+    solution: Answer | Path
+    wrong: dict[str, Any]
     hints: tuple[str, ...]
     hints_given: int = 0
 
-    def check(self, answer: Answer) -> None:
+    def check(self, answer: Answer | Path) -> None:
         """Print whether `answer` is right, and if not, why. Never raises for a wrong answer."""
         print(self.verdict(answer)[1])
 
-    def verdict(self, answer: Answer) -> tuple[bool, str]:
+    def verdict(self, answer: Answer | Path) -> tuple[bool, str]:
         """Whether `answer` is right, and what `check` prints about it."""
         try:
             return True, f"Right. {self.test(answer)}"
@@ -78,7 +80,11 @@ class Exercise:
 
     def show_solution(self) -> None:
         """Print the source of a right answer, as one would type it into a cell: without annotations."""
-        print(without_annotations(textwrap.dedent(inspect.getsource(self.solution)).rstrip()))
+        if isinstance(self.solution, Path):
+            source = self.solution.read_text(encoding="utf-8")
+        else:
+            source = textwrap.dedent(inspect.getsource(self.solution))
+        print(without_annotations(source.rstrip()))
 
 
 def without_annotations(source: str) -> str:

@@ -1,0 +1,65 @@
+"""torchrun --nproc-per-node=2 mine.py WORDS CHECKPOINT STEPS EVERY"""
+
+import os
+import sys
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, batch: list[torch.Tensor]) -> tuple[float, int]:
+    """One optimiser step. Returns the mean loss over the letters of all ranks, and how many they are."""
+    letters, following = batch
+    total = torch.tensor([0.0, (following >= 0).sum()])
+    dist.all_reduce(total[1:])  # before backward: the ranks' words differ in length, and every letter weighs the same
+    loss = F.cross_entropy(ddp(letters).flatten(0, 1), following.flatten(), reduction="sum")
+    (loss * dist.get_world_size() / total[1]).backward()  # of which DDP takes the mean over ranks
+    nn.utils.clip_grad_norm_(ddp.parameters(), 0.4)
+    optimizer.step()
+    optimizer.zero_grad()
+    total[0] = loss.detach()
+    dist.all_reduce(total[:1])
+    return total[0].item() / total[1].item(), int(total[1].item())
+
+
+def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = TensorDataset(*torch.load(words))
+    sampler = DistributedSampler(data, size, rank, seed=0)
+    loader = DataLoader(data, 16 // size, sampler=sampler)
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(27, 16), nn.Linear(16, 27)))
+    optimizer, done = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.9), 0
+    if checkpoint.exists():  # on all ranks or on none: rank 0 writes it after a step, which takes all
+        saved = torch.load(checkpoint)
+        ddp.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["step"]
+
+    while done < steps:
+        epoch, taken = divmod(done, len(loader))
+        sampler.set_epoch(epoch)
+        for batch in islice(loader, taken, taken + steps - done):
+            loss, count = take_step(ddp, optimizer, batch)
+            done += 1
+            if rank == 0:
+                print(f"step {done}: loss {loss:.6f} over {count} letters", flush=True)
+            if rank == 0 and (done % every == 0 or done == steps):
+                state = {"step": done, "model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+                aside = checkpoint.with_suffix(".part")
+                torch.save(state, aside)
+                aside.replace(checkpoint)  # whole, or as it was before, should we be killed
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    os._exit(0)  # with DDP on gloo, threads that outlive the group may abort or block Python's own end (torch 2.13)

@@ -1,0 +1,305 @@
+"""The check of `train_script`: what it says of a script's runs, and that torchrun leaves no process behind.
+
+Most runs here are played: one prints the lines and writes the checkpoint that a mistake would have left. Real ones, of
+the solution and of the wrong answers, are in `test_exercises`.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import count, product
+
+import psutil
+import pytest
+import torch
+
+from ddp_tutorial.exercises import WrongAnswerError, plain_torch, torchrun, words
+from ddp_tutorial.exercises.plain_torch import train_script
+from ddp_tutorial.exercises.torchrun import Torchrun
+from ddp_tutorial.exercises.words import Line
+
+SAVED, STOP = 17, 37  # steps, of the checkpoint that the kill leaves and of the end
+
+
+class Played:
+    """What `Torchrun` is to the check, of a run that was not made: it printed `lines`, and has ended with `code`."""
+
+    def __init__(self, lines, code, checkpoint):
+        self.lines, self.code, self.checkpoint, self.killed = lines, code, checkpoint, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait(self, enough=lambda printed: False):
+        return None if enough(self.printed()) else self.code
+
+    def printed(self):
+        return "".join(f"step {step}: loss {loss:.4f} over {letters} letters\n" for step, loss, letters in self.lines)
+
+    def kill(self, rank):
+        self.killed.append(rank)
+
+    def error(self):
+        return "ValueError: as it was said."
+
+
+def state(steps, **more):
+    return {
+        "step": steps,
+        "model": {name: weight.clone() for name, weight in words.course(steps).weights.items()},
+    } | more
+
+
+def play(monkeypatch, lines=lambda lines, run: lines, code=lambda run: 0, state=lambda saved, run: saved, **options):
+    """Let the check play its four runs: "first", "resumed", "two" and "one"; each as it should be, but for what the
+    functions make of its lines, its exit code and its checkpoint. Returns its verdict."""
+    numbers = count()
+
+    def played(script, nprocs, folder, name, steps):
+        run = name if name != "killed" else ("first", "resumed")[next(numbers)]
+        begin, end = {"first": (0, 21), "resumed": (SAVED, STOP)}.get(run, (0, STOP))
+        assert (steps, nprocs) == (plain_torch._FOREVER if run == "first" else STOP, 1 if run == "one" else 2)
+        saved = SAVED if run == "first" else STOP
+        content = state(globals()["state"](saved), run)
+        path = folder / f"{name}.pt"
+        if content is not None:
+            torch.save(content, path if options.get("in_place") else folder / "part")
+            if not options.get("in_place"):
+                (folder / "part").replace(path)
+        return Played(lines(words.course(end).lines[begin:], run), code(run), path)
+
+    monkeypatch.setattr(plain_torch, "_torchrun", played)
+    return train_script.verdict(train_script.solution)
+
+
+def only(of, change):
+    """`change`, in the run of that name."""
+    return lambda value, run: change(value) if run == of else value
+
+
+def renumbered(lines, begin):
+    return [line._replace(step=step) for step, line in enumerate(lines, start=begin)]
+
+
+def order_of(epoch, taken):
+    """What a resumed run prints which reads on from there; the losses are of no weight where the letters are wrong."""
+    made = words.course((epoch + 3) * words.STEPS_AN_EPOCH).lines[epoch * words.STEPS_AN_EPOCH + taken :]
+    return renumbered(made[: STOP - SAVED], SAVED + 1)
+
+
+def moved(saved):
+    return saved | {"model": {name: weight + 1e-6 for name, weight in saved["model"].items()}}
+
+
+MISTAKES = {
+    "begins anew": (
+        {"lines": only("resumed", lambda _: words.course(STOP).lines)},
+        "of step 17, and the run that is started again goes on with step 1: it begins anew",
+    ),
+    "takes a step again": ({"lines": only("resumed", lambda lines: renumbered(lines, SAVED))}, "The next one is 18"),
+    "leaves a step out": ({"lines": only("resumed", lambda lines: lines[1:])}, "with step 19. The next one is 18"),
+    "begins the epoch anew": ({"lines": only("resumed", lambda _: order_of(1, 0))}, "the first words of epoch 1"),
+    "goes on in epoch 0": ({"lines": only("resumed", lambda _: order_of(0, 4))}, "in the order of epoch 0"),
+    "begins epoch 0 again": ({"lines": only("resumed", lambda _: order_of(0, 0))}, "the first words of epoch 0"),
+    "does not load the weights": (
+        {"lines": only("resumed", lambda lines: [line._replace(loss=line.loss + 0.5) for line in lines])},
+        "goes on with other weights. Step 18 has loss",
+    ),
+    "does not load the momentum": (
+        {"lines": only("resumed", lambda lines: [lines[0], *(line._replace(loss=2) for line in lines[1:])])},
+        "SGD's momentum is state, too",
+    ),
+    "ends too early": ({"lines": only("two", lambda lines: lines[:-1])}, "should end after step 37; it came to 36"),
+    "goes too far": (
+        {"lines": only("two", lambda lines: [*lines, words.course(STOP + 1).lines[-1]])},
+        "should end after step 37; it came to 38",
+    ),
+    "fails after its last step": (
+        {"code": lambda run: int(run != "first")},
+        "made all 37 steps, and then torchrun ended with exit code 1. ValueError: as it was said.",
+    ),
+    "fails at its beginning": (
+        {"code": lambda run: int(run != "first"), "lines": only("resumed", lambda _: [])},
+        "The run that went on after the kill should end after step 37; it came to 17. ValueError",
+    ),
+    "ends before anybody kills it": (
+        {"lines": only("first", lambda lines: lines[:9])},
+        "and ended after 9. ValueError",
+    ),
+    "prints on both ranks": (
+        {"lines": only("first", lambda lines: [line for line in lines for _ in range(2)])},
+        "begin with [1, 1, 2, 2, 3, 3]. Rank 0 alone should print.",
+    ),
+    "writes over its checkpoint": ({"in_place": True}, "written over the one before it"),
+    "saves nothing": ({"state": lambda saved, run: None}, "killed after step 21, and there is no checkpoint"),
+    "does not save after the last step": (
+        {"state": only("two", lambda saved: state(34))},
+        "its last checkpoint is of step 34",
+    ),
+    "saves DDP itself": (
+        {"state": lambda saved, run: {"step": 17, "model": {f"module.{n}": w for n, w in saved["model"].items()}}},
+        "Save the state dict of the model inside DDP",
+    ),
+    "saves what executes code": ({"state": lambda saved, run: Line}, "torch.load cannot read the checkpoint"),
+    "saves the weights alone": (
+        {"state": lambda saved, run: saved["model"]},
+        "should be a dict, with a number as 'step'",
+    ),
+    "comes out a little apart": ({"state": only("resumed", moved)}, "they should be equal to the last bit"),
+    "saves the weights before the step": (
+        {"state": lambda saved, run: saved | {"model": words.course(saved["step"] - 1).weights}},
+        "are the weights of another step?",
+    ),
+    "goes wrong on one rank": (
+        {"lines": only("one", lambda lines: [line._replace(letters=line.letters // 2) for line in lines])},
+        "The run of one rank: The words of step 1 have 131 letters",
+    ),
+}
+
+
+def test_a_run_that_is_as_it_should_be_is_right(monkeypatch):
+    right, said = play(monkeypatch)
+    assert right, said
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_check_names_a_mistake_by_what_it_leaves(mistake, monkeypatch):
+    changes, expected = MISTAKES[mistake]
+    right, said = play(monkeypatch, **changes)
+    assert not right
+    assert re.sub("They should", "they should", said).count(expected) == 1, said
+
+
+@pytest.mark.parametrize("mistake", [name for name in words._GRADIENTS if name])
+def test_a_wrong_gradient_is_named_by_its_losses(mistake):
+    assert words.wrong_from_the_start(words.course(21, mistake).lines) == words._GRADIENTS[mistake]
+
+
+@pytest.mark.parametrize(
+    ("order", "share", "drop", "report"),
+    [each for each in product(words._ORDERS, words._SHARES, words._DROPS, words._REPORTS) if any(each)],
+)
+def test_wrong_words_are_named_by_their_letters(order, share, drop, report):
+    letters = words._letters(words._read(order, share, drop), 30, slice(1 if report else 2))
+    said = words.wrong_from_the_start([Line(step, 3.0, many) for step, many in enumerate(letters, start=1)])
+    parts = (words._ORDERS[order], words._SHARES[share], words._DROPS[drop], words._REPORTS[report])
+    if drop and share == "half":  # 200 words are 25 times 8: there is no smaller step
+        parts = (words._ORDERS[order], words._SHARES[share], words._REPORTS[report])
+    if share == "same" and report:  # 16 words, as if they were those of all
+        parts = (words._ORDERS[order], words._DROPS[drop]) if order or drop else ("Step 1 has loss",)
+    assert all(part in said for part in parts), said
+
+
+def test_other_words_are_told_with_the_step_and_the_numbers():
+    lines = list(words.course(21).lines)
+    lines[15] = lines[15]._replace(letters=99)
+    said = words.wrong_from_the_start(lines)
+    assert f"The words of step 16 have {words.course(16).lines[15].letters} letters" in said
+    assert "you print 99" in said
+
+
+@pytest.mark.parametrize("said", [said for said in words._first_losses() if said])
+def test_what_is_no_loss_of_all_letters_is_named(said):
+    lines = [line._replace(loss=words._first_losses()[said]) for line in words.course(21).lines]
+    assert said in words.wrong_from_the_start(lines)
+
+
+def test_a_loss_that_is_no_number_is_told():
+    lines = words.lines_of("step 1: loss nan over 131 letters\n")
+    assert "Step 1 has loss nan" in words.wrong_from_the_start(lines)
+    assert words.lines_of("step 1: loss tensor(3.4) over 131 letters\nstep 2: loss 3 over 1\nSTEP\n")[0].step == 1
+
+
+# ------------------------------------------------------------------------------------------- before anything is started
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "There is no file"),
+        ("def main(:\n", "cannot be read: invalid syntax, in line 1"),
+        ("import torch\nfrom ddp_tutorial import launch\n", "import nothing of ours"),
+    ],
+)
+def test_what_is_no_script_is_refused_before_anything_is_started(text, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_torch, "Torchrun", None)
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    right, told = train_script.verdict(tmp_path / "mine.py")
+    assert not right
+    assert said in told
+
+
+# ------------------------------------------------------------------------------------------------------ under torchrun
+
+SLEEPS = """
+import os, subprocess, sys, time
+print("step 1", flush=True)
+worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
+if sys.argv[1] == "raise" and os.environ["RANK"] == "1":
+    raise ValueError("on purpose")
+time.sleep(300)
+"""
+
+
+def marked(mark):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("DDP_TUTORIAL_TORCHRUN") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            pass
+    return found
+
+
+def test_ranks_that_wait_are_told_so_and_nothing_is_left_of_them(tmp_path, monkeypatch):
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    with Torchrun(tmp_path / "sleeps.py", 2, "on", folder=tmp_path) as run:
+        assert run.wait(lambda printed: printed.count("\n") == 2) is None
+        assert [int(rank.environ()["RANK"]) for rank in run.ranks()] == [0, 1]
+        assert len(marked(run.mark)) == 5  # torchrun, two ranks, and a process of each
+        monkeypatch.setattr(torchrun, "STUCK_SECONDS", 0.5)
+        with pytest.raises(WrongAnswerError, match=r"printed 'step 1' last. Then the ranks did nothing for 0.5 s"):
+            run.wait()
+    assert marked(run.mark) == []
+
+
+def test_an_error_is_told_with_its_line_and_a_run_without_end_is_ended(tmp_path, monkeypatch):
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    with Torchrun(tmp_path / "sleeps.py", 2, "raise", folder=tmp_path) as run:
+        assert run.wait() == 1
+        assert run.error() == "ValueError: on purpose (line 6 of your script)"
+    assert marked(run.mark) == []  # what the rank had started, too
+    monkeypatch.setattr(torchrun, "LIMIT_SECONDS", 0.1)
+    run = Torchrun(tmp_path / "sleeps.py", 1, "on", folder=tmp_path)
+    with run, pytest.raises(WrongAnswerError, match="printed nothing, and has not come to an end"):
+        run.wait()
+    assert marked(run.mark) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells a process that its parent is gone")
+def test_ranks_end_when_the_process_that_checks_is_killed(tmp_path):
+    (tmp_path / "sleeps.py").write_text(SLEEPS.replace("worker =", "0 and"))
+    command = "import sys; from pathlib import Path; from ddp_tutorial.exercises.torchrun import Torchrun\n"
+    command += "run = Torchrun(Path(sys.argv[1]), 2, 'on', folder=Path(sys.argv[1]).parent)\n"
+    command += "run.wait(lambda printed: printed.count('\\n') == 2); print(run.mark, flush=True); run.wait()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, tmp_path / "sleeps.py"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        mark = process.stdout.readline().strip()
+        ranks = marked(mark)
+        assert len(ranks) == 3
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    deadline = time.monotonic() + 30
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert marked(mark) == []
