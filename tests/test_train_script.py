@@ -157,7 +157,7 @@ MISTAKES = {
     ),
     "goes wrong on one rank": (
         {"lines": only("one", lambda lines: [line._replace(letters=line.letters // 2) for line in lines])},
-        "The run of one rank: The words of step 1 have 131 letters",
+        "The run of one rank: The words of step 1 have 83 letters",
     ),
 }
 
@@ -199,20 +199,28 @@ def test_other_words_are_told_with_the_step_and_the_numbers():
     lines = list(words.course(21).lines)
     lines[15] = lines[15]._replace(letters=99)
     said = words.wrong_from_the_start(lines)
-    assert f"The words of step 16 have {words.course(16).lines[15].letters} letters" in said
+    assert f"The words of step 16 have {words.course(21).lines[15].letters} letters" in said
     assert "you print 99" in said
 
 
-@pytest.mark.parametrize("said", [said for said in words._first_losses() if said])
+@pytest.mark.parametrize("said", [said for said in words._LOSSES if said])
 def test_what_is_no_loss_of_all_letters_is_named(said):
-    lines = [line._replace(loss=words._first_losses()[said]) for line in words.course(21).lines]
-    assert said in words.wrong_from_the_start(lines)
+    assert words.wrong_from_the_start(words.course(21).reports[said]) == said
+    both = words.wrong_from_the_start(words.course(21, "means").reports[said])
+    assert both == f"{said} {words._GRADIENTS['means']}"
+
+
+def test_another_start_and_another_way_are_told_apart():
+    lines = words.course(21).lines
+    above = [line._replace(loss=line.loss + 0.1) for line in lines]
+    assert "Begin with torch.manual_seed(0)" in words.wrong_from_the_start(above)
+    assert words.wrong_from_the_start([*lines[:9], *above[9:]]).startswith("Step 10 has loss")
 
 
 def test_a_loss_that_is_no_number_is_told():
-    lines = words.lines_of("step 1: loss nan over 131 letters\n")
+    lines = words.lines_of("step 1: loss nan over 83 letters\n")
     assert "Step 1 has loss nan" in words.wrong_from_the_start(lines)
-    assert words.lines_of("step 1: loss tensor(3.4) over 131 letters\nstep 2: loss 3 over 1\nSTEP\n")[0].step == 1
+    assert words.lines_of("step 1: loss tensor(3.4) over 83 letters\nstep 2: loss 3 over 1\nSTEP\n")[0].step == 1
 
 
 # ------------------------------------------------------------------------------------------- before anything is started

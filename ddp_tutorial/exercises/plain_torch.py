@@ -322,7 +322,7 @@ def _kill_and_load(script: Path, folder: Path) -> State:
         expect(code is None, f"Two ranks should make {_FOREVER} steps, and ended after {len(lines)}. {run.error()}")
         expect(
             len(lines) == _SEEN,
-            "For each step, print a line like 'step 1: loss 3.4744 over 131 letters'. The first that you print: "
+            "For each step, print a line like 'step 1: loss 3.4675 over 83 letters'. The first that you print: "
             f"{printed[:60].splitlines()[0]!r}.",
         )
         run.wait()
