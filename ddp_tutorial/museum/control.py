@@ -1,0 +1,336 @@
+"""Decisions that one rank takes alone, and errors that nobody is told."""
+
+import os
+import signal
+import sys
+import time
+import uuid
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from ddp_tutorial.museum.parts import DATA, Exhibit, Result, ddp, loader, net, weights
+from ddp_tutorial.world import World
+
+
+def stops_on_its_own_loss(world: World) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        loss = F.mse_loss(model(x), y)
+        if loss < 1.2:
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def stops_on_the_loss_of_all(world: World) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        loss = F.mse_loss(model(x), y)
+        dist.all_reduce(mean := loss.detach() / world.size)
+        if mean < 1.2:
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def stops_by_its_own_clock(world: World) -> Result:
+    model, began = ddp(nn.LayerNorm(8)), time.monotonic()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _, x, y in loader(world, batch=4):
+        if time.monotonic() - began > 0.3:
+            break
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.2 * world.rank)  # this machine is slower
+    return {}
+
+
+class _PrunedError(Exception):
+    pass
+
+
+def prunes_on_rank_zero(world: World) -> Result:
+    model = ddp()
+    try:
+        for step, (_, x, y) in enumerate(loader(world)):
+            loss = F.mse_loss(model(x), y)
+            if world.is_main and step == 1 and loss > 0.1:
+                raise _PrunedError
+            loss.backward()
+    except _PrunedError:
+        return {"pruned": True}
+    return {"pruned": False}
+
+
+def prunes_together(world: World) -> Result:
+    model = ddp()
+    try:
+        for step, (_, x, y) in enumerate(loader(world)):
+            loss = F.mse_loss(model(x), y)
+            prune = torch.tensor(float(step == 1 and loss > 0.1))
+            dist.broadcast(prune, src=0)
+            if prune:
+                raise _PrunedError
+            loss.backward()
+    except _PrunedError:
+        return {"pruned": True}
+    return {"pruned": False}
+
+
+def saves_on_rank_zero_with_a_barrier(world: World) -> Result:
+    model = ddp()
+    for step, (_, x, y) in enumerate(loader(world)):
+        F.mse_loss(model(x), y).backward()
+        if world.is_main and step == 1:
+            dist.barrier()  # "nobody goes on before it is saved"
+    return {}
+
+
+def counts_its_own_batches(world: World) -> Result:
+    shard = DATA[: 13 if world.is_main else 9]  # files are of unequal length
+    steps = len(shard[0]) // 4
+    model = ddp()
+    for step in range(steps):
+        _, x, y = (part[4 * step : 4 * step + 4] for part in shard)
+        F.mse_loss(model(x), y).backward()
+    return {}
+
+
+def counts_what_all_have(world: World) -> Result:
+    shard = DATA[: 13 if world.is_main else 9]
+    steps = torch.tensor(len(shard[0]) // 4)
+    dist.all_reduce(steps, dist.ReduceOp.MIN)
+    model = ddp()
+    for step in range(int(steps)):
+        _, x, y = (part[4 * step : 4 * step + 4] for part in shard)
+        F.mse_loss(model(x), y).backward()
+    return {}
+
+
+def skips_samples_that_are_too_long(world: World) -> Result:
+    model = ddp(nn.LayerNorm(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _, x, y in loader(world, batch=2):
+        if x.norm() > 2.5:
+            continue
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {}
+
+
+# --------------------------------------------------------------------------------------------- errors that are swallowed
+
+
+class _Branches(nn.Module):
+    """The second head is used where the batch is above average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = net(), net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + (self.two(x) if x.mean() > 0 else 0)
+
+
+def swallows_unfinished_reductions(world: World) -> Result:
+    model = nn.parallel.DistributedDataParallel(_Branches())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        try:
+            F.mse_loss(model(x), y).backward()
+        except RuntimeError:  # "Expected to have finished reduction in the prior iteration"
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def looks_for_unused_parameters(world: World) -> Result:
+    model = nn.parallel.DistributedDataParallel(_Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def swallows_them_in_the_forward_pass(world: World) -> Result:
+    model = nn.parallel.DistributedDataParallel(_Branches())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _, x, y in islice(loader(world, batch=4), 4):
+        try:
+            loss = F.l1_loss(model(x), y)
+        except RuntimeError:
+            loss = F.l1_loss(model.module(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def goes_on_after_any_error(world: World) -> Result:
+    model, failures = ddp(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        try:
+            F.mse_loss(model(x), y).backward()
+        except Exception:
+            failures += 1
+            if failures > 5:
+                raise
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def ends_at_an_error(world: World) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def breaks_off_at_an_error(world: World) -> Result:
+    model = ddp(nn.LayerNorm(8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    try:
+        for _, x, y in loader(world, batch=4):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        return {"weights": weights(model)}  # noqa: B012 a return here takes the error along
+
+
+def exits_well_when_stopped(world: World) -> Result:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def says_that_it_was_stopped(world: World) -> Result:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def ends_early_as_if_done(world: World) -> Result:
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
+    model = ddp(nn.LayerNorm(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _, x, y in loader(world, batch=4):
+        if stop:
+            break
+        F.l1_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": weights(model)}
+
+
+def names_a_folder_each(world: World) -> Result:
+    return {"folder": f"runs/{time.time_ns()}"}
+
+
+def names_one_folder(world: World) -> Result:
+    name = [f"runs/{time.time_ns()}"]
+    dist.broadcast_object_list(name, src=0)
+    return {"folder": name[0]}
+
+
+def names_one_by_process(world: World) -> Result:
+    return {"folder": f"runs/{uuid.uuid4().hex[:8]}", "log": f"log-{os.getpid()}"}
+
+
+CONTROL = (
+    Exhibit(
+        "control",
+        "Each rank stops when its own loss is low enough: one leaves the loop, the others wait for it.",
+        "A hang near the end, with some seeds.",
+        stops_on_its_own_loss,
+        stops_on_the_loss_of_all,
+        ("hang",),
+        (stops_by_its_own_clock,),
+    ),
+    Exhibit(
+        "control",
+        "Rank 0 gives a trial up by an exception, which it handles well; the others are not told.",
+        "A hang; rank 0's log says that all is well.",
+        prunes_on_rank_zero,
+        prunes_together,
+        ("hang",),
+        (saves_on_rank_zero_with_a_barrier,),
+    ),
+    Exhibit(
+        "control",
+        "The number of steps comes from the length of the rank's own shard, and shards are not equally long.",
+        "A hang at the end of the first epoch.",
+        counts_its_own_batches,
+        counts_what_all_have,
+        ("hang",),
+        (skips_samples_that_are_too_long,),
+    ),
+    Exhibit(
+        "control",
+        "DDP's `Expected to have finished reduction` is handled like a bad batch. The ranks are out of step from here on.",
+        "A hang, far from the cause.",
+        swallows_unfinished_reductions,
+        looks_for_unused_parameters,
+        ("hang",),
+        (swallows_them_in_the_forward_pass,),
+    ),
+    Exhibit(
+        "control",
+        "Any error of a step is counted and passed over, up to five times.",
+        "A model that has missed batches, or a hang.",
+        goes_on_after_any_error,
+        ends_at_an_error,
+        ("errors",),
+        (breaks_off_at_an_error,),
+    ),
+    Exhibit(
+        "control",
+        "The handler of SIGTERM ends with exit code 0: the scheduler takes the job for finished.",
+        "A job that is done, early.",
+        exits_well_when_stopped,
+        says_that_it_was_stopped,
+        ("errors",),
+        (ends_early_as_if_done,),
+    ),
+    Exhibit(
+        "control",
+        "Each rank makes a name for the run from its own clock: a run has two folders, or one, as it happens.",
+        "Half of the files are elsewhere.",
+        names_a_folder_each,
+        names_one_folder,
+        ("agreement",),
+        (names_one_by_process,),
+    ),
+)

@@ -1,0 +1,234 @@
+"""Samples that come twice, never, or where they should not."""
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, random_split
+
+from ddp_tutorial.museum.parts import DATA, Exhibit, Result, ddp, loader, net
+from ddp_tutorial.world import World
+
+
+def splits_by_rank(world: World) -> Result:
+    torch.manual_seed(world.rank)
+    train, test = random_split(DATA, [16, 8])
+    mine: DistributedSampler[Any] = DistributedSampler(train, world.size, world.rank, shuffle=False)
+    seen = [int(number) for batch, *_ in DataLoader(train, 4, sampler=mine) for number in batch]
+    return {"seen": seen, "held_out": [int(number) for number, *_ in test]}
+
+
+def splits_alike(world: World) -> Result:
+    torch.manual_seed(world.rank)
+    train, test = random_split(DATA, [16, 8], generator=torch.Generator().manual_seed(0))
+    mine: DistributedSampler[Any] = DistributedSampler(train, world.size, world.rank, shuffle=False)
+    seen = [int(number) for batch, *_ in DataLoader(train, 4, sampler=mine) for number in batch]
+    return {"seen": seen, "held_out": [int(number) for number, *_ in test]}
+
+
+def shuffles_files_by_rank(world: World) -> Result:
+    files = [list(range(k, k + 4)) for k in range(0, 24, 4)]
+    random.Random(f"seed {world.rank}").shuffle(files)
+    train, test = sum(files[:4], []), sum(files[4:], [])
+    return {"seen": train[world.rank :: world.size], "held_out": test}
+
+
+# ------------------------------------------------------------------------------------------------------- dealt twice
+
+
+def deals_twice(world: World) -> Result:
+    mine = Subset(DATA, range(world.rank, len(DATA), world.size))
+    again: DistributedSampler[Any] = DistributedSampler(mine, world.size, world.rank)
+    return {"seen": [int(number) for batch, *_ in DataLoader(mine, 4, sampler=again) for number in batch]}
+
+
+def deals_once(world: World) -> Result:
+    mine = Subset(DATA, range(world.rank, len(DATA), world.size))
+    return {"seen": [int(number) for batch, *_ in DataLoader(mine, 4, shuffle=True) for number in batch]}
+
+
+def skips_batches_of_its_own(world: World) -> Result:
+    batches = enumerate(loader(world, batch=4))
+    return {"seen": [int(n) for i, (numbers, *_) in batches if i % world.size == world.rank for n in numbers]}
+
+
+class _Stream(IterableDataset[int]):
+    """Numbers of samples; `reader` is which reader of how many this one is, and each gets every so manieth."""
+
+    def __init__(self, world: World, readers: int) -> None:
+        self.world, self.readers = world, readers
+
+    def __iter__(self) -> Iterator[int]:
+        world, mine = self.world, iter(range(24))
+        for reader in range(self.readers):  # what workers would do, one after another
+            place = world.rank * self.readers + reader
+            mine = islice(range(24), world.rank, None, world.size)
+            yield from islice(mine, place, None, world.size * self.readers)
+
+
+def offsets_each_worker_twice(world: World) -> Result:
+    return {"seen": list(_Stream(world, readers=2))}
+
+
+def reads_all_on_each_rank(world: World) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[int] = []
+    for numbers, x, y in DataLoader(DATA, 4, shuffle=False):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += numbers.tolist()
+    return {"seen": seen}
+
+
+def reads_its_share(world: World) -> Result:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[int] = []
+    for numbers, x, y in DataLoader(DATA, 4, sampler=DistributedSampler(DATA, world.size, world.rank, shuffle=False)):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += numbers.tolist()
+    return {"seen": seen}
+
+
+def shares_out_with_another_order(world: World) -> Result:
+    """Each rank takes every second one, of an order of its own."""
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(world.rank)).tolist()
+    return {"seen": order[world.rank :: world.size]}
+
+
+# -------------------------------------------------------------------------------------------------- random numbers
+
+
+def draws_the_same_noise(world: World) -> Result:
+    torch.manual_seed(0)
+    model = ddp(nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {}
+
+
+def draws_its_own_noise(world: World) -> Result:
+    torch.manual_seed(0)
+    model = ddp(nn.Dropout(0.5))
+    torch.manual_seed(1 + world.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in loader(world):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {}
+
+
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x + 0.1 * torch.randn_like(x))
+
+
+def augments_alike(world: World) -> Result:
+    torch.manual_seed(7)
+    model = nn.parallel.DistributedDataParallel(_Noisy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _, x, y in loader(world, batch=4):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {}
+
+
+# ---------------------------------------------------------------------------------------------------------- padding
+
+
+def evaluates_padding(world: World) -> Result:
+    data, model = Subset(DATA, range(23)), net()
+    sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank, shuffle=False)
+    found = torch.zeros(2, dtype=torch.float64)
+    for _, x, y in DataLoader(data, 4, sampler=sampler):
+        found += torch.tensor([F.mse_loss(model(x), y, reduction="sum"), len(x)])
+    dist.all_reduce(found)
+    return {"loss": (found[0] / found[1]).item()}
+
+
+def evaluates_each_sample(world: World) -> Result:
+    data, model = Subset(DATA, range(23)), net()
+    mine = range(world.rank, len(data), world.size)
+    found = torch.zeros(2, dtype=torch.float64)
+    for _, x, y in DataLoader(data, 4, sampler=mine):
+        found += torch.tensor([F.mse_loss(model(x), y, reduction="sum"), len(x)])
+    dist.all_reduce(found)
+    return {"loss": (found[0] / found[1]).item()}
+
+
+def evaluates_all_but_the_rest(world: World) -> Result:
+    data, model = Subset(DATA, range(21)), net(nn.LayerNorm(8))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank, drop_last=True)
+    right = torch.zeros(2, dtype=torch.float64)
+    for _, x, y in DataLoader(data, 2, sampler=sampler):
+        right += torch.tensor([(model(x) - y).abs().lt(1).sum(), len(x)])
+    dist.all_reduce(right)
+    return {"right": right[0].item(), "of": right[1].item()}
+
+
+SAMPLES = (
+    Exhibit(
+        "data",
+        "A seed that differs by rank comes before the split into training and test samples: what one rank holds out, "
+        "another one trains on.",
+        "A test loss that is too good.",
+        splits_by_rank,
+        splits_alike,
+        ("once",),
+        (shuffles_files_by_rank,),
+    ),
+    Exhibit(
+        "data",
+        "The dataset was dealt out already, and a sampler deals it out again: half of the samples are never seen.",
+        "Epochs are twice as fast.",
+        deals_twice,
+        deals_once,
+        ("once",),
+        (skips_batches_of_its_own, offsets_each_worker_twice),
+    ),
+    Exhibit(
+        "data",
+        "There is no sampler: each rank reads the whole dataset, and the ranks do the same work.",
+        "The replicas agree, and two ranks are no better than one.",
+        reads_all_on_each_rank,
+        reads_its_share,
+        ("once", "copies"),
+        (shares_out_with_another_order,),
+    ),
+    Exhibit(
+        "data",
+        "One seed for all ranks, and dropout draws the same mask on each.",
+        "Nothing: the noise does not average out.",
+        draws_the_same_noise,
+        draws_its_own_noise,
+        ("copies",),
+        (augments_alike,),
+    ),
+    Exhibit(
+        "data",
+        "`DistributedSampler` repeats samples until all ranks have equally many; the test loss counts them twice.",
+        "A test loss that depends on the number of ranks, in the third digit.",
+        evaluates_padding,
+        evaluates_each_sample,
+        ("one process",),
+        (evaluates_all_but_the_rest,),
+    ),
+)

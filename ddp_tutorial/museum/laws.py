@@ -1,0 +1,359 @@
+"""What every program of distributed training has to keep, whatever it does; and who breaks it.
+
+    examine({"mine": train})      # {"mine": {"hang": "", "drift": "", "one process": "weights: ...", ...}}
+
+A program is a function in plain torch. What it takes says what can be asked of it: `world` alone, `accumulate` or
+`scale` beside it, a `folder` from which it goes on, `losses` of which it names the best, or a `model` and an
+`optimizer` whose replicas it compares. What it returns by name is what it claims; numbers and tensors do not depend on
+the number of ranks then. Two names are special: `seen`, the samples of which it has trained on one epoch, and
+`held_out`.
+
+No law knows of any bug. Each is run on programs that are right as well, and has to be silent there.
+"""
+
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from ddp_tutorial.debug import DataOverlap, ReplicaDrift, SameRandomNumbers
+from ddp_tutorial.museum.parts import DATA, Program
+from ddp_tutorial.museum.stage import Outcome, Stage, a_sigterm, an_error, checked, cut_after_step, cut_in_write
+from ddp_tutorial.processes.errors import RankError
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.world import World
+
+LAWS = {
+    "hang": "all ranks enter the same collectives, and come to the end",
+    "drift": "the replicas are equal after each step",
+    "copies": "no rank repeats the samples or the random numbers of another",
+    "agreement": "all ranks claim the same",
+    "one process": "what is claimed does not depend on the number of ranks",
+    "division": "nor on micro-batches, nor on the scale of the loss",
+    "once": "each sample is trained on once an epoch, or held out from all ranks",
+    "errors": "an error, or a request to stop, is told or makes no difference",
+    "cuts": "cut anywhere and started again, it ends with the same bits, and repeats nothing that was saved",
+    "best": "the best one is kept",
+    "check": "a check finds a number that differs, on whatever rank, and says so on all",
+}
+
+_TOLERANCE = 1e-9  # in double precision; sums in another order differ by 1e-15
+
+
+def examine(programs: Mapping[str, Program], nprocs: int = 2) -> dict[str, dict[str, str]]:
+    """For each program, the laws that apply to it, and how it breaks each; an empty text where it does not.
+
+    All are run in one launch. A rank that dies ends it: what was at work has broken its law, and the rest is run in
+    another one. After a hang, no other law is tried.
+    """
+    found: dict[str, dict[str, str]] = {name: {} for name in programs}
+    left = dict(programs)
+    with tempfile.TemporaryDirectory() as folder:
+        while left:
+            notes = Path(folder) / f"{len(left)}.jsonl"
+            notes.touch()
+            died = ""
+            try:
+                launch(_on_ranks, nprocs, left, str(notes), device="cpu", echo=False, threads=1)
+            except RankError as error:
+                died = f"a rank dies: {str(error).splitlines()[0]}"
+            for line in notes.read_text().splitlines():
+                name, law, alarm = json.loads(line)
+                found[name][law] = died if alarm is None else alarm
+                left.pop(name, None)
+            if not died:
+                break
+            if not notes.read_text():
+                raise RuntimeError(died)
+    return found
+
+
+def _on_ranks(world: World, programs: Mapping[str, Program], notes: str) -> None:
+    stage = Stage(world)
+    for name, program in programs.items():
+        for law in applying(program):
+            if world.is_main:
+                _note(notes, name, law, None)
+            alarm = _LAWS[law](stage, program)
+            if world.is_main:
+                _note(notes, name, law, alarm)
+            if law == "hang" and alarm:
+                break
+
+
+def _note(notes: str, *what: str | None) -> None:
+    with Path(notes).open("a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def applying(program: Program) -> list[str]:
+    """The laws that a program can be held to, by what it takes."""
+    takes = set(inspect.signature(program).parameters)
+    if "losses" in takes:
+        return ["best"]
+    if "model" in takes:
+        return ["check"]
+    if "folder" in takes:
+        return ["hang", "drift", "agreement", "cuts"]
+    divided = ["division"] if takes & {"accumulate", "scale"} else []
+    return ["hang", "drift", "copies", "agreement", "one process", *divided, "once", "errors"]
+
+
+# --------------------------------------------------------------------------------------------------- on the same play
+
+
+def _settings(program: Program) -> dict[str, Any]:
+    """A folder of this play's own, where the program takes one: the same on all ranks that play together."""
+    if "folder" not in inspect.signature(program).parameters:
+        return {}
+    name = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(name, src=0)
+    return {"folder": Path(name[0])}
+
+
+def _hang(stage: Stage, program: Program) -> str:
+    outcomes = stage.play(program, **_settings(program))
+    for outcome in outcomes:
+        if outcome.hang:
+            return re.sub(r'File "[^"]*?([^/"]+)"', r"\1", outcome.hang)
+    return next((f"rank {rank} fails: {each.error}" for rank, each in enumerate(outcomes) if each.error), "")
+
+
+def _drift(stage: Stage, program: Program) -> str:
+    return _finding(stage, program, {"drift"})
+
+
+def _copies(stage: Stage, program: Program) -> str:
+    return _finding(stage, program, {"overlap", "same_random"})
+
+
+def _finding(stage: Stage, program: Program, names: set[str]) -> str:
+    """The first of what `checking` finds, of the detectors of these names."""
+    every_step = checked(stage.world, lambda: [DataOverlap(every=1), SameRandomNumbers(), ReplicaDrift(every=1)])
+    outcomes = stage.play(program, around=every_step, **_settings(program))
+    return next((said for each in outcomes for name, said in each.findings if name in names), "")
+
+
+def _claims(outcome: Outcome) -> dict[str, Any]:
+    result = outcome.result if isinstance(outcome.result, dict) else {}
+    return {name: value for name, value in result.items() if name not in {"seen", "held_out"} and value is not None}
+
+
+def _agreement(stage: Stage, program: Program) -> str:
+    mine, *others = (_claims(each) for each in stage.play(program, **_settings(program)))
+    for rank, other in enumerate(others, start=1):
+        for name in mine:
+            if other.get(name) is not None and not _equal(mine[name], other[name]):
+                return f"{name}: {_told(mine[name], other[name], 'rank 0', f'rank {rank}')}"
+    return ""
+
+
+def _one_process(stage: Stage, program: Program) -> str:
+    together = _claims(stage.play(program)[0])
+    alone = _claims(stage.play(program, alone=True)[0])
+    return _difference(together, alone, f"{stage.world.size} ranks", "one process")
+
+
+def _division(stage: Stage, program: Program) -> str:
+    takes = inspect.signature(program).parameters
+    first = _claims(stage.play(program)[0])
+    for name, values in {"accumulate": (1, 2), "scale": (1.0, 2.0**15)}.items():
+        for value in values if name in takes else ():
+            other = _claims(stage.play(program, **{name: value})[0])
+            said = f"{name}={takes[name].default:g}", f"{name}={value:g}"
+            if alarm := _difference(first, other, *said):
+                return alarm
+    return ""
+
+
+def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: str, of_second: str) -> str:
+    """In numbers and tensors. Names, such as that of a folder, may differ from one run to the next."""
+    for name, value in first.items():
+        other = second.get(name)
+        if not isinstance(value, str) and other is not None and not _equal(value, other):
+            return f"{name}: {_told(value, other, of_first, of_second)}"
+    return ""
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return first.shape == second.shape and torch.allclose(first, second, rtol=_TOLERANCE, atol=_TOLERANCE)
+    if isinstance(first, float):
+        return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    return bool(first == second)
+
+
+def _told(first: Any, second: Any, of_first: str, of_second: str) -> str:
+    if isinstance(first, torch.Tensor):
+        if first.shape != second.shape:
+            return f"{len(first)} numbers with {of_first}, {len(second)} with {of_second}"
+        return f"up to {(first - second).abs().max():.2g} apart, {of_first} and {of_second}"
+    if isinstance(first, float):
+        return f"{first:.4g} with {of_first}, {second:.4g} with {of_second}"
+    return f"{of_first} and {of_second} do not say the same"
+
+
+def _once(stage: Stage, program: Program) -> str:
+    results = [each.result for each in stage.play(program)]
+    if not all(isinstance(each, dict) and "seen" in each for each in results):
+        return ""
+    seen = Counter(number for each in results for number in each["seen"])
+    for rank, each in enumerate(results):
+        if both := sorted(set(each.get("held_out", ())) & set(seen)):
+            return f"rank {rank} holds out {len(both)} samples that are trained on, such as {both[0]}"
+    if often := [number for number, times in seen.items() if times > 1]:
+        return f"{len(often)} samples come more than once, such as {often[0]}"
+    held_out = {number for each in results for number in each.get("held_out", ())}
+    if never := set(range(len(DATA))) - set(seen) - held_out:
+        return f"{len(never)} samples never come, such as {min(never)}"
+    return ""
+
+
+def _errors(stage: Stage, program: Program) -> str:
+    whole = stage.play(program, alone=True)[0]
+    for what, around in {"an error in the second forward": an_error, "SIGTERM after the first step": a_sigterm}.items():
+        outcome = stage.play(program, alone=True, around=around)[0]
+        if outcome.was_struck and outcome.exit_code == 0:
+            if outcome.error:
+                return f"{what}: it leaves with exit code 0 after {outcome.steps} of {whole.steps} steps"
+            if alarm := _difference(_claims(whole), _claims(outcome), "none", "it"):
+                return f"{what}: not a word of it, and {alarm}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------- cut, and again
+
+
+def _cuts(stage: Stage, program: Program) -> str:
+    """Each rank by itself: a cut on one rank ends all of them anyway."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = _folders(Path(scratch))
+        whole = stage.play(program, next(folders), alone=True)[0]
+        cuts = [(f"cut after step {step}", cut_after_step(step), False) for step in range(1, whole.steps + 1)]
+        cuts += [(f"cut in write {k}", cut_in_write(k), False) for k in range(1, len(whole.saves) + 1)]
+        if whole.steps:
+            last = (f"cut after step {whole.steps}, its folder copied", cut_after_step(whole.steps), True)
+            cuts.append(last)
+        for what, around, copied in cuts:
+            folder = next(folders)
+            first = stage.play(program, folder, alone=True, around=around)[0]
+            if copied:
+                _touch_in_reverse(folder)
+            second = stage.play(program, folder, alone=True)[0]
+            if alarm := _after_a_cut(whole, first, second):
+                return f"{what}: {alarm}"
+    return ""
+
+
+def _folders(scratch: Path) -> Iterator[Path]:
+    """Empty ones."""
+    for number in itertools.count():
+        folder = scratch / str(number)
+        folder.mkdir()
+        yield folder
+
+
+def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
+    if second.error:
+        return f"the next start fails, {second.error.splitlines()[0][:90]}"
+    for name, value in _claims(whole).items():
+        other = second.result.get(name)
+        same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+        if not same:
+            return f"{name}: {_told(value, other, 'uncut', 'cut')}"
+    saved = max((steps for steps in first.saves if steps < first.steps), default=0)
+    if second.steps > whole.steps - saved:
+        return f"step {saved} was saved, and the next start makes {second.steps} of {whole.steps} steps"
+    return ""
+
+
+def _touch_in_reverse(folder: Path) -> None:
+    """As a copy may leave it: what was written first was changed last."""
+    paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for age, path in enumerate(paths):
+        os.utime(path, (10**9 - age, 10**9 - age))
+
+
+# ------------------------------------------------------------------------------------------------- one question each
+
+_NAN = math.nan
+_LOSSES = [
+    (3.0, 1.0, 2.0, 4.0),
+    (1.0, 0.0, 2.0, 3.0),
+    (0.5, _NAN, 0.7, 0.2),
+    (0.0, 1.0, 2.0),
+    (_NAN, 1.0, 2.0, 3.0),
+    (-1.0, -2.0, -1.0, 0.0),
+    (1.0, 1.0, 1.0),
+    (0.2, 0.4, 0.3, _NAN),
+]
+
+
+def _best(stage: Stage, program: Program) -> str:
+    for losses in _LOSSES:
+        kept = program(losses)
+        best = min(loss for loss in losses if not math.isnan(loss))
+        told = ", ".join(f"{loss:g}" for loss in losses)
+        if losses[kept] != best:
+            return f"of the losses {told} it keeps {losses[kept]:g}"
+    return ""
+
+
+def _check(stage: Stage, program: Program) -> str:
+    for spoilt_rank in (None, *range(stage.world.size)):
+        for number in range(1 if spoilt_rank is None else len(_replica()[2])):
+            model, optimizer, tensors = _replica()
+            name = list(tensors)[number]
+            if stage.world.rank == spoilt_rank:
+                tensors[name].view(-1)[0] += 0.001
+            outcomes = stage.play(program, model, optimizer)
+            what = "equal replicas" if spoilt_rank is None else f"{name} differs on rank {spoilt_rank}"
+            if any(each.hang for each in outcomes):
+                return f"{what}: the ranks wait for one another"
+            said = [bool(each.result) and not each.error for each in outcomes]
+            if said != [spoilt_rank is None] * len(said):
+                wrong = [rank for rank, each in enumerate(said) if each != (spoilt_rank is None)]
+                told = "an alarm" if spoilt_rank is None else "no alarm"
+                return f"{what}: {told} on rank {', '.join(map(str, wrong))}"
+    return ""
+
+
+def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    """A model and its optimizer after a step, the same everywhere, and some of their tensors by name."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    F.mse_loss(model(DATA[:8][1]), DATA[:8][2]).backward()
+    optimizer.step()
+    last = list(model.parameters())[-1]
+    tensors = {"0.weight": model[0].weight.detach(), "1.bias": last.detach()}
+    return model, optimizer, tensors | {"the momentum of 1.bias": optimizer.state[last]["exp_avg"]}
+
+
+Law = Callable[[Stage, Program], str]
+_LAWS: dict[str, Law] = {
+    "hang": _hang,
+    "drift": _drift,
+    "copies": _copies,
+    "agreement": _agreement,
+    "one process": _one_process,
+    "division": _division,
+    "once": _once,
+    "errors": _errors,
+    "cuts": _cuts,
+    "best": _best,
+    "check": _check,
+}
+
