@@ -29,6 +29,7 @@ ROOMS = [
     ["training"],
     ["experiments"],
     ["debug"],
+    ["museum"],
     ["exercises", "benches", "examples", "configs"],
     ["commands"],
     ["__main__"],

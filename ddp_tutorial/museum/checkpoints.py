@@ -191,7 +191,7 @@ def writes_beside_the_last_one(world: World, folder: Path) -> Result:
             _step(model, optimizer, x, y)
             if world.is_main:
                 torch.save((step + 1, model.state_dict()), folder / "new.pt")
-                os.replace(folder / "new.pt", path)
+                (folder / "new.pt").replace(path)
     return {"weights": weights(model)}
 
 
@@ -262,7 +262,7 @@ def saves_what_needs_a_gradient(world: World, folder: Path) -> Result:
 
 
 def drops_the_shuffle_buffer(world: World, folder: Path) -> Result:
-    position, seen, path = 0, [], folder / "stream.pt"
+    position, seen, path = 0, [], folder / f"stream-{world.rank}.pt"
     if path.exists():
         position, seen = torch.load(path)
     buffer: list[int] = []
@@ -276,7 +276,7 @@ def drops_the_shuffle_buffer(world: World, folder: Path) -> Result:
 
 
 def keeps_the_shuffle_buffer(world: World, folder: Path) -> Result:
-    position, seen, path = 0, [], folder / "stream.pt"
+    position, seen, path = 0, [], folder / f"stream-{world.rank}.pt"
     buffer: list[int] = []
     if path.exists():
         position, seen, buffer = torch.load(path)
@@ -290,12 +290,28 @@ def keeps_the_shuffle_buffer(world: World, folder: Path) -> Result:
 
 
 def drops_the_random_state(world: World, folder: Path) -> Result:
-    dealer, path = random.Random(0), folder / "stream.pt"
+    dealer, path = random.Random(0), folder / f"stream-{world.rank}.pt"
     left, seen = torch.load(path) if path.exists() else (list(range(12)), [])
     while left:
         seen.append(left.pop(dealer.randrange(len(left))))
         write(path, (left, seen))
     return {"order": torch.tensor(seen)}
+
+
+def restores_random_numbers_too_early(world: World, folder: Path) -> Result:
+    """The loader draws one when its loop begins, and so the masks of dropout are others."""
+    model, start, path = ddp(nn.Dropout(0.3)), 0, folder / f"rank-{world.rank}.pt"
+    torch.manual_seed(50 + world.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if path.exists():
+        start, state, numbers = torch.load(path)
+        model.load_state_dict(state)
+        torch.set_rng_state(numbers)
+    for step, (_, x, y) in enumerate(loader(world)):
+        if step >= start:
+            _step(model, optimizer, x, y)
+            write(path, (step + 1, model.state_dict(), torch.get_rng_state()))
+    return {"weights": weights(model)}
 
 
 CHECKPOINTS: tuple[Exhibit, ...] = (
@@ -351,7 +367,6 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
         drops_the_shuffle_buffer,
         keeps_the_shuffle_buffer,
         ("cuts",),
-        (drops_the_random_state,),
+        (drops_the_random_state, restores_random_numbers_too_early),
     ),
 )
-

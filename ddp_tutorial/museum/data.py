@@ -20,7 +20,7 @@ def splits_by_rank(world: World) -> Result:
     train, test = random_split(DATA, [16, 8])
     mine: DistributedSampler[Any] = DistributedSampler(train, world.size, world.rank, shuffle=False)
     seen = [int(number) for batch, *_ in DataLoader(train, 4, sampler=mine) for number in batch]
-    return {"seen": seen, "held_out": [int(number) for number, *_ in test]}
+    return {"seen": seen, "held_out": list(test.indices)}
 
 
 def splits_alike(world: World) -> Result:
@@ -28,13 +28,14 @@ def splits_alike(world: World) -> Result:
     train, test = random_split(DATA, [16, 8], generator=torch.Generator().manual_seed(0))
     mine: DistributedSampler[Any] = DistributedSampler(train, world.size, world.rank, shuffle=False)
     seen = [int(number) for batch, *_ in DataLoader(train, 4, sampler=mine) for number in batch]
-    return {"seen": seen, "held_out": [int(number) for number, *_ in test]}
+    return {"seen": seen, "held_out": list(test.indices)}
 
 
 def shuffles_files_by_rank(world: World) -> Result:
     files = [list(range(k, k + 4)) for k in range(0, 24, 4)]
     random.Random(f"seed {world.rank}").shuffle(files)
-    train, test = sum(files[:4], []), sum(files[4:], [])
+    order = [number for file in files for number in file]
+    train, test = order[:16], order[16:]
     return {"seen": train[world.rank :: world.size], "held_out": test}
 
 

@@ -446,7 +446,7 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "Losses are summed over samples, and DDP averages over ranks: the gradient shrinks with every rank that is added.",
+        "Losses are summed over samples, and DDP averages over ranks: the gradient shrinks with each rank more.",
         "Two ranks learn more slowly than one.",
         sums_the_loss,
         divides_the_sum_by_all_samples,
@@ -491,7 +491,7 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "DDP takes hold of the parameters that need a gradient when it is made. What is unfrozen or added afterwards is "
+        "DDP takes hold of parameters that need a gradient when it is made. What is unfrozen or added after that is "
         "never averaged.",
         "Nothing; rank 0's checkpoint has rank 0's layer.",
         unfreezes_after_wrapping,

@@ -123,8 +123,16 @@ def _settings(program: Program) -> dict[str, Any]:
     return {"folder": Path(name[0])}
 
 
+def _plain(stage: Stage, program: Program) -> list[Outcome]:
+    return stage.once((program, "plain"), lambda: stage.play(program, **_settings(program)))
+
+
+def _alone(stage: Stage, program: Program) -> Outcome:
+    return stage.once((program, "alone"), lambda: stage.play(program, alone=True))[0]
+
+
 def _hang(stage: Stage, program: Program) -> str:
-    outcomes = stage.play(program, **_settings(program))
+    outcomes = _plain(stage, program)
     for outcome in outcomes:
         if outcome.hang:
             return re.sub(r'File "[^"]*?([^/"]+)"', r"\1", outcome.hang)
@@ -142,7 +150,7 @@ def _copies(stage: Stage, program: Program) -> str:
 def _finding(stage: Stage, program: Program, names: set[str]) -> str:
     """The first of what `checking` finds, of the detectors of these names."""
     every_step = checked(stage.world, lambda: [DataOverlap(every=1), SameRandomNumbers(), ReplicaDrift(every=1)])
-    outcomes = stage.play(program, around=every_step, **_settings(program))
+    outcomes = stage.once((program, "checked"), lambda: stage.play(program, around=every_step, **_settings(program)))
     return next((said for each in outcomes for name, said in each.findings if name in names), "")
 
 
@@ -152,7 +160,7 @@ def _claims(outcome: Outcome) -> dict[str, Any]:
 
 
 def _agreement(stage: Stage, program: Program) -> str:
-    mine, *others = (_claims(each) for each in stage.play(program, **_settings(program)))
+    mine, *others = (_claims(each) for each in _plain(stage, program))
     for rank, other in enumerate(others, start=1):
         for name in mine:
             if other.get(name) is not None and not _equal(mine[name], other[name]):
@@ -161,17 +169,19 @@ def _agreement(stage: Stage, program: Program) -> str:
 
 
 def _one_process(stage: Stage, program: Program) -> str:
-    together = _claims(stage.play(program)[0])
-    alone = _claims(stage.play(program, alone=True)[0])
-    return _difference(together, alone, f"{stage.world.size} ranks", "one process")
+    together, alone = _plain(stage, program)[0], _alone(stage, program)
+    return _difference(_claims(together), _claims(alone), f"{stage.world.size} ranks", "one process")
 
 
 def _division(stage: Stage, program: Program) -> str:
     takes = inspect.signature(program).parameters
-    first = _claims(stage.play(program)[0])
+    first = _claims(_plain(stage, program)[0])
     for name, values in {"accumulate": (1, 2), "scale": (1.0, 2.0**15)}.items():
         for value in values if name in takes else ():
-            other = _claims(stage.play(program, **{name: value})[0])
+            if value == takes[name].default:
+                continue
+            setting: dict[str, Any] = {name: value}
+            other = _claims(stage.play(program, **setting)[0])
             said = f"{name}={takes[name].default:g}", f"{name}={value:g}"
             if alarm := _difference(first, other, *said):
                 return alarm
@@ -206,7 +216,7 @@ def _told(first: Any, second: Any, of_first: str, of_second: str) -> str:
 
 
 def _once(stage: Stage, program: Program) -> str:
-    results = [each.result for each in stage.play(program)]
+    results = [each.result for each in _plain(stage, program)]
     if not all(isinstance(each, dict) and "seen" in each for each in results):
         return ""
     seen = Counter(number for each in results for number in each["seen"])
@@ -222,7 +232,7 @@ def _once(stage: Stage, program: Program) -> str:
 
 
 def _errors(stage: Stage, program: Program) -> str:
-    whole = stage.play(program, alone=True)[0]
+    whole = _alone(stage, program)
     for what, around in {"an error in the second forward": an_error, "SIGTERM after the first step": a_sigterm}.items():
         outcome = stage.play(program, alone=True, around=around)[0]
         if outcome.was_struck and outcome.exit_code == 0:
@@ -333,12 +343,12 @@ def _check(stage: Stage, program: Program) -> str:
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """A model and its optimizer after a step, the same everywhere, and some of their tensors by name."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)).double()
+    model = nn.Sequential(first := nn.Linear(4, 2), nn.Linear(2, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     F.mse_loss(model(DATA[:8][1]), DATA[:8][2]).backward()
     optimizer.step()
     last = list(model.parameters())[-1]
-    tensors = {"0.weight": model[0].weight.detach(), "1.bias": last.detach()}
+    tensors = {"0.weight": first.weight.detach(), "1.bias": last.detach()}
     return model, optimizer, tensors | {"the momentum of 1.bias": optimizer.state[last]["exp_avg"]}
 
 
@@ -356,4 +366,3 @@ _LAWS: dict[str, Law] = {
     "best": _best,
     "check": _check,
 }
-

@@ -224,7 +224,7 @@ def looks_all_the_way_down(world: World, model: nn.Module, optimizer: Optimizer)
 
 
 def looks_at_parameters_only(world: World, model: nn.Module, optimizer: Optimizer) -> bool:
-    of_all: list[float] = [0.0] * world.size
+    of_all: list[object] = [None] * world.size
     mine = [value.tolist() for value in model.parameters()]
     dist.all_gather_object(of_all, mine)
     return all(each == mine for each in of_all)

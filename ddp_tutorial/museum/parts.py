@@ -1,6 +1,5 @@
 """What the programs of the museum are made of: 24 numbered samples, a small model, and a file written at once."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ Program = Callable[..., Any]
 class Exhibit:
     """A bug: the smallest program that has it, and the same one without.
 
-    `story` says what is wrong, `seen` what one sees of it. `caught_by` names the laws that it breaks. `variants` make
-    the same mistake in another way, place or program.
+    `story` says what is wrong, `seen` what one sees of it. `caught_by` names the laws that
+    are made for it; one of them, at least, is broken. `variants` make the same mistake in another way or place.
     """
 
     subject: str
@@ -72,4 +71,4 @@ def weights(model: nn.Module) -> torch.Tensor:
 def write(path: Path, state: object) -> None:
     """The file is there with all of `state`, or as it was before."""
     torch.save(state, path.with_suffix(".new"))
-    os.replace(path.with_suffix(".new"), path)
+    path.with_suffix(".new").replace(path)

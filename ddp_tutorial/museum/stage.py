@@ -29,7 +29,7 @@ from ddp_tutorial.museum.parts import Program
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
-PATIENCE = 1.5  # seconds that a rank waits for the others
+PATIENCE = 0.8  # seconds that a rank waits for the others
 LONG_PATIENCE = 20.0  # where ranks that were late have waited in the same collective: a busy machine, not a hang
 
 
@@ -69,6 +69,7 @@ class Stage:
         if world.size < 2:
             raise ValueError(f"the world has {world.size} rank: what ranks do to one another takes two at least")
         self.world = world
+        self._kept: dict[Any, list[Outcome]] = {}
         self._alone = dist.new_group([world.rank], use_local_synchronization=True)
 
     def play(
@@ -82,7 +83,7 @@ class Stage:
     ) -> list[Outcome]:
         """What became of it on all ranks, the same list on each; `alone`, each rank plays it by itself."""
         limit = timedelta(seconds=patience)
-        group = self._alone if alone else dist.new_group(timeout=limit)
+        group = self._alone if alone else _impatient(limit)
         world = World() if alone else replace(self.world, timeout=limit)
         outcome, began = Outcome(), time.monotonic()
         torch.manual_seed(1000 + self.world.rank)
@@ -101,19 +102,34 @@ class Stage:
                 with suppress(RuntimeError):
                     dist.destroy_process_group(group)
             return outcomes
-        found = self._diagnosed(group)
+        found = self._diagnosed(group, has_waited=has_waited)
         if found.kind in {"none", "slow"} and patience < LONG_PATIENCE:
             return self.play(program, *args, around=around, patience=LONG_PATIENCE, **settings)
         for each in outcomes:
             each.hang = found.verdict if found.kind not in {"none", "slow"} else ""
         return outcomes
 
-    def _diagnosed(self, group: dist.ProcessGroup) -> Diagnosis:
+    def once(self, key: Any, play: Callable[[], list[Outcome]]) -> list[Outcome]:
+        """What `play` returns, which is run the first time only: several laws may ask about the same play."""
+        if key not in self._kept:
+            self._kept[key] = play()
+        return self._kept[key]
+
+    def _diagnosed(self, group: dist.ProcessGroup, *, has_waited: bool) -> Diagnosis:
         """Which collectives of the group they have entered, and in which one they differ."""
         prepare()
         entered = [call for call in calls(2000) if call.group == group.group_name]
+        if has_waited and entered:  # torch has given it up
+            entered[-1] = replace(entered[-1], done=False)
         of_ranks = all_gather(self.world, entered)
         return diagnose({rank: Standing(tuple(each), left="well") for rank, each in enumerate(of_ranks)})
+
+
+def _impatient(limit: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks. To make it may take its time; from then on they wait for `limit` only."""
+    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=60))
+    dist.distributed_c10d._set_pg_timeout(limit, group)
+    return group
 
 
 @contextmanager
@@ -140,7 +156,7 @@ def _counted(outcome: Outcome) -> Iterator[None]:
         outcome.saves.append(outcome.steps)
 
     hook = register_optimizer_step_post_hook(step)
-    torch.save = save
+    torch.save = save  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -190,7 +206,7 @@ def cut_in_write(number: int) -> Around:
             Path(path).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
             raise CutError(f"in the middle of file {number}")
 
-        torch.save = save
+        torch.save = save  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -1,0 +1,88 @@
+"""The museum of bugs: each is caught by a law that knows nothing of it, and no program that is right is blamed."""
+
+import inspect
+
+import pytest
+
+from ddp_tutorial.museum import LAWS, MUSEUM, examine
+from ddp_tutorial.museum.correct import CORRECT
+from ddp_tutorial.museum.laws import applying
+from ddp_tutorial.museum.parts import Exhibit, Program
+from ddp_tutorial.world import World
+
+VARIANTS = [(exhibit, variant) for exhibit in MUSEUM for variant in exhibit.variants]
+RIGHT = [*(exhibit.fixed for exhibit in MUSEUM), *CORRECT]
+
+
+def name_of(thing: object) -> str:
+    return getattr(thing, "__name__", "") or getattr(thing, "name", "")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, str]]:
+    """All programs, in one launch."""
+    programs = [each.broken for each in MUSEUM] + [variant for _, variant in VARIANTS] + RIGHT
+    assert len({program.__name__ for program in programs}) == len(programs)
+    return examine({program.__name__: program for program in programs})
+
+
+def alarms(found: dict[str, dict[str, str]], program: Program) -> dict[str, str]:
+    assert found[program.__name__], "it was not examined"
+    return {law: alarm for law, alarm in found[program.__name__].items() if alarm}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("exhibit", MUSEUM, ids=name_of)
+def test_a_bug_is_caught_by_a_law_that_is_made_for_it(exhibit: Exhibit, found: dict[str, dict[str, str]]) -> None:
+    fired = alarms(found, exhibit.broken)
+    assert set(fired) & set(exhibit.caught_by), fired
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("exhibit", "variant"), VARIANTS, ids=name_of)
+def test_the_same_mistake_made_otherwise_is_caught_too(
+    exhibit: Exhibit, variant: Program, found: dict[str, dict[str, str]]
+) -> None:
+    fired = alarms(found, variant)
+    assert set(fired) & set(exhibit.caught_by), fired
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("program", RIGHT, ids=name_of)
+def test_a_program_that_is_right_raises_no_alarm(program: Program, found: dict[str, dict[str, str]]) -> None:
+    assert not alarms(found, program)
+    assert set(found[program.__name__]) == set(applying(program)), "some laws were not tried"
+
+
+def test_there_are_twenty_bugs_and_ten_programs_that_are_right_or_more() -> None:
+    assert len(MUSEUM) >= 20
+    assert len(CORRECT) >= 10
+    assert all(exhibit.variants for exhibit in MUSEUM)
+    assert all(set(exhibit.caught_by) <= set(LAWS) for exhibit in MUSEUM)
+
+
+def test_every_law_is_the_one_made_for_some_bug() -> None:
+    assert {law for exhibit in MUSEUM for law in exhibit.caught_by} == set(LAWS)
+
+
+@pytest.mark.parametrize("program", [each.broken for each in MUSEUM], ids=name_of)
+def test_a_bug_fits_in_a_cell(program: Program) -> None:
+    assert len(inspect.getsource(program).splitlines()) <= 25
+
+
+def dies(world: World) -> dict[str, float]:
+    import os
+
+    os._exit(3) if world.rank == 1 else None
+    return {}
+
+
+def says_nothing(world: World) -> dict[str, float]:
+    return {}
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_dies_is_told_and_the_programs_behind_it_are_examined() -> None:
+    found = examine({"first": says_nothing, "dies": dies, "last": says_nothing})
+    assert "a rank dies" in found["dies"]["hang"]
+    assert found["first"] == found["last"] == dict.fromkeys(applying(says_nothing), "")
