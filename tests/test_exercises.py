@@ -25,6 +25,7 @@ EXERCISES = {
 STUCK = {
     ("ddp_from_scratch.bucket_ddp", "waits until every gradient has arrived"),
     ("what_is_not_synced.step_together", "asks the others only if it has overflowed"),
+    ("bug_museum.find_bad_deal", "reads each share to its end"),
 }
 WRONG = [(name, mistake) for name, exercise in EXERCISES.items() for mistake in exercise.wrong]
 

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from ddp_tutorial.debug import DataOverlap, ReplicaDrift, SameRandomNumbers
 from ddp_tutorial.museum.parts import DATA, Program
 from ddp_tutorial.museum.stage import Outcome, Stage, a_sigterm, an_error, checked, cut_after_step, cut_in_write
-from ddp_tutorial.processes.errors import RankError
+from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
@@ -52,11 +52,14 @@ LAWS = {
 _TOLERANCE = 1e-9  # in double precision; sums in another order differ by 1e-15
 
 
-def examine(programs: Mapping[str, Program], nprocs: int = 2) -> dict[str, dict[str, str]]:
+def examine(
+    programs: Mapping[str, Program], nprocs: int = 2, timeout: float | None = 600.0
+) -> dict[str, dict[str, str]]:
     """For each program, the laws that apply to it, and how it breaks each; an empty text where it does not.
 
     All are run in one launch. A rank that dies ends it: what was at work has broken its law, and the rest is run in
-    another one. After a hang, no other law is tried.
+    another one. After a hang, no other law is tried. Raises `RankTimeoutError` where a launch takes longer than
+    `timeout` seconds, as with a program that does not end.
     """
     found: dict[str, dict[str, str]] = {name: {} for name in programs}
     left = dict(programs)
@@ -66,7 +69,9 @@ def examine(programs: Mapping[str, Program], nprocs: int = 2) -> dict[str, dict[
             notes.touch()
             died = ""
             try:
-                launch(_on_ranks, nprocs, left, str(notes), device="cpu", echo=False, threads=1)
+                launch(_on_ranks, nprocs, left, str(notes), device="cpu", echo=False, threads=1, timeout=timeout)
+            except RankTimeoutError:
+                raise
             except RankError as error:
                 died = f"a rank dies: {str(error).splitlines()[0]}"
             for line in notes.read_text().splitlines():
