@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,7 @@ def _test_goes_on(answer: Answer) -> str:
         said = _apart(answer(world, parts[0]), _goes_on(world, parts[1]))
         expect(not said, said)
         files = [path for path in parts[0].rglob("*") if path.is_file()]
-        expect(
-            bool(files) or not world.is_main, "It leaves no file in its folder: what would the next start go on from?"
-        )
+        expect(bool(files) or not world.is_main, "It leaves no file in its folder: what could it go on from?")
         return {}
 
     def goes_on(world: World, folder: Path) -> Result:
@@ -206,7 +204,7 @@ def _going_on(*, optimizer_too: bool = True, in_place: bool = False, off: int = 
 
 goes_on = Exercise(
     task=(
-        "goes_on(world, folder): a training that goes on from its folder, wherever it was cut. The program above has two "
+        "goes_on(world, folder): a training that goes on from its folder, wherever it was cut. The one above has two "
         "bugs: what it saves, and how it writes it."
     ),
     test=_test_goes_on,
@@ -252,10 +250,6 @@ def _turns(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
     return iter(range((rank + epoch) % size, samples, size))
 
 
-def _backwards(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    return iter(range(samples - 1 - rank, -1, -size))
-
-
 def _everything(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
     return iter(range(samples))
 
@@ -297,11 +291,7 @@ def _swapped(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
     return iter([own[0], *own[:-1]] if rank == 1 and len(own) > 1 else own)
 
 
-def _from_one(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    return iter(range(rank + 1, samples + 1, size))
-
-
-def _fails_when_there_is_none(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
+def _fails_without_samples(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
     own = list(range(rank, samples, size))
     return iter([own[0], *own[1:]])
 
@@ -309,7 +299,7 @@ def _fails_when_there_is_none(samples: int, rank: int, size: int, epoch: int) ->
 # What the learner is shown, and what is kept back.
 RIGHT: dict[str, Deal] = {"every so manieth": _strided, "blocks": _in_blocks, "shuffled by epoch": _shuffled}
 WRONG: dict[str, Deal] = {"all samples on all ranks": _everything, "padded": _padded, "dealt twice": _dealt_twice}
-UNSEEN_RIGHT: dict[str, Deal] = {"all to the last rank": _all_to_the_last, "by turns": _turns, "backwards": _backwards}
+UNSEEN_RIGHT: dict[str, Deal] = {"all to the last rank": _all_to_the_last, "by turns": _turns}
 UNSEEN_WRONG: dict[str, Deal] = {
     "shuffled by rank": _shuffled_by_rank,
     "what does not divide is left out": _cropped,
@@ -317,8 +307,7 @@ UNSEEN_WRONG: dict[str, Deal] = {
     "right in the first epoch": _later,
     "a share without end": _without_end,
     "one sample twice and one never": _swapped,
-    "numbers from one": _from_one,
-    "an error where a rank has no sample": _fails_when_there_is_none,
+    "an error where a rank has no sample": _fails_without_samples,
 }
 
 
@@ -335,9 +324,8 @@ def _test_detector(answer: Answer) -> str:
         unseen = " (you have not seen this one)" if name in UNSEEN_RIGHT or name in UNSEEN_WRONG else ""
         expect(not (is_right and verdict), f"A false alarm{unseen}: {name!r} hands out every sample once.")
         expect(is_right or bool(verdict), f"A bug that is missed{unseen}: {name!r}.")
-    return (
-        f"All {len(WRONG) + len(UNSEEN_WRONG)} bugs are caught, and none of {len(RIGHT) + len(UNSEEN_RIGHT)} is blamed."
-    )
+    bugs, right = len(WRONG) + len(UNSEEN_WRONG), len(RIGHT) + len(UNSEEN_RIGHT)
+    return f"All {bugs} bugs are caught, and none of {right} that are right is blamed."
 
 
 def _find_bad_deal(deal: Deal) -> bool:
@@ -355,12 +343,16 @@ def _find_bad_deal(deal: Deal) -> bool:
     return False
 
 
+def _all(shares: list[list[int]]) -> list[int]:
+    return sorted(chain.from_iterable(shares))
+
+
 def _looking(
     *,
     samples: tuple[int, ...] = (1, 7, 12),
     sizes: tuple[int, ...] = (1, 2, 3, 4),
     epochs: int = 3,
-    bad: Callable[[list[list[int]], int], bool] = lambda shares, n: sorted(sum(shares, [])) != list(range(n)),
+    bad: Callable[[list[list[int]], int], bool] = lambda shares, n: _all(shares) != list(range(n)),
     limited: bool = True,
 ) -> Answer:
     """The solution, looking at less, or otherwise."""
@@ -382,7 +374,7 @@ def _looking(
 
 find_bad_deal = Exercise(
     task=(
-        "find_bad_deal(deal): deal(samples, rank, size, epoch) is an iterator over the sample numbers of one rank. Return "
+        "find_bad_deal(deal): deal(samples, rank, size, epoch) is an iterator over the samples of one rank. Return "
         "True if there is a number of samples, of ranks, or an epoch in which some sample comes twice or never."
     ),
     test=_test_detector,
@@ -391,18 +383,18 @@ find_bad_deal = Exercise(
         "tries two ranks only": _looking(sizes=(2,)),
         "tries the first epoch only": _looking(epochs=1),
         "tries only what divides": _looking(samples=(12, 24), sizes=(1, 2, 3, 4)),
-        "compares sets, in which nothing comes twice": _looking(bad=lambda s, n: set(sum(s, [])) != set(range(n))),
+        "compares sets, in which nothing comes twice": _looking(bad=lambda s, n: set(_all(s)) != set(range(n))),
         "counts, and does not look": _looking(bad=lambda shares, n: sum(map(len, shares)) != n),
         "wants equal shares": _looking(
-            bad=lambda s, n: sorted(sum(s, [])) != list(range(n)) or max(map(len, s)) - min(map(len, s)) > 1
+            bad=lambda s, n: _all(s) != list(range(n)) or max(map(len, s)) - min(map(len, s)) > 1
         ),
         "reads each share to its end": _looking(limited=False),
         "never raises an alarm": lambda deal: False,
     },
     hints=(
         "Ask for the shares of all ranks of one world, in one epoch, and put them together. What should come out?",
-        "sorted(all of them) == list(range(samples)). Try 1 to 5 ranks, several epochs, and numbers that do not divide, "
+        "sorted(all of them) == list(range(samples)). Try 1 to 5 ranks, several epochs, numbers that do not divide, "
         "also fewer samples than ranks.",
-        "An error is a bug as well. And a share may have no end: itertools.islice(share, samples + 1) is enough to see it.",
+        "An error is a bug as well. And a share may have no end: itertools.islice(share, samples + 1) is enough.",
     ),
 )

@@ -1,6 +1,6 @@
 """What the programs of the museum are made of: 24 numbered samples, a small model, and a file written at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,12 @@ def loader(world: World, batch: int = 8, samples: int = 24) -> DataLoader[Any]:
     data: Dataset[Any] = Subset(DATA, range(samples))
     sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank, shuffle=False)
     return DataLoader(data, batch // world.size, sampler=sampler)
+
+
+def pieces(world: World, accumulate: int, batch: int = 8) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Micro-batches of this rank, each with its place in its batch."""
+    for _, x, y in loader(world, batch):
+        yield from zip(range(accumulate), x.chunk(accumulate), y.chunk(accumulate), strict=True)
 
 
 def weights(model: nn.Module) -> torch.Tensor:

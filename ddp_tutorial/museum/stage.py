@@ -22,14 +22,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.debug.checks import Checks, Detector, checking
+from ddp_tutorial.debug import Detector, checking
+from ddp_tutorial.debug.checks import Checks
 from ddp_tutorial.debug.hangs import Diagnosis, Standing, diagnose
 from ddp_tutorial.debug.recorder import calls, prepare
 from ddp_tutorial.museum.parts import Program
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
-PATIENCE = 0.8  # seconds that a rank waits for the others
+PATIENCE = 0.5  # seconds that a rank waits for the others
 LONG_PATIENCE = 20.0  # where ranks that were late have waited in the same collective: a busy machine, not a hang
 
 
