@@ -110,7 +110,8 @@ first_divergence = Exercise(
 
 HeldOut = Callable[[], tuple[float, int]]
 _MOST = 6
-_FALLS_TO_3, _RISES_AT_2 = [(9, 2), (6, 2), (4, 2), (5, 2)], [(4, 2), (5, 2), (5, 2), (6, 2)]
+_FALLS_TO_3: list[tuple[float, int]] = [(9, 2), (6, 2), (4, 2), (5, 2)]
+_RISES_AT_2: list[tuple[float, int]] = [(4, 2), (5, 2), (5, 2), (6, 2)]
 # What each rank finds after each step: the sum of the losses of its held-out samples, and how many these are.
 _PARTS: dict[str, list[list[tuple[float, int]]]] = {
     "both ranks fall, and rise at step 4": [_FALLS_TO_3, _FALLS_TO_3],
@@ -376,7 +377,7 @@ def _watchdog(
         store.set(f"rank {rank}", json.dumps([what for what, _ in mine]))
         lists = [json.loads(store.get(f"rank {other}")) for other in range(size)]
         for row in range(max(map(len, lists))):
-            places = {}
+            places: dict[str | None, list[int]] = {}
             for other, calls in enumerate(lists):
                 places.setdefault(calls[row] if row < len(calls) else None, []).append(other)
             if len(places) > 1:

@@ -25,7 +25,7 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.debug import Detector, checking
 from ddp_tutorial.debug.checks import Checks
 from ddp_tutorial.debug.hangs import Diagnosis, Standing, diagnose
-from ddp_tutorial.debug.recorder import calls, prepare
+from ddp_tutorial.debug.recorder import calls
 from ddp_tutorial.museum.parts import Program
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
@@ -118,7 +118,6 @@ class Stage:
 
     def _diagnosed(self, group: dist.ProcessGroup, *, has_waited: bool) -> Diagnosis:
         """Which collectives of the group they have entered, and in which one they differ."""
-        prepare()
         entered = [call for call in calls(2000) if call.group == group.group_name]
         if has_waited and entered:  # torch has given it up
             entered[-1] = replace(entered[-1], done=False)
