@@ -36,7 +36,7 @@ class GradientSpike(Detector):
     def say(self, seen: Seen) -> Sequence[float]:
         self._gradients = seen.of("backward")
         norm, loss = math.hypot(*(norm for _, norm in self._gradients)), abs(seen.loss)
-        higher = [_ratio(norm, self._norms), _ratio(loss, self._losses)]
+        higher = [ratio_to_median(norm, self._norms), ratio_to_median(loss, self._losses)]
         for value, kept in ((norm, self._norms), (loss, self._losses)):
             if math.isfinite(value):
                 kept.append(value)
@@ -55,7 +55,7 @@ class GradientSpike(Detector):
         return [Finding(self.name, step, ranks, message, "warning", largest[ranks[0]])]
 
 
-def _ratio(value: float, before: Sequence[float]) -> float:
+def ratio_to_median(value: float, before: Sequence[float]) -> float:
     """How many times the median of those before; 0 where that is not known, or is nothing."""
     if len(before) < _KNOWN or not math.isfinite(value):
         return 0.0

@@ -220,7 +220,6 @@ class _Kept(NamedTuple):
         self.hook.remove()
 
 
-@torch.no_grad()
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
     """The 2-norm, in float32 or better; not finite where a number is not, or where some are above 1e19."""
     values = tensor.detach()

@@ -1,0 +1,91 @@
+"""What detectors decide by numbers alone: slopes, spikes, divergence, who is slow, what overlaps."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_tutorial.debug.memory import growth_per_step
+from ddp_tutorial.debug.overlap import Epoch, rows_hashed
+from ddp_tutorial.debug.pace import slow_rank
+from ddp_tutorial.debug.replicas import checksums, first_difference
+from ddp_tutorial.debug.spikes import has_diverged, ratio_to_median
+
+NOISE = st.lists(st.floats(-1, 1), min_size=40, max_size=40)
+
+
+@given(slope=st.floats(1, 100), noise=NOISE, jump=st.floats(0, 1000), at=st.integers(0, 39))
+def test_the_slope_of_a_leak_is_told_whatever_the_noise_and_one_odd_value(
+    slope: float, noise: list[float], jump: float, at: int
+) -> None:
+    used = [100 + slope * step + each for step, each in enumerate(noise)]
+    used[at] += jump
+    assert 0.8 * slope < growth_per_step(used) < 1.2 * slope
+
+
+@given(noise=NOISE, jump=st.floats(5, 1000), at=st.integers(1, 39))
+def test_memory_that_jumps_once_is_no_leak(noise: list[float], jump: float, at: int) -> None:
+    assert growth_per_step([each / 10 + jump * (step >= at) for step, each in enumerate(noise)]) < 0.5
+
+
+@given(usual=st.lists(st.floats(1, 5), min_size=10, max_size=50), scale=st.floats(1e-6, 1e6))
+def test_a_spike_is_judged_against_the_median_whatever_the_scale(usual: list[float], scale: float) -> None:
+    scaled = [scale * each for each in usual]
+    assert all(ratio_to_median(each, scaled) <= 5.001 for each in scaled)
+    assert ratio_to_median(scale * 60, scaled) > 10
+    assert ratio_to_median(float("nan"), scaled) == ratio_to_median(scale, scaled[:9]) == 0.0
+
+
+@given(st.lists(st.floats(0, 10), min_size=10, max_size=10))
+def test_a_loss_that_stays_where_it_began_does_not_diverge(first: list[float]) -> None:
+    assert not has_diverged(first, first, 2.0)
+    assert not has_diverged(first, [each / 2 for each in first], 2.0)
+    assert has_diverged(first, [3 * max(first) + 1] * 10, 2.0)
+
+
+def test_the_slow_rank_is_named_with_its_phase() -> None:
+    even = {"data": [0.1] * 3, "forward": [1.0] * 3, "backward": [2.0] * 3, "step": [4.0] * 3}
+    assert slow_rank(even) is None
+    late = even | {"backward": [2.0, 2.0, 6.0], "step": [8.0] * 3}
+    assert slow_rank(late) == (2, "backward", 4.0)
+
+
+def test_epochs_that_are_shuffled_anew_do_not_overlap_and_own_permutations_do() -> None:
+    def epoch(number: int) -> list[int]:
+        return torch.randperm(400, generator=torch.Generator().manual_seed(number)).tolist()
+
+    seen = Epoch(2)
+    for number in range(50):  # each rank has every second sample of one order
+        order = epoch(number)
+        assert seen.add([[order[i + rank : i + 16 : 2] for i in range(0, 400, 16)] for rank in range(2)]) is None
+    own = Epoch(2)
+    found = own.add([[epoch(rank)[i : i + 8] for i in range(0, 400, 8)] for rank in range(2)])
+    assert found is not None
+    assert found[0] == (0, 1)
+
+
+def test_a_row_has_the_same_hash_wherever_it_is_and_only_that_row() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8):
+        rows = torch.arange(35).view(5, 7).to(dtype)
+        hashes = rows_hashed((rows, rows * 2)).tolist()
+        assert len(set(hashes)) == 5
+        assert rows_hashed((rows[2:], rows[2:] * 2)).tolist() == hashes[2:]
+    assert rows_hashed(()).tolist() == []
+
+
+def test_a_checksum_changes_with_any_bit_and_with_places() -> None:
+    for length in (3, 5000):
+        tensor = torch.arange(float(length))
+        [before] = checksums({"it": tensor}).values()
+        for index in (0, length // 2, length - 1):
+            changed = tensor.clone()
+            changed[index] = torch.nextafter(changed[index], torch.tensor(torch.inf))
+            assert list(checksums({"it": changed}).values()) != [before]
+        assert list(checksums({"it": tensor.flip(0)}).values()) != [before]
+        assert list(checksums({"it": tensor.clone()}).values()) == [before]
+
+
+def test_the_minority_differs_and_where_there_is_none_all_do() -> None:
+    a, b = {"w": 1, "v": 2}, {"w": 1, "v": 3}
+    assert first_difference([a, b, a]) == ("v", (1,))
+    assert first_difference([b, a]) == ("v", (0, 1))
+    assert first_difference([a, a, a]) is None
