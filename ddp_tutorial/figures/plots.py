@@ -597,3 +597,43 @@ def repeats_and_medians(
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     figure.legend(ncols=min(6, len(series) + 1), loc="outside lower center")
     return figure
+
+
+@styled
+def lives(
+    whole: tuple[Sequence[float], Sequence[float]],
+    parts: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
+    title: str,
+) -> Figure:
+    """A run that was killed and started again: what each of its lives did, as (seconds, steps, losses) by its name. On
+    the left the step against the time, on the right losses over those of the `whole` run, (steps, losses)."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9))
+    right.plot(*whole, color="#cccccc", linewidth=7, label="undisturbed")
+    for (name, (seconds, steps, losses)), color, dash in zip(parts.items(), cycle(COLORS), cycle(DASHES)):
+        left.plot(seconds, steps, color=color, linewidth=2.4)
+        left.plot(seconds[-1], steps[-1], "x" if name != list(parts)[-1] else "o", color=color, markersize=9)
+        right.plot(steps, losses, color=color, linestyle=dash, linewidth=2, label=name)
+    left.set(title="x: a rank is killed", xlabel="seconds", ylabel="step")
+    right.set(title="the losses of all lives", xlabel="step", ylabel="loss", yscale="log")
+    right.legend(fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+@styled
+def optimum(
+    measured: tuple[Sequence[float], Sequence[float]],
+    model: tuple[Sequence[float], Sequence[float]],
+    best: float,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+) -> Figure:
+    """Measured points over the line of a model, by (xs, ys), and where the model has its best x; x is logarithmic."""
+    figure, axes = plt.subplots(figsize=(8, 3.8))
+    axes.plot(*model, color=BLUE, linewidth=2, label="model")
+    axes.plot(*measured, "o", color=ORANGE, markersize=9, markeredgecolor="white", label="measured")
+    axes.axvline(best, color=GREEN, linestyle="--", linewidth=1.6, label="Young and Daly")
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, xscale="log", ylim=(0, 1))
+    axes.legend()
+    return figure
