@@ -26,6 +26,7 @@ from ddp_tutorial.debug import (
     ReplicaDrift,
     SameRandomNumbers,
     Straggler,
+    UnusedParameters,
     checking,
     default_detectors,
     inject,
@@ -198,17 +199,6 @@ class Diverge(Job):
 
     def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
         return super().loss(step, x) * (1 if step < 20 else step)
-
-
-class Unused(Job):
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.net.with_extra = False
-        self.model = DistributedDataParallel(self.net, find_unused_parameters=True)
-
-    def train(self) -> None:
-        self.model.find_unused_parameters = True  # of DDP; the checks have been told of the bare model
-        super().train()
 
 
 class SameShard(Job):
@@ -614,6 +604,20 @@ def test_one_process_alone_is_checked_too() -> None:
             optimizer.step()
     assert checks.findings == [caught.value.finding]
     assert (caught.value.finding.step, caught.value.finding.ranks) == (4, (0,))
+
+
+def test_unused_parameters_are_named_once_and_not_where_they_are_allowed() -> None:
+    net = Net()
+    net.with_extra = False
+    net.first.bias.requires_grad_(False)  # frozen, not unused
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with checking(World(), net, optimizer, [UnusedParameters()]) as checks:
+        for _ in range(3):
+            net(torch.randn(8, 8)).sum().backward()
+            optimizer.step()
+    [finding] = checks.findings
+    assert (finding.step, finding.ranks, finding.where) == (1, (0,), "extra.weight")
+    assert "parameters that got no gradient: 'extra.weight', 'extra.bias'." in finding.message
 
 
 def test_a_check_error_survives_pickling() -> None:
