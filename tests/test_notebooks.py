@@ -54,6 +54,13 @@ def parameter_names(path):
     return [statement.target.id for statement in ast.parse(cell).body]
 
 
+def test_a_figure_is_kept_beside_its_notebook_if_and_only_if_the_readme_shows_it():
+    tags = [tag for path in NOTEBOOKS for cell in code_cells(path) for tag in cell.metadata.get("tags", [])]
+    saved = {tag.removeprefix("save:") for tag in tags if tag.startswith("save:")}
+    shown = set(re.findall(r"notebooks/figures/(\w+)\.png", (ROOT / "README.md").read_text()))
+    assert saved == shown == {path.stem for path in (ROOT / "notebooks" / "figures").iterdir()}
+
+
 def test_every_notebook_is_found_and_every_experiment_has_small_parameters():
     assert {"00_quickstart", "01_processes", "train"} <= {path.stem for path in NOTEBOOKS}
     assert {path.stem for path in NOTEBOOKS if path not in NUMBERED} | {"00_quickstart"} == set(SMALL)
