@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.debug.checks import checking, default_detectors
+from ddp_tutorial.debug.fingerprints import fingerprinted
 from ddp_tutorial.debug.hangs import watching
 from ddp_tutorial.experiments.arms import by_repeat, make_step
 from ddp_tutorial.processes.launcher import launch
@@ -34,7 +35,7 @@ def measure(repeats: int) -> dict[str, Any]:
     ratios: dict[str, tuple[str, str]] = {}
     single = [each.name for each in default_detectors()]
     for size, (model, batch, turns) in _SIZES.items():
-        arms = ["off", "default", "watched", *(single if size == "small" else [])]
+        arms = ["off", "default", "watched", "fingerprinted", *(single if size == "small" else [])]
         config = TaskConfig(model=model, batch_size=batch, steps=100_000)
         taken = launch(_alternate, 2, config, arms, repeats, turns, device="cpu", threads=1, echo=False)[0]
         samples |= {f"{arm}_{size}": [1e3 * seconds for seconds in values] for arm, values in taken.items()}
@@ -66,6 +67,8 @@ def _attached(world: World, step: TrainStep) -> Callable[[str], AbstractContextM
             return nullcontext()
         if arm == "watched":
             return watching(world, 30)
+        if arm == "fingerprinted":
+            return fingerprinted(world)
         chosen = [each for each in default_detectors() if arm in {"default", each.name}]
         return checking(world, step.model, step.optimizer, chosen, after=lambda: step.number)
 

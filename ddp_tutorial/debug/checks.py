@@ -12,6 +12,9 @@ of them goes to all in one all-gather, and all judge them alike: so all raise, o
 group of their own. A rank that does not come to its optimizer step makes the others wait for it there, as it would in
 backward: put `watching` around it, which says where everybody is. Of a rank that has left the block the others hear
 in the same step.
+
+It is not free: all detectors of the default set together cost about 13 % of a step of 50 ms (two ranks, one thread
+each), most of it for the norms of outputs and gradients; `python -m ddp_tutorial bench debug` measures each.
 """
 
 import logging
