@@ -8,4 +8,3 @@ from .precision import Precision as Precision
 from .precision import PrecisionConfig as PrecisionConfig
 from .strategies import DDPStrategy as DDPStrategy
 from .strategies import Strategy as Strategy
-from .strategies import make_strategy as make_strategy

@@ -22,8 +22,8 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.strategies import Replicas
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.hooks import PowerSGD
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.phases import phase
@@ -31,7 +31,7 @@ from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.world import World, require_group
 
 
-class InvariantStrategy:
+class InvariantStrategy(Replicas):
     """Gradients that do not depend on the number of ranks, as long as it divides `micro_batches`.
 
     Same bits need the same arithmetic in each micro-batch, so the same kind of processor, torch, and size of
@@ -40,7 +40,6 @@ class InvariantStrategy:
     """
 
     link: Link | None = None  # gradients travel by torch's own collectives
-    kept: PowerSGD | None = None
 
     def __init__(
         self,
@@ -58,7 +57,8 @@ class InvariantStrategy:
             raise ConfigError(f"the model has buffers, which each rank would change by itself: {names}")
         sync_initial_state(model, world)
         torch.set_num_threads(1)
-        self.model, self.world = model, world
+        super().__init__(model)
+        self.world = world
         self.micro_batches, self.seed = micro_batches, seed
         self.loss = StepLoss(loss, world, precision)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -86,10 +86,10 @@ class InvariantStrategy:
 
     def _gradient(self, batch: Any, number: int) -> torch.Tensor:
         """The gradient of one micro-batch in one long vector, then a 1 for each parameter that was used, else a 0."""
-        self.model.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
         with seeded_rng(self.seed, self.step, number, device=self.world.device):
             with phase("forward"):
-                loss = self.loss.forward(self.model, batch)
+                loss = self.loss.forward(self.module, batch)
             with phase("backward"):
                 loss.backward()
         used = [parameter.grad is not None for parameter in self.parameters]

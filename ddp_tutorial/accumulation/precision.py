@@ -8,6 +8,7 @@ halved.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -88,8 +89,16 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.float16 if self.scale else torch.bfloat16)
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float, loss: float) -> Update:
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip: float,
+        loss: float,
+        norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = get_total_norm,
+    ) -> Update:
         """Divide by the scale, clip by the norm over all parameters, step, zero. Collective with float16.
+
+        Where this rank's optimizer has a part of the gradient only, `norm_of` is to find the norm of the whole.
 
         The order matters: clipped before it is divided, a gradient would be `scale` times too small. A step whose
         gradient is not finite on some rank is left out on all. A smaller scale cannot help where `loss`, of all ranks,
@@ -100,7 +109,7 @@ class Precision:
         if self.scale:
             for gradient in gradients:
                 gradient.div_(self.scale.value)
-        norm = get_total_norm(gradients)
+        norm = norm_of(gradients)
         length = float(norm)
         overflow = not math.isfinite(length)
         scale_may_help = False

@@ -1,41 +1,60 @@
 """How the ranks come to agree on a gradient: one method, `backward`, from the micro-batches of one step."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
+import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
-from ddp_tutorial.accumulation.invariant import InvariantStrategy, require_even_shares
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import broadcast_tensors
-from ddp_tutorial.ddp.hooks import PowerSGD
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
 from ddp_tutorial.world import World
 
-Kind = Literal["ddp", "invariant"]
+# What a checkpoint keeps: something with `state_dict` and `load_state_dict`, and which ranks have the same of it, in
+# the words of `checkpoint.components.Shared`.
+Part = tuple[Any, str]
 
 
 class Strategy(Protocol):
-    """After `backward`, every rank holds the gradient of the mean loss over the micro-batches of all ranks, times the
-    scale of its `Precision`."""
+    """After `backward`, every rank holds the gradient of the mean loss over the micro-batches of all ranks, or its part
+    of that, times the scale of its `Precision`. All methods but `per_rank` and the state's are collective."""
 
     link: Link | None  # what carries the gradients, where Python sees it
-    kept: PowerSGD | None  # what each rank keeps of its own from one step to the next; the rest is the same on all
 
     @property
     def per_rank(self) -> int:
         """How many micro-batches of a step each rank computes."""
         ...
 
+    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that is stepped, whose parameters have the gradients: `optimizer`, made from the whole model
+        and not stepped yet, or one of this rank's part. Once, before the first step."""
+        ...
+
     def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
         """Fill `.grad`; return the sums and counts of the loss and the metrics, and of `votes`, over all ranks."""
         ...
 
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm of the whole gradient, the same on all ranks; `gradients` are those that this rank holds."""
+        ...
+
     def sync_buffers(self) -> None:
-        """Give every rank rank 0's buffers, before the model is judged or saved. Collective."""
+        """Give every rank rank 0's buffers, before the model is judged or saved."""
+        ...
+
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        """Inside, each rank has a model with all weights: to be digested, or written by rank 0."""
+        ...
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """What a checkpoint keeps of the model and of `optimizer`, the one that is stepped, and who has the same."""
         ...
 
     def state_dict(self) -> Mapping[str, float]:
@@ -45,7 +64,26 @@ class Strategy(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-class DDPStrategy:
+class Replicas:
+    """What is the same for all strategies by which each rank has the whole `module` and steps it by itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return get_total_norm(gradients)
+
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self.module)
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        return {"model": (self.module, "replicated"), "optimizer": (optimizer, "replicated")}
+
+
+class DDPStrategy(Replicas):
     """Every rank has the whole model and a part of the batch; the gradients are averaged as `config` says."""
 
     def __init__(
@@ -58,8 +96,9 @@ class DDPStrategy:
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
+        super().__init__(model)
         self.model = data_parallel(model, world, config)
-        self.link, self.kept, self.accumulation = self.model.link, self.model.kept, accumulation
+        self.link, self.accumulation = self.model.link, accumulation
         self.loss = StepLoss(loss, world, precision)
 
     @property
@@ -71,37 +110,16 @@ class DDPStrategy:
 
     def sync_buffers(self) -> None:
         # As the variants do within a step. After the last one, each rank's BatchNorm has statistics of its own.
-        broadcast_tensors(self.model.world, list(self.model.module.buffers()))
+        broadcast_tensors(self.model.world, list(self.module.buffers()))
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        parts = super().parts(optimizer)
+        if self.model.kept is not None:  # what a rank has yet to send
+            parts["compression"] = (self.model.kept, "per_rank")
+        return parts
 
     def state_dict(self) -> Mapping[str, float]:
         return self.loss.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         self.loss.load_state_dict(state)
-
-
-def make_strategy(
-    kind: Kind,
-    model: nn.Module,
-    world: World,
-    loss: Loss,
-    *,
-    ddp: DDPConfig,
-    accumulation: int,
-    micro_batches: int,
-    seed: int,
-    precision: Precision,
-) -> Strategy:
-    """The strategy that a config names, with its settings from there. Collective."""
-    if kind == "invariant":
-        return InvariantStrategy(model, world, loss, micro_batches, seed, precision=precision)
-    return DDPStrategy(model, world, loss, ddp, accumulation=accumulation, precision=precision)
-
-
-def micro_batches_per_rank(kind: Kind, world_size: int, *, accumulation: int, micro_batches: int) -> int:
-    """How many micro-batches of a step each rank computes, known without a model. Raises `ConfigError` where they
-    cannot be shared out."""
-    if kind != "invariant":
-        return accumulation
-    require_even_shares(micro_batches, world_size)
-    return micro_batches // world_size

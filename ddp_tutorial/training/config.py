@@ -10,12 +10,13 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ddp_tutorial.accumulation.precision import PrecisionConfig
-from ddp_tutorial.accumulation.strategies import Kind
 from ddp_tutorial.checkpoint.replicas import Check
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.variants import DDPConfig
 from ddp_tutorial.sharding.sources import SourceConfig
 from ddp_tutorial.training.stopping import Mode
+
+Kind = Literal["ddp", "invariant"]  # see strategies.make_strategy
 
 
 class CheckpointConfig(Config):

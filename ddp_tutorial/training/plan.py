@@ -10,10 +10,10 @@ import torch
 
 from ddp_tutorial import environment
 from ddp_tutorial.accumulation.memory import bytes_kept
-from ddp_tutorial.accumulation.strategies import micro_batches_per_rank
 from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.strategies import micro_batches_per_rank
 from ddp_tutorial.training.tasks import check_start, task_of
 from ddp_tutorial.world import World, choose_backend, choose_device, joins_others
 
@@ -32,9 +32,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
     else:
         size = here = config.nprocs
         device = choose_device(config.device, local_size=size, backend=config.backend)
-    parts = micro_batches_per_rank(
-        config.strategy, size, accumulation=config.accumulation, micro_batches=config.micro_batches
-    )
+    parts = micro_batches_per_rank(config, size)
     check_start(config, size)
     samples = math.ceil(config.batch_size / size / parts)
     needed = memory(config, samples)

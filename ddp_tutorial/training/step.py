@@ -8,7 +8,7 @@ done.means["loss"]
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ddp_tutorial.accumulation.loss import LOSS, Loss, LossError, call_loss
 from ddp_tutorial.accumulation.micro_batches import locate_nonfinite, split
 from ddp_tutorial.accumulation.precision import NotFiniteError, Precision
-from ddp_tutorial.accumulation.strategies import make_strategy
-from ddp_tutorial.checkpoint.components import Component
+from ddp_tutorial.checkpoint.components import Component, Shared
 from ddp_tutorial.collectives import any_rank
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.phases import phase
@@ -32,6 +31,7 @@ from ddp_tutorial.training.optimization import (
     make_optimizer,
     make_scheduler,
 )
+from ddp_tutorial.training.strategies import make_strategy
 from ddp_tutorial.world import World, require_group
 
 
@@ -73,20 +73,11 @@ class TrainStep:
         self.model = _on_device(model, world)
         self.source, self.loss, self.world, self.config = source, loss, world, config
         self.precision = Precision(config.precision, world)
-        self.strategy = make_strategy(
-            config.strategy,
-            model,
-            world,
-            loss,
-            ddp=config.ddp,
-            accumulation=config.accumulation,
-            micro_batches=config.micro_batches,
-            seed=config.seed,
-            precision=self.precision,
-        )
+        self.strategy = make_strategy(config, model, world, loss, self.precision)
         made = optimizer or make_optimizer(model, config)
-        self.optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model)
-        check_optimizer(self.optimizer, model)
+        made = made if isinstance(made, torch.optim.Optimizer) else made(model)
+        check_optimizer(made, model)
+        self.optimizer = self.strategy.share_out(made)
         scheduled = scheduler or make_scheduler(self.optimizer, config)
         self.scheduler = scheduled(self.optimizer) if callable(scheduled) else scheduled
         self._options = Options.of(self.optimizer, self.scheduler)
@@ -119,7 +110,7 @@ class TrainStep:
         A step whose gradient is not finite is left out where the scale of float16 can be the reason. Else it is a bug,
         and raises `NotFiniteError` on all ranks, before it has reached the weights.
         """
-        norm, made, scale_may_help = self.precision.update(self.optimizer, self.config.clip, loss)
+        norm, made, scale_may_help = self.precision.update(self.optimizer, self.config.clip, loss, self.strategy.norm)
         if not (made or scale_may_help):
             where = locate_nonfinite(self.world, self.model, self.loss, batches, self.precision)
             raise NotFiniteError(f"step {self.number + 1}: the gradient is not finite. {where[0].upper()}{where[1:]}.")
@@ -150,18 +141,16 @@ class TrainStep:
         self._options.put_back(self.optimizer, self.scheduler)
 
     def components(self) -> dict[str, Component]:
-        """All that a checkpoint needs of it; the same on all ranks, but for what a rank has yet to send."""
-        parts = {
-            "model": Component(self.model),
-            "optimizer": Component(self.optimizer),
+        """All that a checkpoint needs of it, and who has the same of each."""
+        shared_out = self.strategy.parts(self.optimizer)
+        parts = {name: Component(thing, cast("Shared", shared)) for name, (thing, shared) in shared_out.items()}
+        parts |= {
             "scheduler": Component(self.scheduler),
             "source": Component(self.source),
             "strategy": Component(self.strategy),
         }
         if self.precision.scale:
             parts["precision"] = Component(self.precision)
-        if self.strategy.kept is not None:
-            parts["compression"] = Component(self.strategy.kept, "per_rank")
         return parts
 
     def close(self) -> None:

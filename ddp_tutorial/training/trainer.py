@@ -12,6 +12,7 @@ launch(main, 2)
 
 import os
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,7 +247,8 @@ class Trainer:
             means = evaluate(self.world, self.model, self.loss, self.held_out, samples, size, precision)
             used = self.record.usage.of_ranks()
             # The values are the same on all ranks. But whoever leaves the loop alone makes the others wait for ever.
-            stalled = self.best.add(self.number, means, self.model)
+            with self.train_step.strategy.whole() if self.config.best_model else nullcontext(self.model) as model:
+                stalled = self.best.add(self.number, means, model)
             self.best.is_stalled = any_rank(self.world, stalled)
         self.log.write(
             {
@@ -266,26 +268,27 @@ class Trainer:
         self.train_step.strategy.sync_buffers()
         if self.requested == "save" and not self.is_due(self.config.checkpoint.every):  # else it has just been saved
             self.save()
-        weights = self.model.state_dict()
-        assert_same(self.world, weights, "weight")
-        self.checkpoints.finish()
-        self.checkpoints.close()
-        self.train_step.close()
-        self.log.close()
-        result = TrainResult(
-            run=self.run.path,
-            losses=self.log.losses,
-            evaluations=self.best.evaluations,
-            rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first warms up
-            weights=digest(weights),
-            stopped_at=self.number if self.number < self.config.steps and not self.best.is_stalled else None,
-        )
-        used = self.record.usage.of_ranks_in_all()
-        if used["straggler"]:
-            LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
-        if self.world.is_main and not self.run.result.exists():  # as that of a finished run which is said again does
-            save_model(self.model, self.run.model)
-            self.record.write_result(self.summary(result, used))
+        with self.train_step.strategy.whole() as model:
+            weights = model.state_dict()
+            assert_same(self.world, weights, "weight")
+            self.checkpoints.finish()
+            self.checkpoints.close()
+            self.train_step.close()
+            self.log.close()
+            result = TrainResult(
+                run=self.run.path,
+                losses=self.log.losses,
+                evaluations=self.best.evaluations,
+                rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first warms up
+                weights=digest(weights),
+                stopped_at=self.number if self.number < self.config.steps and not self.best.is_stalled else None,
+            )
+            used = self.record.usage.of_ranks_in_all()
+            if used["straggler"]:
+                LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
+            if self.world.is_main and not self.run.result.exists():  # as that of a finished run, said again, does
+                save_model(model, self.run.model)
+                self.record.write_result(self.summary(result, used))
         return result
 
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:

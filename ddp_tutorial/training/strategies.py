@@ -1,0 +1,31 @@
+"""The strategy that a config names."""
+
+from torch import nn
+
+from ddp_tutorial.accumulation.invariant import InvariantStrategy, require_even_shares
+from ddp_tutorial.accumulation.loss import Loss
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
+from ddp_tutorial.training.config import TrainConfig
+from ddp_tutorial.world import World
+
+
+def make_strategy(
+    config: TrainConfig, model: nn.Module, world: World, loss: Loss, precision: Precision | None = None
+) -> Strategy:
+    """The strategy that `config` names, with its settings from there. Collective."""
+    precision = precision or Precision(config.precision, world)
+    match config.strategy:
+        case "invariant":
+            return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
+        case "ddp":
+            return DDPStrategy(model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision)
+
+
+def micro_batches_per_rank(config: TrainConfig, world_size: int) -> int:
+    """How many micro-batches of a step each rank computes, known without a model. Raises `ConfigError` where they
+    cannot be shared out."""
+    if config.strategy != "invariant":
+        return config.accumulation
+    require_even_shares(config.micro_batches, world_size)
+    return config.micro_batches // world_size
