@@ -3,12 +3,14 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from ddp_tutorial.debug.memory import growth_per_step
 from ddp_tutorial.debug.overlap import Epoch, rows_hashed
 from ddp_tutorial.debug.pace import slow_rank
 from ddp_tutorial.debug.replicas import checksums, first_difference
 from ddp_tutorial.debug.spikes import has_diverged, ratio_to_median
+from ddp_tutorial.debug.taps import OUTPUT, Taps, norm_of
 
 NOISE = st.lists(st.floats(-1, 1), min_size=40, max_size=40)
 
@@ -89,3 +91,23 @@ def test_the_minority_differs_and_where_there_is_none_all_do() -> None:
     assert first_difference([a, b, a]) == ("v", (1,))
     assert first_difference([b, a]) == ("v", (0, 1))
     assert first_difference([a, a, a]) is None
+
+
+def test_a_forward_is_computed_once_more_with_the_same_numbers_and_nothing_is_changed_by_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+    norms: list[float] = []
+    for part in model:
+        part.register_forward_hook(lambda _, __, output: norms.append(float(norm_of(output))))
+    with Taps(model, {"forwards"}) as taps:
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+        seen, before = taps.take(), [torch.get_rng_state(), *(buffer.clone() for buffer in model.buffers())]
+        [*first_time] = norms
+        trace = seen.in_full(model, torch.device("cpu"))
+    after = [torch.get_rng_state(), *model.buffers()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert [norm for phase, _, norm in trace if phase == "forward"] == first_time
+    assert [f"{phase} {name}" for phase, name, _ in trace] == 2 * [
+        *(f"forward {i}" for i in range(4)),
+        f"loss {OUTPUT}",
+    ]

@@ -66,6 +66,7 @@ class Checks:
             frozenset[Sight]().union(*(each.sights for each in detectors)),
             [each.forward_begins for each in begins],
             [each.forward_ends for each in ends],
+            world.device,
         )
 
     @contextmanager

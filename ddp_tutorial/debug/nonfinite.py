@@ -1,8 +1,11 @@
 """Where does the first NaN or infinity come from: which rank, which phase, which module or parameter?
 
-Once gradients are added up, all ranks have the NaN of one. So each notes the norm of what came by, before that. An
-infinity on the way (a mask, or float16 overflowing under a `GradScaler`) is nothing wrong as long as it does not reach
-an update: only there an alarm is raised, and the notes say where it began.
+Once gradients are added up, all ranks have the NaN of one. So each notes the norms of loss and gradients before that.
+An infinity on the way (a mask, or float16 overflowing under a `GradScaler`) is nothing wrong as long as it does not
+reach an update: only there an alarm is raised, and the notes say where it began. Outputs of modules are not noted:
+after an alarm, each rank computes its forwards of this step once more, with the same inputs, weights and random
+numbers, and looks at all outputs of that. The weights are still those of the step, for the alarm comes before the
+update.
 """
 
 import math
@@ -19,20 +22,26 @@ _PHASES = ("update", "forward", "loss", "backward")
 
 
 class NonFinite(Detector):
-    """Is the gradient finite that the weights are about to be updated with? The error comes before that."""
+    """Is the gradient finite that the weights are about to be updated with? The error comes before that, in each step.
+
+    Until then the inputs of a step's forwards are kept. A model whose forward is another one the second time (it draws
+    from Python's random numbers, or remembers its last batch) may be told of with its loss or a gradient instead of
+    the module where it began; the rank is right all the same.
+    """
 
     name: ClassVar[str] = "nonfinite"
     size: ClassVar[int] = 1
-    sights: ClassVar[frozenset[Sight]] = frozenset({"outputs", "losses", "gradients"})
+    sights: ClassVar[frozenset[Sight]] = frozenset({"forwards", "losses", "gradients"})
 
     def say(self, seen: Seen) -> Sequence[float]:
         self._seen = seen
         return [0.0 if _are_finite(self._gradients()) else 1.0]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
+        seen, self._seen = self._seen, Seen()  # its inputs are not kept through the next step
         if not any(numbers[0] for numbers in said):
             return []
-        origins = self.program.gather(self._origin())
+        origins = self.program.gather(self._origin(seen))
         phases = [phase for phase in _PHASES for origin in origins if origin and origin[0] == phase]
         if not phases:
             everyone = tuple(rank for rank, numbers in enumerate(said) if numbers[0])
@@ -51,21 +60,15 @@ class NonFinite(Detector):
         groups = self.program.optimizer.param_groups
         return [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
 
-    def _origin(self) -> tuple[str, str] | None:
+    def _origin(self, seen: Seen) -> tuple[str, str] | None:
         """Phase and name of the first on this rank. Weights that were not finite when the step began are the fault of
         the update before."""
+        # All ranks compute forward, whatever they find: there may be collectives in it.
+        trace = seen.in_full(self.program.module, self.program.world.device)
         spoilt = [name for parameter, name in self.program.names.items() if not bool(parameter.isfinite().all())]
         if spoilt:
             return "update", spoilt[0]
-        seen = self._seen
-        return next(
-            (
-                (mark.phase, mark.name)
-                for mark, norm in zip(seen.trace, seen.norms, strict=True)
-                if not math.isfinite(norm)
-            ),
-            None,
-        )
+        return next(((phase, name) for phase, name, norm in trace if not math.isfinite(norm)), None)
 
 
 def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:

@@ -1,19 +1,22 @@
 """What one rank sees of one optimizer step, from hooks that are attached to its model from outside.
 
-    with Taps(model, {"outputs", "gradients"}) as taps:
+    with Taps(model, {"forwards", "gradients"}) as taps:
         loss(model(batch)).backward()
-        taps.take().trace      # Mark("forward", "0", norm of the output), ..., Mark("backward", "0.weight", norm), ...
+        seen = taps.take()
+        seen.trace             # ..., Mark("backward", "2.bias", norm of it), Mark("backward", "2.weight", norm), ...
+        seen.in_full(model)    # Mark("forward", "0", norm of the output), Mark("forward", "1", norm), ...
 
-A hook notes the norm of a tensor and does not look at it: on a GPU that would make the processor wait. Evaluation, and
-whatever else runs without gradients, is not looked at.
+A hook notes the norm of a tensor and does not look at it: on a GPU that would make the processor wait. Norms of all
+outputs would cost a tenth of a step, so what is kept of a forward is what it began with, and the outputs are computed
+once more when somebody asks. Evaluation, and whatever else runs without gradients, is not looked at.
 """
 
 import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -27,18 +30,63 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.phases import Edge, observe
 
-# What can be listened to: the outputs of modules, what backward is called on, the gradients of parameters before they
-# are added up over the ranks, and where the time goes.
-Sight = Literal["outputs", "losses", "gradients", "seconds"]
+# What can be listened to: what each forward began with, what backward is called on, the gradients of parameters before
+# they are added up over the ranks, and where the time goes.
+Sight = Literal["forwards", "losses", "gradients", "seconds"]
 OUTPUT = "the model's output"
+
+
+Phase = Literal["forward", "loss", "backward"]
 
 
 class Mark(NamedTuple):
     """The norm of a tensor that came by: in which phase, and whose it is."""
 
-    phase: Literal["forward", "loss", "backward"]
+    phase: Phase
     name: str  # of the module, or of the parameter that the gradient is for
     norm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a forward of the model began with, so that it can be computed once more. `place` is where its marks belong
+    in the trace."""
+
+    place: int
+    inputs: tuple[Any, ...]
+    named: Mapping[str, Any]
+    random: torch.Tensor  # the state of torch's random numbers, of the device that computes
+    autocast: tuple[bool, torch.dtype]
+
+    def again(self, module: nn.Module, device: torch.device) -> list[Mark]:
+        """The norms of all outputs, in the order in which they come; up to where it fails, if it does. Nothing of the
+        module is changed, nor of torch's random numbers. Collective where the model's forward is."""
+        marks: list[Mark] = []
+        last: Any = None
+
+        def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
+            nonlocal last
+            if output is not last:  # a container hands on what its last part returned
+                last = output
+                marks.extend(Mark("forward", name, norm) for norm in _norms_of(output))
+
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        named = [(name, part) for name, part in module.named_modules() if part is not module]
+        is_on, dtype = self.autocast
+        with (
+            ExitStack() as stack,
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.autocast(device.type, dtype, enabled=is_on),
+        ):
+            for name, part in [*named, (OUTPUT, module)]:
+                stack.callback(part.register_forward_hook(partial(note, name)).remove)
+            _set_random_state(device, self.random)
+            with suppress(Exception):  # a model that remembers its last batch, say: what came before is known
+                module(*self.inputs, **self.named)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return marks
 
 
 @dataclass
@@ -46,6 +94,7 @@ class Seen:
     """What a rank has seen since its last optimizer step, in that order."""
 
     trace: list[Mark] = field(default_factory=list)
+    forwards: list[Forward] = field(default_factory=list)
     # "data": waiting for it; "forward"; "backward": until its own last gradient has come, so without the others;
     # "step": from one optimizer step to the next.
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -59,6 +108,14 @@ class Seen:
             return [float(mark.norm) for mark in self.trace]
         values: list[float] = torch.stack([mark.norm.double() for mark in self.trace]).tolist()  # one wait, not many
         return values
+
+    def in_full(self, module: nn.Module, device: torch.device) -> list[tuple[Phase, str, float]]:
+        """The trace, with the outputs of each forward, which are computed once more. The weights have to be those of
+        the step. Collective where the model's forward is."""
+        marks = list(self.trace)
+        for forward in reversed(self.forwards):
+            marks[forward.place : forward.place] = forward.again(module, device)
+        return [(mark.phase, mark.name, float(mark.norm)) for mark in marks]
 
     @property
     def loss(self) -> float:
@@ -83,13 +140,13 @@ class Taps:
         sights: Collection[Sight],
         begins: Sequence[Callable[[tuple[Any, ...]], object]] = (),
         ends: Sequence[Callable[[Any], object]] = (),
+        device: torch.device = torch.device("cpu"),
     ) -> None:
-        self.module, self.sights = module, frozenset(sights)
+        self.module, self.sights, self.device = module, frozenset(sights), device
         self._begins, self._ends = begins, ends
         self._stack = ExitStack()
         self._seen = Seen()
         self._thread = threading.get_ident()
-        self._last: Any = None  # the output of the module that came last
         self._mark = self._since = time.perf_counter()
         self._data_since: float | None = None
         self._phase_since, self._data_before = self._since, 0.0
@@ -106,22 +163,16 @@ class Taps:
     def take(self) -> Seen:
         """What has been seen since the last call."""
         now = time.perf_counter()
-        seen, self._seen, self._last = self._seen, Seen(), None
+        seen, self._seen = self._seen, Seen()
         seen.seconds["step"] = now - self._since
         self._since = now
         return seen
 
     def _attach(self, stack: ExitStack) -> None:
         hooks: list[Any] = []
-        if self._begins or "seconds" in self.sights:
+        if self._begins or self.sights & {"forwards", "seconds"}:
             hooks.append(self.module.register_forward_pre_hook(self._forward_begins, with_kwargs=True))
-        if "outputs" in self.sights:
-            hooks += [
-                module.register_forward_hook(partial(self._module_is_done, name))
-                for name, module in self.module.named_modules()
-                if module is not self.module
-            ]
-        if self._ends or self.sights & {"outputs", "seconds"}:
+        if self._ends or self.sights & {"forwards", "seconds"}:
             hooks.append(self.module.register_forward_hook(self._forward_ends))
         if self.sights & {"gradients", "seconds"}:
             hooks += [self._gradient_hook(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
@@ -147,19 +198,18 @@ class Taps:
         if not torch.is_grad_enabled():
             return
         self._mark = time.perf_counter()
+        if "forwards" in self.sights:
+            kind = self.device.type
+            autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            state = torch.get_rng_state() if kind != "cuda" else torch.cuda.get_rng_state(self.device)
+            self._seen.forwards.append(Forward(len(self._seen.trace), inputs, named, state, autocast))
         for begins in self._begins:
             begins((*inputs, *named.values()))
-
-    def _module_is_done(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and output is not self._last:  # a container hands on what its last part returned
-            self._last = output
-            self._note("forward", name, output)
 
     def _forward_ends(self, _: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if "outputs" in self.sights:
-            self._module_is_done(OUTPUT, self.module, (), output)
+        if "forwards" in self.sights:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(self._note, "loss", OUTPUT))  # its gradient: what the loss makes of it
@@ -180,14 +230,9 @@ class Taps:
             self._seen.seconds["backward"] += now - self._mark
             self._mark = now
 
-    def _note(self, phase: Literal["forward", "loss", "backward"], name: str, output: Any) -> None:
-        if isinstance(output, torch.Tensor):
-            if output.is_floating_point():
-                self._seen.trace.append(Mark(phase, name, norm_of(output)))
-            return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                self._seen.trace.append(Mark(phase, name, norm_of(leaf)))
+    def _note(self, phase: Phase, name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._seen.trace.append(Mark(phase, name, norm_of(gradient)))
 
     def _waits_for_data(self, entered: bool) -> None:
         """The outermost wait counts, of the thread that trains."""
@@ -227,6 +272,15 @@ def norm_of(tensor: torch.Tensor) -> torch.Tensor:
         values = values._values()
     short = values.dtype in {torch.float16, torch.bfloat16}
     return torch.linalg.vector_norm(values, dtype=torch.float32 if short else None)
+
+
+def _norms_of(output: Any) -> list[torch.Tensor]:
+    leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+    return [norm_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
 
 
 @contextmanager
