@@ -19,7 +19,7 @@ import pytest
 
 from ddp_tutorial.benches import lives
 from ddp_tutorial.benches.chaos import NODES, in_words, is_good, measure_chaos
-from ddp_tutorial.benches.lives import Fault, Points, config_of, live, newest_valid, outcome, ranks_served
+from ddp_tutorial.benches.lives import Accident, Points, config_of, live, newest_valid, outcome, ranks_served
 from ddp_tutorial.benches.small_disk import empty, fill_up, limit_files, mount_small_disk
 from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders
 from ddp_tutorial.files import RUNS
@@ -96,7 +96,7 @@ def here(workdir: Path) -> Path:
 
 
 def test_a_fault_happens_at_its_point_and_the_next_life_goes_on(here: Path) -> None:
-    first = live(config_of("mine"), {0: Fault("rename step", 2)})
+    first = live(config_of("mine"), {0: Accident("rename step", 2)})
     assert (first.point, first.in_saving, first.is_well, first.published) == ("rename step", True, False, 2)
     assert newest_valid(RUNS / "mine" / CHECKPOINTS) == 2
     assert outcome("mine") is None
@@ -122,9 +122,9 @@ def test_a_run_that_hangs_is_told_with_where_it_stands(here: Path, monkeypatch: 
 def test_a_process_that_outlives_its_run_is_counted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lives, "GOING", 0.2)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=here) as process:
-        assert live(config_of("mine"), {0: Fault("+forward", 1)}).left == 1
+        assert live(config_of("mine"), {0: Accident("+forward", 1)}).left == 1
         process.kill()
-    assert live(config_of("mine"), {0: Fault("+forward", 1)}).left == 0
+    assert live(config_of("mine"), {0: Accident("+forward", 1)}).left == 0
 
 
 def test_a_point_that_was_not_reached_waits_for_another_time_and_each_is_taken_once() -> None:
@@ -199,5 +199,5 @@ def _refused(folder: Path, nbytes: int) -> str:
 
 
 def test_a_checkpoint_of_an_earlier_step_stays_where_the_disk_is_full_from_some_point_on(here: Path) -> None:
-    live(config_of("mine"), {0: Fault("write optimizer.pt", 2, "limit", 4000)})
+    live(config_of("mine"), {0: Accident("write optimizer.pt", 2, "limit", 4000)})
     assert [newest_valid(RUNS / "mine" / CHECKPOINTS), len(folders(RUNS / "mine" / CHECKPOINTS))] == [2, 1]

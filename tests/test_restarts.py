@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_tutorial.benches.restarts import end, is_good, measure_restarts
+from ddp_tutorial.benches.restarts import is_good, measure_restarts
+from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun
 from ddp_tutorial.world import World, fresh_store
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +107,7 @@ def agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one", "--local-addr=127.0.0.1"]
     command += ["--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=2", "slow.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), TORCHRUN: str(folder)}
     with (folder / log).open("w") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=environment, start_new_session=True)
 
@@ -155,8 +156,4 @@ def test_two_agents_that_lose_sight_of_one_another_never_write_one_folder_at_a_t
         until(lambda: steps(workdir) > before + 2, "the folder is free")
     finally:
         for each in agents:
-            end(each)
-        _, left = psutil.wait_procs([psutil.Process(pid) for pid in workers(workdir) if psutil.pid_exists(pid)], 10)
-        for process in left:
-            process.kill()
-    assert left == []
+            end_torchrun(each, str(workdir))

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from ddp_tutorial.benches.lives import (
     EDGES,
     RANKS,
-    Fault,
+    Accident,
     How,
     Life,
     Points,
@@ -248,8 +248,8 @@ class _Chaos:
         if how == "kill" and self.random.random() < 0.2:
             point, nth = "", self.random.randrange(1, EDGES)
         both = how in {"kill", "fail"} and self.random.random() < 0.2
-        fault = Fault(point, nth, how, room=self.random.randrange(ROOM))
-        life = live(config, dict.fromkeys(range(RANKS) if both else [rank], fault), start=self.start)
+        accident = Accident(point, nth, how, room=self.random.randrange(ROOM))
+        life = live(config, dict.fromkeys(range(RANKS) if both else [rank], accident), start=self.start)
         self.tally.lives[how if life.point is not None else "undisturbed"] += 1
         if life.point is not None:
             self.tally.taken.add((life.point, how))

@@ -1,7 +1,7 @@
 """One life of a small run, and what is done to it: a rank is killed, or its disk fails once, or is full from then on.
 
 Points have names: the edges of phases, and the operations on the disk (`files.observe_disk`), such as "fsync
-optimizer.pt". A fault happens to a rank when it comes to a point.
+optimizer.pt". An accident happens to a rank when it comes to a point.
 """
 
 import errno
@@ -72,7 +72,7 @@ def config_of(name: str, background: bool = False, keep_last: int = 2, workers: 
 
 
 @dataclass(frozen=True)
-class Fault:
+class Accident:
     """What happens to a rank: at the `nth` time that it is at `point`, or at any point for an empty one.
 
     "kill" is SIGKILL, "fail" an error of this one operation. With "fill" the disk is full from then on but for `room`
@@ -151,11 +151,11 @@ def ranks_served() -> Iterator[None]:
 
 def live(
     config: TaskConfig,
-    faults: Mapping[int, Fault] | None = None,
+    accidents: Mapping[int, Accident] | None = None,
     where: Sequence[Path] = (),
     start: Literal["forkserver", "fork"] = "forkserver",
 ) -> Life:
-    """Start or resume a run, until it finishes, or does not because of a fault, or refuses.
+    """Start or resume a run, until it finishes, or does not because of an accident, or refuses.
 
     `where` has each rank's working directory, if they are not the current one: nodes that share no folder. Raises
     `RuntimeError` where ranks hang, and where they fail though nothing was done to them.
@@ -165,7 +165,9 @@ def live(
     with tempfile.TemporaryDirectory(prefix="meet-") as name:
         notes = Path(name)
         ranks = [
-            context.Process(target=_rank, args=(rank, where or [here] * RANKS, notes, config, (faults or {}).get(rank)))
+            context.Process(
+                target=_rank, args=(rank, where or [here] * RANKS, notes, config, (accidents or {}).get(rank))
+            )
             for rank in range(RANKS)
         ]
         for rank in ranks:
@@ -240,7 +242,7 @@ def outcome(name: str) -> tuple[Any, ...] | None:
     return metrics["weights"], [[row.get(key) for key in keys] for row in rows]
 
 
-def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fault: Fault | None) -> None:
+def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, accident: Accident | None) -> None:
     os.chdir(where[rank])
     log = open(notes / f"rank_{rank}.log", "w")  # noqa: SIM115, it stays open as long as the process
     os.dup2(log.fileno(), 1)
@@ -248,7 +250,7 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fau
     faulthandler.dump_traceback_later(0.9 * TIME_LIMIT)  # for whoever wants to know where it hangs
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for those that read ahead: a server would import torch
-    fate = Fate(rank, notes, fault)
+    fate = Fate(rank, notes, accident)
     on_node = (rank, RANKS) if where[0] == where[1] else (0, 1)
     world = World(rank, RANKS, *on_node, init_method=f"file://{notes}/store")
     try:
@@ -261,12 +263,12 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, fau
 
 
 class Fate:
-    """Counts the points that a rank comes to, and lets its fault happen."""
+    """Counts the points that a rank comes to, and lets its accident happen."""
 
-    def __init__(self, rank: int, notes: Path, fault: Fault | None) -> None:
-        self.rank, self.notes, self.fault = rank, notes, fault
+    def __init__(self, rank: int, notes: Path, accident: Accident | None) -> None:
+        self.rank, self.notes, self.accident = rank, notes, accident
         self.seen: Counter[str] = Counter()
-        self.left = fault.nth if fault is not None else 0
+        self.left = accident.nth if accident is not None else 0
         self.inside: Counter[str] = Counter()  # phases
         self.lock = threading.Lock()  # checkpoints are written and removed in threads
 
@@ -283,25 +285,25 @@ class Fate:
     def _at(self, point: str) -> None:
         with self.lock:
             self.seen[point] += 1
-            self.left -= self.fault is not None and self.fault.point in ("", point)
-            hit = self.fault is not None and self.left == 0
+            self.left -= self.accident is not None and self.accident.point in ("", point)
+            hit = self.accident is not None and self.left == 0
             if hit:
                 self.left -= 1
         if hit:
             self._happen(point)
 
     def _happen(self, point: str) -> None:
-        assert self.fault is not None
+        assert self.accident is not None
         in_saving = any(count > 0 and name.startswith("save") for name, count in self.inside.items())
         self.note(f"hit.{self.rank}", json.dumps({"point": point, "in_saving": in_saving}))
-        if self.fault.how == "kill":
+        if self.accident.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self.fault.how == "fail":
+        elif self.accident.how == "fail":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        elif self.fault.how == "fill":
-            fill_up(Path.cwd(), self.fault.room)
+        elif self.accident.how == "fill":
+            fill_up(Path.cwd(), self.accident.room)
         else:
-            limit_files(self.fault.room)
+            limit_files(self.accident.room)
 
     def end(self, code: int) -> None:
         """See rank._end_without_finalising."""

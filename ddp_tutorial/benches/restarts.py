@@ -14,16 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from ddp_tutorial.benches.lives import RANKS, TIME_LIMIT, Fate, Fault, config_of, left_in, outcome
+from ddp_tutorial.benches.lives import RANKS, TIME_LIMIT, Accident, Fate, config_of, left_in, outcome
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.phases import observe
+from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun
 from ddp_tutorial.processes.starting import run
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World
@@ -100,7 +98,7 @@ def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
             command,
             stdout=log,
             stderr=log,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", TORCHRUN: str(notes)},
             start_new_session=True,
         )
         try:
@@ -108,22 +106,11 @@ def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            end(agent)
+            end_torchrun(agent, str(notes))
         if agent.returncode != 0:
             log.seek(0)
             raise RuntimeError(f"{name} has ended with {agent.returncode}: {log.read()[-4000:]}")
     return notes
-
-
-def end(agent: "subprocess.Popen[Any]") -> None:
-    """Kill an agent, if it still runs, with all that it has started, and wait for it."""
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(agent.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-    with suppress(ProcessLookupError):
-        agent.kill()
-    agent.wait()
 
 
 def _all_up(notes: Path) -> float | None:
@@ -136,8 +123,8 @@ def _time_of(notes: Path) -> float:
     return min(note.stat().st_mtime for note in notes.glob("hit.*"))
 
 
-def _live(world: World, name: str, notes: Path, fault: Fault | None) -> None:
-    fate = Fate(world.rank, notes, fault)
+def _live(world: World, name: str, notes: Path, accident: Accident | None) -> None:
+    fate = Fate(world.rank, notes, accident)
     fate.note(f"up.{world.rank}", str(time.time()))
     with observe(fate.at_edge), observe_disk(fate.at_operation):
         train(world, config_of(name))
@@ -147,12 +134,12 @@ def _main(name: str, notes: str, doomed: str) -> None:
     """What torchrun starts as each rank."""
     rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     fates = json.loads(doomed)
-    fault = None
+    accident = None
     if life < len(fates) and fates[life][0] == rank:
-        fault = Fault("", fates[life][1])
+        accident = Accident("", fates[life][1])
     here = Path(notes) / str(life)
     here.mkdir(parents=True, exist_ok=True)
-    run(_live, name, here, fault, device="cpu")
+    run(_live, name, here, accident, device="cpu")
 
 
 if __name__ == "__main__":

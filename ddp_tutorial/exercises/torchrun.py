@@ -23,11 +23,11 @@ from uuid import uuid4
 import psutil
 
 from ddp_tutorial.exercises import WrongAnswerError
+from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun
 
 STUCK_SECONDS = 8.0  # without a sign of life: a printed line, or computing
 LIMIT_SECONDS = 150.0  # for a run that computes, and does not end
 _BUSY = 0.2  # seconds of computing in that time; ranks that wait for one another compute for hundredths
-_MARK = "DDP_TUTORIAL_TORCHRUN"
 # Where the system can, it sends SIGTERM to torchrun when this process is gone, and torchrun ends its ranks.
 _BEGIN = "import ctypes, runpy; getattr(ctypes.CDLL(None), 'prctl', lambda *_: 0)(1, 15); "
 _BEGIN += "runpy.run_module('torch.distributed.run', run_name='__main__', alter_sys=True)"
@@ -43,7 +43,7 @@ class Torchrun:
         self.mark = uuid4().hex
         self.printed_to, self.said_to = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         command = [sys.executable, "-c", _BEGIN, "--standalone", f"--nproc-per-node={nprocs}", str(script)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: self.mark}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", TORCHRUN: self.mark}
         with self.printed_to.open("wb") as out, self.said_to.open("wb") as err:
             # In a session of its own, so that an interrupt reaches it from here only.
             self.agent = psutil.Popen(
@@ -60,21 +60,7 @@ class Torchrun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill what is left. The agent first, which would start other processes."""
-        with suppress(psutil.Error):
-            self.agent.kill()
-        while self._kill_marked():
-            time.sleep(0.01)
-        self.agent.wait()
-
-    def _kill_marked(self) -> int:
-        found = 0
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    process.kill()
-                    found += 1
-        return found
+        end_torchrun(self.agent, self.mark)
 
     def printed(self) -> str:
         """The lines that were printed so far, without one that is not yet whole."""

@@ -13,16 +13,16 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from ddp_tutorial.config import ConfigError, FailedError, SomeConfig, check, did_you_mean, load, merge
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.files import RUNS, new_directory, write_atomically, write_json
+from ddp_tutorial.processes.marks import kill_marked
 from ddp_tutorial.runs.folder import PER_SECOND, RunFolder, read_lines, shown
 from ddp_tutorial.runs.summaries import unit_of
 
@@ -192,11 +192,7 @@ def end_processes_of(folder: Path) -> None:
     of them have inherited an environment variable, by which they are found even when their parent has ended.
     """
     top = folder.resolve()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            mark = process.environ().get(_MARK)
-            if mark and process.pid != os.getpid() and Path(mark).is_relative_to(top):
-                process.kill()
+    kill_marked(_MARK, lambda mark: Path(mark).is_relative_to(top))
 
 
 def last_lines(folder: Path, count: int = 15) -> list[str]:

@@ -39,7 +39,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -48,6 +47,7 @@ from ddp_tutorial.collectives import RankZeroFailedError
 from ddp_tutorial.environment import cores
 from ddp_tutorial.processes.console import Console, RankLog, make_console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, lost_connection
+from ddp_tutorial.processes.marks import kill_marked
 from ddp_tutorial.processes.rank import Job, run_rank
 from ddp_tutorial.processes.signals import StoppedError, handling
 from ddp_tutorial.processes.transport import Descriptor, dump_call, take_messages
@@ -425,10 +425,7 @@ def _end(processes: list[Any], mark: str) -> None:
         process.kill()
         process.join()
     # What a rank has started may have outlived it and be anybody's child by now; but it has inherited the mark.
-    for other in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if other.pid != os.getpid() and other.environ().get(_MARK) == mark:
-                other.kill()
+    kill_marked(_MARK, mark.__eq__)
 
 
 def _loopback_store(nprocs: int) -> dist.TCPStore | None:
