@@ -47,6 +47,26 @@ def test_train_prints_one_line_and_the_path_of_its_run() -> None:
     assert (Path("runs/mine") / "result.json").is_file()
 
 
+@pytest.mark.timeout(200)
+def test_a_run_that_is_checked_ends_with_the_same_weights_and_one_that_goes_wrong_is_told() -> None:
+    task = ("train", "tiny", "device=cpu", "steps=12", "ddp.variant=torch")
+    plain, checked = (run(*task, f"name={name}", *more) for name, more in (("plain", ()), ("checked", ("--check",))))
+    assert plain.returncode == checked.returncode == 0, checked.stderr
+    assert weights_of(Path("runs/checked")) == weights_of(Path("runs/plain"))
+    assert json.loads(Path("runs/checked/result.json").read_text())["checks"] == []
+    done = run(*task, "name=broken", "--check", "--fault", "corrupt rank=1 step=4 phase=update")
+    assert (done.returncode, done.stdout) == (1, "")
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    message = r"step 10: the replicas have drifted apart: [\w.]+ is not the same on all ranks, ranks 0 and 1 differ"
+    assert re.fullmatch(f"error: {message}", "\n".join(told)), done.stderr
+    assert not Path("runs/broken/result.json").exists()
+    noted = json.loads(Path("runs/broken/failed.json").read_text())
+    assert re.fullmatch(f"CheckError: {message}", noted["error"])
+    assert noted["step"] == 9
+    for rank in range(2):
+        assert re.search(message, Path(f"runs/broken/rank_{rank}.log").read_text())
+
+
 def test_train_as_json_prints_one_object_and_nothing_else() -> None:
     done = run("train", "tiny", "--json", "steps=2", "nprocs=1")
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,17 @@ from ddp_tutorial.processes.signals import SIGNALS, exit_code, handling
 from ddp_tutorial.processes.signals import stop as stop_now
 
 if TYPE_CHECKING:
+    from ddp_tutorial.debug.detector import Finding
     from ddp_tutorial.debug.faults import Fault
+    from ddp_tutorial.runs.folder import RunFolder
     from ddp_tutorial.training.config import TaskConfig
     from ddp_tutorial.training.trainer import TrainResult
     from ddp_tutorial.world import World
 
+# With --check, where --watch says nothing else: longer than a checkpoint or an evaluation of one rank takes.
+CHECK_WATCH_SECONDS = 60.0
 _WATCH = "Look at all ranks where one waits in a collective for so long, and say who waits where."
+_CHECK = "Check each step on all ranks: replicas that drift apart, NaN, shared samples, leaks, and more. Watches, too."
 _FAULT = "Let something go wrong on purpose, such as 'kill rank=1 step=3'; may be given more than once."
 
 
@@ -43,9 +49,16 @@ def _settings(context: click.Context, parameter: click.Parameter, incomplete: st
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and with which settings from where.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--watch", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), help=_WATCH)
+@click.option("--check", is_flag=True, help=_CHECK)
 @click.option("--fault", "faults", multiple=True, metavar="TEXT", help=_FAULT)
 def train(
-    config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, watch: float | None, faults: tuple[str, ...]
+    config: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    watch: float | None,
+    check: bool,
+    faults: tuple[str, ...],
 ) -> None:
     """Train as CONFIG says: a YAML file, or the name of one of the package's configs.
 
@@ -54,6 +67,7 @@ def train(
     train 2proc steps=300 model.layers=2 source.kind=dispatched
     train my.yaml --dry-run
     train 2proc --watch 10 --fault 'hang rank=1 step=5 phase=backward'
+    train 2proc --check --fault 'corrupt rank=1 step=5 phase=update'
 
     Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds.
 
@@ -62,18 +76,26 @@ def train(
     failure, which --max-restarts has it start again. That it was stopped is in result.json.
     """
     with handling(SIGNALS, stop_now):  # importing torch takes seconds; the launch, or the Trainer, then takes over
-        _train(config, overrides, dry_run, as_json, watch, faults)
+        attached = Attached(watch or (CHECK_WATCH_SECONDS if check else None), check, _faults(faults))
+        _train(config, overrides, dry_run, as_json, attached)
 
 
-def _train(
-    config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, watch: float | None, faults: tuple[str, ...]
-) -> None:
+@dataclass(frozen=True)
+class Attached:
+    """What is attached to a run from outside: after how many seconds in a collective all ranks are looked at, whether
+    each step is checked, and what goes wrong on purpose."""
+
+    watch: float | None
+    check: bool
+    faults: "list[Fault]"
+
+
+def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, attached: Attached) -> None:
     from ddp_tutorial.processes.starting import run
     from ddp_tutorial.training.config import TaskConfig
     from ddp_tutorial.world import World, joins_others
 
     settings = configs.load(config, TaskConfig, overrides)
-    injected = _faults(faults)
     joins = joins_others()
     # rank 0 speaks for all
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
@@ -84,7 +106,7 @@ def _train(
     if joins and world.is_main:
         click.echo(str(world), err=True)
     options = settings.group_options
-    result = run(_train_on_a_rank, settings, watch, injected, nprocs=settings.nprocs, echo=not as_json, **options)
+    result = run(_train_on_a_rank, settings, attached, nprocs=settings.nprocs, echo=not as_json, **options)
     if world.is_main:
         summary = json.loads((result.run / "result.json").read_text())
         click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else _in_a_line(result.run, summary))
@@ -100,18 +122,39 @@ def _faults(texts: tuple[str, ...]) -> "list[Fault]":
     return [parse(text) for text in texts]
 
 
-def _train_on_a_rank(
-    world: "World", settings: "TaskConfig", watch: float | None, faults: "list[Fault]"
-) -> "TrainResult":
-    """Training, with what is to be watched or to go wrong attached to it from outside."""
+def _train_on_a_rank(world: "World", settings: "TaskConfig", attached: Attached) -> "TrainResult":
+    """Training, with what is to be watched, checked or to go wrong attached to it from outside.
+
+    A check that ends the run raises on all ranks in the same step: the run's `failed.json` and the ranks' logs tell it,
+    as they tell any failure. What is only a warning is in the log, and in `result.json`.
+    """
+    from ddp_tutorial.debug.checks import checking
     from ddp_tutorial.debug.faults import inject
     from ddp_tutorial.debug.hangs import watching
     from ddp_tutorial.training.tasks import make_trainer
 
-    with watching(world, watch) if watch else nullcontext():
+    with ExitStack() as stack:
+        if attached.watch:
+            stack.enter_context(watching(world, attached.watch))
         trainer = make_trainer(settings, world)
-        with inject(world, *faults, model=trainer.model):
+        stack.enter_context(inject(world, *attached.faults, model=trainer.model))
+        if not attached.check:
             return trainer.train()
+        model = getattr(trainer.train_step.strategy, "model", trainer.model)  # the wrapper knows what is allowed
+        optimizer = trainer.train_step.optimizer
+        checks = stack.enter_context(checking(world, model, optimizer, after=lambda: trainer.number))
+        result = trainer.train()
+        if world.is_main and checks.program.taken:
+            _note_in(trainer.run, checks.findings)
+        return result
+
+
+def _note_in(run: "RunFolder", findings: "list[Finding]") -> None:
+    """What the checks have found, in the result of a run that they have not ended."""
+    from ddp_tutorial.files import write_json
+
+    told = [{"detector": each.detector, "ranks": each.ranks, "message": str(each)} for each in findings]
+    write_json(run.result, json.loads(run.result.read_text()) | {"checks": told})
 
 
 def _tell_plan(settings: "TaskConfig", layers: list[configs.Layer], as_json: bool) -> None:
