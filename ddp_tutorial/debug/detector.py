@@ -3,6 +3,7 @@
 `checks` puts detectors to work; each is in a module of its own.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -73,6 +74,20 @@ class Program:
         self.group: dist.ProcessGroup | None = None  # of the checks alone
         self.taken = 0  # steps since the block began
         self._after = after
+        self._gradient_of, self._gradient = -1, 0.0  # of which step, and what it was
+
+    def gradient(self) -> float:
+        """The sum of the norms of all gradients that the update will use, so after they were averaged; looked at once
+        for each step. Not finite where one of them is not, or has numbers above 1e19."""
+        if self._gradient_of != self.taken:
+            self._gradient_of, self._gradient = self.taken, _sum_of_norms(self.gradients())
+        return self._gradient
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those, or of sparse ones what they hold."""
+        groups = self.optimizer.param_groups
+        found = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        return [each._values() if each.is_sparse else each for each in found]
 
     @property
     def step(self) -> int:
@@ -86,6 +101,16 @@ class Program:
         things: list[Any] = [None] * self.world.size
         dist.all_gather_object(things, thing, group=self.group)
         return things
+
+
+def _sum_of_norms(tensors: list[torch.Tensor]) -> float:
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm(tensors)
+    try:
+        return float(torch.stack(norms).sum())
+    except RuntimeError:  # they are on several devices
+        return math.fsum(map(float, norms))
 
 
 class Detector:

@@ -9,10 +9,8 @@ update.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
-
-import torch
 
 from ddp_tutorial.debug.detector import Detector, Finding, Said
 from ddp_tutorial.debug.taps import OUTPUT, Seen, Sight
@@ -35,7 +33,10 @@ class NonFinite(Detector):
 
     def say(self, seen: Seen) -> Sequence[float]:
         self._seen = seen
-        return [0.0 if _are_finite(self._gradients()) else 1.0]
+        if math.isfinite(self.program.gradient()):
+            return [0.0]
+        # Numbers above 1e19 are finite, and their norm is not.
+        return [0.0 if all(bool(each.isfinite().all()) for each in self.program.gradients()) else 1.0]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
         seen, self._seen = self._seen, Seen()  # its inputs are not kept through the next step
@@ -56,10 +57,6 @@ class NonFinite(Detector):
         where = next(iter(at_fault.values())) or first
         return [Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {told}", "error", where)]
 
-    def _gradients(self) -> list[torch.Tensor]:
-        groups = self.program.optimizer.param_groups
-        return [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
-
     def _origin(self, seen: Seen) -> tuple[str, str] | None:
         """Phase and name of the first on this rank. Weights that were not finite when the step began are the fault of
         the update before."""
@@ -69,18 +66,6 @@ class NonFinite(Detector):
         if spoilt:
             return "update", spoilt[0]
         return next(((phase, name) for phase, name, norm in trace if not math.isfinite(norm)), None)
-
-
-def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    dense = [each._values() if each.is_sparse else each for each in tensors]
-    if not dense:
-        return True
-    norms = torch._foreach_norm(dense)
-    if len({norm.device for norm in norms}) == 1 and math.isfinite(
-        float(torch.stack([n.double() for n in norms]).sum())
-    ):
-        return True
-    return all(bool(each.isfinite().all()) for each in dense)  # numbers above 1e19 are finite, and their norm is not
 
 
 def _told(phase: str, name: str) -> str:

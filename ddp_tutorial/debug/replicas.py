@@ -1,7 +1,9 @@
 """Do the ranks still have the same weights? Checksums of parameters, optimizer state and buffers, compared.
 
 Replicas begin equal and get the same gradient, so they stay equal, bit for bit: there is no tolerance here. Each rank
-sends one number that is made from all bits; only where those differ, the ranks compare tensor by tensor.
+sends one number that is made from all bits; only where those differ, the ranks compare tensor by tensor. Reading all
+bits takes longer than all else that is checked, so that is done now and then, and at once in a step in which the ranks
+have gradients of different lengths.
 """
 
 import zlib
@@ -27,15 +29,19 @@ class ReplicaDrift(Detector):
     """Parameters, optimizer state and options such as the learning rate, after each `every`-th step and the first one;
     buffers at the beginning of such a step's first forward, where DDP has just broadcast them.
 
+    What comes by the gradient is found in the same step: an averaged gradient that differs has another norm on each
+    rank, and that is compared in each step. What comes otherwise, as by an option or an update that one rank alone has
+    changed, is found up to `every - 1` steps later, and the step that is named is the one in which it was found.
+
     Parameters and optimizer differing is an error, buffers only a warning: training goes on right, but what is saved is
     rank 0's. `ignore` has patterns for names of what may differ. The state of a `ZeroRedundancyOptimizer`, of which
     each rank has a part, and DTensors are left out.
     """
 
     name: ClassVar[str] = "drift"
-    size: ClassVar[int] = 1
+    size: ClassVar[int] = 2
 
-    def __init__(self, every: int = 10, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, every: int = 20, ignore: Sequence[str] = ()) -> None:
         if every < 1:
             raise ValueError(f"every={every}: should be 1 step or more")
         self.every, self.ignore = every, tuple(ignore)
@@ -45,6 +51,7 @@ class ReplicaDrift(Detector):
     def attach(self, program: Program) -> None:
         super().attach(program)
         self._first, self._buffers = program.step, {}
+        self._has_doubts, self._is_telling = False, True
         self._has_begun = False
 
     def _is_due(self, step: int) -> bool:
@@ -57,10 +64,11 @@ class ReplicaDrift(Detector):
 
     def say(self, seen: Seen) -> Sequence[float]:
         self._has_begun = False
-        return [float(together(self._buffers))]
+        return [float(together(self._buffers)), self.program.gradient()]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
-        if len({numbers[0] for numbers in said}) == 1:
+        self._has_doubts = self._is_telling and len({norm.hex() for _, norm in said}) > 1
+        if len({sums for sums, _ in said}) == 1:
             return []
         found = first_difference(self.program.gather(self._buffers))
         if found is None or found[0] in self._told:
@@ -75,11 +83,13 @@ class ReplicaDrift(Detector):
         return [Finding(self.name, step, ranks, message, "warning", name)]
 
     def updated(self, step: int) -> list[Finding]:
-        if not self._is_due(step):
+        if not (self._is_due(step) or self._has_doubts):
             return []
         sums = checksums(self._kept(dict(self._state())))
         of_ranks = self.program.gather(together(sums))
         if len(set(of_ranks)) == 1:
+            # Each rank may have gradients of its own, where it is the weights that are averaged.
+            self._is_telling = self._is_telling and not self._has_doubts
             return []
         found = first_difference(self.program.gather(sums))
         assert found is not None, "a checksum of them all differs, so that of one does"

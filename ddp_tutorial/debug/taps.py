@@ -34,6 +34,7 @@ from ddp_tutorial.phases import Edge, observe
 # they are added up over the ranks, and where the time goes.
 Sight = Literal["forwards", "losses", "gradients", "seconds"]
 OUTPUT = "the model's output"
+_SHORT = frozenset({torch.float16, torch.bfloat16})
 
 
 Phase = Literal["forward", "loss", "backward"]
@@ -147,7 +148,7 @@ class Taps:
         self._stack = ExitStack()
         self._seen = Seen()
         self._thread = threading.get_ident()
-        self._mark = self._since = time.perf_counter()
+        self._mark = self._since = self._arrived = time.perf_counter()
         self._data_since: float | None = None
         self._phase_since, self._data_before = self._since, 0.0
 
@@ -162,6 +163,7 @@ class Taps:
 
     def take(self) -> Seen:
         """What has been seen since the last call."""
+        self._backward_has_ended()
         now = time.perf_counter()
         seen, self._seen = self._seen, Seen()
         seen.seconds["step"] = now - self._since
@@ -188,7 +190,7 @@ class Taps:
         """On the node that adds to `.grad`, before all that looks at `.grad`: there it is this rank's own gradient, as
         the hooks of the parameter have left it."""
         node: Any = get_gradient_edge(parameter).node
-        hook = node.register_prehook(partial(self._gradient, name))
+        hook = node.register_prehook(self._gradient(name))
         self._stack.callback(lambda: node)  # torch forgets the hook with the node
         return _Kept(hook, node)
 
@@ -197,6 +199,7 @@ class Taps:
     def _forward_begins(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
+        self._backward_has_ended()
         self._mark = time.perf_counter()
         if "forwards" in self.sights:
             kind = self.device.type
@@ -210,7 +213,7 @@ class Taps:
         if not torch.is_grad_enabled():
             return
         if "forwards" in self.sights:
-            for leaf in tree_leaves(output):
+            for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(self._note, "loss", OUTPUT))  # its gradient: what the loss makes of it
         now = time.perf_counter()
@@ -222,13 +225,23 @@ class Taps:
     def _loss(self, loss: torch.Tensor) -> None:
         self._seen.trace.append(Mark("loss", "", loss.reshape(())))
 
-    def _gradient(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        if "gradients" in self.sights:
-            self._note("backward", name, gradients[0])
-        if "seconds" in self.sights:
-            now = time.perf_counter()
-            self._seen.seconds["backward"] += now - self._mark
-            self._mark = now
+    def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        """The hook for one parameter. It is called for each in each step, so it does little."""
+        is_noted, is_timed = "gradients" in self.sights, "seconds" in self.sights
+
+        def arrives(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            if is_noted and gradients[0] is not None:
+                self._seen.trace.append(Mark("backward", name, norm_of(gradients[0])))
+            if is_timed:
+                self._arrived = time.perf_counter()
+
+        return arrives
+
+    def _backward_has_ended(self) -> None:
+        """Count it, until its last gradient."""
+        if self._arrived > self._mark:
+            self._seen.seconds["backward"] += self._arrived - self._mark
+            self._mark = self._arrived
 
     def _note(self, phase: Phase, name: str, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
@@ -270,8 +283,9 @@ def norm_of(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
     if values.is_sparse:
         values = values._values()
-    short = values.dtype in {torch.float16, torch.bfloat16}
-    return torch.linalg.vector_norm(values, dtype=torch.float32 if short else None)
+    if values.dtype in _SHORT:
+        return torch.linalg.vector_norm(values, dtype=torch.float32)
+    return torch.linalg.vector_norm(values)
 
 
 def _norms_of(output: Any) -> list[torch.Tensor]:

@@ -25,17 +25,17 @@ class UnusedParameters(Detector):
 
     def attach(self, program: Program) -> None:
         super().attach(program)
-        self._trained = [(name, p) for p, name in program.names.items() if p.requires_grad]
+        self._trained = {name: p for p, name in program.names.items() if p.requires_grad}
         self._is_allowed = bool(getattr(program.model, "find_unused_parameters", False))
         self._known: set[tuple[float, ...]] = set()
         self._told: set[str] = set()
         self._mine: list[str] = []
 
     def say(self, seen: Seen) -> Sequence[float]:
-        arrived = {name for name, _ in seen.of("backward")}
-        if self._is_allowed or not arrived:
+        arrived = {mark.name for mark in seen.trace if mark.phase == "backward"}
+        if self._is_allowed or not arrived or self._trained.keys() <= arrived:
             return [0.0]
-        self._mine = [name for name, parameter in self._trained if parameter.requires_grad and name not in arrived]
+        self._mine = [name for name, p in self._trained.items() if p.requires_grad and name not in arrived]
         return [float(crc32(repr(self._mine).encode())) if self._mine else 0.0]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
