@@ -20,6 +20,7 @@ TOP = "ddp_tutorial"
 ROOMS = [
     [""],
     ["processes"],
+    ["cluster"],
     ["sharding"],
     ["ddp"],
     ["accumulation"],

@@ -40,10 +40,11 @@ def pins(root: Path) -> dict[str, Version]:
     return dict(pinned)
 
 
-def parsed(requirements: list[str]) -> set[tuple[str, SpecifierSet]]:
+def parsed(requirements: list[str]) -> set[tuple[str, SpecifierSet, str]]:
+    """Name, versions, and where it is wanted."""
     each = [Requirement(text) for text in requirements]
-    assert not any(one.extras or one.marker or one.url for one in each)
-    return {(canonicalize_name(one.name), one.specifier) for one in each}
+    assert not any(one.extras or one.url for one in each)
+    return {(canonicalize_name(one.name), one.specifier, str(one.marker or "")) for one in each}
 
 
 def test_the_conda_environment_has_what_pyproject_asks_for(conda: dict[str, Any], requirements: list[str]) -> None:
@@ -67,14 +68,14 @@ def test_the_conda_environment_gets_python_from_conda_and_packages_from_pip(
 
 def test_what_the_project_is_made_of_is_named(conda: dict[str, Any]) -> None:
     [from_pip] = [each["pip"] for each in conda["dependencies"] if isinstance(each, dict)]
-    names = {name for name, _ in parsed(from_pip)}
+    names = {name for name, _, _ in parsed(from_pip)}
     assert {"torch", "jupyterlab", "ipywidgets", "datasets", "matplotlib", "nbval", "papermill"} <= names
 
 
 def test_every_direct_dependency_is_pinned_to_a_version_that_it_allows(
     pins: dict[str, Version], requirements: list[str]
 ) -> None:
-    for name, specifier in parsed(requirements):
+    for name, specifier, _ in parsed(requirements):
         assert name in pins, f"{name} is not in constraints.txt"
         assert pins[name] in specifier, f"{name}=={pins[name]} is not {specifier}"
 

@@ -1,0 +1,10 @@
+"""Several machines in one: hosts in the Linux kernel, joined by a network whose speed is real.
+
+`Cluster` starts and ends them, and runs commands and functions on them; `network` has their names and addresses, and
+asks the kernel for namespaces, links and rates; `box` is the process that holds all of it, `rank` what becomes of it
+where a function runs on every rank.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

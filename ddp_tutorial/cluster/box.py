@@ -1,0 +1,186 @@
+"""The process that holds a cluster: the first one of its own namespaces, so that all in it ends when it does.
+
+`Cluster` starts it and asks it for things, one at a time, over a socket; it forks, and the child goes to a host. It
+ends when the other end of the socket is closed, which the kernel does if the parent is killed.
+"""
+
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from ddp_tutorial.cluster.network import Network
+from ddp_tutorial.config import ConfigError
+
+LARGEST = 2**17  # bytes of a request or a reply
+DESCRIPTORS = 8
+
+
+def send(channel: socket.socket, message: Any, fds: list[int] | None = None) -> None:
+    """A message, whole, with duplicates of open files."""
+    socket.send_fds(channel, [pickle.dumps(message)], fds or [])
+
+
+def receive(channel: socket.socket) -> tuple[Any, list[int]]:
+    """The next message, and its files. Raises `EOFError` where the other side has ended."""
+    try:
+        data, fds, _, _ = socket.recv_fds(channel, LARGEST, DESCRIPTORS)
+    except ConnectionResetError:
+        raise EOFError from None
+    if not data:
+        raise EOFError
+    return pickle.loads(data), fds
+
+
+class Box:
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.network: Network
+        self.running: dict[int, int] = {}  # process -> the file to which its exit code goes
+        self.off: set[int] = set()
+
+    def serve(self) -> None:
+        """Answer requests, and reap what has ended, until the parent hangs up."""
+        woken, wake = os.pipe()
+        for fd in (woken, wake):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        while True:
+            ready, _, _ = select.select([self.channel.fileno(), woken], [], [])
+            if woken in ready:
+                os.read(woken, 4096)
+            self.reap()
+            if self.channel.fileno() in ready:
+                self.answer()
+
+    def answer(self) -> None:
+        (name, args), fds = receive(self.channel)
+        try:
+            reply: tuple[str | None, Any] = None, getattr(self, f"do_{name}")(*args, fds)
+        except ConfigError as error:
+            reply = str(error), None
+        finally:
+            for fd in fds:
+                os.close(fd)
+        send(self.channel, reply)
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (fd := self.running.pop(pid, None)) is not None:
+                with suppress(OSError):  # nobody listens any more
+                    os.write(fd, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(fd)
+
+    # Requests. Each gets the files that came with it, and its value is the answer.
+
+    def do_hello(self, fds: list[int]) -> None:
+        pass
+
+    def do_build(self, nodes: int, rate: str | None, fds: list[int]) -> None:
+        self.network = Network(nodes, rate)
+
+    def do_start(self, node: int, argv: list[str], env: dict[str, str], cwd: str, fds: list[int]) -> int:
+        """Start a command on a host: its id."""
+
+        def become() -> None:
+            os.chdir(cwd)
+            try:
+                os.execvpe(argv[0], argv, env)
+            except OSError as error:
+                print(f"{argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
+                os._exit(127)
+
+        return self.fork(node, fds, become)
+
+    def do_rank(self, node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
+        """Call a function as a rank on a host. This process imports torch first, once for all ranks to come."""
+        from ddp_tutorial.cluster import rank
+
+        call, result = os.dup(fds[3]), os.dup(fds[4])
+
+        def become() -> None:
+            os.environ.clear()
+            os.environ.update(env)
+            os.chdir(cwd)
+            rank.call_here(call, result)
+
+        try:
+            return self.fork(node, fds, become)
+        finally:
+            os.close(call)
+            os.close(result)
+
+    def do_connect(self, node: int, up: bool, fds: list[int]) -> None:
+        self.network.connect(node, up)
+
+    def do_kill(self, node: int, fds: list[int]) -> None:
+        """The host loses its power: its cable is dead, and so are its processes, at once."""
+        self.off.add(node)
+        self.network.connect(node, False)
+        while found := self.network.processes_of(node):
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+            self.reap()
+
+    def do_signal(self, pid: int, number: int, fds: list[int]) -> None:
+        if pid in self.running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def fork(self, node: int, fds: list[int], become: Any) -> int:
+        """`fds`: what the child has for input and for output, and where its exit code will be written."""
+        if node in self.off:
+            raise ConfigError(f"n{node} has been killed, and does not come back")
+        status = os.dup(fds[2])
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._in_the_child(node, fds, become)
+        self.running[pid] = status
+        return pid
+
+    def _in_the_child(self, node: int, fds: list[int], become: Any) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()
+            self.network.enter(node)
+            os.dup2(fds[0], 0)
+            os.dup2(fds[1], 1)
+            os.dup2(fds[1], 2)
+            self.channel.close()
+            become()
+            code = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.set_inheritable(False)
+    with suppress(EOFError):
+        Box(channel).serve()
+    os._exit(0)  # and the kernel ends all others
+
+
+if __name__ == "__main__":
+    main()

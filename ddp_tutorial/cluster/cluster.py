@@ -1,0 +1,504 @@
+"""Two machines on a laptop: `Cluster`.
+
+    with Cluster(nodes=2, rate="1gbit") as cluster:
+        for ended in cluster.run("hostname"):
+            print(ended.node, ended.output)
+        cluster.torchrun("-m", "ddp_tutorial", "train", "tiny")
+        speeds = cluster.launch(measure)      # measure(world) on every rank
+        cluster.cut(1)
+
+Each node has a host name (n0, n1, ...), an address (10.0.0.1, ...), a loopback interface and processes of its own, and
+reaches the others over a network with a real rate: the kernel delays packets, nothing is simulated. What the nodes
+share is the machine: its cores, its memory and its disk, and so its files. Nothing outside of the cluster can connect
+to it.
+
+It needs Linux. Root may always make one; others may where the system lets them make user namespaces (most do).
+"""
+
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ddp_tutorial.cluster import network
+from ddp_tutorial.cluster.box import receive, send
+from ddp_tutorial.config import ConfigError, FailedError
+from ddp_tutorial.processes.errors import RankError, RankTimeoutError, lost_connection
+
+Result = TypeVar("Result")
+Command = str | os.PathLike[str]
+PORT = 29_500  # where ranks meet
+_START_SECONDS = 30.0
+_GRACE_SECONDS = 5.0  # for the other ranks of a launch, when one has failed
+
+
+class Ended(NamedTuple):
+    """A command that has ended. `code` is -9 if it was killed by signal 9; `output` has what it printed, errors too."""
+
+    node: str
+    code: int
+    output: str
+
+
+@dataclass
+class Process:
+    """A command, or a rank, that runs on a node."""
+
+    node: int
+    pid: int  # as the cluster counts
+    stdout: int
+    status: int
+    cluster: "Cluster" = field(repr=False)
+    line: Callable[[str, str], None] | None = field(default=None, repr=False)
+    code: int | None = None
+    text: bytearray = field(default_factory=bytearray, repr=False)
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.text.decode(errors="replace")
+
+    def wait(self, timeout: float | None = None) -> Ended:
+        """Wait for its end. Raises `TimeoutError` after `timeout` seconds, and leaves it running."""
+        self.cluster.wait([self], timeout)
+        return self.ended()
+
+    def ended(self) -> Ended:
+        assert self.code is not None
+        return Ended(network.name_of(self.node), self.code, self.output)
+
+    def send_signal(self, number: int) -> None:
+        self.cluster._ask("signal", self.pid, int(number))
+
+    def kill(self) -> None:
+        """End it by SIGKILL, alone; its host goes on."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Cluster:
+    """`nodes` hosts, for the length of a `with` block.
+
+    `rate` is what each may send, and receive, a second: "10gbit", "1gbit", "100mbit"; None for as fast as the machine
+    is. All of them work in `folder` (by default the one where you are), as with a file system in the network, or, with
+    `shared_folder=False`, in a folder of its own there: n0/, n1/.
+
+    When the block ends, and when the process that made the cluster is killed, all processes of all nodes are killed.
+
+    Raises `ConfigError`, before anything is started, for settings that cannot be used, and where the system does not
+    allow this; `why_not()` says so without raising.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        rate: str | None = None,
+        *,
+        shared_folder: bool = True,
+        folder: str | os.PathLike[str] = ".",
+    ) -> None:
+        if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= network.MOST_NODES:
+            raise ConfigError(f"nodes={nodes!r}: should be a whole number from 1 to {network.MOST_NODES}")
+        if rate is not None:
+            network.bits_per_second(rate)
+        if not Path(folder).is_dir():
+            raise ConfigError(f"folder={str(folder)!r} is not there")
+        self.rate = rate
+        self.names = [network.name_of(node) for node in range(nodes)]
+        self.addresses = [network.address_of(node) for node in range(nodes)]
+        root = Path(folder).resolve()
+        self.folders = [root if shared_folder else root / name for name in self.names]
+        self._port = PORT
+        self._processes: list[Process] = []
+        self._channel: socket.socket | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"Cluster(nodes={len(self)}, rate={self.rate!r})"
+
+    def __enter__(self) -> "Cluster":
+        _look_at_the_system()
+        refused = []
+        for as_whom in ((), ("-U", "-r")) if os.geteuid() == 0 else (("-U", "-r"),):
+            if (error := self._start(as_whom)) is None:
+                break
+            refused.append(error)
+        else:
+            raise ConfigError(f"no cluster: this system does not allow namespaces ({refused[-1]})")
+        try:
+            self._ask("build", len(self), self.rate)
+            for folder in self.folders:
+                folder.mkdir(exist_ok=True)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _start(self, as_whom: tuple[str, ...]) -> str | None:
+        """Start the box; the reason if that is not possible."""
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        python = [sys.executable, "-m", "ddp_tutorial.cluster.box", str(its.fileno())]
+        with its, tempfile.TemporaryFile() as errors:
+            self._box = subprocess.Popen(
+                ["unshare", *as_whom, *namespaces, *python],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=[its.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # an interrupt is for this process to handle
+            )
+            self._channel = ours
+            its.close()
+            try:
+                self._ask("hello")
+            except FailedError:
+                self.close()
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip().split("\n")
+                return said[-1] or f"unshare has ended with {self._box.returncode}"
+        return None
+
+    def close(self) -> None:
+        """End all that runs on the nodes, and the nodes."""
+        if self._channel is None:
+            return
+        self._channel.close()  # the box ends then, and the kernel all others
+        self._channel = None
+        try:
+            self._box.wait(5)
+        except subprocess.TimeoutExpired:
+            self._box.kill()
+            self._box.wait()
+        for process in self._processes:
+            process.code = -signal.SIGKILL if process.code is None else process.code
+            self._forget(process)
+
+    def _ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
+        if self._channel is None:
+            raise RuntimeError("the cluster is not there: use it inside of 'with Cluster(...) as cluster:'")
+        try:
+            send(self._channel, (name, args), list(fds))
+            (error, answer), _ = receive(self._channel)
+        except (EOFError, OSError):
+            raise FailedError("the cluster has ended: the process that holds it is gone") from None
+        if error is not None:
+            raise ConfigError(error)
+        return answer
+
+    # ------------------------------------------------------------------------------------------------ what runs there
+
+    def start(
+        self,
+        *argv: Command,
+        node: int,
+        env: Mapping[str, str] | None = None,
+        line: Callable[[str, str], None] | None = None,
+    ) -> Process:
+        """Start a command on one node, and do not wait for it. `line(node, text)` is called for each line it prints,
+        while somebody waits."""
+        return self._begin("start", node, [os.fspath(arg) for arg in argv], env, (), line)
+
+    def run(
+        self,
+        *argv: Command,
+        env: Mapping[str, str] | None = None,
+        env_of: Sequence[Mapping[str, str]] | None = None,
+        timeout: float | None = None,
+        line: Callable[[str, str], None] | None = None,
+    ) -> list[Ended]:
+        """Run a command on every node, and wait for all. `env` is added to the environment of all, `env_of[i]` to that
+        of node i. Raises `TimeoutError` after `timeout` seconds, and kills them."""
+        several = [
+            self.start(*argv, node=node, env={**(env or {}), **(env_of[node] if env_of else {})}, line=line)
+            for node in range(len(self))
+        ]
+        return self.finish(several, timeout)
+
+    def torchrun(
+        self,
+        *args: Command,
+        nproc_per_node: int = 1,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        line: Callable[[str, str], None] | None = None,
+    ) -> list[Ended]:
+        """`torchrun --nnodes=N --nproc-per-node=... ARGS` on every node, which meet at n0 (c10d)."""
+        return self.finish(self.start_torchrun(*args, nproc_per_node=nproc_per_node, env=env, line=line), timeout)
+
+    def start_torchrun(
+        self,
+        *args: Command,
+        nproc_per_node: int = 1,
+        env: Mapping[str, str] | None = None,
+        line: Callable[[str, str], None] | None = None,
+    ) -> list[Process]:
+        """As `torchrun`, without waiting."""
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}", *args]
+        port, self._port = self._port, self._port + 1
+        return [
+            self.start(*command, node=node, env={**self.torchrun_env(node, port), **(env or {})}, line=line)
+            for node in range(len(self))
+        ]
+
+    def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
+        """What tells the torchrun of a node where the agents meet; it takes each option from a variable PET_..., too.
+
+        The same on a command line: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster
+        --rdzv-conf=is_host=1 (on n0; 0 elsewhere) --local-addr=10.0.0.1 --node-rank=0
+        """
+        return {
+            "PET_NNODES": str(len(self)),
+            "PET_NODE_RANK": str(node),
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ENDPOINT": f"{self.names[0]}:{port}",
+            "PET_RDZV_ID": "cluster",
+            "PET_RDZV_CONF": f"is_host={int(node == 0)}",
+            "PET_LOCAL_ADDR": self.addresses[node],
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def launch(
+        self,
+        fn: Callable[..., Result],
+        *args: Any,
+        ranks_per_node: int = 1,
+        threads: int = 1,
+        timeout: float | None = 60,
+        collective_timeout: float = 60,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Result]:
+        """Call `fn(world, *args)` on every rank of every node, with the process group up; the results, by rank.
+
+        The ranks are forks of one process that has imported torch, so that they are up at once. Raises `RankError` for
+        the first that fails, and ends the others then; `RankTimeoutError` after `timeout` seconds.
+        """
+        from ddp_tutorial.processes.transport import dump_call
+
+        size = len(self) * ranks_per_node
+        port, self._port = self._port, self._port + 1
+        with ExitStack() as stack:
+            call = stack.enter_context(tempfile.TemporaryFile())
+            call.write(pickle.dumps((threads, collective_timeout, dump_call(fn, args))))
+            call.flush()
+            results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
+            ranks = []
+            for rank in range(size):
+                node, local = divmod(rank, ranks_per_node)
+                variables = {
+                    "RANK": rank,
+                    "WORLD_SIZE": size,
+                    "LOCAL_RANK": local,
+                    "LOCAL_WORLD_SIZE": ranks_per_node,
+                    "MASTER_ADDR": self.names[0],
+                    "MASTER_PORT": port,
+                    "OMP_NUM_THREADS": threads,
+                }
+                files = (call.fileno(), results[rank].fileno())
+                environ = {name: str(value) for name, value in variables.items()} | dict(env or {})
+                ranks.append(self._begin("rank", node, None, environ, files, None))
+            self._wait_for_ranks(ranks, timeout)
+            outcomes = [_read(result) for result in results]
+        failed = [
+            (lost_connection(str(outcome[1])) if outcome else False, rank)
+            for rank, outcome in enumerate(outcomes)
+            if outcome is None or outcome[0] == "raised"
+        ]
+        if failed:
+            raise self._failure(min(failed)[1], ranks, outcomes)
+        return [pickle.loads(outcome[1]) for outcome in outcomes]
+
+    def _wait_for_ranks(self, ranks: list[Process], timeout: float | None) -> None:
+        try:
+            self.wait(ranks, timeout, until=lambda: any(rank.code for rank in ranks))
+            with suppress(TimeoutError):
+                self.wait(ranks, _GRACE_SECONDS)
+        except TimeoutError:
+            printed = "\n".join(rank.output for rank in ranks)
+            raise RankTimeoutError(0, f"was still running after {timeout} s", log=printed) from None
+        finally:
+            self._end(ranks)
+
+    def _failure(self, rank: int, ranks: list[Process], outcomes: list[Any]) -> RankError:
+        outcome, node = outcomes[rank], self.names[ranks[rank].node]
+        reason = f"raised {outcome[1]}" if outcome else f"has ended with {ranks[rank].code}"
+        others = [f"rank {i} raised {each[1]}" for i, each in enumerate(outcomes) if i != rank and each]
+        others = [line for line in others if "raised b'" not in line]
+        raised = outcome[1] if outcome else None
+        return RankError(
+            rank, f"on {node} {reason}", log=ranks[rank].output.strip(), others="\n".join(others), raised=raised
+        )
+
+    def _begin(
+        self,
+        kind: str,
+        node: int,
+        argv: list[str] | None,
+        env: Mapping[str, str] | None,
+        files: tuple[int, ...],
+        line: Callable[[str, str], None] | None,
+    ) -> Process:
+        self._check(node)
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(env or {})
+        args = (node, *([argv] if argv is not None else []), dict(environ), str(self.folders[node]))
+        stdout, its_stdout = os.pipe()
+        status, its_status = os.pipe()
+        try:
+            with open(os.devnull) as nothing:
+                pid = self._ask(kind, *args, fds=[nothing.fileno(), its_stdout, its_status, *files])
+        except BaseException:
+            os.close(stdout)
+            os.close(status)
+            raise
+        finally:
+            os.close(its_stdout)
+            os.close(its_status)
+        process = Process(node, pid, stdout, status, self, line)
+        self._processes.append(process)
+        return process
+
+    def finish(self, processes: Sequence[Process], timeout: float | None = None) -> list[Ended]:
+        """Wait for all; raises `TimeoutError` after `timeout` seconds, and kills those that still run."""
+        try:
+            self.wait(processes, timeout)
+        finally:
+            self._end(processes)
+        return [process.ended() for process in processes]
+
+    def _end(self, processes: Sequence[Process]) -> None:
+        """Kill those that still run."""
+        if self._channel is None:
+            return
+        running = [process for process in processes if process.code is None]
+        for process in running:
+            process.kill()
+        with suppress(TimeoutError):
+            self.wait(running, _GRACE_SECONDS)
+
+    def wait(
+        self, processes: Sequence[Process], timeout: float | None = None, until: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Read what processes print until all have ended, or `until()`. Raises `TimeoutError` after `timeout`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            for process in processes:
+                if process.code is None:
+                    selector.register(process.stdout, selectors.EVENT_READ, (process, False))
+                    selector.register(process.status, selectors.EVENT_READ, (process, True))
+            while any(process.code is None for process in processes) and not until():
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"still running after {timeout:g} s")
+                for key, _ in selector.select(left):
+                    process, is_status = key.data
+                    if is_status:
+                        process.code = int(os.read(process.status, 16) or -signal.SIGKILL)
+                        self._read_rest(process)
+                        selector.unregister(process.status)
+                        with suppress(KeyError):
+                            selector.unregister(process.stdout)
+                        self._forget(process)
+                    elif not self._read(process):
+                        selector.unregister(process.stdout)
+
+    def _read(self, process: Process) -> bool:
+        """Take what has been printed; False at its end."""
+        try:
+            data = os.read(process.stdout, 2**16)
+        except (BlockingIOError, OSError):
+            return False
+        begun = process.text.rfind(b"\n") + 1
+        process.text += data
+        if process.line:
+            *whole, _ = process.text[begun:].split(b"\n")
+            for each in whole:
+                process.line(network.name_of(process.node), each.decode(errors="replace"))
+        return bool(data)
+
+    def _read_rest(self, process: Process) -> None:
+        """What it had printed when it ended. Others that it has started may hold its output: not waited for."""
+        os.set_blocking(process.stdout, False)
+        while self._read(process):
+            pass
+
+    def _forget(self, process: Process) -> None:
+        if process in self._processes:
+            self._processes.remove(process)
+            os.close(process.stdout)
+            os.close(process.status)
+
+    # ----------------------------------------------------------------------------------------------- what goes wrong
+
+    def cut(self, node: int) -> None:
+        """Pull the node's cable out: what is sent to it, and by it, is lost, and nobody is told."""
+        self._check(node)
+        self._ask("connect", node, False)
+
+    def mend(self, node: int) -> None:
+        """Plug it in again. TCP sends what was lost once more, after a while."""
+        self._check(node)
+        self._ask("connect", node, True)
+
+    @contextmanager
+    def link_down(self, node: int) -> Iterator[None]:
+        """The node's cable is out inside of the block."""
+        self.cut(node)
+        try:
+            yield
+        finally:
+            self.mend(node)
+
+    def kill(self, node: int) -> None:
+        """The node loses its power: all its processes are gone at once, and its cable is dead, so that the others get
+        no farewell. It does not come back."""
+        self._check(node)
+        self._ask("kill", node)
+
+    def _check(self, node: int) -> None:
+        if not isinstance(node, int) or not 0 <= node < len(self):
+            raise ConfigError(f"node={node!r} is not one of 0 to {len(self) - 1}")
+
+
+def why_not() -> str:
+    """Why no cluster can be made here, in one line; empty where it can. Makes one, of one node, to find out."""
+    try:
+        with Cluster(1, "1gbit"):
+            return ""
+    except ConfigError as error:
+        return str(error)
+
+
+def _look_at_the_system() -> None:
+    """Raise `ConfigError` where there is no hope."""
+    if sys.platform != "linux":
+        raise ConfigError(f"no cluster: it needs the namespaces of Linux, and this is {sys.platform}")
+    from shutil import which
+
+    if which("unshare") is None:
+        raise ConfigError("no cluster: the command 'unshare' is missing (package util-linux)")
+    try:
+        import pyroute2  # noqa: F401
+    except ImportError:
+        raise ConfigError("no cluster: the package pyroute2 is missing. Try: pip install pyroute2") from None
+
+
+def _read(result: Any) -> Any:
+    """A rank's outcome; None where it has left none."""
+    result.seek(0)
+    content = result.read()
+    return pickle.loads(content) if content else None

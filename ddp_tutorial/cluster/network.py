@@ -1,0 +1,195 @@
+"""Hosts and a network between them, made by the Linux kernel: each host is a network namespace with a name of its own.
+
+           bridge                      a switch
+          /      \\
+     port0        port1                veth pairs: what goes in at one end comes out at the other
+       |            |
+     eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2
+
+Both ends of a pair are shaped by a token bucket (tbf, see tc-tbf(8)): what leaves a host, and what arrives there. So a
+host sends at most `rate`, and receives at most `rate`, as with a network card of that speed and a switch.
+
+To be called inside of namespaces of the caller's own, where it may do all this; see `box`.
+"""
+
+import ctypes
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddp_tutorial.config import ConfigError
+
+_NEWNET, _NEWUTS, _NEWNS = 0x40000000, 0x04000000, 0x00020000  # <sched.h>
+_MS_BIND, _MNT_DETACH = 4096, 2
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_FASTEST = 30e9  # bits a second; the kernel keeps bytes a second in 32 bits
+# What a bucket holds, and so what may leave at once after a pause. The kernel lets go of packets when its timer says
+# so, which is some 10 us late: a bucket that is smaller than what goes out meanwhile would slow the link.
+_BURST_SECONDS, _SMALLEST_BURST = 150e-6, 4_000
+_QUEUE = 8 * 2**20  # bytes that wait for their turn, before packets are lost
+MOST_NODES = 250
+
+
+def name_of(node: int) -> str:
+    """The host's name: n0, n1, ..."""
+    return f"n{node}"
+
+
+def address_of(node: int) -> str:
+    """The host's address on the network between the nodes."""
+    return f"10.0.0.{node + 1}"
+
+
+def bits_per_second(rate: str) -> float:
+    """`"100mbit"` -> 100e6. Raises `ConfigError` for a number without a unit, or a rate that no link here has."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", str(rate).strip().lower())
+    if found is None:
+        raise ConfigError(f"rate={rate!r}: should be a number with a unit, kbit, mbit or gbit, such as rate='1gbit'")
+    bits = float(found[1]) * _UNITS[found[2]]
+    if not 8e3 <= bits <= _FASTEST:
+        raise ConfigError(f"rate={rate!r}: should be from 8kbit to {_FASTEST / 1e9:.0f}gbit, or none for no limit")
+    return bits
+
+
+@dataclass
+class Host:
+    """A node: the namespaces that it is, kept by open files, and its end of the bridge."""
+
+    name: str
+    net: int
+    uts: int
+    port: int  # index of the interface
+
+
+class Network:
+    """`nodes` hosts on one bridge. Raises `ConfigError` where the kernel cannot do what is needed."""
+
+    def __init__(self, nodes: int, rate: str | None) -> None:
+        self.bits = bits_per_second(rate) if rate else None
+        self.home = os.open("/proc/self/ns/net", os.O_RDONLY)
+        self.uts = os.open("/proc/self/ns/uts", os.O_RDONLY)
+        _write_hosts([(address_of(node), name_of(node)) for node in range(nodes)])
+        with _rtnl() as kernel:
+            _ask(kernel.link, "a bridge", "add", ifname="bridge", kind="bridge", br_stp_state=0)
+            self.bridge = _index(kernel, "bridge")
+            _quiet_ipv6()
+            kernel.link("set", index=self.bridge, state="up")
+            kernel.link("set", index=_index(kernel, "lo"), state="up")
+            self.hosts = [self._host(kernel, node) for node in range(nodes)]
+
+    def _host(self, kernel: Any, node: int) -> Host:
+        _libc("unshare", _NEWNET | _NEWUTS)
+        socket.sethostname(name_of(node))
+        net, uts = (os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts"))
+        _libc("setns", self.home, 0)
+        _libc("setns", self.uts, 0)
+        port = f"port{node}"
+        peer = {"ifname": "eth0", "net_ns_fd": net}
+        _ask(kernel.link, "a veth pair", "add", ifname=port, kind="veth", peer=peer)
+        index = _index(kernel, port)
+        kernel.link("set", index=index, master=self.bridge, state="up")
+        self._shape(kernel, index)
+        _libc("setns", net, 0)
+        try:
+            _quiet_ipv6()
+            # Nothing is ever lost here, so the plainest congestion control fills the link; the machine may prefer one
+            # that probes for the rate. And after a pause, as between two steps, the window stays as large as it was.
+            for name, value in (("tcp_congestion_control", "reno"), ("tcp_slow_start_after_idle", "0")):
+                with suppress(OSError):
+                    Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
+            with _rtnl() as inside:
+                eth0 = _index(inside, "eth0")
+                inside.link("set", index=_index(inside, "lo"), state="up")
+                inside.addr("add", index=eth0, address=address_of(node), prefixlen=24)
+                inside.link("set", index=eth0, state="up")
+                self._shape(inside, eth0)
+        finally:
+            _libc("setns", self.home, 0)
+        return Host(name_of(node), net, uts, index)
+
+    def _shape(self, kernel: Any, index: int) -> None:
+        if self.bits is None:
+            return
+        rate = int(self.bits / 8)
+        burst = max(_SMALLEST_BURST, int(rate * _BURST_SECONDS))
+        # a packet that is larger than the bucket would be cut, at a cost; so the sender does not make larger ones
+        kernel.link("set", index=index, gso_max_size=min(65536, burst))
+        _ask(kernel.tc, "a token bucket (tbf)", "add", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
+
+    def connect(self, node: int, up: bool) -> None:
+        """Plug the host's cable in, or pull it out. What is sent meanwhile is lost; nobody is told."""
+        with _rtnl() as kernel:
+            kernel.link("set", index=self.hosts[node].port, state="up" if up else "down")
+
+    def enter(self, node: int) -> None:
+        """Make this process one of the host's, and all that it will start. There is no way back."""
+        _libc("setns", self.hosts[node].net, _NEWNET)
+        _libc("setns", self.hosts[node].uts, _NEWUTS)
+
+    def processes_of(self, node: int) -> list[int]:
+        """The ids of all processes of the host, whoever has started them."""
+        there = os.fstat(self.hosts[node].net).st_ino
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                if (process / "ns/net").stat().st_ino == there:
+                    found.append(int(process.name))
+        return found
+
+
+Returned = TypeVar("Returned")
+
+
+def _ask(call: Callable[..., Returned], what: str, *args: Any, **kwargs: Any) -> Returned:
+    """Ask the kernel for something that it may not have been built with."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        raise ConfigError(f"no cluster: this system's kernel refuses {what}: {error}") from None
+
+
+def _libc(name: str, *args: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise ConfigError(f"no cluster: this system's kernel refuses {name}: {os.strerror(number)}")
+
+
+@contextmanager
+def _rtnl() -> Iterator[Any]:
+    """What speaks to the kernel about the network namespace in which this process is now."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as kernel:
+        yield kernel
+
+
+def _index(kernel: Any, name: str) -> int:
+    return int(kernel.link_lookup(ifname=name)[0])
+
+
+def _quiet_ipv6() -> None:
+    """One address a host: the interfaces need not make up others, and announce them."""
+    for which in ("all", "default"):
+        with suppress(OSError):
+            Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1")
+
+
+def _write_hosts(names: list[tuple[str, str]]) -> None:
+    """An /etc/hosts that only we see: a file in memory, laid over the machine's own in our mount namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    over = b"/tmp"
+    if libc.mount(b"tmpfs", over, b"tmpfs", 0, b"size=64k") != 0:
+        raise ConfigError("no cluster: this system's kernel refuses a file system in memory")
+    try:
+        hosts = Path("/tmp/hosts")
+        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in names))
+        if libc.mount(bytes(hosts), b"/etc/hosts", None, _MS_BIND, None) != 0:
+            raise ConfigError("no cluster: /etc/hosts cannot be replaced in a mount namespace")
+    finally:
+        libc.umount2(over, _MNT_DETACH)
