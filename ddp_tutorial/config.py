@@ -150,9 +150,20 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also takes 1e-3 for a number: YAML 1.1 wants 1.0e-3 and makes a string of it."""
+    """The safe loader, which also takes 1e-3 for a number: YAML 1.1 wants 1.0e-3 and makes a string of it. And it takes
+    1:30:00 for text, as YAML 1.2 does: 1.1 makes 5400 of it."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  as the class above has it
+        first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:int"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0b[0-1_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"),
+    list("-+0123456789"),
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import cycle, product
 
 import torch
 import torch.distributed as dist
@@ -266,8 +267,15 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     per_node, node = tasks_per_node(tasks), _number(environ, "SLURM_NODEID", default=0)
     if not 0 <= node < len(per_node):
         raise ConfigError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
-    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost"))
-    address = environ.get("MASTER_ADDR", first_host(nodes))
+    if "SLURM_STEP_TASKS_PER_NODE" in environ and sum(per_node) != size:
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {sum(per_node)} tasks, and the step has {size}")
+    names = hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost")))
+    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"} <= environ.keys() and len(names) != len(per_node):
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} are {len(names)} nodes, and "
+            f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {len(per_node)}"
+        )
+    address = environ.get("MASTER_ADDR", names[0])
     port = environ.get("MASTER_PORT", str(_slurm_port(environ)))
     return {
         "rank": _number(environ, "SLURM_PROCID"),
@@ -296,12 +304,37 @@ def _gpus_are_dealt_out(environ: Mapping[str, str], gpus: int, local_size: int) 
     return "SLURM_GPUS_PER_TASK" in environ or environ.get("SLURM_NTASKS_PER_GPU") == "1"
 
 
-def first_host(nodelist: str) -> str:
-    """The first name of a Slurm node list: `"gpu[03-05,9],login"` -> `"gpu03"`, `"r[0-1]n[2-3]"` -> `"r0n2"`."""
-    match = re.match(r"(?:[^\[\],]|\[\d[^\]]*\])+", nodelist)
-    if match is None:
-        raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as 'node[01-03]'")
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+def hosts(nodelist: str) -> list[str]:
+    """The names of a Slurm node list: `"gpu[03-05,9],login"` -> `["gpu03", "gpu04", "gpu05", "gpu9", "login"]`.
+
+    Raises `ConfigError` for what is none, and for one that contradicts itself: a range that runs backwards, a name
+    that comes twice.
+    """
+    if not re.fullmatch(_HOSTS, nodelist):
+        raise ConfigError(f"{nodelist!r} is not a node list such as 'node[01-03]'")
+    found = []
+    for pattern in re.findall(_HOST, nodelist):
+        parts = re.split(r"\[(.*?)\]", pattern)  # outside brackets, inside, outside ...
+        choices = [_numbers(part) if inside else [part] for part, inside in zip(parts, cycle([False, True]))]
+        found += ["".join(chosen) for chosen in product(*choices)]
+    if twice := [name for name in dict.fromkeys(found) if found.count(name) > 1]:
+        raise ConfigError(f"the node list {nodelist!r} names {twice[0]!r} twice")
+    return found
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`"03-05,9"` -> `["03", "04", "05", "9"]`."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ConfigError(f"the range {part!r} in a node list runs backwards")
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+_HOST = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+_HOSTS = rf"{_HOST}(?:,{_HOST})*"
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.world import World, choose_device, first_host, process_group, require_group, tasks_per_node
+from ddp_tutorial.world import World, choose_device, hosts, process_group, require_group, tasks_per_node
 
 TORCHRUN = {
     "RANK": "5",
@@ -106,7 +106,9 @@ def test_the_variables_of_each_launcher_give_its_world(environ, expected):
         (SLURM | {"SLURM_PROCID": "x"}, r"SLURM_PROCID='x' should be a whole number"),
         (SLURM | {"SLURM_PROCID": "7"}, r"rank 7 is not one of 0 to 6"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, r"TASKS_PER_NODE='2\(3\)' is not of the form '2\(x3\),1'"),
-        (SLURM | {"SLURM_STEP_NODELIST": ""}, r"NODELIST='' is not a node list such as"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, r"'' is not a node list such as"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[03-05]"}, r"'gpu\[03-05\]' are 3 nodes, and .*='2\(x3\),1' are 4"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, r"='2\(x4\)' are 8 tasks, and the step has 7"),
     ],
 )
 def test_variables_that_contradict_one_another_are_refused_by_name(environ, advice):
@@ -127,20 +129,37 @@ def test_tasks_per_node_reads_slurms_short_form(text, tasks):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("nodes", "names"),
     [
-        ("gpu[03-05,9]", "gpu03"),
-        ("gpu[9,03-05],login", "gpu9"),
-        ("login,gpu[1-2]", "login"),
-        ("node-a.example.org", "node-a.example.org"),
-        ("rack-1-[001-100]", "rack-1-001"),
-        ("r[0-1]n[2-3]", "r0n2"),
-        ("r[0-1]n[2-3]x,login", "r0n2x"),
-        ("a1,r[0-1]n[2-3]", "a1"),
+        ("gpu[03-05,9]", ["gpu03", "gpu04", "gpu05", "gpu9"]),
+        ("gpu[9,03-05],login", ["gpu9", "gpu03", "gpu04", "gpu05", "login"]),
+        ("login,gpu[1-2]", ["login", "gpu1", "gpu2"]),
+        ("node-a.example.org", ["node-a.example.org"]),
+        ("rack-1-[008-010]", ["rack-1-008", "rack-1-009", "rack-1-010"]),
+        ("r[0-1]n[2-3]", ["r0n2", "r0n3", "r1n2", "r1n3"]),
+        ("r[0-1]n[2]x,login", ["r0n2x", "r1n2x", "login"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
     ],
 )
-def test_the_first_host_of_a_node_list(nodes, first):
-    assert first_host(nodes) == first
+def test_the_hosts_of_a_node_list(nodes, names):
+    assert hosts(nodes) == names
+
+
+@pytest.mark.parametrize(
+    ("nodes", "advice"),
+    [
+        ("n[3-1]", "'3-1' in a node list runs backwards"),
+        ("n[1-3],n2", r"node list 'n\[1-3\],n2' names 'n2' twice"),
+        ("n[1-3,2]", "names 'n2' twice"),
+        ("n[1-", r"'n\[1-' is not a node list such as 'node\[01-03\]'"),
+        ("n1,", "is not a node list"),
+        ("n1 n2", "is not a node list"),
+        ("n[a-b]", "is not a node list"),
+    ],
+)
+def test_a_node_list_that_contradicts_itself_is_refused(nodes, advice):
+    with pytest.raises(ConfigError, match=advice):
+        hosts(nodes)
 
 
 @pytest.mark.parametrize(
