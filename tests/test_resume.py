@@ -23,7 +23,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import locked, observe_disk
 from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import RankError, launch
-from ddp_tutorial.processes.signals import EXIT_CODE
+from ddp_tutorial.processes.signals import EXIT_CODE, exit_code
 from ddp_tutorial.runs.folder import RunFolder, request_stop
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.stopping import Stopping
@@ -302,13 +302,24 @@ def requests(world: World) -> list[list[str]]:
 
 
 def test_what_one_rank_is_told_all_ranks_do_at_the_end_of_that_step() -> None:
-    assert launch(requests, 2, device="cpu", echo=False) == [[["", "", ""], ["", "save", ""], ["", "save", ""]]] * 2
-    assert requests(World())[:2] == [["", "", ""], ["", "save", ""]]
+    assert launch(requests, 2, device="cpu", echo=False) == [[["", "", ""], ["", "signal", ""], ["", "signal", ""]]] * 2
+    assert requests(World())[:2] == [["", "", ""], ["", "signal", ""]]
 
 
-def test_saving_goes_before_stopping_however_many_ranks_vote() -> None:
-    stopping = Stopping(World(0, 8, 0, 8), RunFolder(Path()))
-    assert [stopping.answer(votes) for votes in (0, 1, 8, 9, 10, 72)] == ["", "stop", "stop", "save", "save", "save"]
+def test_a_signal_goes_before_what_rank_0_was_asked_however_many_ranks_have_had_one(workdir: Path) -> None:
+    ranks = [Stopping(World(rank, 8, rank, 8), RunFolder(workdir)) for rank in range(8)]
+
+    def answer() -> str:
+        (found,) = {rank.answer(sum(each.vote() for each in ranks)) for rank in ranks}
+        return found
+
+    assert answer() == ""
+    for asked in ("stop", "save"):
+        ranks[0].request.write_text(asked)
+        assert answer() == asked
+    for rank in reversed(ranks):
+        rank.signalled = True
+        assert answer() == "signal"
 
 
 def test_a_request_is_never_there_half_written(workdir: Path) -> None:
@@ -329,7 +340,8 @@ def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> No
     result = trainer.train()
     assert result.stopped_at == 1
     assert not trainer.run.stop_request.exists()
-    assert json.loads(trainer.run.result.read_text())["status"] == "stopped"
+    told = json.loads(trainer.run.result.read_text())
+    assert (told["status"], told["reason"], result.by_signal) == ("stopped", "a request", False)
     assert [path.name for path in folders(trainer.run.checkpoints)] == ([name_of(1)] if request_ == "save" else [])
     whole = train(World(), config_of(name="whole"))
     again = train(World(), config)
@@ -408,6 +420,23 @@ def test_a_signal_while_a_run_starts_is_a_stop_with_nothing_saved_and_no_failure
     assert running.returncode == EXIT_CODE, err
     assert err.endswith("stopped by SIGTERM before there was anything to save\n")
     assert not list(Path("runs").glob("*/checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "by_signal", "code"),
+    [
+        ({}, True, EXIT_CODE),
+        ({}, False, EXIT_CODE),
+        ({"TORCHELASTIC_RUN_ID": "7"}, True, 0),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, True, EXIT_CODE),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, False, 0),
+        ({"SLURM_JOB_ID": "7"}, False, EXIT_CODE),
+    ],
+)
+def test_the_exit_code_of_a_run_that_was_stopped_starts_it_again_only_where_a_cluster_wanted_it_away(
+    environ: dict[str, str], by_signal: bool, code: int
+) -> None:
+    assert exit_code(environ, by_signal=by_signal) == code
 
 
 @pytest.mark.timeout(120)

@@ -73,7 +73,8 @@ def train(
 
     SIGTERM, SIGUSR1 or `stop` end it after its step, saved (or at once, if there is nothing to save yet), with exit
     code 75; the same command with resume=auto carries on. Under torchrun the code is 0: torchrun takes any other for a
-    failure, which --max-restarts has it start again. That it was stopped is in result.json.
+    failure, which --max-restarts has it start again; and in a step of Slurm after `stop`, for 75 has the job requeued.
+    That it was stopped, and by what, is in result.json.
     """
     with handling(SIGNALS, stop_now):  # importing torch takes seconds; the launch, or the Trainer, then takes over
         attached = Attached(watch or (CHECK_WATCH_SECONDS if check else None), check, _faults(faults))
@@ -113,7 +114,7 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
         if slow := summary["ranks"]["straggler"]:
             click.echo("the others waited {seconds:.1f} s for rank {rank}, in {phase}".format(**slow), err=True)
     if result.stopped_at is not None:
-        sys.exit(exit_code())
+        sys.exit(exit_code(by_signal=result.by_signal))
 
 
 def _faults(texts: tuple[str, ...]) -> "list[Fault]":

@@ -28,10 +28,16 @@ def stop(number: int, frame: object) -> None:
     raise StoppedError(number)
 
 
-def exit_code(environ: Mapping[str, str] = os.environ) -> int:
-    """That of a run which was asked to stop: `EXIT_CODE`, and 0 under torchrun. That takes any other code for a failure
-    and, while `--max-restarts` allows it, would start again what was asked to stop."""
-    return 0 if "TORCHELASTIC_RUN_ID" in environ else EXIT_CODE
+def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True) -> int:
+    """That of a run which was asked to stop: `EXIT_CODE`, which means that the same command carries on.
+
+    But 0 where that would start again at once what was not to go on: under torchrun, which takes any other code for a
+    failure, while `--max-restarts` allows it; and inside `srun` where it was not a signal that stopped it, for
+    the batch script has jobs requeued that end with `EXIT_CODE`.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ or ("SLURM_STEP_ID" in environ and not by_signal):
+        return 0
+    return EXIT_CODE
 
 
 @contextmanager

@@ -9,8 +9,10 @@ from ddp_tutorial.processes.signals import SIGNALS, handling
 from ddp_tutorial.runs.folder import RunFolder, StopRequest
 from ddp_tutorial.world import World
 
-Answer = StopRequest | Literal[""]
+# What all ranks do: stop; save and stop, as somebody has asked; the same, as a signal has told some rank; go on.
+Answer = StopRequest | Literal["signal", ""]
 Mode = Literal["min", "max"]
+_STOP, _SAVE, _SIGNAL = 1, 2, 4  # each more than what is below it can come to
 
 
 class Stopping:
@@ -32,16 +34,16 @@ class Stopping:
         self.signalled = True
 
     def vote(self) -> float:
-        """This rank's: 1 to stop, and more than all ranks together could have for that to save first."""
+        """This rank's. Rank 0 alone reads what was asked for: 1 to stop, 2 to save first. A signal may come to any."""
         if self.signalled:
-            return self.world.size + 1
+            return _SIGNAL
         if self.world.is_main and self.request.exists():
-            return self.world.size + 1 if self.request.read_text().strip() == "save" else 1
+            return _SAVE if self.request.read_text().strip() == "save" else _STOP
         return 0
 
     def answer(self, votes: float) -> Answer:
-        """What all ranks do, from the sum of their votes. Saving goes before stopping."""
-        return "save" if votes > self.world.size else "stop" if votes else ""
+        """What all ranks do, from the sum of their votes. A signal goes first, for it says that the run is to go on."""
+        return "signal" if votes >= _SIGNAL else "save" if votes >= _SAVE else "stop" if votes else ""
 
     def close(self) -> None:
         """Remove the request: it has been met, or the run has ended."""

@@ -55,6 +55,7 @@ class TrainResult:
     rate: float  # of what the loss counts (samples, tokens) per second
     weights: str  # a digest of all weights, to compare runs bit for bit
     stopped_at: int | None = None  # the step, if somebody had it stopped before the last one
+    by_signal: bool = False  # so it was by a signal, as a cluster sends it, and not by a request
 
     @property
     def eval_losses(self) -> dict[int, float]:
@@ -266,8 +267,8 @@ class Trainer:
         """Check that the ranks ended up with the same weights; rank 0 writes the model, and the result last."""
         self.stopping.close()
         self.train_step.strategy.sync_buffers()
-        if self.requested == "save" and not self.is_due(self.config.checkpoint.every):  # else it has just been saved
-            self.save()
+        if self.requested in {"save", "signal"} and not self.is_due(self.config.checkpoint.every):
+            self.save()  # else it has just been saved
         with self.train_step.strategy.whole() as model:
             weights = model.state_dict()
             assert_same(self.world, weights, "weight")
@@ -282,6 +283,7 @@ class Trainer:
                 rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first warms up
                 weights=digest(weights),
                 stopped_at=self.number if self.number < self.config.steps and not self.best.is_stalled else None,
+                by_signal=self.requested == "signal",
             )
             used = self.record.usage.of_ranks_in_all()
             if used["straggler"]:
@@ -294,13 +296,16 @@ class Trainer:
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:
         """What `result.json` says; `used` is of all ranks."""
         best, last = self.best.step, result.evaluations.get(self.number, {})
+        reason = f"no better since step {best}" if self.best.is_stalled else ""
+        if result.stopped_at is not None:
+            reason = "a signal" if result.by_signal else "a request"
         metrics = {"loss": result.losses[-1] if result.losses else None}
         metrics |= {f"eval_{name}": value for name, value in last.items()}
         if best is not None:
             metrics |= {f"best_eval_{name}": value for name, value in result.evaluations[best].items()}
         return {
             "status": "finished" if result.stopped_at is None else "stopped",
-            "reason": f"no better since step {best}" if self.best.is_stalled else "",
+            "reason": reason,
             "step": self.number,
             "parameters": self.settings,
             "world_size": self.world.size,
