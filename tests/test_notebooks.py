@@ -7,6 +7,10 @@ the others is refused without executing them.
 """
 
 import ast
+import builtins
+import contextlib
+import inspect
+import io
 import json
 import re
 import subprocess
@@ -116,6 +120,69 @@ def test_cells_were_executed_in_order(path):
 @each_notebook
 def test_outputs_come_from_the_source_beside_them(path):
     assert is_current(nbformat.read(path, as_version=4)), "run `make notebooks` and commit the result"
+
+
+def shown_sources(path):
+    """Cells that print the source of what the package has, as (cell, what it would print now).
+
+    Of those cells the statements are run that work with `getsource`, and of all cells what they need for that: imports
+    from here, and a name that is made of nothing but these.
+    """
+    trees = [(cell, ast.parse(python_of(cell))) for cell in code_cells(path)]
+    statements = [statement for _, tree in trees for statement in tree.body]
+    names = {"getsource": inspect.getsource}
+    for statement in statements:
+        if isinstance(statement, ast.ImportFrom) and statement.module.startswith("ddp_tutorial"):
+            _run(statement, names)
+    for cell, tree in trees:
+        printed, touched = io.StringIO(), {"getsource"}
+        for statement in tree.body:
+            used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+            if not (isinstance(statement, ast.Assign | ast.Expr) and used & touched):
+                continue
+            for name in used - names.keys() - vars(builtins).keys():
+                made = [s for s in statements if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == name]
+                for each in made[:1]:
+                    _run(each, names)
+            with contextlib.redirect_stdout(printed):
+                _run(statement, names)
+            touched |= {target.id for target in getattr(statement, "targets", []) if isinstance(target, ast.Name)}
+        if touched != {"getsource"} or printed.getvalue():
+            yield cell, printed.getvalue()
+
+
+def _run(statement, names):
+    exec(compile(ast.Module([statement], []), "a cell", "exec"), names)
+
+
+def stale_sources(path):
+    """The cells whose output is not the source as it is."""
+    return [
+        cell.source
+        for cell, printed in shown_sources(path)
+        if not printed.strip() or printed not in "".join(out.get("text", "") for out in cell.outputs)
+    ]
+
+
+@each_notebook
+def test_a_source_that_is_shown_is_the_one_that_there_is(path):
+    """A cell that prints a function of the package does not change when that function does."""
+    calls = [cell for cell in code_cells(path) if re.search(r"^\w.*\bgetsource\(", cell.source, re.MULTILINE)]
+    assert len(list(shown_sources(path))) == len(calls), "a cell was passed over"
+    assert stale_sources(path) == [], "execute it again: touch a cell's source, or `refresh([path], everything=True)`"
+
+
+def test_a_function_that_has_changed_is_told_where_a_notebook_shows_it(monkeypatch):
+    shown = {
+        "04_ddp_from_scratch": ("ddp_tutorial.ddp.variants.FlatDDP.finish", "FlatDDP.finish"),
+        "12_fault_tolerance": ("ddp_tutorial.world.fresh_store", "fresh_store"),
+    }
+    for path in NUMBERED:
+        if path.stem in shown:
+            function, name = shown[path.stem]
+            monkeypatch.setattr(function, stale_sources)
+            [told] = stale_sources(path)
+            assert f"getsource({name})" in told
 
 
 @each_notebook
