@@ -25,6 +25,7 @@ ROOMS = [
     ["ddp"],
     ["accumulation"],
     ["checkpoint"],
+    ["zero"],
     ["runs"],
     ["figures"],
     ["training"],

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,6 +33,23 @@ class OtherWorld(Protocol):
     """
 
     def load_from_other_world(self, states: Sequence[State], step: int) -> None: ...
+
+
+class Stored(NamedTuple):
+    """A tensor of a sharded component, as it is in a checkpoint: whole."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@runtime_checkable
+class Lazy(Protocol):
+    """A sharded `Stateful` whose `state_dict` has no tensors yet to read into, as an optimizer's before its first step.
+
+    `empty` is told what the checkpoint has, and returns what of that this rank is to read, and into what.
+    """
+
+    def empty(self, stored: Mapping[str, Stored]) -> State: ...
 
 
 @dataclass(frozen=True)

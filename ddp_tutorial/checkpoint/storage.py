@@ -4,8 +4,10 @@ Tensors by name become a safetensors file, anything else a `.pt` file of plain v
 executing anything. Sharded tensors are written and read by torch's distributed checkpoint, as safetensors too.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.checkpoint.components import State, Stateful
+from ddp_tutorial.checkpoint.components import Lazy, State, Stateful, Stored
 from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest, sha256_of
 from ddp_tutorial.checkpoint.replicas import leaves
 from ddp_tutorial.files import about_to, sync
@@ -83,11 +85,14 @@ def read_state(path: Path) -> State:
 
 def stored(folder: Path, name: str) -> Any:
     """The state of one component of the checkpoint in `folder`, of which there is one for all ranks, such as "model".
+    Tensors of which each rank has written a piece are put together: of strategy zero3, as vectors.
 
     Raises `CheckpointError` where there is no such component, or one for each rank. The file is not compared with its
     checksum: call `verify` or `latest_valid` first.
     """
     component = read_manifest(folder).components.get(name)
+    if component is not None and component.shared == "sharded":
+        return read_whole(folder / name)
     if component is None or len(component.files) != 1:
         raise CheckpointError(f"{folder} has no one {name!r} for all ranks")
     return read_state(folder / component.files[0].path)
@@ -103,7 +108,8 @@ def write_shards(folder: Path, state: State, world: World) -> None:
     about_to("write", folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(dict(state), storage_writer=writer, no_dist=world.size == 1)
+    with _without_warning():
+        dcp.save(dict(state), storage_writer=writer, no_dist=world.size == 1)
     sync(folder)  # so that the names of the files are on the disk; the files themselves follow in `sync_and_hash`
 
 
@@ -111,9 +117,36 @@ def load_shards(folder: Path, thing: Stateful) -> None:
     """Restore sharded tensors: each rank reads what belongs to its own pieces, however many ranks have written."""
     import torch.distributed.checkpoint as dcp
 
-    state = dict(thing.state_dict())
-    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
+    state = dict(thing.empty(_tensors_in(folder)) if isinstance(thing, Lazy) else thing.state_dict())
+    with _without_warning():
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
     thing.load_state_dict(state)
+
+
+def read_whole(folder: Path) -> State:
+    """The sharded tensors in `folder`, each whole, in this process alone, however many ranks have written."""
+    import torch.distributed.checkpoint as dcp
+
+    state: State = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in _tensors_in(folder).items()}
+    with _without_warning():
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return state
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """torch warns of what it has been told: that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _tensors_in(folder: Path) -> dict[str, Stored]:
+    """What sharded tensors a folder has."""
+    import torch.distributed.checkpoint as dcp
+
+    metadata: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: Stored(each.size, each.properties.dtype) for name, each in metadata.items()}
 
 
 def sync_and_hash(path: Path) -> str:

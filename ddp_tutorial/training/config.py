@@ -16,7 +16,7 @@ from ddp_tutorial.ddp.variants import DDPConfig
 from ddp_tutorial.sharding.sources import SourceConfig
 from ddp_tutorial.training.stopping import Mode
 
-Kind = Literal["ddp", "invariant"]  # see strategies.make_strategy
+Kind = Literal["ddp", "invariant", "zero1", "zero2", "zero3"]  # see strategies.make_strategy
 
 
 class CheckpointConfig(Config):
@@ -62,7 +62,9 @@ class TrainConfig(Config):
     strategy: Kind = "ddp"
     ddp: DDPConfig = DDPConfig()
     micro_batches: int = Field(4, ge=1, description="strategy invariant only: of a step, over all ranks")
-    accumulation: int = Field(1, ge=1, description="strategy ddp only: micro-batches of a step, on each rank")
+    accumulation: int = Field(
+        1, ge=1, description="all strategies but invariant: micro-batches of a step, on each rank"
+    )
     precision: PrecisionConfig = PrecisionConfig()
 
     steps: int = Field(200, ge=1)
@@ -114,7 +116,10 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _options_belong_to_the_strategy(self) -> "TrainConfig":
         if self.strategy == "invariant" and self.accumulation != 1:
-            raise ValueError("'accumulation' is of strategy ddp; invariant has 'micro_batches', over all ranks")
+            raise ValueError("'accumulation' is not of strategy invariant, which has 'micro_batches', over all ranks")
+        changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
+        if changed and self.strategy in {"zero2", "zero3"}:
+            raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
         return self
 
     @model_validator(mode="after")

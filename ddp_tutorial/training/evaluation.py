@@ -30,16 +30,21 @@ def evaluate(
     """The mean loss and metrics over the first `count` held-out samples, or all where there are fewer.
 
     Each sample is seen by exactly one rank, `batch_size` at a time: no rank pads, and what is shown is a mean of sums.
+    A rank with fewer batches than rank 0 computes one more, which does not count: where weights are sharded, a forward
+    is collective.
     Collective; leaves each module in training or not, as it was.
     """
     precision = precision or Precision(world=world)
-    mine = deal(np.arange(min(count, len(held_out))), world.rank, world.size)
+    mine, of_rank_zero = (deal(np.arange(min(count, len(held_out))), rank, world.size) for rank in (world.rank, 0))
     sums: dict[str, tuple[float, float]] = {}
     with evaluating(model):
-        for start in range(0, len(mine), batch_size):
-            batch: Any = to_device(held_out.fetch(mine[start : start + batch_size]), world.device)
+        for start in range(0, len(of_rank_zero), batch_size):
+            own = mine[start : start + batch_size]
+            batch: Any = to_device(held_out.fetch(own if len(own) else of_rank_zero[:1]), world.device)
             with precision.autocast():
                 _, pairs = call_loss(loss, model, batch)
+            if not len(own):
+                continue
             for name, (total, counted) in pairs.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + float(total), before[1] + float(counted)

@@ -19,7 +19,7 @@ from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.evaluation import evaluate as evaluate_here
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.tasks import samples_of, task_of
-from ddp_tutorial.training.weights import load_weights, write_model
+from ddp_tutorial.training.weights import load_state, load_weights, write_model
 from ddp_tutorial.world import World, choose_device
 
 
@@ -57,7 +57,7 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
     if found is None:
         raise ConfigError(f"{folder.path} has no model yet, and no valid checkpoint: let it finish, or save on the way")
     model = model or task_of(config := config_of(run)).model(config)
-    model.load_state_dict(stored(found, "model"))
+    load_state(model, stored(found, "model"))
     return model.eval()
 
 

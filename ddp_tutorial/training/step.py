@@ -119,6 +119,9 @@ class TrainStep:
     def _check_loss(self, batch: Any) -> None:
         """Raise `LossError`, on all ranks, where the loss is a mean on some rank: its count would weigh it wrongly."""
         self._is_checked = True
+        # Each rank or none: where weights are sharded, a forward is collective.
+        if any_rank(self.world, not has_rows(batch)):
+            return
         if any_rank(self.world, is_a_mean(self.loss, self.model, batch, self.precision)):
             raise LossError(
                 "the loss is a mean: the same samples twice gave twice the count and the same loss. Return a sum, as "
@@ -187,14 +190,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def has_rows(batch: Any) -> bool:
+    """Is `batch` a tree of tensors with as many rows each, and at least one?"""
+    rows = {len(leaf) if torch.is_tensor(leaf) and leaf.dim() else 0 for leaf in tree_leaves(batch)}
+    return len(rows) == 1 and rows != {0}
+
+
 def is_a_mean(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
     """Does `loss` give the same for some samples as for the same samples twice, while it counts twice as many?
 
-    False where that cannot be found out: no samples, or a batch that is no tree of tensors with a row for each.
+    `batch` is a tree of tensors with a row for each sample, of which there is one. False where the loss fails.
     """
-    rows = {len(leaf) if torch.is_tensor(leaf) and leaf.dim() else 0 for leaf in tree_leaves(batch)}
-    if len(rows) != 1 or rows == {0}:
-        return False
     few = tree_map(lambda leaf: leaf[:2], batch)
     twice = tree_map(lambda leaf: torch.cat([leaf, leaf]), few)
     devices = [leaf.device for leaf in tree_leaves(batch)[:1] if leaf.device.type == "cuda"]

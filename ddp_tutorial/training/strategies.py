@@ -8,6 +8,7 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
+from ddp_tutorial.zero.strategies import Zero1Strategy, Zero2Strategy, Zero3Strategy
 
 
 def make_strategy(
@@ -18,6 +19,12 @@ def make_strategy(
     match config.strategy:
         case "invariant":
             return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
+        case "zero2":
+            return Zero2Strategy(model, world, loss, config.accumulation, precision)
+        case "zero3":
+            return Zero3Strategy(model, world, loss, config.accumulation, precision)
+        case "zero1":
+            return Zero1Strategy(model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision)
         case "ddp":
             return DDPStrategy(model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision)
 

@@ -1,9 +1,11 @@
 """A model's weights in a folder that cannot execute anything when it is read."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import nn
 
 from ddp_tutorial.config import ConfigError
@@ -30,6 +32,17 @@ def write_model(model: nn.Module, folder: Path) -> None:
         save(folder)
     else:
         safetensors.torch.save_model(model, str(folder / WEIGHTS))
+
+
+def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Put the weights of a checkpoint into `model`, of the same architecture.
+
+    Those that were sharded are vectors there, and a tied one is there by its first name only.
+    """
+    first = {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
+    whole = model.state_dict(keep_vars=True)
+    found = {name: state[name if name in state else first[id(tensor)]] for name, tensor in whole.items()}
+    model.load_state_dict({name: tensor.view(whole[name].shape) for name, tensor in found.items()})
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

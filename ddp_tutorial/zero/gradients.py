@@ -1,0 +1,164 @@
+"""ZeRO-2: each rank keeps its piece of every gradient, and steps its piece of every parameter.
+
+    sharded = ShardedGradients(model, world)
+    optimizer = torch.optim.AdamW(sharded.pieces.values())      # of this rank's pieces: its state is 1/W
+    loss(model, batch).backward()       # buckets are added up over the ranks meanwhile, each rank gets its row of them
+    sharded.reduce()                    # wait for them
+    sharded.finish()                    # now the pieces have their gradients, summed over ranks and backwards
+    optimizer.step()
+    sharded.gather()                    # now all ranks have all parameters
+
+An all-reduce is a reduce-scatter and an all-gather. Here the step of the optimizer is between the two, so it sends no
+more bytes than data parallelism. A gradient is whole only until its bucket has been sent.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_tutorial.ddp.buckets import MIB, assign_buckets, check_dense
+from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.world import World
+from ddp_tutorial.zero.pieces import Layout, piece_of
+
+
+class Reduction:
+    """Gradients of several parameters on their way: rows are filled, added up over the ranks, and row r is kept by rank
+    r. Over several backwards, what is kept adds up."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, world: World) -> None:
+        self.parameters, self.dtype, self.world = parameters, dtype, world
+        self.layout = Layout([parameter.shape for parameter in parameters], world.size)
+        self.kept: torch.Tensor | None = None  # this rank's row, the sum over ranks and backwards
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a backward."""
+        self.missing = len(self.parameters)
+        self._rows: torch.Tensor | None = None
+        self._row: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def put(self, index: int, gradient: torch.Tensor) -> None:
+        """A gradient has arrived."""
+        self.layout.pack(self._filled(), index, gradient)
+        self.missing -= 1
+
+    def _filled(self) -> torch.Tensor:
+        if self._rows is None:
+            self._rows = torch.zeros(self.world.size, self.layout.length, dtype=self.dtype, device=self.world.device)
+        return self._rows
+
+    def start(self) -> None:
+        """Begin to add up; what has not arrived is zero. Every rank starts the same reductions in the same order."""
+        rows = self._filled()
+        self._row = rows[0] if self.world.size == 1 else rows.new_empty(self.layout.length)
+        if self.world.size > 1:
+            self._work = dist.reduce_scatter_tensor(self._row, rows.view(-1), async_op=True)
+
+    def wait(self) -> None:
+        """Keep the sum. The whole gradients are freed."""
+        assert self._row is not None, "wait comes after start"
+        if self._work is not None:
+            self._work.wait()
+        self.kept = self._row if self.kept is None else self.kept.add_(self._row)
+        self.begin()
+
+    def take(self) -> list[torch.Tensor]:
+        """This rank's pieces of the sums, one for each parameter, in the order of the parameters."""
+        assert self.kept is not None, "take comes after wait"
+        row, self.kept = self.kept, None
+        return self.layout.pieces(row, self.world.rank)
+
+
+class ShardedGradients:
+    """`module`, whole on every rank, with gradients of which each rank keeps a piece. Constructing is collective: the
+    ranks compare their models, and start with rank 0's weights.
+
+    `pieces` are what an optimizer is to be made of, by parameter: views of its elements that are this rank's. That is
+    right for optimizers that treat each element by itself, as SGD and Adam do. Buckets hold `bucket_cap_mb` MiB, the
+    first one at most 1. A parameter that a rank has not used counts as zero there; one that no rank has used gets no
+    gradient.
+    """
+
+    def __init__(self, module: nn.Module, world: World, *, bucket_cap_mb: float = 25) -> None:
+        sync_initial_state(module, world)
+        self.module, self.world = module, world
+        self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.pieces: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in self.named.values():
+            parameter.data = parameter.data.contiguous()
+            cut = piece_of(parameter.numel(), world.rank, world.size)
+            self.pieces[parameter] = nn.Parameter(parameter.detach().view(-1)[cut])
+        backwards = list(self.named.values())[::-1]  # about the order in which gradients arrive
+        cuts = assign_buckets(
+            [p.nbytes for p in backwards],
+            [p.dtype for p in backwards],
+            bucket_cap_mb * MIB,
+            min(1, bucket_cap_mb) * MIB,
+        )
+        of_buckets = [[backwards[index] for index in cut] for cut in cuts]
+        self.buckets = [Reduction(parameters, parameters[0].dtype, world) for parameters in of_buckets]
+        self._used: set[str] = set()
+        self._started = 0
+        self._names = {parameter: name for name, parameter in self.named.items()}
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                arrive = partial(self._arrive, bucket, index, self._names[parameter])
+                parameter.register_post_accumulate_grad_hook(arrive)
+
+    def _arrive(self, bucket: Reduction, index: int, name: str, parameter: torch.Tensor) -> None:
+        """Called by autograd as soon as a gradient is complete: into its bucket, and the buckets that are full and
+        whose turn has come are sent."""
+        check_dense(name, parameter.grad)
+        assert parameter.grad is not None, "autograd has just added to it"
+        bucket.put(index, parameter.grad)
+        parameter.grad = None
+        self._used.add(name)
+        while self._started < len(self.buckets) and not self.buckets[self._started].missing:
+            self._start()
+
+    def _start(self) -> None:
+        self.buckets[self._started].start()
+        self._started += 1
+
+    def reduce(self) -> None:
+        """After each backward: send what has not been sent, and wait. Collective."""
+        while self._started < len(self.buckets):
+            self._start()
+        self._started = 0
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def finish(self) -> None:
+        """After the last backward of a step: give the pieces their gradients. Collective."""
+        used = used_somewhere(self.world, list(self.named), self._used)
+        self._used.clear()
+        for bucket in self.buckets:
+            for parameter, gradient in zip(bucket.parameters, bucket.take(), strict=True):
+                is_given = self._names[parameter] in used and len(gradient)
+                self.pieces[parameter].grad = gradient if is_given else None
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """After the optimizer's step: all parameters for all ranks. Collective."""
+        for bucket in self.buckets if self.world.size > 1 else ():
+            layout = bucket.layout
+            rows = torch.zeros(self.world.size, layout.length, dtype=bucket.dtype, device=self.world.device)
+            row = rows.new_zeros(layout.length)
+            for place, parameter in zip(layout.pieces(row, self.world.rank), bucket.parameters, strict=True):
+                place.copy_(self.pieces[parameter])
+            dist.all_gather_into_tensor(rows.view(-1), row)
+            for index, parameter in enumerate(bucket.parameters):
+                layout.unpack(rows, index, parameter.data)
+
+
+def used_somewhere(world: World, names: list[str], used: set[str]) -> set[str]:
+    """Those of `names` that some rank has used. Collective: one all-reduce of a number for each."""
+    if world.size == 1:
+        return set(used)
+    counts = torch.tensor([name in used for name in names], dtype=torch.int32, device=world.device)
+    dist.all_reduce(counts)
+    return {name for name, count in zip(names, counts.tolist(), strict=True) if count}

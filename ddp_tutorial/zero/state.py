@@ -1,0 +1,138 @@
+"""What a checkpoint keeps of sharded state: tensors by name, of which each rank writes its part, as components that are
+"sharded". On another number of ranks each reads what belongs to its own part then."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ddp_tutorial.checkpoint.components import State, Stored
+from ddp_tutorial.world import World
+
+
+class OptimizerState:
+    """The state of an optimizer each of whose parameters belongs to one rank: "head.weight.exp_avg" and so on.
+
+    `named` are this rank's parameters, as the optimizer has them. Raises `ValueError` for state that is no tensor.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> None:
+        self.optimizer, self.named = optimizer, dict(named)
+
+    def state_dict(self) -> State:
+        names = {parameter: name for name, parameter in self.named.items()}
+        state = {}
+        for parameter, values in self.optimizer.state.items():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    state[f"{names[parameter]}.{key}"] = self.stored(parameter, value)
+                elif value is not None:
+                    kind = type(self.optimizer).__name__
+                    raise ValueError(f"{kind} keeps {key!r} of type {type(value).__name__}: only tensors can be shared")
+        return state
+
+    def empty(self, stored: Mapping[str, Stored]) -> State:
+        """Where the stored tensors of this rank's parameters are to be read into."""
+        wanted = {}
+        for where, what in stored.items():
+            if (parameter := self.named.get(where.rpartition(".")[0])) is not None:
+                wanted[where] = self.place(parameter, what)
+        return wanted
+
+    def load_state_dict(self, state: State) -> None:
+        self.optimizer.state.clear()
+        for where, value in state.items():
+            name, _, key = where.rpartition(".")
+            self.optimizer.state[self.named[name]][key] = self.taken(value)
+
+    def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What is written for `value`, which the optimizer keeps for `parameter`."""
+        return value
+
+    def place(self, parameter: torch.Tensor, what: Stored) -> torch.Tensor:
+        """What a stored tensor is read into."""
+        return torch.zeros(what.shape, dtype=what.dtype, device=parameter.device if what.shape else "cpu")
+
+    def taken(self, value: torch.Tensor) -> torch.Tensor:
+        """What the optimizer keeps of what has been read."""
+        return value
+
+
+class OptimizerStateOfPieces(OptimizerState):
+    """The state of an optimizer that steps pieces: what has a number for each element is in pieces too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pieces: "Pieces", named: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(optimizer, named)
+        self.pieces = pieces
+
+    def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        names = {id(each): name for name, each in self.named.items()}
+        is_piece = value.dim() and value.shape == parameter.shape
+        return self.pieces.of_whole(names[id(parameter)], value) if is_piece else value
+
+    def place(self, parameter: torch.Tensor, what: Stored) -> torch.Tensor:
+        if not what.shape:
+            return super().place(parameter, what)
+        names = {id(each): name for name, each in self.named.items()}
+        return self.pieces.of_whole(names[id(parameter)], torch.zeros_like(parameter, dtype=what.dtype))
+
+    def taken(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+class Pieces:
+    """Says of a rank's piece of a parameter which part of the whole it is: as a DTensor, a vector cut evenly."""
+
+    def __init__(self, counts: Mapping[str, int], world: World) -> None:
+        self.counts = dict(counts)
+        self.mesh: DeviceMesh | None = None
+        if world.size > 1:
+            self.mesh = init_device_mesh(world.device.type, (world.size,))
+
+    def of_whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """Without a copy: what is read into it is in the piece."""
+        if self.mesh is None:
+            return piece
+        shape = torch.Size([self.counts[name]])
+        return DTensor.from_local(piece, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+
+
+class ModelState:
+    """The parameters of a model that are in pieces, and its buffers, which all ranks have. They are read in place."""
+
+    def __init__(self, module: nn.Module, pieces: Pieces) -> None:
+        self.module, self.pieces = module, pieces
+
+    def state_dict(self) -> State:
+        kept = {name: self.pieces.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
+        buffers = dict(self.module.named_buffers())
+        return kept | {name: buffers[name] for name in self.module.state_dict() if name in buffers}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing is left to do."""
+
+
+class Groups:
+    """The options of an optimizer's groups, such as the learning rate, which schedules change; the same on all."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = self.optimizer.param_groups
+        return {"groups": [{name: each for name, each in group.items() if name != "params"} for group in groups]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(options)
+
+
+def with_parameters(optimizer: torch.optim.Optimizer, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let an optimizer that has not been stepped step others in place of its parameters."""
+    if optimizer.state:
+        raise ValueError("the optimizer has been stepped, or loaded: it is to be shared out before it has a state")
+    for group in optimizer.param_groups:
+        group["params"] = [of(parameter) for parameter in group["params"]]

@@ -1,0 +1,168 @@
+"""The three stages of ZeRO as strategies, which the trainer steps like any other."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.strategies import DDPStrategy, Part
+from ddp_tutorial.collectives import broadcast_tensors
+from ddp_tutorial.ddp.link import Link
+from ddp_tutorial.phases import phase
+from ddp_tutorial.world import World
+from ddp_tutorial.zero.gradients import ShardedGradients
+from ddp_tutorial.zero.model import ShardedModel
+from ddp_tutorial.zero.optimizer import ShardedOptimizer
+from ddp_tutorial.zero.state import (
+    Groups,
+    ModelState,
+    OptimizerState,
+    OptimizerStateOfPieces,
+    Pieces,
+    with_parameters,
+)
+
+
+class Zero1Strategy(DDPStrategy):
+    """Gradients are averaged as with DDP; each rank has the optimizer's state of its parameters."""
+
+    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return ShardedOptimizer(optimizer, self.model.world)
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        assert isinstance(optimizer, ShardedOptimizer), "it is the one that share_out has returned"
+        rank = self.model.world.rank
+        mine = {name: p for name, p in self.module.named_parameters() if optimizer.owner.get(p) == rank}
+        parts = super().parts(optimizer) | {"optimizer": (OptimizerState(optimizer.mine, mine), "sharded")}
+        return parts | {"groups": (Groups(optimizer), "replicated")}
+
+
+class _OfPieces:
+    """What ZeRO-2 and ZeRO-3 have in common: each rank's optimizer steps its pieces, with their gradients."""
+
+    link: Link | None = None  # gradients travel by torch's own collectives
+
+    def __init__(
+        self, model: nn.Module, world: World, loss: Loss, accumulation: int, precision: Precision | None
+    ) -> None:
+        self.module, self.world, self.accumulation = model, world, accumulation
+        self.loss = StepLoss(loss, world, precision)
+        self.pieces = Pieces({name: parameter.numel() for name, parameter in model.named_parameters()}, world)
+
+    @property
+    def per_rank(self) -> int:
+        return self.accumulation
+
+    def _backward(self, sharded: ShardedGradients | ShardedModel, batches: Sequence[Any], votes: float) -> Totals:
+        """Each micro-batch's gradient is shared out before the next one's is computed: that is what keeps them small,
+        and costs as many reductions as there are micro-batches."""
+        if not batches:
+            raise ValueError("a step has 1 micro-batch or more, found 0")
+        self.loss.begin(len(batches))
+        for number, batch in enumerate(batches):
+            with phase("forward"):
+                part = self.loss.forward(self.module, batch)
+            if number == len(batches) - 1:
+                self.loss.reduce(votes)
+            with phase("backward"):
+                part.backward()
+            with phase("finish"):
+                sharded.reduce()
+        with phase("finish"):
+            sharded.finish()
+            return self.loss.finish(self.stepped().values())
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """What this rank's optimizer steps, by name."""
+        raise NotImplementedError
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The squares of all elements add up, whoever has them."""
+        squares = get_total_norm(gradients).to(self.world.device, torch.float64).square()
+        if self.world.size > 1:
+            dist.all_reduce(squares)
+        return squares.sqrt().float()
+
+    def sync_buffers(self) -> None:
+        broadcast_tensors(self.world, list(self.module.buffers()))
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        state = OptimizerStateOfPieces(optimizer, self.pieces, self.stepped())
+        return {"optimizer": (state, "sharded"), "groups": (Groups(optimizer), "replicated")}
+
+    def state_dict(self) -> Mapping[str, float]:
+        return self.loss.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loss.load_state_dict(state)
+
+
+class Zero2Strategy(_OfPieces):
+    """Every rank has the whole model, and its piece of each gradient and of the optimizer's state."""
+
+    def __init__(
+        self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
+    ) -> None:
+        super().__init__(model, world, loss, accumulation, precision)
+        self.sharded = ShardedGradients(model, world)
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        return {name: self.sharded.pieces[parameter] for name, parameter in self.sharded.named.items()}
+
+    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        pieces: Mapping[Any, torch.Tensor] = self.sharded.pieces
+        with_parameters(optimizer, lambda parameter: pieces.get(parameter, parameter))  # a frozen one is whole
+        optimizer.register_step_post_hook(lambda *_: self.sharded.gather())
+        return optimizer
+
+    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+        return self._backward(self.sharded, batches, votes)
+
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self.module)
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        return {"model": (self.module, "replicated"), **super().parts(optimizer)}
+
+
+class Zero3Strategy(_OfPieces):
+    """Every rank has its piece of each parameter, of its gradient, and of the optimizer's state.
+
+    With precision bf16, parameters are gathered in bfloat16, and computed with as such: half the bytes of a gather.
+    """
+
+    def __init__(
+        self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
+    ) -> None:
+        super().__init__(model, world, loss, accumulation, precision)
+        self.compute_dtype = torch.bfloat16 if precision and precision.config.dtype == "bf16" else None
+        self.sharded: ShardedModel | None = None
+
+    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """From here on the parameters are pieces, the optimizer's too: they are the same."""
+        with_parameters(optimizer, lambda parameter: parameter)
+        self.sharded = ShardedModel(self.module, self.world, compute_dtype=self.compute_dtype)
+        return optimizer
+
+    @property
+    def _sharded(self) -> ShardedModel:
+        assert self.sharded is not None, "share_out comes first"
+        return self.sharded
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+        return self._backward(self._sharded, batches, votes)
+
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        return self._sharded.whole()
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        return {"model": (ModelState(self.module, self.pieces), "sharded"), **super().parts(optimizer)}

@@ -1,0 +1,463 @@
+"""Sharded state: whose memory is it, and is it the same training?"""
+
+import shutil
+from collections.abc import Callable
+from contextlib import chdir
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
+from ddp_tutorial.checkpoint.manifest import name_of
+from ddp_tutorial.collectives import digest
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.config import TaskConfig, TrainConfig
+from ddp_tutorial.training.export import load
+from ddp_tutorial.training.strategies import make_strategy
+from ddp_tutorial.training.tasks import make_trainer
+from ddp_tutorial.world import World
+from ddp_tutorial.zero.model import ShardedModel, units_of
+from ddp_tutorial.zero.optimizer import ShardedOptimizer
+from ddp_tutorial.zero.pieces import Layout, piece_of
+
+STEPS, WIDTH = 5, 7
+KINDS = ("zero1", "zero2", "zero3")
+
+# ---------------------------------------------------------------------------------------------------------- pieces
+
+
+@given(st.integers(0, 40), st.integers(1, 6))
+def test_pieces_have_each_element_once_and_are_those_of_torch_chunk(count: int, size: int) -> None:
+    elements = torch.arange(count)
+    pieces = [elements[piece_of(count, rank, size)] for rank in range(size)]
+    assert torch.cat(pieces).tolist() == elements.tolist()
+    assert max(map(len, pieces)) == -(-count // size)
+    if count:
+        chunks = torch.chunk(elements, size)
+        assert [piece.tolist() for piece in pieces[: len(chunks)]] == [chunk.tolist() for chunk in chunks]
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=4), st.integers(1, 5))
+def test_what_is_packed_into_rows_is_unpacked_and_the_pieces_are_views_of_it(
+    shapes: list[list[int]], size: int
+) -> None:
+    layout = Layout([torch.Size(shape) for shape in shapes], size)
+    tensors = [torch.randn(shape) for shape in shapes]
+    rows = torch.zeros(size, layout.length)
+    for index, tensor in enumerate(tensors):
+        layout.pack(rows, index, tensor)
+    for index, tensor in enumerate(tensors):
+        unpacked = torch.empty_like(tensor)
+        layout.unpack(rows, index, unpacked)
+        assert torch.equal(unpacked, tensor)
+        for rank in range(size):
+            piece = layout.pieces(rows[rank], rank)[index]
+            assert torch.equal(piece, tensor.reshape(-1)[piece_of(tensor.numel(), rank, size)])
+    assert layout.length * size < sum(map(torch.numel, tensors)) + len(tensors) * size
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+class Block(nn.Module):
+    """An uneven one, the first layer of which may be frozen."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+        self.up.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Toy(nn.Module):
+    """With tied, frozen and unused parameters, one that only some ranks use, and a unit that all is frozen in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(frozen=True), nn.Linear(WIDTH, WIDTH), Block()])
+        self.blocks[2].requires_grad_(False)
+        self.mix, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again.weight = self.mix.weight
+        self.spare, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))
+        self.register_buffer("offset", torch.arange(float(WIDTH)))
+
+    def forward(self, x: torch.Tensor, shifted: bool) -> torch.Tensor:
+        x = self.mix(x) + 0.01 * self.offset
+        for block in self.blocks:
+            x = block(x)
+        return self.again(x + self.shift if shifted else x)
+
+
+def make_toy() -> Toy:
+    torch.manual_seed(0)
+    return Toy()
+
+
+def loss_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    x, y, shifted = batch
+    return ((model(x, shifted).float() - y) ** 2).sum(), len(x)
+
+
+def batches_of(step: int, rank: int, size: int, parts: int) -> list[Any]:
+    """Ragged, and only rank 0 uses `shift`."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    counts = [1 + (2 * rank + number + step) % 4 for number in range(parts)]
+    draw = [torch.randn(2, count, WIDTH, generator=generator) for count in counts]
+    return [(x, y, rank == 0) for x, y in draw]
+
+
+MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True),
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def alone(optimizer: str, size: int, parts: int, clip: float, bf16: str = "") -> dict[str, torch.Tensor]:
+    """One process on the union of all batches, in plain torch. `bf16`: autocast, or weights that are cast."""
+    master = make_toy()
+    stepped = MAKE[optimizer](groups_of(master))
+    for step in range(STEPS):
+        batches = [batch for rank in range(size) for batch in batches_of(step, rank, size, parts)]
+        computing = deepcopy(master).bfloat16() if bf16 == "cast" else master
+        pairs = []
+        for x, y, shifted in batches:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bool(bf16)):
+                pairs.append(loss_sum(computing, (x.bfloat16() if bf16 == "cast" else x, y, shifted)))
+        (sum(total for total, _ in pairs) / sum(count for _, count in pairs)).backward()
+        if bf16 == "cast":
+            for parameter, cast in zip(master.parameters(), computing.parameters(), strict=True):
+                parameter.grad = None if cast.grad is None else cast.grad.float()
+        clip_grad_norm_([p for p in master.parameters() if p.grad is not None], clip)
+        stepped.step()
+        stepped.zero_grad()
+    return {name: tensor.clone() for name, tensor in master.state_dict().items()}
+
+
+def train(world: World, kind: str, optimizer: str, parts: int = 1, clip: float = 1.0, dtype: str = "fp32") -> Any:
+    """The weights after some steps, and what this rank holds then."""
+    config = TrainConfig.model_validate(
+        {"strategy": kind, "accumulation": parts, "precision": {"dtype": dtype}}
+        | ({"ddp": {"find_unused_parameters": True, "variant": "bucket"}} if kind in {"ddp", "zero1"} else {})
+    )
+    model, precision = make_toy(), Precision(PrecisionConfig(dtype=dtype), world)  # type: ignore[arg-type]
+    strategy = make_strategy(config, model, world, loss_sum, precision)
+    stepped = strategy.share_out(MAKE[optimizer](groups_of(model)))
+    norms = []
+    for step in range(STEPS):
+        totals = strategy.backward(batches_of(step, world.rank, world.size, parts))
+        norms.append(float(precision.update(stepped, clip, totals.sums["loss"], strategy.norm).norm))
+    held = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "state": sum(value.numel() for state in stepped.state.values() for value in state.values() if value.dim()),
+    }
+    with strategy.whole() as whole:
+        weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    return {"weights": weights, "norms": norms, "held": held}
+
+
+def several(world: World, cases: list[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:
+    return {case: train(world, *case) for case in cases}
+
+
+FP32 = [(kind, optimizer, parts) for kind in KINDS for optimizer in MAKE for parts in (1, 2)]
+BF16 = [(kind, "sgd", 1, 1.0, "bf16") for kind in KINDS]
+UNCLIPPED = [(kind, optimizer, 1, 1e9) for kind in ("ddp", *KINDS) for optimizer in MAKE]
+
+
+@cache
+def trained(size: int) -> list[dict[tuple[Any, ...], Any]]:
+    cases = [*FP32, *UNCLIPPED, *BF16] if size < 4 else [case for case in FP32 if case[2] == 1]
+    if size == 1:
+        return [several(World(), cases)]
+    return launch(several, size, cases, device="cpu", threads=1, echo=False, timeout=100)
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """How far apart, as a part of how far the weights have moved."""
+    start = make_toy().state_dict()
+    apart = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
+    moved = sum(float((start[name] - expected[name]).square().sum()) for name in expected)
+    return (apart / moved) ** 0.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_stage_on_every_rank_equals_one_process_on_the_union_batch(size: int) -> None:
+    for rank in trained(size):
+        for kind, optimizer, parts in (case for case in FP32 if case in rank):
+            expected = alone(optimizer, size, parts, 1.0)
+            found = rank[kind, optimizer, parts]["weights"]
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.allclose(found[name], tensor, rtol=1e-4, atol=2e-5), (kind, optimizer, parts, name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_in_bfloat16_with_masters_in_float32_they_go_where_one_process_goes(size: int) -> None:
+    for rank in trained(size):
+        for case in BF16:
+            expected = alone("sgd", size, 1, 1.0, "cast" if case[0] == "zero3" else "autocast")
+            found = rank[case]["weights"]
+            assert all(tensor.dtype == torch.float32 for tensor in found.values())
+            assert distance(found, expected) < 0.05, case
+            assert distance(found, alone("sgd", size, 1, 1.0)) > 1e-4  # it has been computed in bfloat16
+
+
+def test_on_two_ranks_each_stage_has_the_very_bits_of_data_parallelism() -> None:
+    """Of two numbers there is one sum; and no stage changes what is computed for an element."""
+    for rank in trained(2):
+        for kind, optimizer, parts, clip in UNCLIPPED:
+            ddp = rank["ddp", optimizer, parts, clip]["weights"]
+            found = rank[kind, optimizer, parts, clip]["weights"]
+            assert all(torch.equal(found[name], tensor) for name, tensor in ddp.items()), (kind, optimizer)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_norm_of_the_whole_gradient_is_the_same_for_every_stage_and_rank(size: int) -> None:
+    ranks = trained(size)
+    for optimizer in MAKE:
+        norms = [rank[kind, optimizer, 1]["norms"] for rank in ranks for kind in KINDS]
+        for other in norms[1:]:
+            assert other == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_no_rank_holds_more_than_its_part(size: int) -> None:
+    model = make_toy()
+    of_all = [p.numel() for p in model.parameters()]
+    of_trained = [p.numel() for p in model.parameters() if p.requires_grad and p is not model.spare]
+    for rank in trained(size):
+        for kind, optimizer, parts in (case for case in FP32 if case in rank):
+            held, slots = rank[kind, optimizer, parts]["held"], 2 if optimizer == "adamw" else 1
+            assert held["state"] <= slots * (sum(of_trained) / size + max(of_trained)), (kind, optimizer)
+            padded = sum(-(-count // size) for count in of_all)
+            assert held["parameters"] <= (padded if kind == "zero3" else sum(of_all))
+    for kind, optimizer, parts in (case for case in FP32 if case in trained(size)[0]):
+        held = [rank[kind, optimizer, parts]["held"] for rank in trained(size)]
+        slots = 2 if optimizer == "adamw" else 1
+        assert sum(each["state"] for each in held) == slots * sum(of_trained)  # nothing is kept twice
+        if kind == "zero3":
+            assert sum(each["parameters"] for each in held) == sum(of_all)
+
+
+def test_units_are_blocks_that_share_nothing_and_the_rest() -> None:
+    assert list(units_of(make_toy())) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]
+    tied = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[3].weight = tied[0].weight
+    assert list(units_of(tied)) == ["2", ""]
+    nested = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
+    assert list(units_of(nested)) == ["0", "1", ""]
+
+
+# -------------------------------------------------------------------------------------------------- the optimizer
+
+
+class Sized(torch.optim.Optimizer):
+    """Looks at a parameter as a whole: each step is 0.1 long."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p]["steps"] = self.state[p].get("steps", torch.zeros(())) + 1
+                p.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
+def with_a_group_later(make: Callable[..., torch.optim.Optimizer], world: World, wrap: bool) -> dict[str, Any]:
+    """Some steps, then a group of its own for what was not there, with a scheduler; saved and loaded on the way."""
+    torch.manual_seed(0)
+    ps = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2), (1,))]
+    made = make([{"params": ps[:1]}, {"params": ps[1:2], "lr": 0.01}], lr=0.1)
+    optimizer = ShardedOptimizer(made, world) if wrap else made
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        for number, p in enumerate(ps):
+            p.grad = None if (step + number) % 3 == 0 else torch.sin(torch.arange(float(p.numel())) + step).view_as(p)
+        optimizer.step()
+        scheduler.step()
+        if step == 1:
+            optimizer.add_param_group({"params": ps[2:], "lr": 0.05})
+            scheduler.base_lrs.append(0.05)
+        if step == 2:
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+    return {"weights": [p.detach().clone() for p in ps], "state": optimizer.state_dict()["state"]}
+
+
+WRAPPED = {"adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop, "whole": Sized}
+
+
+def wrapped(world: World) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: tuple(with_a_group_later(make, world, wrap) for wrap in (True, False)) for name, make in WRAPPED.items()
+    }
+
+
+def test_any_optimizer_can_be_sharded_and_has_the_bits_and_the_state_dict_of_the_unsharded_one() -> None:
+    for rank in launch(wrapped, 3, device="cpu", threads=1, echo=False, timeout=60):
+        for name, (found, expected) in rank.items():
+            assert all(map(torch.equal, found["weights"], expected["weights"])), name
+            assert found["state"].keys() == expected["state"].keys()
+            for index, state in expected["state"].items():
+                assert all(torch.equal(found["state"][index][key], value) for key, value in state.items()), (
+                    name,
+                    index,
+                )
+
+
+def test_an_optimizer_with_a_state_is_refused() -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([p])
+    p.grad = torch.ones(2)
+    optimizer.step()
+    with pytest.raises(ValueError, match="shard it before it has a state"):
+        ShardedOptimizer(optimizer, World())
+
+
+# --------------------------------------------------------------------------------------------------- the trainer
+
+
+BASE: dict[str, Any] = {
+    "corpus": "stories:300",
+    "model": {"layers": 2, "heads": 2, "width": 16, "context": 16},
+    "device": "cpu",
+    "steps": 6,
+    "batch_size": 5,
+    "warmup_steps": 2,
+    "eval_every": 3,
+    "eval_samples": 5,
+    "checkpoint": {"every": 2, "keep_last": 100},
+    "tensorboard": False,
+}
+FLAVOURS: dict[str, dict[str, Any]] = {
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "accumulation": 2, "optimizer": "sgd", "best_model": True},
+    "zero3": {"strategy": "zero3", "checkpoint": {**BASE["checkpoint"], "background": True}},
+    "zero3-bf16": {
+        "strategy": "zero3",
+        "precision": {"dtype": "bf16"},
+        "model": {**BASE["model"], "recompute": True, "dropout": 0.1},
+    },
+    "zero3-fp16": {"strategy": "zero3", "precision": {"dtype": "fp16", "initial_scale": 2.0**24}},
+}
+RESHARDED = ["zero1", "zero2", "zero3"]
+
+
+def run(world: World, flavour: str, **values: Any) -> dict[str, Any]:
+    config = TaskConfig.model_validate(BASE | FLAVOURS[flavour] | values)
+    result = make_trainer(config, world).train()
+    saved = safetensors.torch.load_file(result.run / "model/model.safetensors") if world.is_main else {}
+    return {
+        "weights": result.weights,
+        "losses": result.losses,
+        "eval": result.eval_losses,
+        "shapes": {name: tuple(tensor.shape) for name, tensor in saved.items()},
+    }
+
+
+def uninterrupted_and_resumed(world: World, flavours: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """To the end; and again from each checkpoint, in a copy of the folder as a killed run leaves it."""
+    found = {}
+    for flavour in flavours:
+        found[flavour] = [run(world, flavour, name=flavour)]
+        for step in (2, 4):
+            again = Path("runs") / f"{flavour}-{step}"
+            if world.is_main:
+                shutil.copytree(Path("runs") / flavour, again)
+                for later in range(step + 2, 7, 2):
+                    shutil.rmtree(again / "checkpoints" / name_of(later))
+                (again / "result.json").unlink()
+                shutil.rmtree(again / "model")
+            found[flavour].append(run(world, flavour, name=again.name, resume="auto"))
+    return found
+
+
+def resharded(world: World, step: int, source: str) -> dict[str, Any]:
+    """On from a checkpoint of another number of ranks."""
+    return {
+        flavour: run(
+            world,
+            flavour,
+            name=f"{flavour}-on-{world.size}",
+            resume=f"runs/{flavour}{source}/checkpoints/{name_of(step)}",
+        )
+        for flavour in RESHARDED
+    }
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """Of 2 ranks from the beginning; of 4 from their step 2, and of 1 from the 4 ranks' step 4."""
+    options: dict[str, Any] = {"device": "cpu", "threads": 1, "echo": False, "timeout": 200}
+    with chdir(tmp_path_factory.mktemp("lives")):
+        of_two = launch(uninterrupted_and_resumed, 2, list(FLAVOURS), **options)
+        of_four = launch(resharded, 4, 2, "", **options)
+        of_one = launch(resharded, 1, 4, "-on-4", **options)
+        shutil.rmtree("runs/zero3-on-4/model")  # as if it had not ended
+        unfinished = load("runs/zero3-on-4").state_dict()
+    return {2: of_two, 4: of_four, 1: of_one, "unfinished": digest(unfinished)}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_run_that_was_killed_and_resumed_has_the_bits_of_one_that_was_not(
+    lives: dict[Any, Any], flavour: str
+) -> None:
+    first, *others = [of_run for rank in lives[2] for of_run in rank[flavour]]
+    for other in others:
+        assert {**other, "shapes": {}} == {**first, "shapes": {}}
+
+
+def test_each_stage_learns_what_the_others_learn(lives: dict[Any, Any]) -> None:
+    expected = lives[2][0]["zero1"][0]
+    assert lives[2][0]["zero3"][0]["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert lives[2][0]["zero3"][0]["eval"] == pytest.approx(expected["eval"], rel=1e-4)
+
+
+@pytest.mark.parametrize("flavour", RESHARDED)
+def test_a_checkpoint_of_2_ranks_goes_on_on_4_and_that_of_4_on_1(lives: dict[Any, Any], flavour: str) -> None:
+    expected = lives[2][0][flavour][0]
+    for size in (4, 1):
+        assert len(lives[size]) == size
+        for rank in lives[size]:
+            assert rank[flavour]["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+            assert rank[flavour]["eval"] == pytest.approx(expected["eval"], rel=1e-4)
+            assert rank[flavour]["weights"] == lives[size][0][flavour]["weights"]
+
+
+def test_the_model_of_a_run_is_whole_and_so_is_one_that_is_loaded_from_pieces(lives: dict[Any, Any]) -> None:
+    shapes = [of_run["shapes"] for runs in lives[2][0].values() for of_run in runs]
+    assert shapes[0]["tokens.weight"] == (256, 16)
+    assert all(other == shapes[0] for other in shapes)
+    assert lives["unfinished"] == lives[4][0]["zero3"]["weights"]
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_an_option_that_the_strategy_cannot_have_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"'ddp.hook' is an option of strategies ddp and zero1, not of {kind}"):
+        TrainConfig.model_validate({"strategy": kind, "ddp": {"hook": "fp16"}})
+
+
+def test_parameters_of_several_types_in_one_unit_are_refused() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).bfloat16()})
+    with pytest.raises(ConfigError, match=r"'a\.bias' of torch\.float32 and 'b\.bias' of torch\.bfloat16"):
+        ShardedModel(model, World())
