@@ -49,6 +49,29 @@ class Block(nn.Module):
         return x + self.dropout(self.project(F.gelu(self.expand(self.norm_2(x)))))
 
 
+class _Embed(nn.Module):
+    """Tokens [batch, time] -> [batch, time, width]. Its parts stay those of the GPT that they come from."""
+
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding, dropout: nn.Dropout) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.dropout = tokens, positions, dropout
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.tokens(tokens) + self.positions(positions))
+
+
+class _Recomputed(nn.Module):
+    """A block whose insides are forgotten in forward, and computed once more in backward."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False) if self.training else self.block(x)
+
+
 class GPT(nn.Module, PyTorchModelHubMixin):
     """Tokens [batch, time] -> logits [batch, time, vocab], where time is at most `context`.
 
@@ -97,6 +120,16 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
         return self.head(self.norm(x))
+
+    def chain(self) -> dict[str, nn.Module]:
+        """What `forward` does, as modules of which each takes what the one before gives: a pipeline cuts between them.
+
+        They are views of this model: the same parameters, under names of their own.
+        """
+        parts: dict[str, nn.Module] = {"tokens": _Embed(self.tokens, self.positions, self.dropout)}
+        for number, block in enumerate(self.blocks):
+            parts[f"blocks.{number}"] = _Recomputed(block) if self.recompute else block
+        return parts | {"norm": self.norm, "head": self.head}
 
     @torch.no_grad()
     def generate(self, prompt: torch.Tensor, length: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
