@@ -24,6 +24,7 @@ ROOMS = [
     ["sharding"],
     ["ddp"],
     ["accumulation"],
+    ["pipeline"],
     ["checkpoint"],
     ["zero"],
     ["runs"],

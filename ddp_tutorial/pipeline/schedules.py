@@ -1,0 +1,302 @@
+"""Schedules of a pipeline as data: for each rank the list of what it does, in order; drawn and checked before it runs.
+
+    table = one_f_one_b(stages=4, micro_batches=8)
+    check(table, 4, 8)                              # complete, in order, ends
+    plan = simulate(table, forward=1, backward=2)   # when each action runs, by which the bubble and the peak are known
+    plan.makespan, plan.bubble, peaks(table)
+
+Stage s is on rank s % ranks. A rank needs the activation of the stage before for a forward, and the gradient of the
+stage after for a backward; how these travel is not part of a schedule.
+
+GPipe: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019. 1F1B:
+Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), 2021. Interleaved: Narayanan et
+al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from ddp_tutorial.config import ConfigError
+
+Kind = Literal["F", "B"]
+FORWARD: Kind = "F"
+BACKWARD: Kind = "B"
+Name = Literal["gpipe", "1f1b", "interleaved"]
+
+
+class Action(NamedTuple):
+    """The forward or the backward of one micro-batch on one stage."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch} of stage {self.stage}"
+
+
+Table = Sequence[Sequence[Action]]  # for each rank what it does, in order
+
+
+class ScheduleError(ValueError):
+    """A table that is no schedule: something is missing, done twice, in the wrong order, or waits for ever."""
+
+
+# ------------------------------------------------------------------------------------------------- three of them
+
+
+def gpipe(stages: int, micro_batches: int) -> Table:
+    """All forwards, then all backwards. Every rank keeps the activations of all micro-batches."""
+    numbers = range(micro_batches)
+    return [
+        [Action(FORWARD, stage, m) for m in numbers] + [Action(BACKWARD, stage, m) for m in numbers]
+        for stage in range(stages)
+    ]
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> Table:
+    """As many forwards as there are stages behind, then in turn one forward and one backward, then what is left.
+
+    A rank keeps no more micro-batches than there are stages from its own on, however many a step has.
+    """
+    return [
+        _in_turns(
+            [Action(FORWARD, stage, m) for m in range(micro_batches)],
+            [Action(BACKWARD, stage, m) for m in range(micro_batches)],
+            warm_up=stages - 1 - stage,
+        )
+        for stage in range(stages)
+    ]
+
+
+def interleaved(ranks: int, micro_batches: int, per_rank: int = 2) -> Table:
+    """1F1B with `per_rank` stages on each rank, which are `ranks` apart: a shorter bubble for more messages.
+
+    Micro-batches go through in groups, of as many as there are ranks: a group through a rank's first stage, then the
+    same group through its next. Where `ranks` does not divide `micro_batches`, the first groups are one larger.
+    """
+    count = max(1, micro_batches // ranks)  # of groups
+    ends = list(accumulate(micro_batches // count + (g < micro_batches % count) for g in range(count)))
+    groups = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+    table = []
+    for rank in range(ranks):
+        own = range(rank, ranks * per_rank, ranks)
+        forwards = [Action(FORWARD, stage, m) for group in groups for stage in own for m in group]
+        backwards = [Action(BACKWARD, stage, m) for group in groups for stage in reversed(own) for m in group]
+        # The first group has to come through all stages of this rank but the last, and then reach the last rank.
+        warm_up = (per_rank - 1) * len(groups[0]) + (2 if per_rank > 1 else 1) * (ranks - 1 - rank)
+        table.append(_in_turns(forwards, backwards, warm_up))
+    return table
+
+
+def _in_turns(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """`warm_up` forwards, or all if there are fewer; then a forward and a backward in turn; then what is left."""
+    first = min(warm_up, len(forwards))
+    turns = zip(forwards[first:], backwards, strict=False)
+    middle = [action for pair in turns for action in pair]
+    return [*forwards[:first], *middle, *backwards[len(forwards) - first :]]
+
+
+def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) -> Table:
+    """The schedule that a config names. Raises `ConfigError` for numbers that it cannot have."""
+    if min(ranks, micro_batches, per_rank) < 1:
+        raise ConfigError(
+            f"a pipeline has 1 rank, 1 micro-batch and 1 stage a rank or more; found {ranks} ranks, {micro_batches} "
+            f"micro-batches, {per_rank} stages a rank"
+        )
+    if name != "interleaved" and per_rank != 1:
+        raise ConfigError(f"schedule {name!r} has one stage on each rank, found {per_rank}: use 'interleaved'")
+    if name == "interleaved" and per_rank == 1:
+        raise ConfigError("schedule 'interleaved' has 2 stages or more on each rank, found 1: use '1f1b'")
+    if name != "gpipe" and micro_batches < ranks:
+        raise ConfigError(
+            f"schedule {name!r} needs as many micro-batches as ranks, {ranks}, or more; found {micro_batches}: some "
+            "rank would be idle all the time. Use more micro-batches, or fewer stages"
+        )
+    if name == "gpipe":
+        return gpipe(ranks, micro_batches)
+    return one_f_one_b(ranks, micro_batches) if name == "1f1b" else interleaved(ranks, micro_batches, per_rank)
+
+
+# ------------------------------------------------------------------------------------------ what must be true of one
+
+
+def needs(action: Action, stages: int) -> Action | None:
+    """What has to be done before, on another stage or, for the last stage's backward, on the same; None for the first
+    stage's forward."""
+    kind, stage, m = action
+    if kind == FORWARD:
+        return Action(FORWARD, stage - 1, m) if stage else None
+    return Action(FORWARD, stage, m) if stage == stages - 1 else Action(BACKWARD, stage + 1, m)
+
+
+def check(table: Table, stages: int, micro_batches: int) -> None:
+    """Raise `ScheduleError`, with what is wrong, unless every micro-batch goes once forward and once backward through
+    every stage, each backward after its own forward, and no rank waits for ever."""
+    for rank, actions in enumerate(table):
+        expected = {
+            Action(kind, stage, m)
+            for kind in (FORWARD, BACKWARD)
+            for stage in range(rank, stages, len(table))
+            for m in range(micro_batches)
+        }
+        seen: set[Action] = set()
+        for action in actions:
+            if action in seen:
+                raise ScheduleError(f"rank {rank} does {action} twice")
+            if action not in expected:
+                raise ScheduleError(f"rank {rank} does {action}, which is not its own")
+            if action.kind == BACKWARD and action._replace(kind=FORWARD) not in seen:
+                raise ScheduleError(f"rank {rank} does {action} before its forward")
+            seen.add(action)
+        if missing := sorted(expected - seen, reverse=True):
+            raise ScheduleError(f"rank {rank} never does {missing[0]}, and {len(missing) - 1} more")
+    simulate(table)
+
+
+def peaks(table: Table) -> list[int]:
+    """For each rank the most micro-batches whose activations it keeps at a time; one counts once on each stage."""
+    return [max(accumulate((1 if a.kind == FORWARD else -1 for a in actions), initial=0)) for actions in table]
+
+
+# ------------------------------------------------------------------------------------------------------ when is what
+
+
+class Timed(NamedTuple):
+    """An action and its seconds, from the beginning of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When each action of a table runs: `ranks[r]` has rank r's, in order."""
+
+    ranks: list[list[Timed]]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first to the last."""
+        return max(timed.end for rank in self.ranks for timed in rank)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they are idle, 0 to 1."""
+        busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
+        return 1 - busy / (len(self.ranks) * self.makespan)
+
+
+def simulate(
+    table: Table,
+    forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0,
+    send: float = 0.0,
+) -> Plan:
+    """When each action runs, where one takes `forward` or `backward` seconds (of each stage, or one number for all) and
+    a message to another rank arrives `send` seconds after it was made. Sending takes a rank no time; receiving is
+    waiting for what the next action needs.
+
+    Raises `ScheduleError` where ranks wait for one another for ever.
+    """
+    ranks = len(table)
+    stages = 1 + max(action.stage for actions in table for action in actions)
+    seconds = {FORWARD: _each(forward, stages), BACKWARD: _each(backward, stages)}
+    done: dict[Action, float] = {}
+    plan: list[list[Timed]] = [[] for _ in table]
+    while any(len(ran) < len(actions) for ran, actions in zip(plan, table, strict=True)):
+        before = len(done)
+        for ran, actions in zip(plan, table, strict=True):
+            for action in actions[len(ran) :]:
+                need = needs(action, stages)
+                if need is not None and need not in done:
+                    break  # a rank does one thing after the other
+                is_sent = need is not None and need.stage % ranks != action.stage % ranks
+                arrives = 0.0 if need is None else done[need] + (send if is_sent else 0.0)
+                start = max(arrives, ran[-1].end if ran else 0.0)
+                done[action] = start + seconds[action.kind][action.stage]
+                ran.append(Timed(action, start, done[action]))
+        if len(done) == before:
+            raise ScheduleError(f"ranks wait for ever: {_who_waits(plan, table, stages)}")
+    return Plan(plan)
+
+
+def _each(cost: float | Sequence[float], stages: int) -> Sequence[float]:
+    return cost if isinstance(cost, Sequence) else [cost] * stages
+
+
+def _who_waits(plan: Sequence[Sequence[Timed]], table: Table, stages: int) -> str:
+    stuck = [(rank, table[rank][len(ran)]) for rank, ran in enumerate(plan) if len(ran) < len(table[rank])]
+    return "; ".join(f"rank {rank} for {needs(action, stages)}, before {action}" for rank, action in stuck)
+
+
+# -------------------------------------------------------------------------------------- when a send waits, too
+
+Message = tuple[Action, int]  # what made it, and the rank that it goes to
+Semantics = Literal["buffered", "batched", "blocking"]
+
+
+def waits_for_ever(table: Table, sends: Semantics) -> str:
+    """Where the table gets stuck, as a sentence, if messages are sent so; empty where it ends.
+
+    - "buffered": a send waits for nobody (gloo's `isend`, whose handle is kept). A table that passes `check` ends.
+    - "blocking": receive, compute, send; a send waits until its receiver receives (`dist.send` of large tensors).
+    - "batched": after an action, its send and the receive for the next one are posted together, and the rank waits for
+      both (`batch_isend_irecv`; Megatron's `send_forward_recv_backward`).
+    """
+    stages = 1 + max(action.stage for actions in table for action in actions)
+    programs = [_exchanges(rank, table, stages, sends) for rank in range(len(table))]
+    at = [0] * len(table)  # the exchange in which each rank is
+    is_buffered = sends == "buffered"
+    sent: set[Message] = set()
+    received: set[Message] = set()
+    moved = True
+    while moved:
+        moved = False
+        now = [program[i] if i < len(program) else ((), ()) for program, i in zip(programs, at, strict=True)]
+        offered = {message for out, _ in now for message in out} | sent
+        wanted = {message for _, into in now for message in into}
+        received |= offered & wanted
+        for rank, (out, into) in enumerate(now):
+            if at[rank] == len(programs[rank]):
+                continue
+            sent |= set(out) if is_buffered else set()
+            if received.issuperset(into) and (is_buffered or received.issuperset(out)):
+                at[rank], moved = at[rank] + 1, True
+    stuck = [(rank, programs[rank][i]) for rank, i in enumerate(at) if i < len(programs[rank])]
+    return "; ".join(
+        f"rank {rank} waits to {' and to '.join(_told(out, into, received))}" for rank, (out, into) in stuck
+    )
+
+
+Exchange = tuple[tuple[Message, ...], tuple[Message, ...]]  # what is sent, and what is received, at a time
+
+
+def _exchanges(rank: int, table: Table, stages: int, sends: Semantics) -> list[Exchange]:
+    """What a rank sends and receives, in the order in which it waits."""
+    program: list[Exchange] = []
+    sending: tuple[Message, ...] = ()
+    for action in table[rank]:
+        need = needs(action, stages)
+        is_remote = need is not None and need.stage % len(table) != rank
+        receiving = ((need, rank),) if need is not None and is_remote else ()
+        program += [(sending, receiving)] if sends == "batched" else [(sending, ()), ((), receiving)]
+        follower = _follower(action, stages)
+        to = follower % len(table) if follower is not None else rank
+        sending = ((action, to),) if to != rank else ()
+    return [*program, (sending, ())]
+
+
+def _follower(action: Action, stages: int) -> int | None:
+    """The stage that needs what an action makes; None for the last forward and the first stage's backward."""
+    if action.kind == FORWARD:
+        return action.stage + 1 if action.stage + 1 < stages else None
+    return action.stage - 1 if action.stage else None
+
+
+def _told(out: Iterable[Message], into: Iterable[Message], received: set[Message]) -> list[str]:
+    sends = [f"send {action} to rank {to}" for action, to in out if (action, to) not in received]
+    return sends + [f"receive {message[0]}" for message in into if message not in received]

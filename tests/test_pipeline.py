@@ -1,0 +1,388 @@
+"""A pipeline of any schedule comes to the gradient of one process and of torch's own, and keeps what it says."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from ddp_tutorial.accumulation.loss import LossError
+from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
+from ddp_tutorial.accumulation.strategies import DDPStrategy
+from ddp_tutorial.config import ConfigError, from_arguments
+from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig, check_pipeline
+from ddp_tutorial.pipeline.runner import Runner
+from ddp_tutorial.pipeline.schedules import gpipe, interleaved, one_f_one_b, peaks
+from ddp_tutorial.pipeline.stages import balance, chain_of, cut, even_cuts
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.world import World
+
+MICRO_BATCHES = 6
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+STEPS = 5
+CLOSE = {"rtol": 0.0, "atol": 1e-6}
+
+
+class Extra(nn.Module):
+    """A layer with a parameter that nothing uses, and a whole number that it counts up."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(x))
+
+
+def toy() -> nn.Sequential:
+    """Eight modules of uneven sizes; the first is frozen, as is one in the middle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 7),
+        nn.Tanh(),
+        Extra(7),
+        nn.BatchNorm1d(7),
+        nn.Linear(7, 5, bias=False),
+        nn.Linear(5, 5),
+        Extra(5),
+        nn.Linear(5, 2),
+    )
+    for frozen in (model[0], model[5]):
+        frozen.requires_grad_(False)
+    return model
+
+
+def squares(model: Any, batch: Any) -> tuple[Any, ...]:
+    x, y = batch
+    error = (model(x) - y).square().sum(-1)
+    return (error * (y[:, 0] > 0)).sum(), (y[:, 0] > 0).sum(), {"all": (error.sum(), len(x))}
+
+
+def ragged(step: int, count: int = MICRO_BATCHES) -> list[Any]:
+    """Micro-batches of 2 to 5 samples, of which some do not count."""
+    draw = torch.Generator().manual_seed(step)
+    sizes = torch.randint(2, 6, (count,), generator=draw).tolist()
+    return [(torch.randn(n, 3, generator=draw), torch.randn(n, 2, generator=draw)) for n in sizes]
+
+
+def tokens(step: int, count: int = MICRO_BATCHES) -> list[Any]:
+    draw = torch.Generator().manual_seed(step)
+    sizes = torch.randint(1, 4, (count,), generator=draw).tolist()
+    return [{"tokens": torch.randint(0, 64, (n, 9), generator=draw)} for n in sizes]
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers=6, heads=2, width=16, context=8, vocab=64)
+
+
+def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-2)
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def five_steps(strategy: Any, optimizer: torch.optim.Optimizer, batches_of: Any) -> list[dict[str, float]]:
+    means = []
+    for step in range(STEPS):
+        means.append(strategy.backward(batches_of(step)).means())
+        optimizer.step()
+        optimizer.zero_grad()
+    return means
+
+
+def far_from_one_process(
+    world: World, model: nn.Module, loss: Any, batches_of: Any, schedule: str, per_rank: int, kind: str, dtype: str
+) -> dict[str, float]:
+    """By name, how far what this rank has is from one process after five steps; and its losses."""
+    config = PrecisionConfig(dtype=dtype)
+    alone, precision = World(), Precision(config, World())
+    reference = DDPStrategy(one := copy.deepcopy(model), alone, loss, accumulation=MICRO_BATCHES, precision=precision)
+    expected = five_steps(reference, optimizer_of(kind, one.parameters()), batches_of)
+    settings = PipelineConfig(ranks=world.size, schedule=schedule, micro_batches=MICRO_BATCHES, per_rank=per_rank)
+    pipeline = Pipeline(model, world, loss, settings, precision=Precision(config, world))
+    got = five_steps(pipeline, optimizer_of(kind, pipeline.parameters()), batches_of)
+    buffers = {id(b): name for name, b in model.named_buffers()}
+    own = {buffers[id(b)]: b for stage in pipeline.stages.values() for b in stage.buffers()} | pipeline.named
+    there = one.state_dict()
+    far = {name: float((tensor - there[name]).abs().max()) for name, tensor in own.items()}
+    for name in got[0]:
+        far[f"mean {name}"] = max(abs(a[name] - b[name]) for a, b in zip(got, expected, strict=True))
+    assert pipeline.runner.peak == peaks(settings.table())[world.rank]
+    assert [timed.action for timed in pipeline.runner.ran] == list(settings.table()[world.rank])
+    return far
+
+
+def all_of_them(world: World) -> dict[str, dict[str, float]]:
+    found = {}
+    for schedule, per_rank in SCHEDULES:
+        for kind, dtype in [("adamw", "fp32"), ("sgd", "fp32"), ("sgd", "bf16")]:
+            if world.size * per_rank <= 8:
+                name = f"toy {schedule} {kind} {dtype}"
+                found[name] = far_from_one_process(world, toy(), squares, ragged, schedule, per_rank, kind, dtype)
+        found[f"gpt {schedule}"] = far_from_one_process(
+            world, gpt(), next_token_loss, tokens, schedule, per_rank, "sgd", "fp32"
+        )
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_five_steps_of_every_schedule_equal_those_of_one_process(size: int) -> None:
+    """Bit for bit, but for tied parameters: their gradients are added up over micro-batches first, then over uses."""
+    of_ranks = launch(all_of_them, size, device="cpu", threads=1, echo=False, timeout=150)
+    seen: dict[str, set[str]] = {}
+    for far in of_ranks:
+        for arm, distances in far.items():
+            seen.setdefault(arm, set()).update(distances)
+            for name, distance in distances.items():
+                close = 1e-6 if arm.startswith("gpt") or name.startswith("mean") else 0.0
+                assert distance <= close, (arm, name, distance)
+    for arm, names in seen.items():  # each is on some rank
+        model = gpt() if arm.startswith("gpt") else toy()
+        assert names >= {name for name, _ in model.named_parameters()}, arm
+
+
+# -------------------------------------------------------------------------------------------- beside torch's own
+
+
+def _plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8)))
+
+
+def _sum_of_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().sum()
+
+
+def beside_torch(world: World) -> dict[str, tuple[float, bool]]:
+    """How far our gradients are from torch's, and whether torch has the same order, where it has a table."""
+    far = {}
+    draw = torch.Generator().manual_seed(7)
+    x, y = torch.randn(16, 6, generator=draw), torch.randn(16, 6, generator=draw)
+    for schedule, per_rank in SCHEDULES:
+        config = PipelineConfig(ranks=world.size, schedule=schedule, micro_batches=8, per_rank=per_rank)
+        ours, theirs = _plain(), _plain()
+        pipeline = Pipeline(ours, world, lambda model, b: (_sum_of_squares(model(b[0]), b[1]), 1), config)
+        pipeline.backward(list(zip(x.chunk(8), y.chunk(8), strict=True)))
+        parts = cut(theirs, even_cuts(theirs, config.stages))
+        own = [
+            PipelineStage(part, number, config.stages, world.device)
+            for number, part in enumerate(parts)
+            if number % world.size == world.rank
+        ]
+        options = {"n_microbatches": 8, "loss_fn": _sum_of_squares, "scale_grads": False}
+        made = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+        torchs = made[schedule](own[0], **options) if per_rank == 1 else ScheduleInterleaved1F1B(own, **options)
+        if world.rank == world.size - 1:
+            torchs.step(target=y, losses=[])
+        elif world.rank == 0:
+            torchs.step(x)
+        else:
+            torchs.step()
+        names = dict(theirs.named_parameters())
+        distances = [float((p.grad - names[name].grad / 8).abs().max()) for name, p in pipeline.named.items()]
+        same = True
+        if schedule == "interleaved":
+            order = [each for each in torchs.pipeline_order[world.rank] if each is not None]
+            row = config.table()[world.rank]
+            same = [(a.kind, a.stage, a.micro_batch) for a in row] == [
+                ("F" if each.computation_type.name == "FORWARD" else "B", each.stage_index, each.microbatch_index)
+                for each in order
+            ]
+        far[schedule] = max(distances), same
+    return far
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_are_those_of_torchs_own_pipelining(size: int) -> None:
+    for far in launch(beside_torch, size, device="cpu", threads=1, echo=False, timeout=100):
+        for schedule, (distance, same_order) in far.items():
+            assert distance < 1e-6, (schedule, distance)
+            assert same_order, f"{schedule}: another order than torch's"
+
+
+# --------------------------------------------------------------------------------- several pipelines; what is kept
+
+
+class _Held:
+    """A tensor that autograd keeps for backward; how many there are, and were at most."""
+
+    now = most = made = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        _Held.now, _Held.made = _Held.now + 1, _Held.made + 1
+        _Held.most = max(_Held.most, _Held.now)
+
+    def __del__(self) -> None:
+        _Held.now -= 1
+
+
+def two_by_two(world: World) -> dict[str, Any]:
+    config = PipelineConfig(ranks=2, schedule="1f1b", micro_batches=3)
+    found: dict[str, Any] = {}
+    for name, make, loss, batches_of in [("toy", toy, squares, ragged), ("gpt", gpt, next_token_loss, tokens)]:
+        one, batches = make(), batches_of(0)
+        totals = DDPStrategy(one, World(), loss, accumulation=6).backward(batches)
+        pipeline = Pipeline(make(), world, loss, config)
+        assert pipeline.mesh == [[0, 1], [2, 3]]
+        got = pipeline.backward(batches[3 * pipeline.number :][:3], votes=1.0)
+        assert got.votes == world.size
+        assert got.means() == pytest.approx(totals.means())
+        there = {each: p.grad for each, p in one.named_parameters()}
+        found[name] = {
+            each: float((p.grad - there[each]).abs().max()) if p.grad is not None else there[each]
+            for each, p in pipeline.named.items()
+        }
+    return found
+
+
+def kept_and_drawn(world: World) -> tuple[list[int], dict[str, dict[str, torch.Tensor]]]:
+    """The peak of what autograd kept, in micro-batches, of GPipe and 1F1B; and gradients with dropout."""
+    measured, drawn = [], {}
+    for schedule in ("gpipe", "1f1b"):
+        config = PipelineConfig(ranks=2, schedule=schedule, micro_batches=MICRO_BATCHES)
+        pipeline = Pipeline(_plain(), world, lambda model, b: (_sum_of_squares(model(b), b), 1), config)
+        _Held.now = _Held.most = _Held.made = 0
+        with saved_tensors_hooks(_Held, lambda held: held.tensor):
+            pipeline.backward([torch.ones(2, 6)] * MICRO_BATCHES)
+        assert _Held.now == 0
+        measured.append(_Held.most * MICRO_BATCHES // _Held.made)
+        torch.manual_seed(world.rank)
+        wet = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        pipeline = Pipeline(wet, world, squares, config.model_copy(update={"cuts": ("2",)}), seed=3)
+        pipeline.backward(ragged(0))
+        drawn[schedule] = {name: p.grad for name, p in pipeline.named.items()}
+    return measured, drawn
+
+
+def test_two_pipelines_of_two_equal_one_process_on_all_micro_batches() -> None:
+    for far in launch(two_by_two, 4, device="cpu", threads=1, echo=False, timeout=100):
+        for name, distances in far.items():
+            for parameter, distance in distances.items():  # None is one that is frozen, or that nobody uses
+                assert distance is None or distance < 1e-6, (name, parameter, distance)
+
+
+def test_what_autograd_keeps_is_what_the_table_says_and_dropout_is_that_of_one_rank() -> None:
+    of_ranks = launch(kept_and_drawn, 2, device="cpu", threads=1, echo=False, timeout=100)
+    for rank, (measured, _) in enumerate(of_ranks):
+        assert measured == [peaks(table(2, MICRO_BATCHES))[rank] for table in (gpipe, one_f_one_b)]
+    torch.manual_seed(0)  # as rank 0, whose weights count
+    wet = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    stages = dict(enumerate(cut(wet, ["2"])))
+    runner = Runner(interleaved(1, MICRO_BATCHES, 2), stages, squares, seed=3)
+    counted = sum(float(part["loss"][1]) for part in runner.run(ragged(0)))
+    expected = {name: p.grad / counted for name, p in wet.named_parameters()}
+    for schedule in ("gpipe", "1f1b"):
+        got = {name: g for _, drawn in of_ranks for name, g in drawn[schedule].items()}
+        assert set(got) == set(expected)
+        for name, gradient in got.items():
+            torch.testing.assert_close(gradient, expected[name], **CLOSE)
+
+
+# ------------------------------------------------------------------------------------------------ cutting, refusing
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.data())
+def test_stages_balance_as_well_as_any_cut_would(costs: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    begins = balance(costs, stages)
+    assert len(begins) == stages - 1
+    assert [0, *begins] == sorted({0, *begins})  # none is empty
+
+    def dearest(cuts: Sequence[int]) -> int:
+        ends = [*cuts, len(costs)]
+        return max(sum(costs[a:b]) for a, b in zip([0, *cuts], ends, strict=True))
+
+    def every(count: int, after: int) -> Any:
+        if count == 0:
+            yield []
+        for first in range(after, len(costs) - count + 1) if count else ():
+            yield from ([first, *rest] for rest in every(count - 1, first + 1))
+
+    assert dearest(begins) == min(map(dearest, every(stages - 1, 1)))
+
+
+def test_the_chain_of_the_gpt_is_its_forward() -> None:
+    inputs = torch.randint(0, 64, (2, 8))
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = GPT(layers=2, heads=2, width=16, context=8, vocab=64, recompute=recompute)
+        x = inputs
+        for module in chain_of(model).values():
+            x = module(x)
+        assert torch.equal(x, model(inputs))
+        assert {id(p) for m in chain_of(model).values() for p in m.parameters()} == {id(p) for p in model.parameters()}
+        x.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "said"),
+    [
+        (["ranks=9", "micro_batches=9"], 9, "9 stages, and only 8 modules to cut between: 0, 1, 2, 3, 4, 5, 6, 7"),
+        (["ranks=2", "cuts=[blocks]"], 2, "no module of the chain is called 'blocks'"),
+        (["ranks=3", "cuts=['4', '4']"], 3, "'4' would be empty, or come before the one before"),
+        (["ranks=3", "cuts=['4', '2']"], 3, "'2' would be empty, or come before the one before"),
+        (["ranks=2", "cuts=['0']"], 2, "'0' would be empty"),
+        (["ranks=2", "cuts=['2', '4']"], 2, "'cuts' should name 1 modules, for 2 stages"),
+        (["ranks=2"], 3, "a world of 3 ranks is no whole number of pipelines of 2: start 2"),
+        (["ranks=4", "micro_batches=3"], 4, "as many micro-batches as ranks, 4, or more; found 3"),
+        (["ranks=2", "schedule=interleaved"], 2, "2 stages or more on each rank, found 1"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_one_line_before_ranks_start(
+    arguments: list[str], world_size: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said.replace("'[", "'\\[")) as error:
+        check_pipeline(toy(), from_arguments(PipelineConfig, arguments), world_size)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_a_chain_and_nccl_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a Extra cannot be cut into stages: it is no nn.Sequential"):
+        check_pipeline(Extra(2), PipelineConfig(), 2)
+    with pytest.raises(ConfigError, match="Use backend gloo"):
+        check_pipeline(toy(), PipelineConfig(), 2, backend="nccl")
+
+
+def test_a_loss_calls_its_model_once() -> None:
+    def twice(model: Any, batch: Any) -> tuple[Any, ...]:
+        return model(batch).sum() + model(batch).sum(), 1
+
+    def never(model: Any, batch: Any) -> tuple[Any, ...]:
+        return batch.sum(), 1
+
+    stages = dict(enumerate(cut(_plain(), ["4"])))
+    for loss, said in [(twice, "calls its model 2 times"), (never, "does not call its model")]:
+        runner = Runner(interleaved(1, 1, 2), stages, loss)
+        with pytest.raises(LossError, match=said):
+            runner.run([torch.ones(2, 6)])
+    with pytest.raises(ValueError, match="has 1 micro-batches, found 2"):
+        runner.run([torch.ones(2, 6)] * 2)
+
+
+def nothing_counts(world: World) -> str:
+    def loss(model: Any, batch: Any) -> tuple[Any, ...]:
+        return model(batch).sum(), 0
+
+    pipeline = Pipeline(_plain(), world, loss, PipelineConfig(micro_batches=2))
+    with pytest.raises(ValueError, match="no mean of nothing"):
+        pipeline.backward([torch.ones(2, 6)] * 2)
+    dist.barrier()
+    return "all ranks raised"
+
+
+def test_a_step_in_which_nothing_counts_is_refused_on_all_ranks() -> None:
+    assert launch(nothing_counts, 2, device="cpu", threads=1, echo=False, timeout=60) == ["all ranks raised"] * 2
