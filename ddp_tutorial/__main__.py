@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from ddp_tutorial.commands import checkpoint, logs, machine, model, project, sweep, training
+from ddp_tutorial.commands import checkpoint, cluster, logs, machine, model, project, sweep, training
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.signals import StoppedError, exit_code
@@ -40,6 +40,7 @@ for command in (
     project.notebooks,
     project.stories,
     project.bench,
+    cluster.cluster,
     machine.doctor,
     machine.completion,
 ):

@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import cycle, product
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial import hosts
 from ddp_tutorial.config import ConfigError
 
 # How long a rank waits in a collective for the others before it gives up.
@@ -136,12 +138,19 @@ def process_group(world: World) -> Iterator[World]:
 
     The first `import torch._dynamo` of a process (DistributedDataParallel does it) takes hold of the group that is
     there, and gloo's threads then run on after the block; torch 2.13. Import it before, where that matters.
+
+    Between hosts gloo uses the interface that leads to the first of them, unless GLOO_SOCKET_IFNAME names one. An error
+    in the block that comes from a rank on another host is raised as `LostHostError`, which names the host. Raises
+    `ConfigError` where GLOO_SOCKET_IFNAME names an interface that is not there.
     """
     if world.size == 1:
         yield world
         return
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    across = world.size > world.local_size and world.backend == "gloo"
+    if across:
+        hosts.choose_interface(_meeting_place(world))
     # Leave the initialisation together: a rank that has nothing to do would else be gone while others connect to it.
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world.init_method == "env://"
@@ -155,12 +164,21 @@ def process_group(world: World) -> Iterator[World]:
         timeout=world.timeout,
         device_id=world.device if world.backend == "nccl" else None,
     )
+    peers = hosts.peers(world.rank, world.size) if across else []
     try:
         yield world
-    except BaseException:
+    except BaseException as error:
         abandon_group(world)
+        hosts.raise_if_lost(error, peers, world.rank)
         raise
     dist.destroy_process_group()
+
+
+def _meeting_place(world: World) -> str:
+    """The host where the ranks meet: rank 0's."""
+    if world.init_method.startswith("tcp://"):
+        return urlsplit(world.init_method).hostname or ""
+    return os.environ.get("MASTER_ADDR", "")
 
 
 def agent_store(timeout: timedelta) -> dist.Store:

@@ -15,6 +15,7 @@ to it.
 It needs Linux. Root may always make one; others may where the system lets them make user namespaces (most do).
 """
 
+import math
 import os
 import pickle
 import selectors
@@ -23,12 +24,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from ddp_tutorial.cluster import network
 from ddp_tutorial.cluster.box import receive, send
@@ -118,7 +120,9 @@ class Cluster:
         root = Path(folder).resolve()
         self.folders = [root if shared_folder else root / name for name in self.names]
         self._port = PORT
+        self._lock = threading.Lock()  # one question at a time
         self._processes: list[Process] = []
+        self._off: set[int] = set()  # nodes without power
         self._channel: socket.socket | None = None
 
     def __len__(self) -> int:
@@ -193,8 +197,9 @@ class Cluster:
         if self._channel is None:
             raise RuntimeError("the cluster is not there: use it inside of 'with Cluster(...) as cluster:'")
         try:
-            send(self._channel, (name, args), list(fds))
-            (error, answer), _ = receive(self._channel)
+            with self._lock:
+                send(self._channel, (name, args), list(fds))
+                (error, answer), _ = receive(self._channel)
         except (EOFError, OSError):
             raise FailedError("the cluster has ended: the process that holds it is gone") from None
         if error is not None:
@@ -260,11 +265,10 @@ class Cluster:
         """What tells the torchrun of a node where the agents meet; it takes each option from a variable PET_..., too.
 
         The same on a command line: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster
-        --rdzv-conf=is_host=1 (on n0; 0 elsewhere) --local-addr=10.0.0.1 --node-rank=0
+        --rdzv-conf=is_host=1 (on n0; 0 elsewhere) --local-addr=10.0.0.1
         """
         return {
             "PET_NNODES": str(len(self)),
-            "PET_NODE_RANK": str(node),
             "PET_RDZV_BACKEND": "c10d",
             "PET_RDZV_ENDPOINT": f"{self.names[0]}:{port}",
             "PET_RDZV_ID": "cluster",
@@ -282,11 +286,13 @@ class Cluster:
         timeout: float | None = 60,
         collective_timeout: float = 60,
         env: Mapping[str, str] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Result]:
         """Call `fn(world, *args)` on every rank of every node, with the process group up; the results, by rank.
 
-        The ranks are forks of one process that has imported torch, so that they are up at once. Raises `RankError` for
-        the first that fails, and ends the others then; `RankTimeoutError` after `timeout` seconds.
+        The ranks are forks of one process that has imported torch, so that they are up at once. `meanwhile` is called
+        here as soon as all have met and begun, to pull a cable for example. Raises `RankError` for the first that
+        fails, and ends the others a little later; `RankTimeoutError` after `timeout` seconds.
         """
         from ddp_tutorial.processes.transport import dump_call
 
@@ -312,27 +318,41 @@ class Cluster:
                 files = (call.fileno(), results[rank].fileno())
                 environ = {name: str(value) for name, value in variables.items()} | dict(env or {})
                 ranks.append(self._begin("rank", node, None, environ, files, None))
-            self._wait_for_ranks(ranks, timeout)
+            try:
+                if meanwhile:
+                    self._wait_until_up(ranks, results, timeout)
+                    meanwhile()
+                self._wait_for_ranks(ranks, timeout, collective_timeout)
+            finally:
+                self._end(ranks)
             outcomes = [_read(result) for result in results]
+        # the cause among several failures: that of a rank which heard of no other; a host without power says nothing
         failed = [
-            (lost_connection(str(outcome[1])) if outcome else False, rank)
+            (ranks[rank].node in self._off, bool(outcome and lost_connection(str(outcome[1]))), rank)
             for rank, outcome in enumerate(outcomes)
             if outcome is None or outcome[0] == "raised"
         ]
         if failed:
-            raise self._failure(min(failed)[1], ranks, outcomes)
+            raise self._failure(min(failed)[-1], ranks, outcomes)
         return [pickle.loads(outcome[1]) for outcome in outcomes]
 
-    def _wait_for_ranks(self, ranks: list[Process], timeout: float | None) -> None:
-        try:
-            self.wait(ranks, timeout, until=lambda: any(rank.code for rank in ranks))
+    def _wait_until_up(self, ranks: list[Process], results: Sequence[IO[bytes]], timeout: float | None) -> None:
+        """Until all ranks have met, or one has ended, or the time is up."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not all(os.fstat(result.fileno()).st_size for result in results) and time.monotonic() < deadline:
+            if any(rank.code is not None for rank in ranks):
+                return
             with suppress(TimeoutError):
-                self.wait(ranks, _GRACE_SECONDS)
+                self.wait(ranks, 0.02)
+
+    def _wait_for_ranks(self, ranks: list[Process], timeout: float | None, collective_timeout: float) -> None:
+        try:
+            self.wait(ranks, timeout, until=lambda: any(rank.code for rank in ranks if rank.node not in self._off))
+            with suppress(TimeoutError):  # where a host has gone in silence, the others wait in their collective
+                self.wait(ranks, _GRACE_SECONDS + (collective_timeout if self._off else 0))
         except TimeoutError:
             printed = "\n".join(rank.output for rank in ranks)
             raise RankTimeoutError(0, f"was still running after {timeout} s", log=printed) from None
-        finally:
-            self._end(ranks)
 
     def _failure(self, rank: int, ranks: list[Process], outcomes: list[Any]) -> RankError:
         outcome, node = outcomes[rank], self.names[ranks[rank].node]
@@ -467,6 +487,7 @@ class Cluster:
         """The node loses its power: all its processes are gone at once, and its cable is dead, so that the others get
         no farewell. It does not come back."""
         self._check(node)
+        self._off.add(node)
         self._ask("kill", node)
 
     def _check(self, node: int) -> None:
@@ -497,8 +518,8 @@ def _look_at_the_system() -> None:
         raise ConfigError("no cluster: the package pyroute2 is missing. Try: pip install pyroute2") from None
 
 
-def _read(result: Any) -> Any:
+def _read(result: IO[bytes]) -> Any:
     """A rank's outcome; None where it has left none."""
-    result.seek(0)
+    result.seek(1)  # the byte before it said that it was up
     content = result.read()
     return pickle.loads(content) if content else None

@@ -1,0 +1,365 @@
+"""Law: two hosts are as one, to the bit; what is lost is named in time; of a cluster nothing is left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial import cluster as clusters
+from ddp_tutorial import hosts
+from ddp_tutorial.cluster import Cluster
+from ddp_tutorial.cluster.network import address_of, bits_per_second
+from ddp_tutorial.config import ConfigError, load
+from ddp_tutorial.processes.errors import RankError, RankTimeoutError
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.tasks import train
+from ddp_tutorial.world import World
+
+RATE = 200e6  # bits a second
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def allowed() -> None:
+    if reason := clusters.why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def cluster(allowed: None, folder: Path) -> Iterator[Cluster]:
+    with Cluster(3, f"{RATE / 1e6:.0f}mbit", folder=folder) as three:
+        yield three
+
+
+@pytest.fixture
+def two(allowed: None, tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster to break."""
+    with Cluster(2, "1gbit", folder=tmp_path) as cluster:
+        yield cluster
+
+
+# -------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(("rate", "bits"), [("1gbit", 1e9), ("100mbit", 1e8), ("1.5 Mbit", 1.5e6), ("64kbit", 64e3)])
+def test_a_rate_is_a_number_with_a_unit(rate: str, bits: float) -> None:
+    assert bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["1", "1000", "fast", "1 gigabit", "-1gbit", "1gbyte", "0kbit", "100gbit", ""])
+def test_a_rate_that_is_none_is_told_in_one_line_with_one_that_is(rate: str) -> None:
+    with pytest.raises(ConfigError, match="rate=") as told:
+        Cluster(2, rate)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nodes": True}, {"nodes": 251}, {"folder": "nowhere"}])
+def test_settings_that_cannot_be_used_are_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Cluster(**wrong)
+
+
+def test_other_systems_are_told_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert clusters.why_not() == "no cluster: it needs the namespaces of Linux, and this is darwin"
+
+
+def test_a_system_that_does_not_allow_namespaces_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert clusters.why_not() == "no cluster: the command 'unshare' is missing (package util-linux)"
+    refusing = tmp_path / "unshare"
+    refusing.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    wanted = "no cluster: this system does not allow namespaces (unshare: unshare failed: Operation not permitted)"
+    assert clusters.why_not() == wanted
+    assert not psutil.Process().children()
+
+
+def test_the_command_line_refuses_with_exit_code_2(tmp_path: Path) -> None:
+    done = command("cluster", "run", "--rate", "1", "--", "true", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: rate='1': should be a number with a unit")
+    assert done.stderr.count("\n") == 1
+
+
+def command(*args: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "ddp_tutorial", *args]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=env, cwd=folder)
+
+
+# ------------------------------------------------------------------------------------------------------- hosts
+
+
+def test_each_host_has_a_name_an_address_and_processes_of_its_own_and_the_folder_of_all(
+    cluster: Cluster, folder: Path
+) -> None:
+    told = cluster.run("sh", "-c", "hostname; hostname -I; pwd; echo $WHO; exit $WHO", env_of=[{"WHO": "0"}] * 3)
+    assert [each.output.split() for each in told] == [
+        [name, address, str(folder), "0"] for name, address in zip(cluster.names, cluster.addresses, strict=True)
+    ]
+    assert [each.code for each in cluster.run("sh", "-c", "exit 3")] == [3] * 3
+    assert [each.code for each in cluster.run("no such command")] == [127] * 3
+
+
+def test_what_listens_on_a_host_is_reached_by_the_others_and_by_nobody_outside(cluster: Cluster) -> None:
+    serve = "import socket; s = socket.create_server(('', 8765)); print('up', flush=True); s.accept()[0].send(b'hello')"
+    heard: list[str] = []
+    server = cluster.start(sys.executable, "-c", serve, node=0, line=lambda node, text: heard.append(text))
+    cluster.wait([server], 20, until=lambda: bool(heard))
+    listening = {each.laddr.port for each in psutil.net_connections() if each.status == psutil.CONN_LISTEN}
+    assert 8765 not in listening, "it listens on this machine's own interfaces"
+    ask = "import socket; print(socket.create_connection(('n0', 8765), 5).recv(9))"
+    assert "hello" in cluster.start(sys.executable, "-c", ask, node=2).wait(20).output
+
+
+def test_hosts_may_have_a_folder_each(allowed: None, tmp_path: Path) -> None:
+    with Cluster(2, folder=tmp_path, shared_folder=False) as cluster:
+        cluster.run("touch", "here")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("here")) == ["n0/here", "n1/here"]
+
+
+def test_the_command_line_tells_who_printed_what_and_who_failed(allowed: None, tmp_path: Path) -> None:
+    line = "echo $PET_NNODES $NODE_RANK; exit $NODE_RANK"
+    done = command("cluster", "run", "--nodes", "2", "--rate", "1gbit", "--", "sh", "-c", line, folder=tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[n0] 2 0", "[n1] 2 1"]
+    assert (done.returncode, done.stderr) == (1, "error: n1 ended with 1\n")
+
+
+OWNER = """
+import sys, time
+from ddp_tutorial.cluster import Cluster
+with Cluster(2, "1gbit") as cluster:
+    several = [cluster.start("sh", "-c", "trap '' TERM INT HUP; sleep 4321.25 & wait", node=node) for node in (0, 1)]
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+def sleepers() -> list[int]:
+    return [each.pid for each in psutil.process_iter(["cmdline"]) if "4321.25" in " ".join(each.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(allowed: None, tmp_path: Path, number: int) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, cwd=tmp_path
+    )
+    assert owner.stdout is not None
+    with owner, owner.stdout:
+        assert owner.stdout.readline() == b"up\n"
+        deadline = time.monotonic() + 10
+        while len(sleepers()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert sleepers(), "nothing to be left behind"
+        owner.send_signal(number)
+        owner.wait(10)
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleepers()
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------- ranks
+
+
+def look(world: World) -> dict[str, Any]:
+    """What a rank finds on its host."""
+    seconds = {}
+    for nbytes in (2**10, 2**14, 2**18, 2**22):
+        tensor, taken = torch.zeros(nbytes // 4), []
+        for _ in range(6 if nbytes < 2**20 else 3):
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            taken.append(time.perf_counter() - began)
+        seconds[nbytes] = min(taken)
+    return {"host": socket.gethostname(), "interface": os.environ["GLOO_SOCKET_IFNAME"], "seconds": seconds}
+
+
+def test_ranks_talk_through_the_link_as_fast_as_it_was_shaped(cluster: Cluster) -> None:
+    told = cluster.launch(look)
+    assert [(each["host"], each["interface"]) for each in told] == [(name, "eth0") for name in cluster.names]
+    seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in told[0]["seconds"]}
+    # a ring of three: 4 rounds, in each of which a third is sent; 1,514 bytes on the wire carry 1,448
+    wire = {nbytes: 4 / 3 * nbytes * 1514 / 1448 * 8 / RATE for nbytes in seconds}
+    assert wire[2**22] * 0.9 < seconds[2**22] < wire[2**22] * 1.6, (seconds, wire)  # 1.6: on a busy machine
+    assert seconds[2**10] < 0.1 * seconds[2**22], "a small message waits for a large one's time"
+
+
+def settings(*overrides: str) -> TaskConfig:
+    small = ("device=cpu", "steps=6", "eval_every=0", "eval_samples=8", "log_every=0")
+    return load("tiny", TaskConfig, [*small, *overrides])
+
+
+def trained(world: World, config: TaskConfig) -> str:
+    return str(train(world, config).run)
+
+
+def weights(folder: Path, name: str) -> bytes:
+    return (folder / "runs" / name / "model" / "model.safetensors").read_bytes()
+
+
+def test_two_hosts_train_to_the_bits_of_one_and_one_goes_on_where_they_have_stopped(
+    two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    two.launch(trained, settings("name=two", "checkpoint.every=3"))
+    launch(trained, 2, settings("name=one", "checkpoint.every=3"), device="cpu", threads=1, echo=False)
+    assert weights(tmp_path, "two") == weights(tmp_path, "one")
+    for ran_on in ("two", "one"):  # on one host, from a checkpoint of two hosts and from one of its own
+        again = settings(f"name=from_{ran_on}", f"resume={ran_on}", "steps=9", 'resume_allow=["steps"]')
+        launch(trained, 2, again, device="cpu", threads=1, echo=False)
+    assert weights(tmp_path, "from_two") == weights(tmp_path, "from_one") != weights(tmp_path, "one")
+
+
+def test_hosts_that_share_no_folder_train_and_are_refused_checkpoints(allowed: None, tmp_path: Path) -> None:
+    with Cluster(2, folder=tmp_path, shared_folder=False) as cluster:
+        cluster.launch(trained, settings("name=mine"))
+        with pytest.raises(RankError, match="on a disk that all nodes share") as told:
+            cluster.launch(trained, settings("name=saving", "checkpoint.every=3"))
+    assert told.value.is_a(ConfigError)
+    assert weights(tmp_path / "n0", "mine")
+    assert not list(tmp_path.glob("*/runs/saving"))
+    assert not (tmp_path / "n1/runs/mine/model").exists()
+
+
+def talk_on(world: World) -> None:
+    while True:
+        dist.all_reduce(torch.ones(1000))
+        time.sleep(0.01)
+
+
+def test_a_link_that_is_cut_ends_all_ranks_in_time_and_the_lost_host_is_named(cluster: Cluster) -> None:
+    limit, cut = 2.0, 0.0
+
+    def cut_soon() -> None:
+        nonlocal cut
+        time.sleep(0.5)
+        cluster.cut(1)
+        cut = time.monotonic()
+
+    with pytest.raises(RankError) as told:
+        cluster.launch(talk_on, collective_timeout=limit, meanwhile=cut_soon)
+    assert time.monotonic() - cut < limit + 5
+    cluster.mend(1)
+    said = str(told.value)
+    assert "rank 0 on n0: lost n1 at 10.0.0.2 with rank 1: no answer" in said
+    assert "rank 2 on n2: lost n1 at 10.0.0.2 with rank 1: no answer" in said
+    assert "rank 1 on n1: no other host answers (n0 at 10.0.0.1 with rank 0, n2 at 10.0.0.3 with rank 2)" in said
+    assert not any(name in cluster.launch(look)[1]["host"] for name in ("n0", "n2")), "the cable is in again"
+
+
+def slow_step(world: World) -> float:
+    """The longest of many all-reduces, in seconds."""
+    longest, ends = 0.0, time.monotonic() + 2.5
+    while True:
+        began = time.monotonic()
+        going_on = torch.tensor(float(began < ends))
+        dist.all_reduce(going_on)
+        longest = max(longest, time.monotonic() - began)
+        if going_on < world.size:
+            return longest
+
+
+def test_a_link_that_comes_back_in_time_costs_one_slow_step(cluster: Cluster) -> None:
+    def interrupt() -> None:
+        time.sleep(0.5)
+        with cluster.link_down(2):
+            time.sleep(1)
+
+    longest = cluster.launch(slow_step, collective_timeout=30, meanwhile=interrupt)
+    assert all(0.8 < each < 10 for each in longest), longest
+
+
+def test_a_host_that_loses_its_power_is_named_by_the_other(two: Cluster) -> None:
+    def kill_soon() -> None:
+        time.sleep(0.5)
+        two.kill(1)
+
+    with pytest.raises(RankError, match=r"rank 0 on n0: lost n1 at 10\.0\.0\.2 with rank 1: no answer"):
+        two.launch(talk_on, collective_timeout=2, meanwhile=kill_soon)
+    with pytest.raises(ConfigError, match="n1 has been killed"):
+        two.run("true")
+    assert two.start("hostname", node=0).wait(10).output == "n0\n"
+
+
+def misbehave(world: World, how: str) -> None:
+    if world.rank == 1:
+        if how == "raise":
+            raise KeyError("no such thing")
+        time.sleep(60)
+    dist.barrier()
+
+
+def test_the_first_rank_that_fails_is_named_and_so_is_one_that_is_late(cluster: Cluster) -> None:
+    with pytest.raises(RankError, match="rank 1 on n1 raised KeyError: 'no such thing'"):
+        cluster.launch(misbehave, "raise")
+    with pytest.raises(RankTimeoutError, match=r"still running after 1\.5 s"):
+        cluster.launch(misbehave, "sleep", timeout=1.5)
+
+
+# ---------------------------------------------------------------------------------------------------- torchrun
+
+
+def test_torchrun_meets_over_the_link_and_trains_to_the_same_bits(
+    two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["-m", "ddp_tutorial", "train", "tiny", "name=torchrun", "device=cpu", "steps=6", "eval_every=0"]
+    ended = two.torchrun(*args, "eval_samples=8", "log_every=0", timeout=90)
+    assert [each.code for each in ended] == [0, 0], ended
+    launch(trained, 2, settings("name=one"), device="cpu", threads=1, echo=False)
+    assert weights(tmp_path, "torchrun") == weights(tmp_path, "one")
+
+
+# ----------------------------------------------------------------------------------------------- interfaces
+
+
+def test_the_interface_is_the_one_that_leads_to_the_others_and_a_missing_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(hosts.GLOO_INTERFACE, "lo77")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=lo77: .* has no interface called 'lo77', but .*lo"):
+        hosts.choose_interface("127.0.0.1")
+    assert hosts.interface_to("no-such-host.invalid") is None
+
+
+def test_a_name_that_stands_for_the_loopback_interface_is_not_taken_for_the_way_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    up = type("State", (), {"isup": True})()
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": up, "eth5": up})
+    assert hosts.interface_to("127.0.0.1") == "eth5"  # as where /etc/hosts has 127.0.1.1 for the host's own name
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": up, "eth5": up, "eth6": up})
+    assert hosts.interface_to("127.0.0.1") is None
+
+
+def test_hosts_that_all_answer_are_not_called_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = [hosts.Peer(0, "a", "127.0.0.1"), hosts.Peer(1, "b", "127.0.0.1")]  # port 9 refuses: the host is there
+    told = str(hosts.lost(RuntimeError("Connection closed by peer"), peers, 0))
+    assert "the other hosts (b at 127.0.0.1 with rank 1) answer, so a rank there has ended" in told
+
+
+def test_an_address_belongs_to_each_node() -> None:
+    assert len({address_of(node) for node in range(250)}) == 250
