@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from ddp_tutorial.commands import checkpoint, cluster, logs, machine, model, project, sweep, training
+from ddp_tutorial.commands import checkpoint, cluster, logs, machine, model, project, slurm, sweep, training
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.signals import StoppedError, exit_code
@@ -30,6 +30,7 @@ def cli() -> None:
 for command in (
     training.train,
     training.stop,
+    slurm.slurm,
     sweep.sweep,
     model.evaluate,
     model.sample,

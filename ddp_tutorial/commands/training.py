@@ -43,9 +43,13 @@ def _settings(context: click.Context, parameter: click.Parameter, incomplete: st
     return [f"{name}=" for name in ["name", *known] if name.startswith(incomplete)]
 
 
+config_argument = click.argument("config", shell_complete=_configs)
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_settings)
+
+
 @click.command()
-@click.argument("config", shell_complete=_configs)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_settings)
+@config_argument
+@overrides_argument
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and with which settings from where.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--watch", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), help=_WATCH)

@@ -13,6 +13,7 @@ from ddp_tutorial.accumulation.precision import PrecisionConfig
 from ddp_tutorial.checkpoint.replicas import Check
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.variants import DDPConfig
+from ddp_tutorial.processes.slurm import SlurmConfig
 from ddp_tutorial.sharding.sources import SourceConfig
 from ddp_tutorial.training.stopping import Mode
 
@@ -165,10 +166,12 @@ class TaskConfig(TrainConfig):
     batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
     learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field("fixed", description="how it grows with batch_size")
     learning_rate_batch: int = Field(16, ge=1, description="batch_size that learning_rate was chosen for")
-    nprocs: int = Field(2, ge=1, description="ranks to start on this machine; torchrun and Slurm have their own say")
+    nprocs: int = Field(2, ge=1, description="ranks to start; where torchrun or srun has started some, it is those")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL between GPUs, else gloo")
     collective_timeout: float = Field(600, gt=0, description="seconds that a rank waits in a collective for the others")
+    # Where it runs, not what: no part of what a run writes down of itself, or a checkpoint holds on to.
+    slurm: SlurmConfig = Field(SlurmConfig(), exclude=True)
 
     @property
     def peak_learning_rate(self) -> float:

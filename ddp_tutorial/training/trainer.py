@@ -267,8 +267,9 @@ class Trainer:
         """Check that the ranks ended up with the same weights; rank 0 writes the model, and the result last."""
         self.stopping.close()
         self.train_step.strategy.sync_buffers()
-        if self.requested in {"save", "signal"} and not self.is_due(self.config.checkpoint.every):
-            self.save()  # else it has just been saved
+        has_just_saved = self.is_due(self.config.checkpoint.every)
+        if self.requested in {"save", "signal"} and not has_just_saved:
+            self.save()
         with self.train_step.strategy.whole() as model:
             weights = model.state_dict()
             assert_same(self.world, weights, "weight")

@@ -1,0 +1,36 @@
+"""A run as a job of a cluster."""
+
+import sys
+
+import click
+
+from ddp_tutorial.commands.training import config_argument, overrides_argument
+from ddp_tutorial.processes.signals import SIGNALS, handling, stop
+
+
+@click.command()
+@config_argument
+@overrides_argument
+@click.option("--submit", is_flag=True, help="Hand it to Slurm, instead of printing it.")
+def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
+    """Print the batch script for Slurm that trains as CONFIG says.
+
+    \b
+    slurm 2proc nodes=2 time=2h partition=gpu
+    slurm my.yaml nprocs=8 nodes=2 steps=5000 --submit
+    slurm my.yaml nodes=2 starter=torchrun > job.sh
+
+    The job has config.nprocs ranks, as many on each node, and the settings of the section `slurm`, whose names can be
+    said without it. Before its time is up, and when it is preempted, it saves; then it is queued again, and goes on.
+    Its folder has to be one that all nodes share. To stop it for good: scancel.
+    """
+    with handling(SIGNALS, stop):
+        from ddp_tutorial.processes import slurm as jobs
+        from ddp_tutorial.training.slurm import slurm_script
+
+        script = slurm_script(config, overrides, python=sys.executable)
+        if submit:
+            job = jobs.submit(script)
+            click.echo(f"job {job}, its output in {str(jobs.OUTPUT).replace('%j', str(job))}")
+        else:
+            click.echo(script, nl=False)

@@ -1,0 +1,62 @@
+"""A run of a config as a job for Slurm: `python -m ddp_tutorial slurm CONFIG`."""
+
+import shlex
+from collections.abc import Iterable
+
+from ddp_tutorial.accumulation.strategies import micro_batches_per_rank
+from ddp_tutorial.config import ConfigError, load
+from ddp_tutorial.processes.slurm import SlurmConfig, batch_script, ranks_per_node
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.tasks import check_start
+
+
+def slurm_script(source: str, overrides: Iterable[str] = (), python: str = "python") -> str:
+    """The batch script that trains as `train SOURCE OVERRIDES` would, on as many ranks: `nprocs`.
+
+    Overrides may be of the job as well: "nodes=2" is "slurm.nodes=2". A run without a name is called by the job's
+    number, so that the job finds its checkpoint when it is queued again.
+
+    Raises `ConfigError` for what training would refuse at its start (see `tasks.check_start`), and for ranks that
+    cannot be shared out to the nodes.
+    """
+    of_job, of_run = split(overrides)
+    config = load(source, TaskConfig, [*of_run, *of_job])
+    if config.resume not in {"never", "auto"}:
+        raise ConfigError(
+            f"'resume' {config.resume}: a job that is queued again would begin there again. Train a first step with "
+            "it by hand, under a name; or copy the checkpoint into the run of that name"
+        )
+    here = ranks_per_node(config.nprocs, config.slurm)
+    micro_batches_per_rank(
+        config.strategy, config.nprocs, accumulation=config.accumulation, micro_batches=config.micro_batches
+    )
+    going_on = {"resume": "auto", "name": config.name} if config.name else {"resume": "never"}
+    check_start(config.model_copy(update=going_on), config.nprocs)
+    slurm = config.slurm
+    if config.device == "cuda" and not slurm.gpus:
+        slurm = slurm.model_copy(update={"gpus": here})
+    said = [override for override in of_run if override.partition("=")[0].strip() not in {"name", "resume"}]
+    words = ["-m", "ddp_tutorial", "train", source, *said]
+    return batch_script(
+        f'{shlex.join(words)} name="$run" resume=auto',
+        config.nprocs,
+        slurm,
+        run=shlex.quote(config.name) if config.name else "slurm-$SLURM_JOB_ID",
+        name=config.name.replace("/", "-") or config.label,
+        about=f"{config.batch_size} samples in an optimiser step, over all ranks",
+        python=python,
+        patience=config.collective_timeout,
+    )
+
+
+def split(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Those of the job, written out ("nodes=2" -> "slurm.nodes=2"), and those of the run."""
+    of_job: list[str] = []
+    of_run: list[str] = []
+    for override in map(str.strip, overrides):
+        key = override.partition("=")[0].strip()
+        if key in SlurmConfig.model_fields:
+            of_job.append(f"slurm.{override}")
+        else:
+            (of_job if key.partition(".")[0] == "slurm" else of_run).append(override)
+    return of_job, of_run

@@ -1,0 +1,427 @@
+"""Law: a run that Slurm preempts, and queues again, ends with the bits of one that nobody disturbed."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import slurm
+from ddp_tutorial.config import ConfigError, check, from_arguments, layers, load
+from ddp_tutorial.processes.signals import EXIT_CODE
+from ddp_tutorial.processes.slurm import SlurmConfig, batch_script, ranks_per_node, seconds_of, submit
+from ddp_tutorial.runs.folder import RunFolder
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.plan import plan
+from ddp_tutorial.training.slurm import slurm_script
+from ddp_tutorial.training.tasks import launch_training
+from ddp_tutorial.world import World, hosts
+
+# ------------------------------------------------------------------------------------------------------- the script
+
+
+def options(script: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script, re.MULTILINE))
+
+
+def is_shell(script: str) -> bool:
+    return subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def of(slurm_config: SlurmConfig, ranks: int) -> str:
+    return batch_script("train.py", ranks, slurm_config, run="mine", name="mine", about="a test")
+
+
+@given(
+    nodes=st.integers(1, 64),
+    here=st.integers(1, 16),
+    cpus=st.integers(1, 16),
+    starter=st.sampled_from(["srun", "torchrun"]),
+)
+def test_nodes_times_ranks_on_each_is_the_world_and_each_rank_has_its_cores(
+    nodes: int, here: int, cpus: int, starter: str
+) -> None:
+    script = of(check(SlurmConfig, {"nodes": nodes, "cpus": cpus, "starter": starter}, "test"), nodes * here)
+    asked = options(script)
+    tasks, cores = int(asked["ntasks-per-node"]), int(asked["cpus-per-task"])
+    below = int(re.search(r"--nproc-per-node=(\d+)", script)[1]) if starter == "torchrun" else 1
+    assert int(asked["nodes"]) * tasks * below == nodes * here
+    assert tasks * cores == here * cpus
+    if starter == "torchrun":
+        assert f"--nnodes={nodes} " in script
+        assert tasks == 1
+    else:
+        step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+        step |= {"SLURM_STEP_NUM_TASKS": str(nodes * tasks), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})"}
+        step |= {"SLURM_STEP_NODELIST": f"n[1-{nodes}]"}
+        assert World.detect(step, "cpu").size == nodes * here
+
+
+@given(ranks=st.integers(1, 200), nodes=st.integers(1, 200))
+def test_ranks_that_nodes_would_have_unequally_many_of_are_refused_with_a_number_that_is_right(
+    ranks: int, nodes: int
+) -> None:
+    slurm_config = SlurmConfig(nodes=nodes)
+    if ranks % nodes == 0:
+        assert ranks_per_node(ranks, slurm_config) * nodes == ranks
+        return
+    with pytest.raises(ConfigError, match="unequally many") as caught:
+        ranks_per_node(ranks, slurm_config)
+    for advised in re.findall(r"\d+", str(caught.value).partition("use nprocs=")[2]):
+        assert ranks_per_node(int(advised), slurm_config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tiny", "nprocs=4", "nodes=2"),
+        ("tiny", "nprocs=4", "nodes=2", "starter=torchrun", "accumulation=2", "name=deep/one"),
+        ("2proc", "slurm.time=1:30:00", "corpus=stories", "model.dropout=0.5", "slurm={cpus: 3}"),
+        ("invariant", "nprocs=4", "nodes=4", "corpus=stories", "gpus=1", "device=cpu", "account=me", "partition=long"),
+    ],
+)
+def test_the_script_and_a_dry_run_agree_on_ranks_and_batch_and_the_job_trains_that_config(
+    words: tuple[str, ...], workdir: Path
+) -> None:
+    script = slurm_script(words[0], words[1:])
+    assert is_shell(script)
+    asked = options(script)
+    said = shlex.split(re.search(r"-m (ddp_tutorial train .*)", script)[1])
+    assert said[-2:] == ["name=$run", "resume=auto"]
+    source, of_run = said[2], said[3:-2]
+    config = load(source, TaskConfig, of_run)
+    dry = plan(config, layers(source, of_run), {})
+    nodes, tasks = int(asked["nodes"]), int(asked["ntasks-per-node"])
+    ranks = nodes * tasks * int((re.search(r"--nproc-per-node=(\d+)", script) or [0, 1])[1])
+    told = re.search(r"^# (\d+) ranks, \d+ on each of (\d+) nodes; (\d+) samples in a", script, re.MULTILINE)
+    assert tuple(map(int, told.groups())) == (dry["world"]["ranks"], nodes, dry["batch"]["samples"])
+    assert ranks == dry["world"]["ranks"]
+    in_step = {"RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
+    if asked["ntasks-per-node"] != "1" or "torchrun" not in str(words):
+        in_step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_NODEID": "0"}
+        in_step |= {"SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})"}
+    there = plan(config, layers(source, of_run), in_step)
+    assert (there["world"]["ranks"], there["batch"]) == (dry["world"]["ranks"], dry["batch"])
+    of_run = [
+        word for word in words[1:] if re.split("[.=]", word)[0] in set(TaskConfig.model_fields) - {"slurm", "name"}
+    ]
+    assert config == load(words[0], TaskConfig, of_run)
+
+
+def test_a_job_on_gpus_asks_for_one_for_each_rank_and_what_else_is_set_is_in_the_script(workdir: Path) -> None:
+    asked = options(slurm_script("tiny", ["device=cuda", "nprocs=8", "nodes=2", "nodelist=g[1-2]", "account=me"]))
+    assert (asked["gpus-per-node"], asked["nodelist"], asked["account"]) == ("4", "g[1-2]", "me")
+    script = slurm_script("tiny", ["partition=long", "options=[--mem=3G]", "setup=[module load x]", "time=1d2h"])
+    assert "gpus-per-node" not in script
+    assert (
+        options(script).items()
+        >= {"partition": "long", "mem": "3G", "time": "1-02:00:00", "signal": "USR1@120"}.items()
+    )
+    assert script.index("#SBATCH --mem=3G") < script.index("module load x") < script.index("srun")
+    assert slurm_script("tiny", python="a b").count("'a b' -m ddp_tutorial") == 1
+
+
+STUBS = {"srun": 'exit "$CODE"', "scontrol": 'echo "scontrol $@" >> said; echo n0'}
+
+
+@pytest.mark.parametrize(
+    ("starter", "code", "result", "requeued", "ends_with"),
+    [
+        ("srun", 0, None, False, 0),
+        ("srun", EXIT_CODE, None, True, EXIT_CODE),
+        ("srun", 128 + 10, None, True, 138),
+        ("srun", 128 + 15, None, True, 143),
+        ("srun", 1, None, False, 1),
+        ("srun", 2, None, False, 2),
+        ("srun", 128 + 9, None, False, 137),
+        ("torchrun", 0, {"status": "finished", "reason": ""}, False, 0),
+        ("torchrun", 0, {"status": "stopped", "reason": "a signal"}, True, EXIT_CODE),
+        ("torchrun", 0, {"status": "stopped", "reason": "a request"}, False, 0),
+        ("torchrun", 0, None, True, EXIT_CODE),
+        ("torchrun", 1, {"status": "stopped", "reason": "a signal"}, False, 1),
+        ("torchrun", 128 + 15, None, True, 143),
+    ],
+)
+def test_a_job_is_queued_again_if_a_cluster_wanted_it_away_and_not_if_it_failed_or_is_done(
+    starter: str, code: int, result: dict[str, str] | None, requeued: bool, ends_with: int, workdir: Path
+) -> None:
+    for name, body in STUBS.items():
+        stub = workdir / "bin" / name
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(f"#!/bin/bash\n{body}\n")
+        stub.chmod(0o755)
+    if result is not None:
+        folder = workdir / "runs" / "mine"
+        folder.mkdir(parents=True)
+        RunFolder(folder).result.write_text(json.dumps(result, indent=2))
+    script = of(check(SlurmConfig, {"starter": starter}, "test"), 2)
+    here = {"PATH": f"{workdir}/bin:{os.environ['PATH']}", "CODE": str(code), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=script, text=True, env=os.environ | here, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (ends_with, "")
+    said = (workdir / "said").read_text() if (workdir / "said").exists() else ""
+    assert ("scontrol requeue 7" in said) == requeued
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90min", 5400), ("90m", 5400), ("2h", 7200), ("1d12h", 129_600), ("1:30:00", 5400), ("2-00:00:01", 172_801)],
+)
+def test_a_time_limit_is_read_with_its_units_and_slurm_gets_the_same(time: str, seconds: int) -> None:
+    asked = from_arguments(SlurmConfig, [f"time={time}", "warning=1"])
+    assert asked.seconds == seconds
+    days, _, clock = options(of(asked, 1))["time"].partition("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    assert ((int(days) * 24 + hours) * 60 + minutes) * 60 + rest == seconds
+
+
+@pytest.mark.parametrize("time", ["90", "1:30", "0min", "", "2 hours", "1:75:00", "1-12", "h", "-5min"])
+def test_a_time_limit_without_units_or_that_could_mean_two_things_is_refused(time: str) -> None:
+    with pytest.raises(ConfigError, match=r"'slurm.time' .* should be a time with its units: 90min, 2h"):
+        seconds_of(time)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["nprocs=3", "nodes=2"], r"'nprocs' 3 ranks on 'slurm.nodes' 2 .*: use nprocs=2 or 4$"),
+        (["time=30"], r"'slurm.time' .* found 30 \(a whole number\), for example slurm.time=90min"),
+        (["time=90:00"], r"'slurm.time' '90:00' should be a time with its units"),
+        (["time=1min"], r"'slurm.warning' 120 seconds before the end of '1min' is no warning"),
+        (["nodes=2", "nodelist=n[1-3]"], r"'slurm.nodelist' n\[1-3\] are 3, and 'slurm.nodes' says 2"),
+        (["nodes=2", "nodelist=n[2-1]"], "runs backwards"),
+        (["nodes=2", "nodelist='n1,n1'"], "names 'n1' twice"),
+        (["partition=a b"], "'slurm.partition' 'a b' should be one word"),
+        (["options=[mem=3]"], "'slurm.options' 'mem=3' should be an option of sbatch"),
+        (["starter=mpirun"], "'slurm.starter' should be 'srun' or 'torchrun'"),
+        (["slurm.node=2"], "unknown key 'slurm.node'. Did you mean 'nodes'"),
+        (["resume=runs/other", "name=mine"], "'resume' runs/other: a job that is queued again would begin there again"),
+        (
+            ["strategy=invariant", "nprocs=3", "micro_batches=4"],
+            "4 micro-batches cannot be shared out evenly to 3 ranks",
+        ),
+        (["steps=0"], "'steps' should be greater than or equal to 1"),
+    ],
+)
+def test_what_a_job_could_not_do_is_refused_in_one_line(words: list[str], advice: str, workdir: Path) -> None:
+    with pytest.raises(ConfigError, match=advice) as caught:
+        slurm_script("tiny", words)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_without_slurm_submission_is_refused_and_leaves_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(workdir))
+    with pytest.raises(ConfigError, match=r"Slurm is not installed here: there is no sbatch\. Without --submit"):
+        submit("#!/bin/bash\n")
+    assert not list(workdir.iterdir())
+
+
+def test_the_section_of_the_job_is_no_setting_of_the_run() -> None:
+    """A checkpoint does not hold on to it: a job may go on with another time limit, on other nodes."""
+    assert "slurm" not in TaskConfig().model_dump()
+    assert not set(SlurmConfig.model_fields) & set(TaskConfig.model_fields)
+
+
+# ------------------------------------------------------------------------------------------------------ a real Slurm
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[slurm.Slurm]:
+    if why := slurm.missing():
+        pytest.skip(why)
+    with slurm.Slurm() as running:
+        yield running
+        inside = slurm.inside(running.namespace)
+        assert not [command for command in inside if "ddp_tutorial" in command or command.startswith("srun")]
+        assert len([command for command in inside if command.startswith("slurmd ")]) == 2
+    slurm.wait_until_empty(running.namespace)
+    assert slurm.inside(running.namespace) == []
+
+
+CONFIG = """
+extends: tiny
+device: cpu
+model: {layers: 2, heads: 2, width: 64, context: 64}
+batch_size: 16
+steps: 150
+log_every: 1
+eval_every: 150
+checkpoint: {every: 1000}
+tensorboard: false
+collective_timeout: 60
+"""
+
+
+def submitted(cluster: slurm.Slurm, *words: str) -> int:
+    done = cluster(sys.executable, "-m", "ddp_tutorial", "slurm", "job.yaml", "nodes=2", *words, "--submit")
+    assert done.returncode == 0, done.stderr
+    number = int(re.match(r"job (\d+), its output in runs/slurm-\1\.out\n", done.stdout)[1])
+    cluster.until_state(number, "RUNNING")
+    return number
+
+
+def until_trained(cluster: slurm.Slurm, number: int, run: Path, steps: int) -> None:
+    log = run / "metrics.jsonl"
+
+    def is_so() -> bool:
+        found = cluster.job(number)
+        assert found["JobState"] == "RUNNING", f"{found}\n{Path(found['StdOut']).read_text()}"
+        return log.exists() and len(log.read_bytes().splitlines()) >= steps
+
+    cluster.until(is_so, f"job {number} trains")
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(180)
+def test_a_job_on_two_nodes_that_is_signalled_and_preempted_ends_with_the_bits_of_an_undisturbed_run(
+    cluster: slurm.Slurm, workdir: Path
+) -> None:
+    (workdir / "job.yaml").write_text(CONFIG)
+    whole = launch_training(load("job.yaml", TaskConfig, ["name=whole"]), echo=False, threads=1)
+    number = submitted(cluster)
+    run = workdir / "runs" / f"slurm-{number}"
+    output = workdir / "runs" / f"slurm-{number}.out"
+
+    until_trained(cluster, number, run, 5)
+    cluster("scancel", "--signal=USR1", str(number))  # to all ranks, as when the time is nearly up
+    cluster.start_again(number, 1)
+    until_trained(cluster, number, run, 60)
+    urgent = int(cluster("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--wrap=true").stdout)
+    cluster.until_state(urgent, "COMPLETED")
+    cluster.start_again(number, 2)
+    cluster.until_state(number, "COMPLETED")
+
+    told = json.loads((run / "result.json").read_text())
+    assert (told["status"], told["world_size"], told["metrics"]["weights"]) == ("finished", 2, whole.weights)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 151))
+    said = output.read_text()
+    assert len(re.findall(r"^stopped after step \d+ of 150", said, re.M)) == 2, said
+    assert "going on after step" in said, said
+    assert cluster.job(number)["BatchHost"] == "n0"
+    assert cluster.job(number)["NodeList"] == "n[0-1]"
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(180)
+def test_a_torchrun_on_each_node_is_requeued_too_and_a_request_to_stop_ends_the_job(
+    cluster: slurm.Slurm, workdir: Path
+) -> None:
+    (workdir / "job.yaml").write_text(CONFIG)
+    number = submitted(cluster, "starter=torchrun", "name=mine", "steps=1000")
+    run = workdir / "runs" / "mine"
+    until_trained(cluster, number, run, 5)
+    cluster("scancel", "--signal=TERM", str(number))
+    cluster.start_again(number, 1)
+    first = json.loads((run / "result.json").read_text())
+    assert (first["status"], first["reason"]) == ("stopped", "a signal")
+    until_trained(cluster, number, run, first["step"] + 2)
+    (run / "stop").write_text("save")
+    cluster.until_state(number, "COMPLETED")
+    last = json.loads((run / "result.json").read_text())
+    assert (last["status"], last["reason"]) == ("stopped", "a request")
+    assert last["step"] > first["step"]
+
+
+@pytest.mark.slurm
+def test_unknown_partitions_are_told_by_slurm_in_one_line(cluster: slurm.Slurm, workdir: Path) -> None:
+    refused = cluster(sys.executable, "-m", "ddp_tutorial", "slurm", "tiny", "partition=nowhere", "--submit")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(r"error: Slurm refuses the job: .*[Ii]nvalid partition.*\n", refused.stderr)
+
+
+TASK = """
+import os, signal, sys, time
+from pathlib import Path
+
+how = sys.argv[1]
+def note(number, frame):
+    time.sleep(0.3 * int(os.environ["SLURM_PROCID"]))
+    Path(f"saved.{os.environ['SLURM_PROCID']}").write_text(how)
+    sys.exit(75)
+if how != "not up yet":
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGUSR1, note)
+Path(f"up.{os.environ.get('SLURM_RESTART_COUNT', '0')}.{os.environ['SLURM_PROCID']}").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.slurm
+def test_a_job_of_any_program_is_requeued_once_each_rank_has_saved_and_stays_away_when_cancelled(
+    cluster: slurm.Slurm, workdir: Path
+) -> None:
+    """KillOnBadExit and a trap in the script would both spoil it: see `processes.slurm`."""
+    (workdir / "task.py").write_text(textwrap.dedent(TASK))
+
+    def start(how: str) -> int:
+        script = batch_script(
+            f"task.py {shlex.quote(how)}", 2, SlurmConfig(nodes=2), run="x", name="x", about="a test", python="python3"
+        )
+        (workdir / "job.sh").write_text(script.replace("runs/slurm", "slurm"))
+        return int(cluster("sbatch", "--parsable", "job.sh").stdout)
+
+    def up(life: int) -> None:
+        cluster.until(lambda: len(list(workdir.glob(f"up.{life}.*"))) == 2, f"life {life} is up")
+
+    number = start("not up yet")
+    up(0)
+    cluster("scancel", "--signal=USR1", str(number))
+    cluster.start_again(number, 1)
+    cluster("scancel", str(number))
+    cluster.until_state(number, "CANCELLED")
+
+    for path in workdir.glob("up.*"):
+        path.unlink()
+    number = start("saves")
+    up(0)
+    cluster("scancel", "--signal=USR1", str(number))
+    cluster.start_again(number, 1)
+    saved = sorted(workdir.glob("saved.*"))
+    assert len(saved) == 2
+    for path in saved:
+        path.unlink()
+    up(1)
+    cluster("scontrol", "requeue", str(number))
+    cluster.start_again(number, 2)
+    assert sorted(workdir.glob("saved.*")) == saved
+    for path in saved:
+        path.unlink()
+    up(2)
+    cluster("scancel", str(number))
+    cluster.until_state(number, "CANCELLED")
+    cluster.until(lambda: sorted(workdir.glob("saved.*")) == saved, "a cancelled run saves")
+    time.sleep(1)
+    assert cluster.job(number)["JobState"] == "CANCELLED"
+
+
+@pytest.mark.slurm
+def test_a_node_list_is_read_as_slurm_reads_it(cluster: slurm.Slurm) -> None:
+    lists = ["gpu[03-05,9],login", "r[0-1]n[2-3]", "n[008-011]", "n[9-11]", "a-1.b,c[7]", "x[1-2]y[1]"]
+    told = [cluster("scontrol", "show", "hostnames", each).stdout.split() for each in lists]
+    assert [hosts(each) for each in lists] == told
+
+
+@pytest.mark.slurm
+def test_when_the_test_itself_is_killed_nothing_is_left_of_its_slurm() -> None:
+    if why := slurm.missing():
+        pytest.skip(why)
+    owner = "import slurm, time; up = slurm.Slurm().__enter__(); print(up.first, up.folder, flush=True); time.sleep(60)"
+    here = str(Path(slurm.__file__).parent)
+    with subprocess.Popen([sys.executable, "-c", owner], cwd=here, stdout=subprocess.PIPE, text=True) as process:
+        first, folder = process.stdout.readline().split()
+        namespace = slurm.namespace_of(first)
+        assert len(slurm.inside(namespace)) > 4
+        process.kill()
+    shutil.rmtree(folder)
+    slurm.wait_until_empty(namespace)
+    assert slurm.inside(namespace) == []
