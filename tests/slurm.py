@@ -18,14 +18,21 @@ from pathlib import Path
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "setpriv", "ip")
 NAMESPACES = ["--net", "--mount", "--uts", "--pid"]
+# Whoever is not root is so in a namespace of users. There slurmctld, as root, could not drop its groups: it, and all
+# that speak with it, are `nobody` in another one.
+IS_ROOT = os.geteuid() == 0
+USERS = [] if IS_ROOT else ["--user", "--preserve-credentials"]
+NOBODY = [] if IS_ROOT else ["unshare", "--user", "--map-user=65534", "--map-group=65534", "--"]
+ROOT_THERE = [] if IS_ROOT else ["--user", "--map-root-user"]
+UNSHARE = ["unshare", *ROOT_THERE, *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
 DIES_WITH_US = ["setpriv", "--pdeathsig", "KILL", "--"]
 Text = subprocess.CompletedProcess[str]
 
 CONF = """
 ClusterName=box
 SlurmctldHost=control(10.9.0.254)
-SlurmUser=root
-SlurmdUser=root
+SlurmUser={user}
+SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
@@ -64,10 +71,10 @@ ip link set bridge up
 mkdir state n0 n1
 head -c 1024 /dev/urandom > munge.key
 chmod 600 munge.key
-munged --force --foreground --key-file="$PWD/munge.key" --socket="$PWD/munge.socket" --pid-file="$PWD/munge.pid" \
-    --log-file="$PWD/munge.log" --seed-file="$PWD/munge.seed" &
+$NOBODY munged --force --foreground --key-file="$PWD/munge.key" --socket="$PWD/munge.socket" \
+    --pid-file="$PWD/munge.pid" --log-file="$PWD/munge.log" --seed-file="$PWD/munge.seed" &
 until [ -e munge.socket ]; do sleep 0.02; done
-slurmctld -D -c &
+$NOBODY slurmctld -D -c &
 for node in 0 1; do
     unshare --net --uts bash -c '
         hostname n'$node'
@@ -75,7 +82,7 @@ for node in 0 1; do
         until ip link show eth0 > /dev/null 2>&1; do sleep 0.02; done
         ip address add 10.9.0.$(('$node' + 1))/24 dev eth0
         ip link set eth0 up
-        exec slurmd -D -N n'$node &
+        exec $NOBODY slurmd -D -N n'$node &
     until [ "$(readlink /proc/$!/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.02; done
     ip link add port$node type veth peer name eth0 netns $!
     ip link set port$node master bridge up
@@ -89,10 +96,8 @@ def missing() -> str:
     without = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
     if without:
         return f"{', '.join(without)} not installed (Debian: slurm-wlm, munge, iproute2)"
-    if os.geteuid():
-        return "slurmctld and munged of the test run as root"
     tried = subprocess.run(
-        ["unshare", *NAMESPACES, "--fork", "--mount-proc", "ip", "link", "add", "x", "type", "bridge"],
+        [*UNSHARE, "ip", "link", "add", "x", "type", "bridge"],
         capture_output=True,
         text=True,
         check=False,
@@ -106,12 +111,16 @@ class Slurm:
     def __enter__(self) -> "Slurm":
         # a short name: sockets are made in it, whose paths have at most 107 characters
         self.folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))
-        (self.folder / "slurm.conf").write_text(CONF.format(folder=self.folder))
+        (self.folder / "slurm.conf").write_text(CONF.format(folder=self.folder, user="root" if IS_ROOT else "nobody"))
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n10.9.0.254 control\n10.9.0.1 n0\n10.9.0.2 n1\n")
-        self.environment = os.environ | {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.environment = os.environ | {
+            "PATH": PATH,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "NOBODY": " ".join(NOBODY),
+        }
         with (self.folder / "box.log").open("w") as log:
             self.box = subprocess.Popen(
-                [*DIES_WITH_US, "unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "bash", "-c", BOX],
+                [*DIES_WITH_US, *UNSHARE, "bash", "-c", BOX],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -137,7 +146,7 @@ class Slurm:
 
     def __call__(self, *command: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> Text:
         """Run a command in the box."""
-        enter = ["nsenter", f"--target={self.first}", *NAMESPACES, f"--wd={cwd or Path.cwd()}", "--"]
+        enter = ["nsenter", f"--target={self.first}", *USERS, *NAMESPACES, f"--wd={cwd or Path.cwd()}", "--", *NOBODY]
         return subprocess.run(
             [*enter, *command],
             env=self.environment | dict(environment or {}),
