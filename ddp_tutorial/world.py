@@ -287,7 +287,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
         raise ConfigError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
     if "SLURM_STEP_TASKS_PER_NODE" in environ and sum(per_node) != size:
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {sum(per_node)} tasks, and the step has {size}")
-    names = hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost")))
+    names = node_names(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost")))
     if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"} <= environ.keys() and len(names) != len(per_node):
         raise ConfigError(
             f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} are {len(names)} nodes, and "
@@ -322,7 +322,7 @@ def _gpus_are_dealt_out(environ: Mapping[str, str], gpus: int, local_size: int) 
     return "SLURM_GPUS_PER_TASK" in environ or environ.get("SLURM_NTASKS_PER_GPU") == "1"
 
 
-def hosts(nodelist: str) -> list[str]:
+def node_names(nodelist: str) -> list[str]:
     """The names of a Slurm node list: `"gpu[03-05,9],login"` -> `["gpu03", "gpu04", "gpu05", "gpu9", "login"]`.
 
     Raises `ConfigError` for what is none, and for one that contradicts itself: a range that runs backwards, a name

@@ -25,7 +25,7 @@ from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.plan import plan
 from ddp_tutorial.training.slurm import slurm_script
 from ddp_tutorial.training.tasks import launch_training
-from ddp_tutorial.world import World, hosts
+from ddp_tutorial.world import World, node_names
 
 # ------------------------------------------------------------------------------------------------------- the script
 
@@ -408,7 +408,7 @@ def test_a_job_of_any_program_is_requeued_once_each_rank_has_saved_and_stays_awa
 def test_a_node_list_is_read_as_slurm_reads_it(cluster: slurm.Slurm) -> None:
     lists = ["gpu[03-05,9],login", "r[0-1]n[2-3]", "n[008-011]", "n[9-11]", "a-1.b,c[7]", "x[1-2]y[1]"]
     told = [cluster("scontrol", "show", "hostnames", each).stdout.split() for each in lists]
-    assert [hosts(each) for each in lists] == told
+    assert [node_names(each) for each in lists] == told
 
 
 @pytest.mark.slurm

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.world import World, choose_device, hosts, process_group, require_group, tasks_per_node
+from ddp_tutorial.world import World, choose_device, node_names, process_group, require_group, tasks_per_node
 
 TORCHRUN = {
     "RANK": "5",
@@ -142,7 +142,7 @@ def test_tasks_per_node_reads_slurms_short_form(text, tasks):
     ],
 )
 def test_the_hosts_of_a_node_list(nodes, names):
-    assert hosts(nodes) == names
+    assert node_names(nodes) == names
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_hosts_of_a_node_list(nodes, names):
 )
 def test_a_node_list_that_contradicts_itself_is_refused(nodes, advice):
     with pytest.raises(ConfigError, match=advice):
-        hosts(nodes)
+        node_names(nodes)
 
 
 @pytest.mark.parametrize(

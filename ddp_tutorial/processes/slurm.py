@@ -29,7 +29,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.processes.signals import EXIT_CODE
-from ddp_tutorial.world import hosts
+from ddp_tutorial.world import node_names
 
 OUTPUT = RUNS / "slurm-%j.out"  # of all lives of a job; Slurm puts its number in
 _DONE = '"status": "finished"|"reason": "a request"'  # in the result of a run that is not to go on
@@ -90,7 +90,7 @@ class SlurmConfig(Config):
 
     @model_validator(mode="after")
     def _nodes_are_those_listed(self) -> "SlurmConfig":
-        listed = hosts(self.nodelist) if self.nodelist else []
+        listed = node_names(self.nodelist) if self.nodelist else []
         if listed and len(listed) != self.nodes:
             raise ValueError(f"'slurm.nodelist' {self.nodelist} are {len(listed)}, and 'slurm.nodes' says {self.nodes}")
         return self
