@@ -252,7 +252,7 @@ class SlowData(Job):
 
 
 class Leak(Job):
-    steps = 35
+    steps = 45
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -303,7 +303,7 @@ EXPECTED: dict[type[Job], tuple[int | None, str, str, str]] = {
     SameDropout: (1, "all", "forward", "draw the same random numbers"),
     Slow: (22, "last", "forward", "the others wait for rank"),
     SlowData: (22, "last", "data", "waits for data"),
-    Leak: (30, "last", "memory", "MB a step"),
+    Leak: (40, "last", "10 of [500000] float32 (20.0 MB)", "MB a step"),
 }
 
 

@@ -1,16 +1,21 @@
 """What detectors decide by numbers alone: slopes, spikes, divergence, who is slow, what overlaps."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_tutorial.debug.memory import growth_per_step
+from ddp_tutorial.debug.detector import Program
+from ddp_tutorial.debug.memory import Kind, growth_per_step, live_tensors, more
 from ddp_tutorial.debug.overlap import Epoch, rows_hashed
 from ddp_tutorial.debug.pace import slow_rank
-from ddp_tutorial.debug.replicas import checksums, first_difference
+from ddp_tutorial.debug.replicas import ReplicaDrift, checksums, first_difference
 from ddp_tutorial.debug.spikes import has_diverged, ratio_to_median
 from ddp_tutorial.debug.taps import OUTPUT, Taps, norm_of
+from ddp_tutorial.world import World
 
 NOISE = st.lists(st.floats(-1, 1), min_size=40, max_size=40)
 
@@ -93,6 +98,17 @@ def test_the_minority_differs_and_where_there_is_none_all_do() -> None:
     assert first_difference([a, a, a]) is None
 
 
+def test_what_grows_is_named_by_shape_type_and_graph_and_shared_memory_counts_for_the_largest() -> None:
+    before, weight = live_tensors(), torch.ones(7, 1000, requires_grad=True)
+    kept = [torch.zeros(3, 50_000) for _ in range(4)]
+    kept += [kept[0].view(-1)[:77], *(weight.sum() for _ in range(5))]
+    told = more(before, live_tensors())
+    assert told[0] == "4 of [3, 50000] float32 (2.4 MB)"
+    assert "5 of [] float32, with the graph that has made it (0.0 MB)" in told
+    assert more(live_tensors(), live_tensors()) == []
+    assert live_tensors()[Kind((77,), torch.float32, "cpu", has_graph=False)] == (1, 0)
+
+
 def test_a_forward_is_computed_once_more_with_the_same_numbers_and_nothing_is_changed_by_it() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
     norms: list[float] = []
@@ -111,3 +127,31 @@ def test_a_forward_is_computed_once_more_with_the_same_numbers_and_nothing_is_ch
         *(f"forward {i}" for i in range(4)),
         f"loss {OUTPUT}",
     ]
+
+
+def drift_of_two(other: int) -> ReplicaDrift:
+    """One of two ranks, the other of which has checksums that are larger by `other`."""
+    module = nn.Linear(2, 1)
+    program = Program(World(), module, torch.optim.SGD(module.parameters()), after=1)
+    program.gather = lambda thing: [thing, thing + other if isinstance(thing, int) else thing]  # type: ignore
+    detector = ReplicaDrift(every=1000)
+    detector.attach(program)
+    return detector
+
+
+def test_gradients_of_different_lengths_have_all_bits_compared_in_the_same_step() -> None:
+    detector = drift_of_two(other=1)
+    assert detector.judge(3, [[0.0, 1.5], [0.0, 1.5]]) == detector.updated(3) == []
+    assert detector.judge(4, [[0.0, math.nan], [0.0, float("nan")]]) == detector.updated(4) == []
+    assert detector.judge(5, [[0.0, 1.5], [0.0, 1.75]]) == []
+    with pytest.raises(AssertionError, match="a checksum of them all differs"):
+        detector.updated(5)  # here no single one does: this is where the ranks would be told
+
+
+def test_ranks_that_have_gradients_of_their_own_and_the_same_weights_are_compared_now_and_then_only() -> None:
+    detector = drift_of_two(other=0)
+    detector.judge(5, [[0.0, 1.5], [0.0, 1.75]])
+    assert detector._has_doubts
+    assert detector.updated(5) == []
+    detector.judge(6, [[0.0, 1.5], [0.0, 1.75]])
+    assert not detector._has_doubts

@@ -1,10 +1,16 @@
-"""Does a rank keep more memory after every step? A leak ends a run after hours; its slope shows after a minute."""
+"""Does a rank keep more memory after every step, and of what? A leak ends a run after hours; its slope shows after a
+minute.
 
+To list all tensors that live takes about a tenth of a second, so that is done twice only, once a slope has shown: what
+has become more from one list to the other is what grows.
+"""
+
+import gc
 import statistics
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import psutil
 import torch
@@ -15,13 +21,15 @@ from ddp_tutorial.debug.taps import Seen
 MB = 1e6
 # The first steps allocate what is then used again.
 _WARM_UP = 10
-# A rank works out its slope once in so many steps.
+# A rank works out its slope once in so many steps, and looks again so many later at what lives.
 _EVERY = 10
+_MOST_TOLD = 3
 
 
 class MemoryGrowth(Detector):
     """Ranks whose own memory grows by more than `mb_per_step`, in each quarter of the last `window` steps. On a GPU,
-    that which torch has allocated there is looked at as well.
+    that which torch has allocated there is looked at as well. It is told ten steps after it was seen, with the tensors
+    that have become more in these steps, by shape and type, as Python's garbage collector knows them (`live_tensors`).
 
     Memory that is shared, such as a mapped file, does not count. `peak_mb` has the most of each rank so far.
     """
@@ -42,6 +50,9 @@ class MemoryGrowth(Detector):
         self._used = [deque[float](maxlen=self.window), deque[float](maxlen=self.window)]
         self.peak_mb = [0.0] * program.world.size
         self._told: set[int] = set()
+        self._before: dict[Kind, Live] = {}  # what lived when a slope had shown
+        self._slopes: dict[int, float] = {}  # of the ranks that are looked at: MB a step
+        self._tell_at = 0
 
     def say(self, seen: Seen) -> Sequence[float]:
         used = self._process.memory_info()
@@ -58,17 +69,89 @@ class MemoryGrowth(Detector):
 
     def judge(self, step: int, said: Said) -> list[Finding]:
         self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, said, strict=True)]
-        by_rank = {rank: growth for rank, (_, growth) in enumerate(said)}
-        ranks = tuple(rank for rank, each in by_rank.items() if each > self.mb_per_step and rank not in self._told)
-        if not ranks:
+        if self._slopes:
+            return self._look_again(step)
+        slopes = {rank: growth for rank, (_, growth) in enumerate(said) if growth > self.mb_per_step}
+        self._slopes = {rank: growth for rank, growth in slopes.items() if rank not in self._told}
+        if self.program.world.rank in self._slopes:
+            self._before = live_tensors()
+        self._tell_at = step + _EVERY
+        return []
+
+    def _look_again(self, step: int) -> list[Finding]:
+        """What grows, when there has been some time for it. The same on all ranks, but for what lives."""
+        if step < self._tell_at:
             return []
+        slopes, self._slopes = self._slopes, {}
+        ranks = tuple(slopes)
         self._told |= set(ranks)
-        told = ", ".join(f"{by_rank[rank]:.1f} MB a step on rank {rank}" for rank in ranks)
+        mine = more(self._before, live_tensors()) if self.program.world.rank in ranks else []
+        self._before = {}
+        of_ranks = self.program.gather(mine)
+        told = ", ".join(f"{slopes[rank]:.1f} MB a step on rank {rank}" for rank in ranks)
+        kinds = "; ".join(f"on rank {rank}, {', '.join(of_ranks[rank]) or 'none'}" for rank in ranks)
+        where = next((of_ranks[rank][0] for rank in ranks if of_ranks[rank]), "memory")
         message = (
             f"{named(ranks)} {'keeps' if len(ranks) == 1 else 'keep'} more memory after each step: {told}, over "
-            f"{self.window} steps. Often it is a loss that is kept with its graph: keep loss.item() or loss.detach()"
+            f"{self.window} steps. Of the tensors that Python's garbage collector knows there are more than {_EVERY} "
+            f"steps ago: {kinds}. Often it is a loss that is kept with its graph: keep loss.item() or loss.detach()"
         )
-        return [Finding(self.name, step, ranks, message, "warning", "memory")]
+        return [Finding(self.name, step, ranks, message, "warning", where)]
+
+
+class Kind(NamedTuple):
+    """What tensors have in common that are counted together. `has_graph`: they are the end of what autograd keeps."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    has_graph: bool
+
+    def __str__(self) -> str:
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        graph = ", with the graph that has made it" if self.has_graph else ""
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{where}{graph}"
+
+
+class Live(NamedTuple):
+    """How many tensors of a kind there are, and their bytes; memory that several share counts for the largest."""
+
+    number: int = 0
+    nbytes: int = 0
+
+
+def live_tensors() -> dict[Kind, Live]:
+    """All tensors that Python objects hold on this rank, as the garbage collector lists them. What only C++ holds, such
+    as the activations of a graph, is not among them; the tensor at the end of that graph is."""
+    numbers: Counter[Kind] = Counter()
+    largest: dict[int, tuple[int, int, Kind]] = {}  # of each storage: the bytes that a tensor shows, and its own
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor):  # isinstance would ask a proxy for its class
+            continue
+        try:
+            kind = Kind(tuple(thing.shape), thing.dtype, str(thing.device), thing.grad_fn is not None)
+            storage, shown = thing.untyped_storage(), thing.nbytes
+        except (RuntimeError, NotImplementedError):  # a kind of tensor without memory of its own
+            continue
+        numbers[kind] += 1
+        if storage._cdata not in largest or shown > largest[storage._cdata][0]:
+            largest[storage._cdata] = shown, storage.nbytes(), kind
+    nbytes: Counter[Kind] = Counter()
+    for _, size, kind in largest.values():
+        nbytes[kind] += size
+    return {kind: Live(number, nbytes[kind]) for kind, number in numbers.items()}
+
+
+def more(before: Mapping[Kind, Live], now: Mapping[Kind, Live]) -> list[str]:
+    """The kinds of which there are more, those first that have grown by most bytes: "10 of [3, 4] float32 (1.2 MB)"."""
+    nothing = Live()
+    grown = {
+        kind: Live(number - before.get(kind, nothing).number, nbytes - before.get(kind, nothing).nbytes)
+        for kind, (number, nbytes) in now.items()
+        if number > before.get(kind, nothing).number
+    }
+    first = sorted(grown, key=lambda kind: (grown[kind].nbytes, grown[kind].number), reverse=True)[:_MOST_TOLD]
+    return [f"{grown[kind].number} of {kind} ({grown[kind].nbytes / MB:.1f} MB)" for kind in first]
 
 
 def growth_per_step(used: Sequence[float]) -> float:
