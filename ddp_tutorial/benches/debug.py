@@ -23,10 +23,10 @@ from ddp_tutorial.world import World
 
 # Name -> (model, samples of all ranks in a step, turns of each arm in a repeat).
 _SIZES = {
-    "small": (ModelConfig(layers=4, heads=4, width=128, context=64), 16, 3),
+    "small": (ModelConfig(layers=4, heads=4, width=128, context=64), 16, 2),
     "tiny": (ModelConfig(layers=1, heads=1, width=16, context=64), 16, 5),
 }
-_STEPS = 10  # in a turn: detectors that look now and then do so once in ten steps
+_STEPS = 20  # in a turn: detectors that look now and then do so once in so many steps, or in half as many
 
 
 def measure(repeats: int) -> dict[str, Any]:
