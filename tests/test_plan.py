@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import call
 from ddp_tutorial.accumulation.memory import bytes_kept
 from ddp_tutorial.config import ConfigError, check, flat, layers, load, merged
 from ddp_tutorial.processes.launcher import launch
@@ -150,7 +151,8 @@ def test_bytes_read_well(nbytes: float, text: str) -> None:
 
 
 def test_a_dry_run_writes_nothing_and_reads_well() -> None:
-    command = [sys.executable, "-m", "ddp_tutorial", "train", "grad_accum", "steps=7", "device=cpu", "--dry-run"]
+    arguments = ["train", "grad_accum", "steps=7", "device=cpu", "--dry-run"]
+    command = [sys.executable, "-m", "ddp_tutorial", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert list(Path().iterdir()) == []
     lines = done.stdout.splitlines()
@@ -158,7 +160,7 @@ def test_a_dry_run_writes_nothing_and_reads_well() -> None:
     assert any(line.startswith("accumulation: 4 ") and line.endswith("# grad_accum.yaml") for line in lines)
     assert "batch    64 samples, 8,192 tokens; on each rank 4 micro-batches of 8 samples" in lines
     assert "world    2 ranks on cpu, gloo, started by train, on this machine" in lines
-    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    as_json = call(*arguments, "--json")
     found = json.loads(as_json.stdout)
     assert found["settings"]["steps"] == {"value": 7, "from": "command line"}
     assert as_text(found) == done.stdout.rstrip("\n")
