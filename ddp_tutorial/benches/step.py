@@ -9,6 +9,7 @@ from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.config import ModelConfig, TrainConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.optimization import OptimizerLike
 from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
 
@@ -23,7 +24,14 @@ def random_text(samples: int) -> TokenBlocks:
     return TokenBlocks(torch.randint(256, (samples * CONTEXT + 1,), dtype=torch.uint8, generator=generator), CONTEXT)
 
 
-def gpt_step(source: Source, team: World, model: ModelConfig = SMALL, **settings: Any) -> TrainStep:
+def gpt_step(
+    source: Source,
+    team: World,
+    model: ModelConfig = SMALL,
+    *,
+    optimizer: OptimizerLike | None = None,
+    **settings: Any,
+) -> TrainStep:
     """Optimiser steps of a GPT on what `source` gives; `settings` are those of `TrainConfig`.
 
     The gradients are averaged over `team`. It need not be the world that shares out the samples: alone in its team, a
@@ -31,7 +39,7 @@ def gpt_step(source: Source, team: World, model: ModelConfig = SMALL, **settings
     """
     torch.manual_seed(0)
     config = TrainConfig(**{"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant", **settings})
-    return TrainStep(GPT(**model.model_dump()), source, next_token_loss, team, config)
+    return TrainStep(GPT(**model.model_dump()), source, next_token_loss, team, config, optimizer=optimizer)
 
 
 def random_step(world: World, samples_per_rank: int, model: ModelConfig = LARGE, **settings: Any) -> TrainStep:

@@ -17,7 +17,7 @@ from ddp_tutorial.processes.slurm import SlurmConfig
 from ddp_tutorial.sharding.sources import SourceConfig
 from ddp_tutorial.training.stopping import Mode
 
-Kind = Literal["ddp", "invariant", "zero1", "zero2", "zero3"]  # see strategies.make_strategy
+Kind = Literal["ddp", "invariant", "zero1", "zero2", "zero3", "fsdp"]  # see strategies.make_strategy
 
 
 class CheckpointConfig(Config):
@@ -119,7 +119,7 @@ class TrainConfig(Config):
         if self.strategy == "invariant" and self.accumulation != 1:
             raise ValueError("'accumulation' is not of strategy invariant, which has 'micro_batches', over all ranks")
         changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
-        if changed and self.strategy in {"zero2", "zero3"}:
+        if changed and self.strategy in {"zero2", "zero3", "fsdp"}:
             raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
         return self
 

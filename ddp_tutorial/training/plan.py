@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from ddp_tutorial import environment
-from ddp_tutorial.accumulation.memory import bytes_kept
+from ddp_tutorial.accumulation import memory as activations
 from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.strategies import micro_batches_per_rank
 from ddp_tutorial.training.tasks import check_start, task_of
 from ddp_tutorial.world import World, choose_backend, choose_device, joins_others
+from ddp_tutorial.zero.memory import bytes_gathered, bytes_kept, bytes_sent
 
 DEFAULT = "default"
 
@@ -35,7 +36,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
     parts = micro_batches_per_rank(config, size)
     check_start(config, size)
     samples = math.ceil(config.batch_size / size / parts)
-    needed = memory(config, samples)
+    needed = memory(config, samples, size)
     task = task_of(config)
     units = config.batch_size * task.units_per_sample(config)
     return {
@@ -60,6 +61,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
             "checkpoints": math.ceil(config.steps / config.checkpoint.every) if config.checkpoint.every else 0,
         },
         "memory_per_rank": needed,
+        "sent_per_rank_and_step": bytes_sent(config.strategy, needed["parameters"], size, parts),
         "memory_here": {"ranks": here, "needed": here * needed["total"], "there": memory_of(device.type, here)},
         "directory": str(RUNS / (config.name or f"(time)-{config.label}-{size}x")),
     }
@@ -76,27 +78,23 @@ def settings(config: TaskConfig, layers: Iterable[Layer]) -> dict[str, dict[str,
     }
 
 
-def memory(config: TaskConfig, samples: int) -> dict[str, int]:
-    """Bytes of one rank, as estimated: four for each parameter and for its gradient, what the optimizer keeps, and
-    what forward leaves for backward with `samples` in a micro-batch, computed on torch's meta device, without data.
+def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
+    """Bytes of one rank, as estimated: four for each parameter and for its gradient, and what the optimizer keeps,
+    divided by the number of ranks where the strategy shares it out; weights that are whole for a while then; and what
+    forward leaves for backward with `samples` in a micro-batch, computed on torch's meta device, without data.
 
     Attention may need less than that says. Python and torch themselves come on top: about 300 MB on a CPU.
     """
     task = task_of(config)
     with torch.device("meta"):
         model, batch = task.model(config), task.batch_like(config, samples)
-        with bytes_kept(model) as kept:
+        with activations.bytes_kept(model) as kept:
             task.loss(model, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     kept_for_each = {"adamw": 8, "sgd": 4}[config.optimizer]  # two averages, or one, in float32
-    return {
-        "parameters": parameters,
-        "weights": 4 * parameters,
-        "gradients": 4 * parameters,
-        "optimizer": kept_for_each * parameters,
-        "activations": kept.nbytes,
-        "total": (8 + kept_for_each) * parameters + kept.nbytes,
-    }
+    held = bytes_kept(config.strategy, parameters, ranks, kept_for_each)
+    held |= {"gathered": bytes_gathered(config.strategy, model) if ranks > 1 else 0, "activations": kept.nbytes}
+    return {"parameters": parameters, **held, "total": sum(held.values())}
 
 
 def memory_of(device: str, ranks: int) -> int:
@@ -138,6 +136,7 @@ def as_text(found: Mapping[str, Any]) -> str:
         f"{work['checkpoints']} checkpoints",
         f"memory   about {readable(memory['total'])} for each rank: {memory['parameters']:,} parameters, "
         f"{readable(memory['activations'])} of activations; this machine has {readable(here['there'])}",
+        f"sends    about {readable(found['sent_per_rank_and_step'])} from each rank in each step",
         f"writes   {found['directory']}/ (nothing now: this is a dry run)",
     ]
     if here["needed"] > here["there"]:

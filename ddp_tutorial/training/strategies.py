@@ -8,7 +8,6 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
-from ddp_tutorial.zero.strategies import Zero1Strategy, Zero2Strategy, Zero3Strategy
 
 
 def make_strategy(
@@ -20,10 +19,20 @@ def make_strategy(
         case "invariant":
             return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
         case "zero2":
+            from ddp_tutorial.zero.strategies import Zero2Strategy
+
             return Zero2Strategy(model, world, loss, config.accumulation, precision)
         case "zero3":
+            from ddp_tutorial.zero.strategies import Zero3Strategy
+
             return Zero3Strategy(model, world, loss, config.accumulation, precision)
+        case "fsdp":
+            from ddp_tutorial.zero.fsdp import FSDPStrategy  # these rooms take a while to import
+
+            return FSDPStrategy(model, world, loss, config.accumulation, precision)
         case "zero1":
+            from ddp_tutorial.zero.strategies import Zero1Strategy
+
             return Zero1Strategy(model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision)
         case "ddp":
             return DDPStrategy(model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision)

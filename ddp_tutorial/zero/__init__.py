@@ -1,8 +1,10 @@
 """Whose memory is it? Each rank keeps a part of what data parallelism has W times.
 
 `optimizer` shares out the optimizer's state (ZeRO-1), `gradients` the gradients too (ZeRO-2), `model` the weights as
-well (ZeRO-3); `pieces` is the arithmetic of cutting, `state` what a checkpoint keeps, `strategies` what the trainer
-steps, `fsdp` torch's own. Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models".
+well (ZeRO-3), `fsdp` does so with torch's own. `pieces` and `units` are what is cut and gathered, `memory` what it
+comes to, `state` what a checkpoint keeps of it, `strategies` what the trainer steps.
+
+Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020.
 """
 
 import lazy_loader

@@ -18,7 +18,6 @@ times the model on the wire and not two, for 1/W of the memory.
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,28 +34,7 @@ from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.gradients import Reduction, used_somewhere
 from ddp_tutorial.zero.pieces import Layout
-
-
-def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are gathered one at a time, by name, the model itself last, as "".
-
-    They are the members of the outermost `ModuleList`s and `Sequential`s that have parameters and share none with the
-    rest of the model. What is in none of them belongs to the model itself.
-    """
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    units: dict[str, nn.Module] = {}
-
-    def look(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            inside = Counter(id(p) for _, p in child.named_parameters(remove_duplicate=False))
-            is_own = inside and all(uses[each] == count for each, count in inside.items())
-            if isinstance(module, (nn.ModuleList, nn.Sequential)) and is_own:
-                units[prefix + name] = child
-            else:
-                look(child, f"{prefix}{name}.")
-
-    look(model, "")
-    return units | {"": model}
+from ddp_tutorial.zero.units import units_of
 
 
 class Unit:

@@ -54,7 +54,10 @@ class OptimizerState:
 
     def place(self, parameter: torch.Tensor, what: Stored) -> torch.Tensor:
         """What a stored tensor is read into."""
-        return torch.zeros(what.shape, dtype=what.dtype, device=parameter.device if what.shape else "cpu")
+        if what.shape == parameter.shape:
+            return torch.zeros_like(parameter, dtype=what.dtype)
+        on_device = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
+        return torch.zeros(what.shape, dtype=what.dtype, device=parameter.device if on_device else "cpu")
 
     def taken(self, value: torch.Tensor) -> torch.Tensor:
         """What the optimizer keeps of what has been read."""
@@ -74,7 +77,7 @@ class OptimizerStateOfPieces(OptimizerState):
         return self.pieces.of_whole(names[id(parameter)], value) if is_piece else value
 
     def place(self, parameter: torch.Tensor, what: Stored) -> torch.Tensor:
-        if not what.shape:
+        if what.shape == torch.Size():
             return super().place(parameter, what)
         names = {id(each): name for name, each in self.named.items()}
         return self.pieces.of_whole(names[id(parameter)], torch.zeros_like(parameter, dtype=what.dtype))
@@ -86,8 +89,9 @@ class OptimizerStateOfPieces(OptimizerState):
 class Pieces:
     """Says of a rank's piece of a parameter which part of the whole it is: as a DTensor, a vector cut evenly."""
 
-    def __init__(self, counts: Mapping[str, int], world: World) -> None:
-        self.counts = dict(counts)
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """`model` is whole."""
+        self.counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.mesh: DeviceMesh | None = None
         if world.size > 1:
             self.mesh = init_device_mesh(world.device.type, (world.size,))
@@ -101,13 +105,14 @@ class Pieces:
 
 
 class ModelState:
-    """The parameters of a model that are in pieces, and its buffers, which all ranks have. They are read in place."""
+    """The parameters of a model, as `of_whole` shows this rank's part of each, and its buffers, which all ranks have.
+    They are read in place."""
 
-    def __init__(self, module: nn.Module, pieces: Pieces) -> None:
-        self.module, self.pieces = module, pieces
+    def __init__(self, module: nn.Module, of_whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        self.module, self.of_whole = module, of_whole
 
     def state_dict(self) -> State:
-        kept = {name: self.pieces.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
+        kept = {name: self.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
         buffers = dict(self.module.named_buffers())
         return kept | {name: buffers[name] for name in self.module.state_dict() if name in buffers}
 

@@ -1,5 +1,6 @@
 """The three stages of ZeRO as strategies, which the trainer steps like any other."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
+from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.gradients import ShardedGradients
@@ -43,23 +45,39 @@ class Zero1Strategy(DDPStrategy):
         return parts | {"groups": (Groups(optimizer), "replicated")}
 
 
-class _OfPieces:
-    """What ZeRO-2 and ZeRO-3 have in common: each rank's optimizer steps its pieces, with their gradients."""
+class Sharded(ABC):
+    """What is the same for all strategies by which each rank steps its part of the parameters, with its part of the
+    gradient."""
 
     link: Link | None = None  # gradients travel by torch's own collectives
+    times = 1.0  # the factor of the loss, where gradients are averaged over ranks and not added up
 
     def __init__(
-        self, model: nn.Module, world: World, loss: Loss, accumulation: int, precision: Precision | None
+        self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
     ) -> None:
         self.module, self.world, self.accumulation = model, world, accumulation
         self.loss = StepLoss(loss, world, precision)
-        self.pieces = Pieces({name: parameter.numel() for name, parameter in model.named_parameters()}, world)
 
     @property
     def per_rank(self) -> int:
         return self.accumulation
 
-    def _backward(self, sharded: ShardedGradients | ShardedModel, batches: Sequence[Any], votes: float) -> Totals:
+    @abstractmethod
+    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer: ...
+
+    @abstractmethod
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """What this rank's optimizer steps, by name."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """After the backward of each micro-batch."""
+
+    @abstractmethod
+    def give_gradients(self) -> None:
+        """After the last one: to what is stepped."""
+
+    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
         """Each micro-batch's gradient is shared out before the next one's is computed: that is what keeps them small,
         and costs as many reductions as there are micro-batches."""
         if not batches:
@@ -67,20 +85,16 @@ class _OfPieces:
         self.loss.begin(len(batches))
         for number, batch in enumerate(batches):
             with phase("forward"):
-                part = self.loss.forward(self.module, batch)
+                part = self.loss.forward(self.module, batch, self.times)
             if number == len(batches) - 1:
                 self.loss.reduce(votes)
             with phase("backward"):
                 part.backward()
             with phase("finish"):
-                sharded.reduce()
+                self.reduce()
         with phase("finish"):
-            sharded.finish()
+            self.give_gradients()
             return self.loss.finish(self.stepped().values())
-
-    def stepped(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimizer steps, by name."""
-        raise NotImplementedError
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The squares of all elements add up, whoever has them."""
@@ -92,10 +106,6 @@ class _OfPieces:
     def sync_buffers(self) -> None:
         broadcast_tensors(self.world, list(self.module.buffers()))
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        state = OptimizerStateOfPieces(optimizer, self.pieces, self.stepped())
-        return {"optimizer": (state, "sharded"), "groups": (Groups(optimizer), "replicated")}
-
     def state_dict(self) -> Mapping[str, float]:
         return self.loss.state_dict()
 
@@ -103,17 +113,14 @@ class _OfPieces:
         self.loss.load_state_dict(state)
 
 
-class Zero2Strategy(_OfPieces):
+class Zero2Strategy(Sharded):
     """Every rank has the whole model, and its piece of each gradient and of the optimizer's state."""
 
     def __init__(
         self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
     ) -> None:
         super().__init__(model, world, loss, accumulation, precision)
-        self.sharded = ShardedGradients(model, world)
-
-    def stepped(self) -> dict[str, nn.Parameter]:
-        return {name: self.sharded.pieces[parameter] for name, parameter in self.sharded.named.items()}
+        self.sharded, self.pieces = ShardedGradients(model, world), Pieces(model, world)
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         pieces: Mapping[Any, torch.Tensor] = self.sharded.pieces
@@ -121,17 +128,25 @@ class Zero2Strategy(_OfPieces):
         optimizer.register_step_post_hook(lambda *_: self.sharded.gather())
         return optimizer
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
-        return self._backward(self.sharded, batches, votes)
+    def stepped(self) -> dict[str, nn.Parameter]:
+        return {name: self.sharded.pieces[parameter] for name, parameter in self.sharded.named.items()}
+
+    def reduce(self) -> None:
+        self.sharded.reduce()
+
+    def give_gradients(self) -> None:
+        self.sharded.finish()
 
     def whole(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        return {"model": (self.module, "replicated"), **super().parts(optimizer)}
+        state = OptimizerStateOfPieces(optimizer, self.pieces, self.stepped())
+        parts: dict[str, Part] = {"model": (self.module, "replicated"), "optimizer": (state, "sharded")}
+        return parts | {"groups": (Groups(optimizer), "replicated")}
 
 
-class Zero3Strategy(_OfPieces):
+class Zero3Strategy(Sharded):
     """Every rank has its piece of each parameter, of its gradient, and of the optimizer's state.
 
     With precision bf16, parameters are gathered in bfloat16, and computed with as such: half the bytes of a gather.
@@ -142,7 +157,8 @@ class Zero3Strategy(_OfPieces):
     ) -> None:
         super().__init__(model, world, loss, accumulation, precision)
         self.compute_dtype = torch.bfloat16 if precision and precision.config.dtype == "bf16" else None
-        self.sharded: ShardedModel | None = None
+        self.pieces = Pieces(model, world)
+        sync_initial_state(model, world)  # now, so that an optimizer is made of the same weights on all ranks
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """From here on the parameters are pieces, the optimizer's too: they are the same."""
@@ -150,19 +166,22 @@ class Zero3Strategy(_OfPieces):
         self.sharded = ShardedModel(self.module, self.world, compute_dtype=self.compute_dtype)
         return optimizer
 
-    @property
-    def _sharded(self) -> ShardedModel:
-        assert self.sharded is not None, "share_out comes first"
-        return self.sharded
-
     def stepped(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
-        return self._backward(self._sharded, batches, votes)
+    def reduce(self) -> None:
+        self.sharded.reduce()
+
+    def give_gradients(self) -> None:
+        self.sharded.finish()
 
     def whole(self) -> AbstractContextManager[nn.Module]:
-        return self._sharded.whole()
+        return self.sharded.whole()
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        return {"model": (ModelState(self.module, self.pieces), "sharded"), **super().parts(optimizer)}
+        model, state = (
+            ModelState(self.module, self.pieces.of_whole),
+            OptimizerStateOfPieces(optimizer, self.pieces, self.stepped()),
+        )
+        parts: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
+        return parts | {"groups": (Groups(optimizer), "replicated")}

@@ -1,0 +1,85 @@
+"""torch's own ZeRO-3, `fully_shard` (FSDP2), as a strategy: to compare with ours, and to use on GPUs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from ddp_tutorial.accumulation.loss import Loss
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.strategies import Part
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.world import World
+from ddp_tutorial.zero.state import Groups, ModelState, OptimizerState, with_parameters
+from ddp_tutorial.zero.strategies import Sharded
+from ddp_tutorial.zero.units import units_of
+
+
+class FSDPStrategy(Sharded):
+    """Each rank has some rows of every parameter, as a DTensor. The units are those of `ShardedModel`.
+
+    With precision bf16, parameters are gathered in float32, and autocast does the rest, as with DDP. Every rank must
+    use the same parameters. One rank alone has nothing to shard.
+    """
+
+    def __init__(
+        self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
+    ) -> None:
+        super().__init__(model, world, loss, accumulation, precision)
+        self.times = float(world.size)  # torch averages
+        if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+            raise ConfigError(f"strategy fsdp cuts parameters into rows, and {scalars[0]!r} is one number: use zero3")
+        sync_initial_state(model, world)
+
+    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.unsharded = self.module
+        if self.world.size > 1:
+            self.unsharded = deepcopy(self.module).to("meta")  # without memory, for `whole`
+            mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+            for unit in units_of(self.module).values():
+                fully_shard(unit, mesh=mesh)
+        sharded = dict(self.module.named_parameters())
+        with_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
+        return optimizer
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def reduce(self) -> None:
+        """torch's backward ends when all is reduced."""
+
+    def give_gradients(self) -> None:
+        """They are there."""
+
+    def norm(self, gradients: Any) -> torch.Tensor:
+        norm = get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        if self.unsharded is self.module:
+            yield self.module
+            return
+        tensors = self.module.state_dict()
+        state = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
+        model = deepcopy(self.unsharded)
+        model.load_state_dict(state, assign=True)
+        buffers = dict(self.module.named_buffers())
+        for name, module in model.named_modules():
+            for each in module._buffers:  # those that are in no state dict
+                module._buffers[each] = buffers[f"{name}.{each}".lstrip(".")]
+        yield model
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        model, state = ModelState(self.module, lambda _, own: own), OptimizerState(optimizer, self.stepped())
+        parts: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
+        return parts | {"groups": (Groups(optimizer), "replicated")}

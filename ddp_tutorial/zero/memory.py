@@ -1,0 +1,58 @@
+"""What each strategy keeps on a rank, and what it sends: arithmetic, without running anything.
+
+With Adam in float32 a parameter takes 4 bytes, its gradient 4, and its two averages 8 (Rajbhandari et al., 2020). Data
+parallelism has them on each of W ranks; each stage of ZeRO divides one more of the three by W.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ddp_tutorial.zero.units import units_of
+
+# What is divided by W.
+DIVIDED: dict[str, frozenset[str]] = {
+    "ddp": frozenset(),
+    "invariant": frozenset(),
+    "zero1": frozenset({"optimizer"}),
+    "zero2": frozenset({"optimizer", "gradients"}),
+    "zero3": frozenset({"optimizer", "gradients", "weights"}),
+    "fsdp": frozenset({"optimizer", "gradients", "weights"}),
+}
+
+
+def bytes_kept(strategy: str, parameters: int, ranks: int, optimizer: int = 8) -> dict[str, int]:
+    """Bytes of one rank between backward and the optimizer's step, but for activations and what is gathered for a
+    while: 4 for each parameter and its gradient, and `optimizer`, divided as `strategy` does. Padding is left out."""
+    whole: Mapping[str, int] = {"weights": 4, "gradients": 4, "optimizer": optimizer}
+    divided = DIVIDED[strategy]
+    return {name: parameters * each // (ranks if name in divided else 1) for name, each in whole.items()}
+
+
+def bytes_gathered(strategy: str, model: nn.Module) -> int:
+    """The most that is whole at a time, of weights that are divided: the model's own unit, and of the others the
+    largest and the next one that is gathered ahead of its use."""
+    if "weights" not in DIVIDED[strategy]:
+        return 0
+    seen: set[int] = set()
+    sizes = []
+    for module in units_of(model).values():
+        own = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        sizes.append(4 * sum(parameter.numel() for parameter in own))
+    *blocks, rest = sizes
+    return rest + sum(sorted(blocks)[-2:])
+
+
+def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 1) -> int:
+    """Bytes that one rank sends in a step, for gradients and weights in float32. `micro_batches` are those of a rank.
+
+    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W, and an all-reduce is one of each. Where gradients
+    are divided, each micro-batch has a reduction of its own; where weights are, two gathers too. With invariant, a rank
+    sends all of its sums in each of log2 W rounds.
+    """
+    nbytes, k = 4 * parameters, micro_batches
+    if strategy == "invariant":
+        return nbytes * (ranks.bit_length() - 1)
+    passes = {"ddp": 2, "zero1": 3, "zero2": k + 1, "zero3": 3 * k, "fsdp": 3 * k}[strategy]
+    return passes * nbytes * (ranks - 1) // ranks
