@@ -152,7 +152,8 @@ def check(table: Table, stages: int, micro_batches: int) -> None:
                 raise ScheduleError(f"rank {rank} does {action} before its forward")
             seen.add(action)
         if missing := sorted(expected - seen, reverse=True):
-            raise ScheduleError(f"rank {rank} never does {missing[0]}, and {len(missing) - 1} more")
+            others = f", nor {len(missing) - 1} others" if missing[1:] else ""
+            raise ScheduleError(f"rank {rank} never does {missing[0]}{others}")
     simulate(table)
 
 
