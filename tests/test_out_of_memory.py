@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError, is_out_of_memory
+from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError, is_out_of_memory, require_local_forward
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug import Fault, inject
 from ddp_tutorial.processes.errors import RankError
@@ -140,8 +140,6 @@ def test_errors_of_allocators_are_known_and_others_are_not_taken_for_them() -> N
 
 def test_a_model_that_meets_others_in_forward_and_the_invariant_strategy_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-    from ddp_tutorial.accumulation.out_of_memory import require_local_forward
-
     with pytest.raises(ConfigError, match=r"'oom_skips' asks all ranks after forward, and '1' is a SyncBatchNorm"):
         require_local_forward(model)
     with pytest.raises(ValueError, match="'oom_skips' is of strategy ddp"):

@@ -10,6 +10,12 @@ from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
+from ddp_tutorial.accumulation.out_of_memory import (
+    AgreeingLoss,
+    BackwardOutOfMemoryError,
+    is_out_of_memory,
+    require_local_forward,
+)
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
@@ -84,7 +90,11 @@ class Replicas:
 
 
 class DDPStrategy(Replicas):
-    """Every rank has the whole model and a part of the batch; the gradients are averaged as `config` says."""
+    """Every rank has the whole model and a part of the batch; the gradients are averaged as `config` says.
+
+    With `agree_on_memory`, a rank that runs out of memory in forward makes all raise `OutOfMemoryError`, and all can go
+    on with the next step; see `out_of_memory` for what it costs, and where it cannot be.
+    """
 
     def __init__(
         self,
@@ -95,18 +105,30 @@ class DDPStrategy(Replicas):
         *,
         accumulation: int = 1,
         precision: Precision | None = None,
+        agree_on_memory: bool = False,
     ) -> None:
+        if agree_on_memory:
+            require_local_forward(model)
         super().__init__(model)
         self.model = data_parallel(model, world, config)
         self.link, self.accumulation = self.model.link, accumulation
-        self.loss = StepLoss(loss, world, precision)
+        self.loss = (AgreeingLoss if agree_on_memory else StepLoss)(loss, world, precision)
 
     @property
     def per_rank(self) -> int:
         return self.accumulation
 
     def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
-        return accumulate(self.model, self.loss, batches, votes)
+        try:
+            return accumulate(self.model, self.loss, batches, votes)
+        except Exception as error:
+            if not (isinstance(self.loss, AgreeingLoss) and self.loss.names and is_out_of_memory(error)):
+                raise
+            raise BackwardOutOfMemoryError(
+                f"rank {self.model.world.rank} ran out of memory in backward: {str(error).partition(chr(10))[0]}. The "
+                "other ranks may be adding up gradients already, so this step cannot be left out. Use smaller "
+                "micro-batches (a larger 'accumulation'), or model.recompute"
+            ) from error
 
     def sync_buffers(self) -> None:
         # As the variants do within a step. After the last one, each rank's BatchNorm has statistics of its own.

@@ -8,6 +8,7 @@ They strike where a phase begins (see `phases`), so what trains need not know of
 
 import errno
 import math
+import multiprocessing
 import os
 import signal
 import time
@@ -28,7 +29,7 @@ from ddp_tutorial.world import World
 
 MIB = 1 << 20
 
-Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "leak", "fill_disk"]
+Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "leak", "fill_disk", "oom", "kill_worker"]
 
 
 class Fault(Config):
@@ -39,6 +40,8 @@ class Fault(Config):
     - `nan`: this rank's gradient is NaN, before the ranks add theirs up.
     - `skip`: this rank leaves out the next all-reduce that Python asks for.
     - `leak`: from this step on, `megabytes` are kept in each.
+    - `oom`: memory runs out; at phase "forward" in the middle of it, else where the phase begins.
+    - `kill_worker`: SIGKILL for a process that reads ahead for this rank.
     - `fill_disk`: from then on, no file of this rank can be written that has to survive.
     """
 
@@ -71,14 +74,14 @@ def parse(text: str) -> Fault:
 
 @contextmanager
 def inject(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
-    """Inside, what `faults` say goes wrong on this rank. `corrupt` and `nan` need the `model`.
+    """Inside, what `faults` say goes wrong on this rank. `corrupt`, `nan` and `oom` need the `model`.
 
     Raises `ConfigError` for a fault of a rank that is not there, or one that lacks its model.
     """
     for fault in faults:
         if fault.rank >= world.size:
             raise ConfigError(f"fault '{fault}': there are {world.size} ranks, so 'rank' is below that")
-        if fault.action in {"corrupt", "nan"} and model is None:
+        if fault.action in {"corrupt", "nan", "oom"} and model is None:
             raise ConfigError(f"fault '{fault}': give inject the model, as in inject(world, fault, model=model)")
     with ExitStack() as stack:
         for fault in faults:
@@ -110,7 +113,7 @@ class _Striker:
             self._has_struck = True
             self._strike()
 
-    def _strike(self) -> None:
+    def _strike(self) -> None:  # a case for each action
         match self._fault.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -130,12 +133,44 @@ class _Striker:
                 self._stack.callback(spoilt.remove)
             case "skip":
                 self._stack.enter_context(_one_all_reduce_left_out())
+            case "oom" if self._fault.phase == "forward":  # after what DDP does at the beginning
+                self._stack.enter_context(_failing_once(self._model, self._take_all_memory))
+            case "oom":
+                self._take_all_memory()
+            case "kill_worker":
+                self._kill_worker()
             case "fill_disk":
                 self._stack.enter_context(observe_disk(_no_space))
+
+    def _kill_worker(self) -> None:
+        workers = multiprocessing.active_children()
+        if not workers:
+            raise ConfigError(f"fault '{self._fault}': nothing reads ahead for this rank: use source.workers=1")
+        workers[0].kill()
+
+    def _take_all_memory(self) -> None:
+        """More than any machine has addresses for: the error is the allocator's own."""
+        torch.empty(1 << 50, dtype=torch.uint8, device=next(self._parameters()).device)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         assert self._model is not None, "inject has checked it"
         return (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+
+
+@contextmanager
+def _failing_once(model: nn.Module | None, fail: Callable[[], None]) -> Iterator[None]:
+    """The next forward of the model fails at its end."""
+    assert model is not None, "inject has checked it"
+
+    def end(*_: object) -> None:
+        hook.remove()
+        fail()
+
+    hook = model.register_forward_hook(end)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

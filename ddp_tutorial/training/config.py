@@ -79,6 +79,9 @@ class TrainConfig(Config):
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="in the end, as a part of the highest")
     weight_decay: float = Field(0.1, ge=0, description="of matrices; biases and norms have none")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    oom_skips: int = Field(
+        0, ge=0, description="batches in a row that all leave out where a rank runs out of memory in forward"
+    )
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: str = Field("never", description="never; auto: from the run's own last checkpoint; or the path of one")
@@ -121,6 +124,8 @@ class TrainConfig(Config):
         changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
         if changed and self.strategy in {"zero2", "zero3", "fsdp"}:
             raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
+        if self.strategy != "ddp" and self.oom_skips:
+            raise ValueError(f"'oom_skips' is of strategy ddp, not of {self.strategy}")
         return self
 
     @model_validator(mode="after")

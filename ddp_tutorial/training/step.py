@@ -5,6 +5,7 @@ done = step()        # data, gradient, update; the same on all ranks
 done.means["loss"]
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ddp_tutorial.accumulation.loss import LOSS, Loss, LossError, call_loss
+from ddp_tutorial.accumulation.loss import LOSS, Loss, LossError, Totals, call_loss
 from ddp_tutorial.accumulation.micro_batches import locate_nonfinite, split
+from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError
 from ddp_tutorial.accumulation.precision import NotFiniteError, Precision
 from ddp_tutorial.checkpoint.components import Component, Shared
 from ddp_tutorial.collectives import any_rank
@@ -33,6 +35,8 @@ from ddp_tutorial.training.optimization import (
 )
 from ddp_tutorial.training.strategies import make_strategy
 from ddp_tutorial.world import World, require_group
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class TrainStep:
     `model` is moved to the rank's device and starts with rank 0's weights. `optimizer` and `scheduler` may be ready
     ones or functions, of the model and of the optimizer; by default they are as `config` says. Raises `ConfigError` for
     a model on another device, an optimizer of other parameters, and, at the first step, a loss that does not return a
-    sum and a count.
+    sum and a count. Raises `OutOfMemoryError`, on all ranks, where that has happened `config.oom_skips` times in a row.
     """
 
     def __init__(
@@ -82,15 +86,11 @@ class TrainStep:
         self.scheduler = scheduled(self.optimizer) if callable(scheduled) else scheduled
         self._options = Options.of(self.optimizer, self.scheduler)
         self.number = 0  # of steps that have been taken
+        self.left_out = 0  # times that a batch was left out, since a rank ran out of memory
         self._is_checked = False
 
     def __call__(self, votes: float = 0.0) -> StepDone:
-        with phase("data"):
-            batches = self.batches()
-        if not self._is_checked:
-            self._check_loss(batches[0])
-        with phase("grads"):
-            totals = self.strategy.backward(batches, votes)
+        batches, totals = self._gradient(votes)
         with phase("update"):
             norm, made = self._update(totals.sums[LOSS], batches)
             rate = float(self.optimizer.param_groups[0]["lr"])
@@ -98,6 +98,26 @@ class TrainStep:
                 self.scheduler.step()
         self.number += 1
         return StepDone(totals.means(), totals.counts[LOSS], norm, rate, made, totals.votes)
+
+    def _gradient(self, votes: float) -> tuple[list[Any], Totals]:
+        """Of the next batch; where a rank runs out of memory for it, all leave it out, and take the one after that."""
+        for left in range(self.config.oom_skips, -1, -1):
+            with phase("data"):
+                batches = self.batches()
+            if not self._is_checked:
+                self._check_loss(batches[0])
+            try:
+                with phase("grads"):
+                    return batches, self.strategy.backward(batches, votes)
+            except OutOfMemoryError as error:  # all ranks have it
+                if not left:
+                    raise
+                self.optimizer.zero_grad()  # of the micro-batches before
+                self.left_out += 1
+                LOG.warning(
+                    "step %d: %s. All ranks leave its samples out, and take the next ones", self.number + 1, error
+                )
+        raise AssertionError("the last try returns, or raises")
 
     def batches(self) -> list[Any]:
         """This rank's micro-batches of the next step."""

@@ -35,7 +35,15 @@ def make_strategy(
 
             return Zero1Strategy(model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision)
         case "ddp":
-            return DDPStrategy(model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision)
+            return DDPStrategy(
+                model,
+                world,
+                loss,
+                config.ddp,
+                accumulation=config.accumulation,
+                precision=precision,
+                agree_on_memory=config.oom_skips > 0,
+            )
 
 
 def micro_batches_per_rank(config: TrainConfig, world_size: int) -> int:

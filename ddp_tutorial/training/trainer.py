@@ -308,6 +308,7 @@ class Trainer:
             "status": "finished" if result.stopped_at is None else "stopped",
             "reason": reason,
             "step": self.number,
+            **({"left_out": self.train_step.left_out} if self.config.oom_skips else {}),
             "parameters": self.settings,
             "world_size": self.world.size,
             "metrics": without_nan(
