@@ -19,6 +19,7 @@ from ddp_tutorial.sharding.samples import ArrowShards, Data, Tensors, TokenBlock
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
     Batches,
+    Revival,
     SourceError,
     culprit,
     next_from,
@@ -76,8 +77,9 @@ class ShardedSource:
     numbers that the dataset, its `collate_fn` and `transform` draw (torch's, NumPy's, Python's) depend on seed, rank
     and cursor alone: a resumed run draws the same ones, and the number of workers changes nothing.
 
-    Raises `SourceError`, naming rank, worker and samples, for whatever fails while reading, a worker that has died,
-    and one that gives no batch within `worker_timeout` seconds.
+    A worker that has died is told in the log and, once for each step, the workers are started again at the same
+    samples. Raises `SourceError`, naming rank, worker and samples, for whatever fails while reading, a worker that dies
+    twice at a step, and one that gives no batch within `worker_timeout` seconds.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class ShardedSource:
         self._fetch = _Fetch(self.data, transform, (sharding.order.seed or 0, world.rank))
         self._options = worker_options(workers, prefetch, worker_timeout)
         self._batches: Iterator[Tree] | None = None
+        self._revival = Revival()
 
     @property
     def draws_here(self) -> bool:
@@ -126,8 +129,12 @@ class ShardedSource:
             turn = self._taken % max(1, self.workers)
             who, ahead = culprit(self._batches, turn, self.workers)
             where = _range(self._planned[ahead][0]) if ahead < len(self._planned) else "reading ahead"
+            told = f"rank {self.world.rank}{who}, {where}: {error}"
+            again = self._revival.is_due(self._batches, self.cursor, told)
             self.close()  # the same step can be tried again
-            raise SourceError(f"rank {self.world.rank}{who}, {where}: {error}") from error
+            if again:
+                return next(self)
+            raise SourceError(told) from error
         self._taken += 1
         mine, self.cursor, world_count = self._planned.popleft()
         return Share(to_device(samples, self.world.device), len(mine), world_count)

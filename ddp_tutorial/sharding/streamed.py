@@ -22,6 +22,7 @@ from ddp_tutorial.sharding.sharded import ByValue, Share, SourceState, Transform
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
     Batches,
+    Revival,
     SourceError,
     culprit,
     next_from,
@@ -52,7 +53,8 @@ class StreamedSource:
     run draws the same ones. Those that the iterable itself draws do not.
 
     Raises `ConfigError` for fewer streams than ranks, and, at the first step, on all ranks, for data without samples.
-    Raises `SourceError`, naming rank, worker and places, for what fails while reading.
+    Raises `SourceError`, naming rank, worker and places, for what fails while reading. Where a worker has died, the
+    workers are started again first, once for each step, and follow their streams to the same places.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class StreamedSource:
         self.places = 0  # that the world has passed in this epoch
         self._options = worker_options(workers, prefetch, worker_timeout)
         self._parts: Iterator[_Part] | None = None
+        self._revival = Revival()
         self._empty: Tree | None = None  # a batch without rows, for steps in which this rank has no samples
 
     @property
@@ -119,8 +122,12 @@ class StreamedSource:
             except Exception as error:
                 who, _ = culprit(self._parts, worker, self.workers)
                 where = f"places {self.places} to {self.places + self.batch_size - 1} of epoch {self.epoch}"
+                told = f"rank {self.world.rank}{who}, {where}: {error}"
+                again = self._revival.is_due(self._parts, (self.epoch, self.places), told)
                 self.close()  # the same step can be tried again
-                raise SourceError(f"rank {self.world.rank}{who}, {where}: {error}") from error
+                if again:
+                    return self._next_here()
+                raise SourceError(told) from error
         full = [part for part in parts if len(part.places)]
         if not full:
             if self._empty is None:  # resumed where this rank has none left

@@ -4,6 +4,7 @@ They are torch's DataLoader's, with one thing changed: a signal to stop is for t
 job tells all its processes (`kill -TERM -- -PGID`, Ctrl-C, Slurm), and a rank that is to save first has to read on.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.signals import SIGNALS
 
+LOG = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 # How long a worker may take for one batch, in seconds, before it counts as stuck.
@@ -63,6 +65,31 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
                 raise
             if time.monotonic() >= deadline:
                 raise SourceError(f"no answer within {worker_timeout:g} s; it is stuck, or slow") from None
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            # A batch is in shared memory, of which its worker hands over the file. Where that fails, the worker has
+            # ended, or is about to; unless it is the dataset's own error.
+            is_own = "in DataLoader worker process" in str(error)
+            if is_own or not (isinstance(batches, Batches) and batches.one_ends()):
+                raise
+            raise RuntimeError(f"its connection was lost, {type(error).__name__}: it has died") from error
+
+
+class Revival:
+    """Whether a source may start its workers again at a step: where one has died, and not at this step before. A sample
+    that kills its worker does so again."""
+
+    def __init__(self) -> None:
+        self._place: object = None  # the step at which they were started again
+
+    def is_due(self, batches: object, place: object, told: str) -> bool:
+        """`place` is where the source stands, which is not changed by it. Says so in the log."""
+        if not (isinstance(batches, Batches) and batches.dead()) or place == self._place:
+            return False
+        self._place = place
+        LOG.warning(
+            "%s. The workers are started again, and read the same samples", told.partition("\n")[0].rstrip(" .")
+        )
+        return True
 
 
 def culprit(batches: object, turn: int, workers: int) -> tuple[str, int]:
@@ -98,6 +125,13 @@ class Batches(Iterator[Item]):
     def dead(self) -> list[int]:
         """The numbers of workers that have ended."""
         return [number for number, process in enumerate(self._batches._workers) if not process.is_alive()]
+
+    def one_ends(self) -> bool:
+        """Has a worker ended, or does one within `POLL_SECONDS`?"""
+        deadline = time.monotonic() + POLL_SECONDS
+        while not (found := self.dead()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return bool(found)
 
 
 def _end(batches: Any, told: Connection, tell: Connection) -> None:
