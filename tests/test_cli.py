@@ -128,6 +128,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
         (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "a stream ends where it ends"),
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
+        (("train", "tiny", "--check", "strategy=zero2"), "--check compares replicas, and with strategy zero2"),
         (("stories", "10", "."), "is there already: name a new folder"),
         (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
         (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),

@@ -101,6 +101,11 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
     from ddp_tutorial.world import World, joins_others
 
     settings = configs.load(config, TaskConfig, overrides)
+    if attached.check and settings.strategy not in {"ddp", "invariant"}:
+        raise configs.ConfigError(
+            f"--check compares replicas, and with strategy {settings.strategy} each rank has a part of its own: "
+            "use strategy=ddp to look for what is wrong, or --watch"
+        )
     joins = joins_others()
     # rank 0 speaks for all
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
