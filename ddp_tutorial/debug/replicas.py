@@ -18,6 +18,7 @@ from torch import nn
 
 from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
 from ddp_tutorial.debug.taps import Seen
+from ddp_tutorial.zero.pieces import is_piece
 
 # Tensors with fewer bytes are faster read by zlib than by torch.
 _SMALL = 4096
@@ -34,8 +35,8 @@ class ReplicaDrift(Detector):
     changed, is found up to `every - 1` steps later, and the step that is named is the one in which it was found.
 
     Parameters and optimizer differing is an error, buffers only a warning: training goes on right, but what is saved is
-    rank 0's. `ignore` has patterns for names of what may differ. The state of a `ZeroRedundancyOptimizer`, of which
-    each rank has a part, and DTensors are left out.
+    rank 0's. `ignore` has patterns for names of what may differ. What each rank has a part of is left out: DTensors,
+    the pieces of `zero`, and the state of a `ZeroRedundancyOptimizer` or a `ShardedOptimizer`.
     """
 
     name: ClassVar[str] = "drift"
@@ -105,12 +106,13 @@ class ReplicaDrift(Detector):
             for key, value in group.items():
                 if key != "params":
                     yield f"{key} of the optimizer's group {number}", value
-        yield from self.program.module.named_parameters()
-        if any(
-            each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__
-        ):  # not imported: it warns
+        yield from ((name, p) for name, p in self.program.module.named_parameters() if not is_piece(p))
+        # Not imported: torch's warns.
+        if {"ZeroRedundancyOptimizer", "ShardedOptimizer"} & {each.__name__ for each in type(optimizer).__mro__}:
             return
         for parameter, state in optimizer.state.items():
+            if is_piece(parameter):
+                continue
             of = names.get(cast("nn.Parameter", parameter), "a parameter that is not the model's")
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 yield f"{key} of {of}", value

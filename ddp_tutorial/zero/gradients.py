@@ -21,7 +21,7 @@ from torch import nn
 from ddp_tutorial.ddp.buckets import MIB, assign_buckets, check_dense
 from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.world import World
-from ddp_tutorial.zero.pieces import Layout, piece_of
+from ddp_tutorial.zero.pieces import Layout, mark_as_piece, piece_of
 
 
 class Reduction:
@@ -78,9 +78,10 @@ class ShardedGradients:
     ranks compare their models, and start with rank 0's weights.
 
     `pieces` are what an optimizer is to be made of, by parameter: views of its elements that are this rank's. That is
-    right for optimizers that treat each element by itself, as SGD and Adam do. Buckets hold `bucket_cap_mb` MiB, the
-    first one at most 1. A parameter that a rank has not used counts as zero there; one that no rank has used gets no
-    gradient.
+    right for optimizers that treat each element by itself, as SGD and Adam do. (With fused=True, torch rounds the last
+    elements of a tensor differently, and a piece ends where the tensor does not: there AdamW differs in the last bit.)
+    Buckets hold `bucket_cap_mb` MiB, the first one at most 1. A parameter that a rank has not used counts as zero
+    there; one that no rank has used gets no gradient.
     """
 
     def __init__(self, module: nn.Module, world: World, *, bucket_cap_mb: float = 25) -> None:
@@ -92,6 +93,7 @@ class ShardedGradients:
             parameter.data = parameter.data.contiguous()
             cut = piece_of(parameter.numel(), world.rank, world.size)
             self.pieces[parameter] = nn.Parameter(parameter.detach().view(-1)[cut])
+            mark_as_piece(self.pieces[parameter])
         backwards = list(self.named.values())[::-1]  # about the order in which gradients arrive
         cuts = assign_buckets(
             [p.nbytes for p in backwards],

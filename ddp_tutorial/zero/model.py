@@ -33,7 +33,7 @@ from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.gradients import Reduction, used_somewhere
-from ddp_tutorial.zero.pieces import Layout
+from ddp_tutorial.zero.pieces import Layout, mark_as_piece
 from ddp_tutorial.zero.units import units_of
 
 
@@ -62,6 +62,8 @@ class Unit:
         self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=world.device) for p in self.parameters]
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.reduction = Reduction(list(self.trained.values()), master, world)
+        for parameter in self.parameters:
+            mark_as_piece(parameter)
         self.is_whole = self.in_backward = False
         self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
         self.free()

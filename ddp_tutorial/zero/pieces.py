@@ -22,6 +22,15 @@ def piece_of(count: int, rank: int, size: int) -> slice:
     return slice(min(rank * each, count), min((rank + 1) * each, count))
 
 
+def mark_as_piece(parameter: torch.Tensor) -> None:
+    """Say of a parameter that each rank has another part of it, for whoever compares ranks."""
+    parameter.is_piece = True  # type: ignore[attr-defined]
+
+
+def is_piece(parameter: torch.Tensor) -> bool:
+    return getattr(parameter, "is_piece", False)
+
+
 class Layout:
     """Where the pieces of several tensors are in the rows."""
 
