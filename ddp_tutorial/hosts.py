@@ -36,7 +36,9 @@ class Peer(NamedTuple):
 
 def interface_to(address: str) -> str | None:
     """The name of this host's interface through which it and `address`, a name or a number, reach one another. Sends
-    nothing. None where that cannot be said."""
+    nothing. None where that cannot be said, and for the loopback interface's own address: then all are on this host."""
+    if address in {"", "localhost", "::1"} or address.startswith("127."):
+        return None
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, _PROBE_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

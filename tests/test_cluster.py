@@ -183,10 +183,10 @@ def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(allowed: None, tmp_p
 # ------------------------------------------------------------------------------------------------------- ranks
 
 
-def look(world: World) -> dict[str, Any]:
+def look(world: World, sizes: tuple[int, ...] = (2**10, 2**14, 2**18, 2**22)) -> dict[str, Any]:
     """What a rank finds on its host."""
     seconds = {}
-    for nbytes in (2**10, 2**14, 2**18, 2**22):
+    for nbytes in sizes:
         tensor, taken = torch.zeros(nbytes // 4), []
         for _ in range(6 if nbytes < 2**20 else 3):
             dist.barrier()
@@ -205,6 +205,12 @@ def test_ranks_talk_through_the_link_as_fast_as_it_was_shaped(cluster: Cluster) 
     wire = {nbytes: 4 / 3 * nbytes * 1514 / 1448 * 8 / RATE for nbytes in seconds}
     assert wire[2**22] * 0.9 < seconds[2**22] < wire[2**22] * 1.6, (seconds, wire)  # 1.6: on a busy machine
     assert seconds[2**10] < 0.1 * seconds[2**22], "a small message waits for a large one's time"
+    cluster.set_rate("20mbit")
+    try:
+        slower = max(each["seconds"][2**18] for each in cluster.launch(look, (2**18,)))
+    finally:
+        cluster.set_rate(f"{RATE / 1e6:.0f}mbit")
+    assert slower > 9 * wire[2**18]
 
 
 def settings(*overrides: str) -> TaskConfig:
@@ -348,11 +354,19 @@ def test_the_interface_is_the_one_that_leads_to_the_others_and_a_missing_one_is_
 def test_a_name_that_stands_for_the_loopback_interface_is_not_taken_for_the_way_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """/etc/hosts has 127.0.1.1 for the host's own name on many systems."""
     up = type("State", (), {"isup": True})()
+    looped = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: looped)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": up, "eth5": up})
-    assert hosts.interface_to("127.0.0.1") == "eth5"  # as where /etc/hosts has 127.0.1.1 for the host's own name
+    assert hosts.interface_to("myself") == "eth5"
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": up, "eth5": up, "eth6": up})
-    assert hosts.interface_to("127.0.0.1") is None
+    assert hosts.interface_to("myself") is None
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1", "::1"])
+def test_ranks_that_meet_on_the_loopback_interface_are_left_there(address: str) -> None:
+    assert hosts.interface_to(address) is None
 
 
 def test_hosts_that_all_answer_are_not_called_lost(monkeypatch: pytest.MonkeyPatch) -> None:

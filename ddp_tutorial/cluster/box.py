@@ -122,6 +122,9 @@ class Box:
             os.close(call)
             os.close(result)
 
+    def do_set_rate(self, rate: str | None, fds: list[int]) -> None:
+        self.network.set_rate(rate)
+
     def do_connect(self, node: int, up: bool, fds: list[int]) -> None:
         self.network.connect(node, up)
 

@@ -462,7 +462,19 @@ class Cluster:
             os.close(process.stdout)
             os.close(process.status)
 
-    # ----------------------------------------------------------------------------------------------- what goes wrong
+    # ----------------------------------------------------------------------------------------------- the network
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What a link carries of a program's bytes in a second; each 1,448 of them take 1,514 on the wire."""
+        return network.bits_per_second(self.rate) / 8 * 1448 / 1514 if self.rate else math.inf
+
+    def set_rate(self, rate: str | None) -> None:
+        """Give all links another rate, from now on."""
+        if rate is not None:
+            network.bits_per_second(rate)
+        self._ask("set_rate", rate)
+        self.rate = rate
 
     def cut(self, node: int) -> None:
         """Pull the node's cable out: what is sent to it, and by it, is lost, and nobody is told."""

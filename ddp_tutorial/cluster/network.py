@@ -71,6 +71,7 @@ class Network:
 
     def __init__(self, nodes: int, rate: str | None) -> None:
         self.bits = bits_per_second(rate) if rate else None
+        self.shaped = False
         self.home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self.uts = os.open("/proc/self/ns/uts", os.O_RDONLY)
         _write_hosts([(address_of(node), name_of(node)) for node in range(nodes)])
@@ -113,13 +114,27 @@ class Network:
         return Host(name_of(node), net, uts, index)
 
     def _shape(self, kernel: Any, index: int) -> None:
-        if self.bits is None:
+        if self.bits is None and not self.shaped:
             return
-        rate = int(self.bits / 8)
+        self.shaped = True
+        rate = int((self.bits or _FASTEST) / 8)
         burst = max(_SMALLEST_BURST, int(rate * _BURST_SECONDS))
         # a packet that is larger than the bucket would be cut, at a cost; so the sender does not make larger ones
         kernel.link("set", index=index, gso_max_size=min(65536, burst))
-        _ask(kernel.tc, "a token bucket (tbf)", "add", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
+        _ask(kernel.tc, "a token bucket (tbf)", "replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
+
+    def set_rate(self, rate: str | None) -> None:
+        """Another rate for all links, from now on."""
+        self.bits = bits_per_second(rate) if rate else None
+        for host in self.hosts:
+            with _rtnl() as kernel:
+                self._shape(kernel, host.port)
+            _libc("setns", host.net, 0)
+            try:
+                with _rtnl() as inside:
+                    self._shape(inside, _index(inside, "eth0"))
+            finally:
+                _libc("setns", self.home, 0)
 
     def connect(self, node: int, up: bool) -> None:
         """Plug the host's cable in, or pull it out. What is sent meanwhile is lost; nobody is told."""
