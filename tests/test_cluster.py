@@ -125,7 +125,7 @@ def test_what_listens_on_a_host_is_reached_by_the_others_and_by_nobody_outside(c
     serve = "import socket; s = socket.create_server(('', 8765)); print('up', flush=True); s.accept()[0].send(b'hello')"
     heard: list[str] = []
     server = cluster.start(sys.executable, "-c", serve, node=0, line=lambda node, text: heard.append(text))
-    cluster.wait([server], 20, until=lambda: bool(heard))
+    clusters.wait([server], 20, until=lambda: bool(heard))
     listening = {each.laddr.port for each in psutil.net_connections() if each.status == psutil.CONN_LISTEN}
     assert 8765 not in listening, "it listens on this machine's own interfaces"
     ask = "import socket; print(socket.create_connection(('n0', 8765), 5).recv(9))"

@@ -18,8 +18,6 @@ It needs Linux. Root may always make one; others may where the system lets them 
 import math
 import os
 import pickle
-import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -28,12 +26,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
 from ddp_tutorial.cluster import network
 from ddp_tutorial.cluster.box import receive, send
+from ddp_tutorial.cluster.running import Ended, Process, wait
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError, lost_connection
 
@@ -42,49 +41,6 @@ Command = str | os.PathLike[str]
 PORT = 29_500  # where ranks meet
 _START_SECONDS = 30.0
 _GRACE_SECONDS = 5.0  # for the other ranks of a launch, when one has failed
-
-
-class Ended(NamedTuple):
-    """A command that has ended. `code` is -9 if it was killed by signal 9; `output` has what it printed, errors too."""
-
-    node: str
-    code: int
-    output: str
-
-
-@dataclass
-class Process:
-    """A command, or a rank, that runs on a node."""
-
-    node: int
-    pid: int  # as the cluster counts
-    stdout: int
-    status: int
-    cluster: "Cluster" = field(repr=False)
-    line: Callable[[str, str], None] | None = field(default=None, repr=False)
-    code: int | None = None
-    text: bytearray = field(default_factory=bytearray, repr=False)
-
-    @property
-    def output(self) -> str:
-        """What it has printed so far."""
-        return self.text.decode(errors="replace")
-
-    def wait(self, timeout: float | None = None) -> Ended:
-        """Wait for its end. Raises `TimeoutError` after `timeout` seconds, and leaves it running."""
-        self.cluster.wait([self], timeout)
-        return self.ended()
-
-    def ended(self) -> Ended:
-        assert self.code is not None
-        return Ended(network.name_of(self.node), self.code, self.output)
-
-    def send_signal(self, number: int) -> None:
-        self.cluster._ask("signal", self.pid, int(number))
-
-    def kill(self) -> None:
-        """End it by SIGKILL, alone; its host goes on."""
-        self.send_signal(signal.SIGKILL)
 
 
 class Cluster:
@@ -122,7 +78,7 @@ class Cluster:
         self._port = PORT
         self._lock = threading.Lock()  # one question at a time
         self._processes: list[Process] = []
-        self._off: set[int] = set()  # nodes without power
+        self._off: set[str] = set()  # nodes without power
         self._channel: socket.socket | None = None
 
     def __len__(self) -> int:
@@ -189,9 +145,8 @@ class Cluster:
         except subprocess.TimeoutExpired:
             self._box.kill()
             self._box.wait()
-        for process in self._processes:
-            process.code = -signal.SIGKILL if process.code is None else process.code
-            self._forget(process)
+        with suppress(TimeoutError):
+            wait(self._running(), _GRACE_SECONDS)
 
     def _ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
         if self._channel is None:
@@ -343,19 +298,19 @@ class Cluster:
             if any(rank.code is not None for rank in ranks):
                 return
             with suppress(TimeoutError):
-                self.wait(ranks, 0.02)
+                wait(ranks, 0.02)
 
     def _wait_for_ranks(self, ranks: list[Process], timeout: float | None, collective_timeout: float) -> None:
         try:
-            self.wait(ranks, timeout, until=lambda: any(rank.code for rank in ranks if rank.node not in self._off))
+            wait(ranks, timeout, until=lambda: any(rank.code for rank in ranks if rank.node not in self._off))
             with suppress(TimeoutError):  # where a host has gone in silence, the others wait in their collective
-                self.wait(ranks, _GRACE_SECONDS + (collective_timeout if self._off else 0))
+                wait(ranks, _GRACE_SECONDS + (collective_timeout if self._off else 0))
         except TimeoutError:
             printed = "\n".join(rank.output for rank in ranks)
             raise RankTimeoutError(0, f"was still running after {timeout} s", log=printed) from None
 
     def _failure(self, rank: int, ranks: list[Process], outcomes: list[Any]) -> RankError:
-        outcome, node = outcomes[rank], self.names[ranks[rank].node]
+        outcome, node = outcomes[rank], ranks[rank].node
         reason = f"raised {outcome[1]}" if outcome else f"has ended with {ranks[rank].code}"
         others = [f"rank {i} raised {each[1]}" for i, each in enumerate(outcomes) if i != rank and each]
         others = [line for line in others if "raised b'" not in line]
@@ -388,14 +343,17 @@ class Cluster:
         finally:
             os.close(its_stdout)
             os.close(its_status)
-        process = Process(node, pid, stdout, status, self, line)
-        self._processes.append(process)
+        process = Process(self.names[node], pid, stdout, status, partial(self._ask, "signal"), line)
+        self._processes = [*self._running(), process]
         return process
+
+    def _running(self) -> list[Process]:
+        return [process for process in self._processes if process.code is None]
 
     def finish(self, processes: Sequence[Process], timeout: float | None = None) -> list[Ended]:
         """Wait for all; raises `TimeoutError` after `timeout` seconds, and kills those that still run."""
         try:
-            self.wait(processes, timeout)
+            wait(processes, timeout)
         finally:
             self._end(processes)
         return [process.ended() for process in processes]
@@ -408,59 +366,7 @@ class Cluster:
         for process in running:
             process.kill()
         with suppress(TimeoutError):
-            self.wait(running, _GRACE_SECONDS)
-
-    def wait(
-        self, processes: Sequence[Process], timeout: float | None = None, until: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Read what processes print until all have ended, or `until()`. Raises `TimeoutError` after `timeout`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with selectors.DefaultSelector() as selector:
-            for process in processes:
-                if process.code is None:
-                    selector.register(process.stdout, selectors.EVENT_READ, (process, False))
-                    selector.register(process.status, selectors.EVENT_READ, (process, True))
-            while any(process.code is None for process in processes) and not until():
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(f"still running after {timeout:g} s")
-                for key, _ in selector.select(left):
-                    process, is_status = key.data
-                    if is_status:
-                        process.code = int(os.read(process.status, 16) or -signal.SIGKILL)
-                        self._read_rest(process)
-                        selector.unregister(process.status)
-                        with suppress(KeyError):
-                            selector.unregister(process.stdout)
-                        self._forget(process)
-                    elif not self._read(process):
-                        selector.unregister(process.stdout)
-
-    def _read(self, process: Process) -> bool:
-        """Take what has been printed; False at its end."""
-        try:
-            data = os.read(process.stdout, 2**16)
-        except (BlockingIOError, OSError):
-            return False
-        begun = process.text.rfind(b"\n") + 1
-        process.text += data
-        if process.line:
-            *whole, _ = process.text[begun:].split(b"\n")
-            for each in whole:
-                process.line(network.name_of(process.node), each.decode(errors="replace"))
-        return bool(data)
-
-    def _read_rest(self, process: Process) -> None:
-        """What it had printed when it ended. Others that it has started may hold its output: not waited for."""
-        os.set_blocking(process.stdout, False)
-        while self._read(process):
-            pass
-
-    def _forget(self, process: Process) -> None:
-        if process in self._processes:
-            self._processes.remove(process)
-            os.close(process.stdout)
-            os.close(process.status)
+            wait(running, _GRACE_SECONDS)
 
     # ----------------------------------------------------------------------------------------------- the network
 
@@ -499,7 +405,7 @@ class Cluster:
         """The node loses its power: all its processes are gone at once, and its cable is dead, so that the others get
         no farewell. It does not come back."""
         self._check(node)
-        self._off.add(node)
+        self._off.add(self.names[node])
         self._ask("kill", node)
 
     def _check(self, node: int) -> None:
