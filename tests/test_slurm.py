@@ -121,6 +121,8 @@ def test_the_script_and_a_dry_run_agree_on_ranks_and_batch_and_the_job_trains_th
 def test_a_job_on_gpus_asks_for_one_for_each_rank_and_what_else_is_set_is_in_the_script(workdir: Path) -> None:
     asked = options(slurm_script("tiny", ["device=cuda", "nprocs=8", "nodes=2", "nodelist=g[1-2]", "account=me"]))
     assert (asked["gpus-per-node"], asked["nodelist"], asked["account"]) == ("4", "g[1-2]", "me")
+    assert "checkpoint.every" in slurm_script("tiny")
+    assert "checkpoint.every" not in slurm_script("tiny", ["checkpoint={every: 5}"]).partition("srun")[0]
     script = slurm_script("tiny", ["partition=long", "options=[--mem=3G]", "setup=[module load x]", "time=1d2h"])
     assert "gpus-per-node" not in script
     assert (

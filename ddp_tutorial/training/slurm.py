@@ -3,10 +3,10 @@
 import shlex
 from collections.abc import Iterable
 
-from ddp_tutorial.accumulation.strategies import micro_batches_per_rank
 from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.processes.slurm import SlurmConfig, batch_script, ranks_per_node
 from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.strategies import micro_batches_per_rank
 from ddp_tutorial.training.tasks import check_start
 
 
@@ -27,9 +27,7 @@ def slurm_script(source: str, overrides: Iterable[str] = (), python: str = "pyth
             "it by hand, under a name; or copy the checkpoint into the run of that name"
         )
     here = ranks_per_node(config.nprocs, config.slurm)
-    micro_batches_per_rank(
-        config.strategy, config.nprocs, accumulation=config.accumulation, micro_batches=config.micro_batches
-    )
+    micro_batches_per_rank(config, config.nprocs)
     going_on = {"resume": "auto", "name": config.name} if config.name else {"resume": "never"}
     check_start(config.model_copy(update=going_on), config.nprocs)
     slurm = config.slurm
@@ -37,13 +35,16 @@ def slurm_script(source: str, overrides: Iterable[str] = (), python: str = "pyth
         slurm = slurm.model_copy(update={"gpus": here})
     said = [override for override in of_run if override.partition("=")[0].strip() not in {"name", "resume"}]
     words = ["-m", "ddp_tutorial", "train", source, *said]
+    about = f"{config.batch_size} samples in an optimiser step, over all ranks"
+    if not config.checkpoint.every:
+        about += "\n# checkpoint.every is 0: it saves when it is told to go, but a job that loses a node begins anew"
     return batch_script(
         f'{shlex.join(words)} name="$run" resume=auto',
         config.nprocs,
         slurm,
         run=shlex.quote(config.name) if config.name else "slurm-$SLURM_JOB_ID",
         name=config.name.replace("/", "-") or config.label,
-        about=f"{config.batch_size} samples in an optimiser step, over all ranks",
+        about=about,
         python=python,
         patience=config.collective_timeout,
     )
