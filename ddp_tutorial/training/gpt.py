@@ -64,7 +64,7 @@ class _Embed(nn.Module):
 class _Recomputed(nn.Module):
     """A block whose insides are forgotten in forward, and computed once more in backward."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
