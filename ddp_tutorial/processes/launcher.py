@@ -17,25 +17,18 @@ The processes are started by `torch.multiprocessing.spawn`. This module adds wha
 - A rank never outlives its parent.
 """
 
-import linecache
 import os
 import pickle
-import re
 import secrets
 import selectors
 import signal
-import socket
-import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing import resource_tracker
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
@@ -45,9 +38,21 @@ import torch.multiprocessing
 
 from ddp_tutorial.collectives import RankZeroFailedError
 from ddp_tutorial.environment import cores
+from ddp_tutorial.processes.children import (
+    MARK,
+    announce,
+    cell_sources,
+    end_all,
+    environment,
+    interrupts_held,
+    loopback_store,
+    main_module_hidden,
+    name_cells,
+    rank_environment,
+    without_noise,
+)
 from ddp_tutorial.processes.console import Console, RankLog, make_console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, lost_connection
-from ddp_tutorial.processes.marks import kill_marked
 from ddp_tutorial.processes.rank import Job, run_rank
 from ddp_tutorial.processes.signals import StoppedError, handling
 from ddp_tutorial.processes.transport import Descriptor, dump_call, take_messages
@@ -59,14 +64,11 @@ Result = TypeVar("Result")
 GRACE_SECONDS = 0.3
 # When ranks have only heard that rank 0 has failed, it has this long to say how. It may still be closing files.
 RANK_ZERO_SECONDS = 5.0
-# How long ranks have to say where they stand when the time is up, and to end when they are asked to.
+# How long ranks have to say where they stand when the time is up.
 REPORT_SECONDS = 2.0
-END_SECONDS = 1.0
 # A pipe holds 64 KiB on Linux; what is left in that of a rank that has ended is read in a few pieces of that size. More
 # can only come from a process that it has started, and which still writes.
 _PIPE_PIECES = 16
-# The environment variable by which the processes that ranks have started are found.
-_MARK = "DDP_TUTORIAL_LAUNCH"
 
 
 def launch(
@@ -108,7 +110,7 @@ def launch(
     carrier = choose_backend(backend, kind)
     console = make_console(echo)
     if device == "auto":
-        console.say(_announce(nprocs, kind.type, carrier))
+        console.say(announce(nprocs, kind.type, carrier))
     if in_process:
         console.close([])
         return [fn(World.detect({}, device=kind.type, backend=carrier), *args)]
@@ -140,14 +142,6 @@ def _check(
         raise ValueError(f"threads={threads!r}: should be 1 or more, or None to share out the cores")
     if in_process and nprocs != 1:
         raise ValueError(f"in_process=True runs one rank, found nprocs={nprocs}. Use nprocs=1, or leave it out.")
-
-
-def _announce(nprocs: int, device: str, backend: str) -> str:
-    ranks = "1 rank" if nprocs == 1 else f"{nprocs} ranks"
-    if device == "cuda":
-        return f"{ranks} on cuda, {backend}"
-    gpus = torch.cuda.device_count()
-    return f"{ranks} on cpu, {backend}" + (f" (GPUs found: {gpus}, fewer than ranks)" if gpus else "")
 
 
 @dataclass
@@ -192,7 +186,7 @@ class _Rank:
     @property
     def reason(self) -> str:
         if self.raised is not None:
-            return f"raised {_without_noise(str(self.raised))}"
+            return f"raised {without_noise(str(self.raised))}"
         if self.result is not None:
             return "had returned"
         if self.exit_code is None:
@@ -222,9 +216,9 @@ class _Ranks:
         pass
 
     def start(self, call: bytes, device: str, backend: str, collective_timeout: float, threads: int) -> None:
-        self.store = store = _loopback_store(self.nprocs)  # it has to live as long as the ranks
-        environ = {**_rank_environment(self.nprocs, threads, store.port if store else 0), _MARK: self.mark}
-        with ExitStack() as parents_copies, _interrupts_held(), _main_module_hidden(), _environment(environ):
+        self.store = store = loopback_store(self.nprocs)  # it has to live as long as the ranks
+        environ = {**rank_environment(self.nprocs, threads, store.port if store else 0), MARK: self.mark}
+        with ExitStack() as parents_copies, interrupts_held(), main_module_hidden(), environment(environ):
             outputs, messages = ([self._pipe(parents_copies) for _ in range(self.nprocs)] for _ in range(2))
             lifeline, self.lifeline = os.pipe()
             parents_copies.callback(os.close, lifeline)
@@ -240,14 +234,14 @@ class _Ranks:
                 device=device,
                 backend=backend,
                 collective_timeout=timedelta(seconds=collective_timeout),
-                sources=_cell_sources(),
+                sources=cell_sources(),
                 parent=os.getpid(),
                 # the signal of a parent's death is bound to the thread that started the child
                 dies_with_thread=threading.current_thread() is threading.main_thread(),
             )
             processes = torch.multiprocessing.spawn(run_rank, (job,), self.nprocs, join=False).processes
             for rank, process in enumerate(processes):
-                log = RankLog(rank, self.console.line, _name_cells)  # a warning may name lines of a cell
+                log = RankLog(rank, self.console.line, name_cells)  # a warning may name lines of a cell
                 self._listen(_Rank(rank, process, outputs[rank][0], messages[rank][0], log))
         if self.signalled:  # meanwhile
             self.pass_on(self.signalled, None)
@@ -314,8 +308,8 @@ class _Ranks:
 
     def __exit__(self, *_: object) -> None:
         """End what still runs, then show what was printed. An interrupt waits: cut short, this would leave ranks."""
-        with _interrupts_held():
-            _end([rank.process for rank in self.ranks], self.mark)
+        with interrupts_held():
+            end_all([rank.process for rank in self.ranks], self.mark)
             for rank in self.ranks:
                 self._reap(rank)
             self.selector.close()
@@ -351,10 +345,10 @@ class _Ranks:
                     rank.result = content[0]
                 case "raised":
                     raised, trace, rank.raised_at = content
-                    rank.raised = replace(raised, message=_name_cells(raised.message))  # it may name lines of a cell
-                    rank.traceback = _name_cells(trace)
+                    rank.raised = replace(raised, message=name_cells(raised.message))  # it may name lines of a cell
+                    rank.traceback = name_cells(trace)
                 case "report":
-                    rank.report = _name_cells(content[0])
+                    rank.report = name_cells(content[0])
         return more
 
     def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
@@ -388,7 +382,7 @@ class _Ranks:
         note = f"Meanwhile {', '.join(others)}." if others else ""
         if first.lost_connection and any(rank.result is not None for rank in self.ranks):
             note += " A rank that returns closes its connections: every rank must enter every collective."
-        trace = _without_noise(first.traceback)
+        trace = without_noise(first.traceback)
         return RankError(first.rank, first.reason, trace, first.log.tail(), note, first.raised)
 
     def _timed_out(self, timeout: float | None) -> RankTimeoutError:
@@ -412,121 +406,3 @@ class _Ranks:
         if self.lifeline is not None:
             os.close(self.lifeline)
             self.lifeline = None
-
-
-def _end(processes: list[Any], mark: str) -> None:
-    """Ask, then kill, each rank; kill whatever the ranks have started; return when they are gone."""
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + END_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        process.kill()
-        process.join()
-    # What a rank has started may have outlived it and be anybody's child by now; but it has inherited the mark.
-    kill_marked(_MARK, mark.__eq__)
-
-
-def _loopback_store(nprocs: int) -> dist.TCPStore | None:
-    """Where the ranks meet, hosted here. The socket is ours: nobody can take the port in between, and it listens on
-    the loopback interface only, where TCPStore by itself would listen on all."""
-    if nprocs == 1:
-        return None
-    listener = socket.create_server(("127.0.0.1", 0), backlog=max(nprocs, 16))
-    return dist.TCPStore(
-        "127.0.0.1",
-        listener.getsockname()[1],
-        nprocs,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
-    """The variables that torchrun would set, all but RANK and LOCAL_RANK."""
-    loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), "lo")
-    return {
-        "WORLD_SIZE": str(nprocs),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client; the parent is the server
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": str(threads),
-    }
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Let interrupts wait until the end of the block, here and in the children that are started inside.
-
-    Two things are needed. Children inherit the signal mask, so none of them is hit before it has learnt to ignore
-    interrupts. But the mask is the thread's own, and a process with several threads, such as a Jupyter kernel, is hit
-    all the same; hence the handler, which takes a note.
-    """
-    resource_tracker.ensure_running()  # else spawn starts it inside, which unblocks SIGINT (Python 3.11)
-    noted: list[int] = []
-    in_main_thread = threading.current_thread() is threading.main_thread()  # Python interrupts no other
-    if in_main_thread:
-        handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
-        if noted:
-            signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set for the children that start inside, from their first moment on, and put back for this process."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep spawn from running the caller's script again in each rank: what a rank needs is sent to it by value."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _cell_sources() -> dict[str, list[str]]:
-    """The source lines of notebook cells, by file name: entries of linecache with no time of change and no file."""
-    return {
-        name: entry[2]
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None and entry[2] and not Path(name).exists()
-    }
-
-
-def _name_cells(trace: str) -> str:
-    """Call a cell what the notebook calls it: `File "ipykernel_7/3.py", line 2` -> `Cell In[4], line 2`."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    known_as = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)
-    return re.sub(r'File "([^"]+)"', lambda match: " ".join(known_as(match[1]) or [match[0]]), trace)
-
-
-def _without_noise(text: str) -> str:
-    """gloo's messages without the line of its C++ source in front and the general advice at the end."""
-    text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text)
-    return re.sub(r"\. This is typically caused by .*", "", text)

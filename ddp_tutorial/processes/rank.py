@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,19 +73,13 @@ class Job:
 
 def run_rank(rank: int, job: Job) -> None:
     """The function that `torch.multiprocessing.spawn` calls in each new process."""
-    global _send, _exit_code
+    global _exit_code
     atexit.register(_end_without_finalising)  # first in, so last to be called
-    _never_outlive_the_parent(job)
+    send = become_rank(rank, job.outputs[rank], job.messages[rank], job)
     for other, (output, messages) in enumerate(zip(job.outputs, job.messages, strict=True)):
         if other != rank:
             os.close(output.fd)
             os.close(messages.fd)
-    _redirect_output(job.outputs[rank].fd)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # the other variables were set when it was spawned
-    torch.set_num_threads(job.threads)
-    for name, lines in job.sources.items():  # so that tracebacks show the lines of a cell
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    send = _send = Sender(job.messages[rank].fd)
     threading.Thread(target=_answer, args=(job.lifeline.fd, send, threading.get_ident()), daemon=True).start()
     send("started")
     with ExitStack() as stack:
@@ -94,10 +89,39 @@ def run_rank(rank: int, job: Job) -> None:
             stack.enter_context(process_group(world))
             outcome: tuple[Any, ...] = ("result", dump_result(fn(world, *args)))
         except (Exception, SystemExit) as error:  # a rank that leaves has failed: the others count on it
-            outcome = ("raised", Raised.of(error), _own_traceback(error), time.monotonic())
+            outcome = ("raised", Raised.of(error), own_traceback(error), time.monotonic())
         # Told before the group is torn down: when that breaks the others' connections, the cause is known already.
         send(*outcome)
     _exit_code = int(outcome[0] == "raised")
+
+
+class Origin(Protocol):
+    """What a process has to know to become a rank: `sources` are the lines of notebook cells by file name, `parent` the
+    process that has started it, which dies with it or with its thread."""
+
+    threads: int
+    sources: dict[str, list[str]]
+    parent: int
+    dies_with_thread: bool
+
+
+def become_rank(rank: int, output: Descriptor, messages: Descriptor, origin: Origin) -> Sender:
+    """Make this process a rank: it ends with its parent and leaves interrupts to it, prints into `output`, and talks
+    through the sender that is returned, as `progress` does."""
+    global _send
+    _never_outlive_the_parent(origin)
+    _redirect_output(output.fd)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # the other variables were set when it was spawned
+    torch.set_num_threads(origin.threads)
+    know_sources(origin.sources)
+    _send = Sender(messages.fd)
+    return _send
+
+
+def know_sources(sources: Mapping[str, list[str]]) -> None:
+    """Let tracebacks show the lines of cells."""
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
 def _end_without_finalising() -> None:
@@ -112,13 +136,13 @@ def _end_without_finalising() -> None:
     os._exit(_exit_code)
 
 
-def _never_outlive_the_parent(job: Job) -> None:
+def _never_outlive_the_parent(origin: Origin) -> None:
     """Ignore interrupts, which are for the parent to handle, and be killed when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if job.dies_with_thread:
+    if origin.dies_with_thread:
         die_with_parent()  # torch.multiprocessing.spawn asked for SIGINT here, which we have just decided to ignore
-    if os.getppid() != job.parent:  # it died before we asked to be told
+    if os.getppid() != origin.parent:  # it died before we asked to be told
         os._exit(1)
 
 
@@ -145,10 +169,10 @@ def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
     os._exit(1)
 
 
-def _own_traceback(error: BaseException) -> str:
-    """The traceback without the frames of this package's launching; empty where there are no others."""
+def own_traceback(error: BaseException, *files: str) -> str:
+    """The traceback without the frames of this package's launching, and of `files`; empty where there are no others."""
     story = traceback.TracebackException.from_exception(error)
-    ours = {__file__, dump_result.__code__.co_filename}
+    ours = {__file__, dump_result.__code__.co_filename, *files}
     story.stack = traceback.StackSummary.from_list([f for f in story.stack if f.filename not in ours])
     return "".join(story.format()) if story.stack else ""
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import pickle
+import signal
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -98,7 +99,7 @@ def _culprit(value: object, label: str) -> str | None:
 
 
 class Sender:
-    """The rank's end of the message pipe. Any thread may send; a message arrives whole."""
+    """The writing end of a pipe of messages. Any thread may send; a message arrives whole, and an interrupt waits."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -107,9 +108,13 @@ class Sender:
     def __call__(self, *message: Any) -> None:
         body = pickle.dumps(message)
         data = memoryview(_LENGTH.pack(len(body)) + body)
-        with self._lock:
-            while data:
-                data = data[os.write(self._fd, data) :]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with self._lock:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def take_messages(inbox: bytearray) -> Iterator[Message]:

@@ -1,0 +1,153 @@
+"""What it takes to start processes as ranks and to end them, whoever does: `launch`, or a pool of ranks that stay."""
+
+import linecache
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.processes.marks import kill_marked
+
+# How long ranks have to end when they are asked to.
+END_SECONDS = 1.0
+# The environment variable by which the processes that ranks have started are found.
+MARK = "DDP_TUTORIAL_LAUNCH"
+
+
+def announce(nprocs: int, device: str, backend: str) -> str:
+    """What is started, in a line for people."""
+    ranks = "1 rank" if nprocs == 1 else f"{nprocs} ranks"
+    if device == "cuda":
+        return f"{ranks} on cuda, {backend}"
+    gpus = torch.cuda.device_count()
+    return f"{ranks} on cpu, {backend}" + (f" (GPUs found: {gpus}, fewer than ranks)" if gpus else "")
+
+
+def end_all(processes: list[Any], mark: str) -> None:
+    """Ask, then kill, each rank; kill whatever the ranks have started; return when they are gone."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + END_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.join()
+    # What a rank has started may have outlived it and be anybody's child by now; but it has inherited the mark.
+    kill_marked(MARK, mark.__eq__)
+
+
+def loopback_store(nprocs: int) -> dist.TCPStore | None:
+    """Where the ranks meet, hosted here. The socket is ours: nobody can take the port in between, and it listens on
+    the loopback interface only, where TCPStore by itself would listen on all."""
+    if nprocs == 1:
+        return None
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(nprocs, 16))
+    return dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        nprocs,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
+    """The variables that torchrun would set, all but RANK and LOCAL_RANK."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), "lo")
+    return {
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client; the parent is the server
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Let interrupts wait until the end of the block, here and in the children that are started inside.
+
+    Two things are needed. Children inherit the signal mask, so none of them is hit before it has learnt to ignore
+    interrupts. But the mask is the thread's own, and a process with several threads, such as a Jupyter kernel, is hit
+    all the same; hence the handler, which takes a note.
+    """
+    resource_tracker.ensure_running()  # else spawn starts it inside, which unblocks SIGINT (Python 3.11)
+    noted: list[int] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()  # Python interrupts no other
+    if in_main_thread:
+        handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set for the children that start inside, from their first moment on, and put back for this process."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def main_module_hidden() -> Iterator[None]:
+    """Keep spawn from running the caller's script again in each rank: what a rank needs is sent to it by value."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def cell_sources() -> dict[str, list[str]]:
+    """The source lines of notebook cells, by file name: entries of linecache with no time of change and no file."""
+    return {
+        name: entry[2]
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and entry[2] and not Path(name).exists()
+    }
+
+
+def name_cells(trace: str) -> str:
+    """Call a cell what the notebook calls it: `File "ipykernel_7/3.py", line 2` -> `Cell In[4], line 2`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    known_as = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)
+    return re.sub(r'File "([^"]+)"', lambda match: " ".join(known_as(match[1]) or [match[0]]), trace)
+
+
+def without_noise(text: str) -> str:
+    """gloo's messages without the line of its C++ source in front and the general advice at the end."""
+    text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text)
+    return re.sub(r"\. This is typically caused by .*", "", text)
