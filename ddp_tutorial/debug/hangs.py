@@ -64,7 +64,7 @@ class Standing:
     lines: tuple[Line, ...] = ()
     is_busy: bool = False
     members: dict[str, list[int]] = field(default_factory=dict)  # group -> its ranks, of the groups it is in
-    left: Literal["", "well", "failed"] = ""  # how it has left the block that is watched, if it has
+    left: Literal["", "well", "failed", "idle"] = ""  # how it has left, if it has; idle: it may return
 
     def call(self, group: str, number: int) -> Call | None:
         """The collective of this number, if it has entered that."""
@@ -309,7 +309,7 @@ def _absent(rank: int, standing: Standing | None) -> str:
         return f"rank {rank} does not answer: it has ended, was stopped, or is busy in native code"
     if standing.left:
         last = standing.calls[-1] if standing.calls else None
-        how = "has raised an error" if standing.left == "failed" else "has left"
+        how = {"failed": "has raised an error", "well": "has left", "idle": "runs no cell"}[standing.left]
         return f"rank {rank} {how}" + (f"; its last collective was {last.what}{_at(last.lines)}" if last else "")
     where = ", called from ".join(map(str, standing.lines)) or "no line of Python"
     return f"rank {rank} has not come: it {'computes' if standing.is_busy else 'is'} at {where}"

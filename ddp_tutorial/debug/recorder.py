@@ -57,11 +57,12 @@ class Call:
         return " ".join([self.op, *(str(list(size)) for size in self.sizes)])
 
 
-def calls(last: int = 200) -> list[Call]:
-    """The last collectives that this rank has entered, in that order."""
+def calls(last: int = 200, since: int = 0) -> list[Call]:
+    """The last collectives that this rank has entered, in that order; those of the groups number `since` and later, as
+    the recorder numbers the groups of a process: one that was made anew has the name of the old one."""
     with _no_compiler():
         entries = flight_record().get("entries", [])
-    return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"]]
+    return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"] and entry["pg_id"] >= since]
 
 
 def progress() -> dict[str, tuple[int, int]]:
