@@ -14,6 +14,7 @@ from .config import from_arguments as from_arguments
 from .ddp.sync_bn import synchronise_batch_norm as synchronise_batch_norm
 from .ddp.variants import DDPConfig as DDPConfig
 from .ddp.variants import data_parallel as data_parallel
+from .live.pool import Ranks as Ranks
 from .phases import observe as observe
 from .phases import phase as phase
 from .processes.errors import RankError as RankError

@@ -32,6 +32,7 @@ ROOMS = [
     ["training"],
     ["experiments"],
     ["debug"],
+    ["live"],
     ["museum"],
     ["exercises", "benches", "examples", "configs"],
     ["commands"],

@@ -1,0 +1,345 @@
+"""The pool's side of living ranks: start them, talk to them, and see that they can go on whatever one of them does.
+
+A call ends when all ranks that take part have ended it. Until then they are asked now and then how far they are: where
+one waits in a collective for a rank that does not come, all are asked where they stand, and the call is ended.
+"""
+
+import os
+import secrets
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.debug.hangs import CollectiveError, Diagnosis, Standing, diagnose
+from ddp_tutorial.live.member import BUSY_SECONDS, serve
+from ddp_tutorial.live.moments import Answer, Look, Seat
+from ddp_tutorial.live.person import Person, told_of
+from ddp_tutorial.processes.children import (
+    MARK,
+    cell_sources,
+    environment,
+    main_module_hidden,
+    rank_environment,
+)
+from ddp_tutorial.processes.console import make_console
+from ddp_tutorial.processes.errors import RankError, RankTimeoutError
+from ddp_tutorial.processes.transport import Descriptor
+
+# How often ranks are asked how far they are, once a call has lasted for longer.
+LOOK_SECONDS = 0.25
+# Those that wait for a rank which has ended the call already, may wait for so long: it will hardly come.
+ENDED_SECONDS = 1.0
+# How long a rank has to end a call when it is interrupted, and to form a group with the others.
+REACT_SECONDS, MEET_SECONDS = 3.0, 60.0
+ANSWER_SECONDS = 1.5
+
+
+class Crew:
+    """The ranks of a pool. `Ranks` adds what one does with them."""
+
+    def __init__(
+        self, n: int, threads: int, device: str, backend: str, patience: float, collective_timeout: float, echo: bool
+    ) -> None:
+        self.n, self.patience, self.echo = n, patience, echo
+        self.threads, self.collective_timeout = threads, collective_timeout
+        self.device, self.backend = device, backend
+        self._people: list[Person] = []
+        self._store: dist.TCPStore | None = None
+        self._selector = selectors.DefaultSelector()
+        self._mark = secrets.token_hex(8)
+        self._busy = threading.Lock()
+        self._number = self._question = 0
+        self._known: set[str] = set()  # cells whose lines the ranks have been told
+        self._has_group = False
+
+    # ---------------------------------------------------------------------------------------------------- starting
+
+    def _start(self, people: Sequence[Person]) -> None:
+        port = self._store.port if self._store else 0
+        environ = {**rank_environment(self.n, self.threads, port), MARK: self._mark}
+        with ExitStack() as theirs, main_module_hidden(), environment(environ):
+            for each in people:
+                output, messages, requests, control = each.open_pipes(theirs)
+                seat = Seat(
+                    rank=each.rank,
+                    output=Descriptor(output),
+                    messages=Descriptor(messages),
+                    requests=Descriptor(requests),
+                    control=Descriptor(control),
+                    threads=self.threads,
+                    device=self.device,
+                    backend=self.backend,
+                    collective_timeout=self.collective_timeout,
+                    sources=cell_sources(),
+                    parent=os.getpid(),
+                    dies_with_thread=threading.current_thread() is threading.main_thread(),
+                )
+                each.process = torch.multiprocessing.spawn(serve, (seat,), 1, join=False).processes[0]
+                each.register(self._selector)
+
+    def _up(self) -> None:
+        """Wait until all are up, then let them meet."""
+        console = make_console(self.echo)
+        for each in self._people:
+            each.show_on(console)
+        with _interrupts_noted() as noted:
+            while not all(each.started or each.death for each in self._people):
+                self._hear(LOOK_SECONDS)
+                if noted:
+                    return  # and it is raised
+            for each in self._people:
+                if each.death:
+                    raise RankError(each.rank, f"{each.death} before it was ready", log=each.log.tail())
+            self._meet()
+
+    def _meet(self) -> None:
+        """Let all ranks form a group, in place of the one there is."""
+        self._has_group = False
+        everyone = self._begin("meet", on=self._people)
+        deadline = time.monotonic() + MEET_SECONDS
+        while any(each.is_busy for each in everyone) and not any(each.death or each.failure for each in everyone):
+            if not self._hear(deadline - time.monotonic()):
+                break
+        for each in everyone:
+            if each.is_busy or each.death or each.failure:
+                self._kill([other for other in everyone if other.is_busy])
+                raise self._error(each, "The ranks have no process group; `restart` starts them anew.")
+        self._has_group = True
+
+    # ------------------------------------------------------------------------------------------------------- a call
+
+    def _call(self, kind: str, *content: Any, on: Iterable[int] | None = None) -> dict[int, Any]:
+        """Let ranks do one thing; what came of it, by rank."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("the ranks are busy with another call, from another thread of this process")
+        try:
+            with _interrupts_noted() as noted:
+                return self._call_of(self._chosen(on), noted, kind, *content)
+        finally:
+            self._busy.release()
+
+    def _call_of(self, people: Sequence[Person], noted: list[int], kind: str, *content: Any) -> dict[int, Any]:
+        console = make_console(self.echo)
+        for each in people:
+            each.show_on(console)
+        try:
+            self._begin(kind, *content, on=people)
+            found = self._wait(people, noted)
+            if noted:
+                noted.clear()
+                raise self._interrupted(people)
+            if found is not None or any(each.failure or each.death for each in people):
+                raise self._failed(people, found)
+            return {each.rank: each.value for each in people}
+        finally:
+            console.close([each.finish() for each in people])
+            for each in people:
+                each.display_all()
+
+    def _chosen(self, on: Iterable[int] | None) -> list[Person]:
+        if not self._people:
+            raise RuntimeError("these ranks have been stopped. Start new ones.")
+        self._hear(0.0)
+        ranks = list(range(self.n)) if on is None else list(on)
+        for rank in ranks:
+            if rank not in range(self.n):
+                raise ConfigError(f"rank {rank} is not one of 0 to {self.n - 1}")
+            if death := self._people[rank].death:
+                raise RankError(rank, f"is dead: it {death}", others=self._advice())
+        if not self._has_group and self.n > 1 and on is None:
+            raise RankError(ranks[0], "has no process group", others=self._advice())
+        return [self._people[rank] for rank in ranks]
+
+    def _advice(self) -> str:
+        living = [f"{each.rank}" for each in self._people if not each.death]
+        if not living:
+            return "`restart` (%ranks restart) starts the ranks anew."
+        ranks = (
+            f"Rank {living[0]} lives on, and keeps its" if len(living) == 1 else f"Ranks {', '.join(living)} live on"
+        )
+        keeps = " variables" if len(living) == 1 else ", and keep their variables"
+        return f"{ranks}{keeps}. `restart` (%ranks restart) starts the dead anew, and forms a group."
+
+    def _begin(self, kind: str, *content: Any, on: Sequence[Person]) -> Sequence[Person]:
+        self._number += 1
+        for each in on:
+            each.begin(self._number)
+        for each in on:
+            each.request(self._number, kind, *content)
+        return on
+
+    def _wait(self, people: Sequence[Person], noted: list[int]) -> Diagnosis | None:
+        """Until all have ended the call, or there is an interrupt. Where some wait for a rank that does not come, the
+        call is ended: the verdict."""
+        look_at = time.monotonic() + LOOK_SECONDS
+        slow_until = 0.0
+        while any(each.is_busy for each in people) and not noted:
+            self._hear(max(0.0, look_at - time.monotonic()))
+            now = time.monotonic()
+            if now < look_at:
+                continue
+            look_at = now + LOOK_SECONDS
+            busy = [each for each in people if each.is_busy]
+            someone_ended = len(busy) < len(people)
+            limit = min(ENDED_SECONDS, self.patience) if someone_ended else self.patience
+            if now > slow_until and any(each.waited_for(now) > limit for each in busy):
+                found = diagnose(self._standings())
+                if found.kind in {"order", "shape", "absent", "failed"} and any(each.is_busy for each in people):
+                    self._end_call([each for each in people if each.is_busy])
+                    return found
+                if found.kind == "slow" and not slow_until:
+                    people[0].console.say(told_of(found.verdict))
+                slow_until = time.monotonic() + limit
+            self._question += 1
+            for each in busy:
+                each.control("look", self._question)
+        return None
+
+    def _end_call(self, people: Sequence[Person]) -> None:
+        """Interrupt, then wake, then kill those that have not ended the call."""
+        for each in people:
+            each.was_ended = each.is_busy
+        for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
+            for each in people:
+                if each.is_busy:
+                    each.control("interrupt")
+                    if wake:
+                        each.control("wake")
+            deadline = time.monotonic() + seconds
+            while any(each.is_busy for each in people) and self._hear(deadline - time.monotonic()):
+                pass
+        self._kill([each for each in people if each.is_busy], "did not react to an interrupt, and was killed")
+        self._ask("look", ANSWER_SECONDS)  # a rank that has answered has nothing left to wake
+
+    def _kill(self, people: Sequence[Person], why: str = "was killed") -> None:
+        for each in people:
+            each.process.kill()
+            each.process.join()
+            each.reap(self._selector, why)
+
+    def _interrupted(self, people: Sequence[Person]) -> KeyboardInterrupt:
+        self._end_call(people)
+        stood = []
+        for each in people:
+            where = each.failure.line if each.failure else ""
+            stood.append(f"rank {each.rank} {each.death or (f'was at {where}' if where else 'had ended the call')}")
+        text = "\n".join(["interrupted", *(told_of(line) for line in stood), *self._settle(people)])
+        error = KeyboardInterrupt(text)
+        error._render_traceback_ = lambda: f"KeyboardInterrupt: {text}".split("\n")  # type: ignore[attr-defined]
+        return error
+
+    def _failed(self, people: Sequence[Person], found: Diagnosis | None) -> Exception:
+        """What to raise: the first cause. `found` is the verdict on those that waited."""
+        own = [each for each in people if (each.failure or each.death) and not each.was_ended]
+        after = self._settle(people)
+        verdict = told_of(str(found)) if found else ""
+        if found is not None and (found.kind != "failed" or not own):
+            story = "\n\n".join([verdict, *after])
+            error = CollectiveError(story)
+            error._render_traceback_ = lambda: f"CollectiveError: {story}".split("\n")  # type: ignore[attr-defined]
+            return error
+        first = min(own or people, key=lambda each: each.cause_order)
+        others = [each for each in people if each is not first and (each.failure or each.death)]
+        same = [each.rank for each in others if each.reason == first.reason]
+        told = [f"rank {each.rank} {each.reason}" for each in others if each.rank not in same and not each.was_ended]
+        meanwhile = [f"Rank {', '.join(map(str, same))} too."] if same else []
+        meanwhile += [f"Meanwhile {', '.join(told)}."] if told else []
+        return self._error(first, "\n\n".join([*meanwhile, *([verdict] if verdict else []), *after]))
+
+    def _error(self, each: Person, others: str) -> RankError:
+        if each.is_busy and not each.death:
+            return RankTimeoutError(each.rank, f"did not meet the others within {MEET_SECONDS:g} s", others=others)
+        trace = told_of(each.failure.traceback) if each.failure else ""
+        raised = each.failure.raised if each.failure else None
+        log = each.log.tail() if each.death else ""
+        return RankError(each.rank, each.reason, trace, log, others, raised)
+
+    def _settle(self, people: Sequence[Person]) -> list[str]:
+        """After a call that has failed: see that the ranks can go on together. What there is to say about it."""
+        if any(each.death for each in self._people):
+            self._has_group = False
+            living = [each for each in self._people if not each.death]
+            kept = {each.rank: each.outcome for each in people}
+            self._quietly("leave", living)
+            for each in people:
+                each.outcome = kept[each.rank]
+            return [self._advice()]
+        if self.n == 1 or self._are_in_step(people):
+            return []
+        kept = {each.rank: each.outcome for each in people}
+        self._meet()
+        for each in people:
+            each.outcome = kept[each.rank]
+        return [
+            "The ranks live on with their variables, and have formed a new process group: what holds the old one, such "
+            "as DistributedDataParallel, has to be made again."
+        ]
+
+    def _quietly(self, kind: str, people: Sequence[Person]) -> None:
+        self._begin(kind, on=people)
+        deadline = time.monotonic() + REACT_SECONDS
+        while any(each.is_busy for each in people) and self._hear(deadline - time.monotonic()):
+            pass
+        self._kill([each for each in people if each.is_busy])
+
+    def _are_in_step(self, people: Sequence[Person]) -> bool:
+        """Has every rank ended the same collectives, and has none of them failed?"""
+        if any(each.failure and each.failure.in_collective for each in people):
+            return False
+        looks = [answer for answer in self._ask("look", ANSWER_SECONDS).values() if isinstance(answer, Look)]
+        same = all(look.progress == looks[0].progress for look in looks)
+        return len(looks) == self.n and same and not any(look.waits for look in looks)
+
+    def _standings(self) -> dict[int, Standing | None]:
+        answers = self._ask("stand", BUSY_SECONDS + ANSWER_SECONDS)
+        return {rank: each if isinstance(each, Standing) else None for rank, each in answers.items()}
+
+    def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:
+        """A question to all ranks at the same time, whatever they do; None from those that do not answer."""
+        self._question += 1
+        number = self._question
+        living = [each for each in self._people if not each.death]
+        for each in living:
+            each.control(what, number)
+        deadline = time.monotonic() + seconds
+        while any(each.answered != number and not each.death for each in living):
+            if not self._hear(deadline - time.monotonic()):
+                break
+        return {each.rank: each.answer if each.answered == number else None for each in self._people}
+
+    def _hear(self, seconds: float | None) -> bool:
+        """Handle what has come from the ranks, or wait for it. False where the time was up before."""
+        if seconds is not None and seconds < 0:
+            return False
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
+            key.data(self._selector)
+        return bool(ready) or seconds is None or seconds > 0
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[list[int]]:
+    """Inside, an interrupt is noted and does nothing else, so that no message of a rank is cut short. Who handles it
+    clears the list; else it is raised at the end."""
+    noted: list[int] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()  # Python interrupts no other
+    before = signal.getsignal(signal.SIGINT)
+    if not in_main_thread or not callable(before):
+        yield noted
+        return
+    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted:
+            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,213 @@
+"""Ranks that stay, in a notebook: `%load_ext ddp_tutorial`, then
+
+%ranks start -n 2 [--threads 1] [--patience 10] [--device cpu]
+%ranks status | stop | restart [--all]
+%ranks get NAME        the values of NAME, as a list: here, and as the result
+%ranks put NAME        gives all ranks this notebook's NAME
+%ranks script out.py   the cells so far, as a script for torchrun
+
+%%ranks                a cell for all ranks; %%ranks 0, %%ranks 1-3, %%ranks 0,2 for some; %%rank0 for rank 0
+%%ranks --raises       a cell that has to fail: its error is printed, and a notebook that is executed goes on
+"""
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+
+from ddp_tutorial.config import ConfigError, did_you_mean
+from ddp_tutorial.debug.hangs import CollectiveError
+from ddp_tutorial.live.pool import Ranks
+from ddp_tutorial.live.script import Step, put_step, script_of
+from ddp_tutorial.live.shown import Shown
+from ddp_tutorial.processes.errors import RankError
+
+COMMANDS = ["start", "status", "stop", "restart", "get", "put", "script"]
+_ASKS = re.compile(r"([\w.\[\]'\"]+)(\?{1,2})")
+
+
+class MagicError(ConfigError):
+    """A magic that cannot be done as it was typed. In a notebook the message says all there is to say."""
+
+    def _render_traceback_(self) -> list[str]:
+        return f"{type(self).__name__}: {self}".split("\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise MagicError(f"%ranks {self.prog}: {message}")
+
+
+@magics_class
+class RankMagics(Magics):
+    """The magics of one notebook, and the ranks that they have started."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.notebook = shell
+        self.pool: Ranks | None = None
+        self.steps: list[Step] = []
+
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None) -> Any:
+        """A cell for living ranks, or, as `%ranks COMMAND`, one of: start, status, stop, restart, get, put, script."""
+        if cell is not None:
+            return self._cell(line, cell)
+        command, *arguments = shlex.split(line) or [""]
+        if command not in COMMANDS:
+            raise MagicError(f"%ranks {command}: use one of {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}")
+        return getattr(self, command)(arguments)
+
+    @cell_magic
+    def rank0(self, line: str, cell: str) -> Shown | None:
+        """A cell for rank 0 alone."""
+        return self._cell("0", cell)
+
+    def start(self, arguments: Sequence[str]) -> None:
+        """Start ranks; those that there were are ended."""
+        parser = _Parser("start", add_help=False)
+        parser.add_argument("-n", type=int, default=2)
+        parser.add_argument("--threads", type=int)
+        parser.add_argument("--patience", type=float, default=10.0)
+        parser.add_argument("--device", default="auto")
+        parser.add_argument("--backend", default="auto")
+        asked = vars(parser.parse_args(arguments))
+        self.end()
+        self.pool = Ranks(asked.pop("n"), **asked)
+        self.steps = []
+        print(self.pool.in_words)
+
+    def status(self, _: Sequence[str]) -> None:
+        """Say which ranks are alive."""
+        for each in self._alive().status():
+            more = f", process {each['pid']}, {each['memory'] / 1e6:.0f} MB" if each["pid"] else ""
+            print(f"rank {each['rank']}: {each['state']}{more}")
+
+    def stop(self, _: Sequence[str]) -> None:
+        """End the ranks."""
+        self._alive()
+        self.end()
+
+    def restart(self, arguments: Sequence[str]) -> None:
+        """Start the dead ranks anew; where there are none, or with --all, all of them."""
+        pool = self._alive()
+        anew = pool.restart(everything="--all" in arguments or None)
+        if len(anew) == pool.n:
+            self.steps = []
+            print(f"started anew: {pool.in_words}")
+        else:
+            print(f"started anew: rank {', '.join(map(str, anew))}; the others keep their variables")
+
+    def get(self, arguments: Sequence[str]) -> list[Any]:
+        """Bring the values of a name home, as a list."""
+        [name] = self._names("get", arguments)
+        values = self._alive().get(name)
+        if name.isidentifier():
+            self.notebook.user_ns[name] = values
+        return values
+
+    def put(self, arguments: Sequence[str]) -> None:
+        """Give all ranks names of this notebook."""
+        for name in self._names("put", arguments):
+            if name not in self.notebook.user_ns:
+                raise MagicError(f"%ranks put {name}: this notebook has no variable {name!r}")
+            value = self.notebook.user_ns[name]
+            self._alive().put(**{name: value})
+            self.steps.append(put_step(name, value))
+
+    def script(self, arguments: Sequence[str]) -> None:
+        """Write the cells so far as one script for torchrun; cells that failed are left out."""
+        [name] = self._names("script", arguments)
+        pool = self._alive()
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        text = script_of(self.steps, name, pool.n, pool.threads, pool.device, pool.backend)
+        Path(name).write_text(text, encoding="utf-8")
+        print(f"{name}: torchrun --nproc-per-node {pool.n} {name}")
+
+    def end(self) -> None:
+        """End the ranks, if there are any."""
+        if self.pool is not None:
+            self.pool.stop()
+        self.pool = None
+
+    def complete(self, text: str) -> list[str]:
+        """How `text` may go on, by rank 0's names."""
+        found: list[str] = self._alive().ask("names", text)
+        return found
+
+    def _cell(self, line: str, cell: str) -> Shown | None:
+        pool = self._alive()
+        if line.startswith("--raises"):
+            self._raises(line.removeprefix("--raises").strip(), cell)
+            return None
+        on = _ranks_of(line, pool.n)
+        if asked := _ASKS.fullmatch(cell.strip()):
+            print(pool.ask("inspect", asked[1], len(asked[2]) - 1, rank=on[0] if on else 0))
+            return None
+        whole = f"%%ranks {line}".rstrip() + f"\n{cell}"
+        name = f"Cell In[{self.notebook.execution_count}]"
+        shown = pool.execute(cell, on, name=name, cell=whole, offset=1)
+        self.steps.append(Step(cell, tuple(on) if on is not None else None))
+        return shown if shown else None
+
+    def _raises(self, line: str, cell: str) -> None:
+        try:
+            self._cell(line, cell)
+        except (RankError, CollectiveError) as error:
+            print(f"{type(error).__name__}: {error}")
+        else:
+            raise MagicError("%%ranks --raises: this cell should have failed on some rank, and has not")
+
+    def _alive(self) -> Ranks:
+        if self.pool is None:
+            raise MagicError("no ranks are alive. Start some: %ranks start -n 2")
+        return self.pool
+
+    def _names(self, command: str, arguments: Sequence[str]) -> Sequence[str]:
+        if not arguments or (command != "put" and len(arguments) > 1):
+            raise MagicError(f"%ranks {command}: give it one name, such as: %ranks {command} loss")
+        return arguments
+
+
+def _ranks_of(text: str, n: int) -> list[int] | None:
+    """`"0"`, `"1-3"`, `"0,2"` -> the ranks; None for all."""
+    if not text.strip():
+        return None
+    found: list[int] = []
+    for part in re.split(r"[,\s]+", text.strip()):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise MagicError(f"%%ranks {text}: name ranks as in %%ranks 0, %%ranks 1-3 or %%ranks 0,2")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if wrong := [rank for rank in found if rank >= n]:
+        raise MagicError(f"%%ranks {text}: there are ranks 0 to {n - 1}, no rank {wrong[0]}")
+    return sorted(set(found))
+
+
+def load(shell: Any) -> None:
+    """Register the magics with IPython's shell, and completion by rank 0's names in their cells."""
+    magics = RankMagics(shell)
+    shell.register_magics(magics)
+
+    @context_matcher()  # type: ignore[untyped-decorator]
+    def complete(context: CompletionContext) -> SimpleMatcherResult:
+        found: list[str] = []
+        if magics.pool is not None and context.full_text.startswith("%%rank") and context.cursor_line:
+            with suppress(Exception):  # rank 0 is busy, or dead: there is nothing to complete by
+                found = magics.complete(context.token)
+        return {"completions": [SimpleCompletion(text=each, type="on rank 0") for each in found]}
+
+    shell.Completer.custom_matchers.append(complete)
+
+
+def unload(shell: Any) -> None:
+    """End the ranks."""
+    magics = shell.magics_manager.registry.get(RankMagics.__name__)
+    if magics is not None:
+        magics.end()

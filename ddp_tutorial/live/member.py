@@ -1,0 +1,256 @@
+"""The rank's side of a pool: a process that waits for calls, keeps their variables, and can be woken from any of them.
+
+The main thread runs the calls. A second thread answers while it does: it says where this rank is, interrupts Python
+code, and wakes the main thread from a collective that will never end, by closing the connections to the other ranks.
+"""
+
+import ast
+import builtins
+import faulthandler
+import linecache
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.debug.hangs import Standing
+from ddp_tutorial.debug.recorder import calls, members, progress, standing_lines
+from ddp_tutorial.live import shown
+from ddp_tutorial.live.moments import Bundle, Failure, Look, Receiver, Seat
+from ddp_tutorial.processes.errors import Raised, lost_connection
+from ddp_tutorial.processes.rank import become_rank, know_sources, own_traceback
+from ddp_tutorial.processes.transport import Sender, dump_result
+from ddp_tutorial.world import World, process_group
+
+# How long it is watched whether this rank computes.
+BUSY_SECONDS, BUSY_SHARE = 0.3, 0.1
+_DISTRIBUTED = str(Path(dist.__file__).parent)
+_LIBRARIES = (str(Path(torch.__file__).parent), sys.prefix, sys.base_prefix, "<frozen")
+_TOLD_BY_GLOO = ("gloo", "timed out waiting", "process group")
+
+
+def serve(_: int, seat: Seat) -> None:
+    """What is spawned: be a rank until the pool is gone."""
+    send = become_rank(seat.rank, seat.output, seat.messages, seat)
+    os.environ["MPLBACKEND"] = "module://ddp_tutorial.live.figures"
+    member = Member(seat, send)
+    threading.Thread(target=member.answer, daemon=True, name="live ranks").start()
+    send("started")
+    member.work()
+
+
+class Member:
+    """One rank: its namespace, which is its `__main__`, and its process group."""
+
+    def __init__(self, seat: Seat, send: Sender) -> None:
+        self.send = send
+        self.requests, self.control = Receiver(seat.requests.fd), Receiver(seat.control.fd)
+        timeout = timedelta(seconds=seat.collective_timeout)
+        self.world = World.detect(device=seat.device, backend=seat.backend, timeout=timeout)
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        self.names = vars(main)
+        self.names.update(__builtins__=builtins, world=self.world, display=shown.display)
+        self.group: AbstractContextManager[World] | None = None
+        self.oldest = 0  # the recorder's number of the group that is used now
+        self.number = 0  # of the call
+        self.main_thread = threading.get_ident()
+        self.interruptible = self.interrupted = False
+        self.state = "idle"
+        shown.show_with(lambda bundle: send("shown", self.number, bundle))
+
+    # ------------------------------------------------------------------------------------------------- main thread
+
+    def work(self) -> None:
+        """Run one call after the other, for ever."""
+        while (request := self.requests()) is not None:
+            self.number, kind, *content = request
+            signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have set another
+            act: Callable[..., object] = getattr(self, f"do_{kind}")
+            outcome = self._guarded(lambda act=act, content=content: act(*content))  # type: ignore[misc]
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+            self.state = "failed" if outcome[0] == "raised" else "idle"
+            self.send(outcome[0], self.number, *outcome[1:])
+        os._exit(0)
+
+    def _guarded(self, act: Callable[[], object]) -> tuple[Any, ...]:
+        self.state, self.interrupted = "", False
+        try:
+            try:
+                self.interruptible = True
+                return "done", act()
+            finally:
+                self.interruptible = False
+        except BaseException as error:
+            self.interruptible = False
+            return "raised", _failure(error)
+
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        """An interrupt of the terminal or of the kernel is for the pool to handle, which then asks for it."""
+        asked, self.interrupted = self.interrupted, False
+        if asked and self.interruptible:
+            raise KeyboardInterrupt
+
+    def do_nothing(self) -> None:
+        """For measuring what a call costs."""
+
+    def do_meet(self) -> None:
+        """Form a process group with the others, in place of the one there is."""
+        self.do_leave()
+        self.group = process_group(self.world)
+        self.group.__enter__()
+
+    def do_leave(self) -> None:
+        """Leave the group, whatever it is in: those that wait for this rank in it hear that it is gone."""
+        group, self.group = self.group, None
+        if dist.is_initialized():
+            self.oldest = max(map(int, progress()), default=-1) + 1
+        if group is not None:
+            with suppress(RuntimeError):
+                group.__exit__(None, None, None)
+
+    def do_execute(self, source: str, name: str, cell: str, offset: int) -> Bundle | None:
+        """Run a cell; what its last expression shows. `cell` is what the notebook has, in which `source` begins after
+        `offset` lines; `name` is what tracebacks call it."""
+        linecache.cache[name] = (len(cell), None, [f"{line}\n" for line in cell.split("\n")], name)
+        if "IPython" in source:
+            import IPython.display
+
+            IPython.display.display = shown.display
+        tree = ast.parse("\n" * offset + source, name)
+        last = tree.body[-1] if tree.body else None
+        value = None
+        if isinstance(last, ast.Expr) and not source.rstrip().endswith(";"):
+            exec(compile(ast.Module(tree.body[:-1], []), name, "exec"), self.names)
+            value = eval(compile(ast.Expression(last.value), name, "eval"), self.names)
+        else:
+            exec(compile(tree, name, "exec"), self.names)
+        shown.show_open_figures()
+        if value is None:
+            return None
+        self.names["_"] = value
+        return shown.bundle_of(value)
+
+    def do_run(self, call: bytes, sources: dict[str, list[str]]) -> bytes:
+        """Call a function with the world; its result."""
+        know_sources(sources)
+        fn, args = pickle.loads(call)
+        result = fn(self.world, *args)
+        shown.show_open_figures()
+        return dump_result(result)
+
+    def do_get(self, name: str) -> bytes:
+        """The value of a name, or of an expression."""
+        return dump_result(eval(name, self.names))
+
+    def do_put(self, values: bytes) -> None:
+        """Set names."""
+        self.names.update(pickle.loads(values))
+
+    def do_names(self, text: str) -> list[str]:
+        """What `text` may go on to: names, or attributes behind a dot."""
+        from rlcompleter import Completer
+
+        completer, found = Completer(self.names), list[str]()
+        while (each := completer.complete(text, len(found))) is not None:
+            found.append(each.rstrip("()"))
+        return found
+
+    def do_inspect(self, name: str, detail: int) -> str:
+        """What IPython says of a name with `?` or `??`."""
+        from IPython.core.oinspect import Inspector, OInfo
+
+        value = eval(name, self.names)
+        info = OInfo(found=True, namespace="rank", ismagic=False, isalias=False, obj=value, parent=None)
+        text: str = Inspector(theme_name="nocolor")._get_info(value, name, info=info, detail_level=detail)["text/plain"]
+        return text
+
+    # ------------------------------------------------------------------------------------------- the other thread
+
+    def answer(self) -> None:
+        """Answer the pool at any time, until it is gone."""
+        while (message := self.control()) is not None:
+            match message:
+                case ("look", question):
+                    self.send("answer", question, Look(self._progress()))
+                case ("stand", question):
+                    self.send("answer", question, self._standing())
+                case ("interrupt",):
+                    self.interrupted = True
+                    signal.pthread_kill(self.main_thread, signal.SIGINT)
+                case ("wake",):
+                    self._wake()
+        faulthandler.disable()
+        os._exit(0)
+
+    def _progress(self) -> dict[str, tuple[int, int]]:
+        if not dist.is_initialized():
+            return {}
+        return {group: seen for group, seen in progress().items() if int(group) >= self.oldest}
+
+    def _standing(self) -> Standing:
+        state = self.state
+        before = time.process_time()
+        time.sleep(BUSY_SECONDS)
+        is_busy = time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
+        if not dist.is_initialized():
+            return Standing((), standing_lines(self.main_thread), is_busy, {}, state)  # type: ignore[arg-type]
+        entered = tuple(calls(since=self.oldest))
+        return Standing(entered, standing_lines(self.main_thread), is_busy, members(), state)  # type: ignore[arg-type]
+
+    def _wake(self) -> None:
+        """End what the main thread waits for in native code: gloo has no other way in than a lost connection.
+
+        Of NCCL's groups the communicators are aborted, which is what torch has for it.
+        """
+        if self.world.backend == "nccl":
+            with suppress(Exception):
+                dist.distributed_c10d._abort_process_group()
+            return
+        for connection in _connections(int(os.environ["MASTER_PORT"])):
+            with connection, suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(store: int) -> list[socket.socket]:
+    """This process's connections on the loopback interface, but for those to the store."""
+    found = []
+    for file in list(Path("/dev/fd").iterdir()):
+        with suppress(OSError):
+            connection = socket.socket(fileno=os.dup(int(file.name)))
+            try:
+                here, there = connection.getsockname(), connection.getpeername()
+                ours = connection.family in {socket.AF_INET, socket.AF_INET6} and "127.0.0.1" in here[0] + there[0]
+            except (OSError, TypeError, IndexError):
+                ours = False
+            if ours and store not in {here[1], there[1]}:
+                found.append(connection)
+            else:
+                connection.close()
+    return found
+
+
+def _failure(error: BaseException) -> Failure:
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [place for place in places if not place[0].startswith(_LIBRARIES) and place[0] != __file__]
+    line = 'File "{}", line {}'.format(*users[-1]) if users else ""
+    told = str(error).lower()
+    in_collective = isinstance(error, RuntimeError) and (
+        places[-1][0].startswith(_DISTRIBUTED) or lost_connection(error) or any(word in told for word in _TOLD_BY_GLOO)
+    )
+    trace = own_traceback(error, __file__, ast.__file__)
+    return Failure(Raised.of(error), trace, time.monotonic(), line, in_collective)

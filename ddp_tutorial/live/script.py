@@ -1,0 +1,116 @@
+"""The cells that ranks have run, as one script for torchrun."""
+
+import ast
+import base64
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+_BEGINNING = '''"""Cells of live ranks, as one script: torchrun --nproc-per-node {n} {name}"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial import World
+
+os.environ.setdefault("MPLBACKEND", "agg")
+torch.set_num_threads({threads})
+world = World.detect(device="{device}", backend="{backend}")
+display = print
+if world.size > 1:
+    dist.init_process_group(world.backend)
+'''
+_END = """
+# ---
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was done: `source` run on the ranks of `on`, or on all."""
+
+    source: str
+    on: tuple[int, ...] | None = None
+
+
+def put_step(name: str, value: Any) -> Step:
+    """What gives `name` this value on all ranks: as text if it can be written so."""
+    try:
+        is_literal = bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, RuntimeError):
+        is_literal = False
+    if is_literal:
+        return Step(f"{name} = {value!r}")
+    text = base64.b64encode(cloudpickle.dumps(value)).decode()
+    return Step(f"import base64, pickle\n{name} = pickle.loads(base64.b64decode({text!r}))")
+
+
+def script_of(steps: Iterable[Step], name: str, n: int, threads: int, device: str, backend: str) -> str:
+    """The whole script. A last expression is printed with the rank's number in front."""
+    parts = [_BEGINNING.format(name=name, n=n, threads=threads, device=device, backend=backend)]
+    for step in steps:
+        source = _printing(step.source.strip("\n"))
+        if step.on is not None:
+            ranks = f"world.rank == {step.on[0]}" if len(step.on) == 1 else f"world.rank in {step.on}"
+            source = f"if {ranks}:\n{indented(source)}"
+        parts.append(f"\n# ---\n{source}\n")
+    return "".join(parts) + _END
+
+
+def _printing(source: str) -> str:
+    tree = ast.parse(source)
+    last = tree.body[-1] if tree.body else None
+    if not tree.body:
+        return f"{source}\npass"
+    if not isinstance(last, ast.Expr) or source.rstrip().endswith(";") or _is_statement(last.value):
+        return source
+    lines = source.split("\n")
+    assert last.end_lineno is not None
+    text = "\n".join(lines[last.lineno - 1 : last.end_lineno])
+    shown = ast.get_source_segment(source, last) or text
+    before = text[: text.index(shown)] if shown in text else ""
+    after = lines[last.end_lineno - 1][len(lines[last.end_lineno - 1].encode()[: last.end_col_offset].decode()) :]
+    opening, closing = 'print(f"[rank {world.rank}]", ', ")"
+    body = [*lines[: last.lineno - 1], f"{before}{opening}{shown}{closing}{after}", *lines[last.end_lineno :]]
+    return "\n".join(body)
+
+
+def _is_statement(value: ast.expr) -> bool:
+    """A call such as `print(...)` or `dist.all_reduce(x)`, of which one does not want to see that it returns None."""
+    return isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in {
+        "print",
+        "display",
+        "show",
+        "all_reduce",
+        "broadcast",
+        "barrier",
+        "backward",
+        "step",
+    }
+
+
+def indented(source: str) -> str:
+    """Indented by four spaces, but for the lines that are inside of a string."""
+    inside: set[int] = set()
+    opened: list[int] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        name = tokenize.tok_name[token.type]
+        if name == "FSTRING_START":
+            opened.append(token.start[0])
+        if name == "FSTRING_END":
+            inside.update(range(opened.pop() + 1, token.end[0] + 1))
+        if name == "STRING":
+            inside.update(range(token.start[0] + 1, token.end[0] + 1))
+    lines: Sequence[str] = source.split("\n")
+    return "\n".join(
+        line if number in inside else textwrap.indent(line, "    ") for number, line in enumerate(lines, start=1)
+    )

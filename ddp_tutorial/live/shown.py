@@ -1,0 +1,85 @@
+"""What a cell shows on each rank: `display`, figures, the last expression; and how that is put together at home."""
+
+import io
+import sys
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from ddp_tutorial.live.moments import Bundle
+
+_show: Callable[[Bundle], None] | None = None  # set once, where this process is a rank of a pool
+
+
+def show_with(show: Callable[[Bundle], None]) -> None:
+    """Let `display` in this process call `show`."""
+    global _show
+    _show = show
+
+
+def display(*values: Any, **_: Any) -> None:
+    """Show values at home, under this rank's name, as IPython's `display` does; outside a pool, print them."""
+    for value in values:
+        if _show is None:
+            print(value)
+        else:
+            sys.stdout.flush()
+            _show(bundle_of(value))
+
+
+def bundle_of(value: Any) -> Bundle:
+    """What a notebook would show of `value`."""
+    figures = sys.modules.get("matplotlib.figure")
+    if figures is not None and isinstance(value, figures.Figure):
+        picture = io.BytesIO()
+        value.savefig(picture, format="png", bbox_inches="tight", dpi=72)
+        return Bundle({"text/plain": repr(value), "image/png": b64encode(picture.getvalue()).decode()})
+    formatter = _formatter()
+    if formatter is None:
+        return Bundle({"text/plain": repr(value)})
+    data, metadata = formatter.format(value)
+    return Bundle({mime: b64encode(d).decode() if isinstance(d, bytes) else d for mime, d in data.items()}, metadata)
+
+
+@cache
+def _formatter() -> Any:
+    """IPython's, imported when it is first needed; None where there is no IPython."""
+    try:
+        from IPython.core.formatters import DisplayFormatter
+    except ImportError:
+        return None
+    return DisplayFormatter()
+
+
+def show_open_figures() -> None:
+    """At the end of a cell, as in a notebook."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None and pyplot.get_fignums():
+        pyplot.show()
+
+
+class Shown(dict[int, str]):
+    """What the last expression of a cell was on each rank: rank -> text. Ranks that agree are shown in one line."""
+
+    def __init__(self, texts: Mapping[int, str], ranks: int) -> None:
+        super().__init__(texts)
+        self.ranks = ranks
+
+    def __repr__(self) -> str:
+        together: dict[str, list[int]] = {}
+        for rank, text in self.items():
+            together.setdefault(text, []).append(rank)
+        return "\n".join(f"{self._name(ranks)}:{_beside(text)}" for text, ranks in together.items())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+    def _name(self, ranks: list[int]) -> str:
+        if len(ranks) == self.ranks > 1:
+            return "all ranks"
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _beside(text: str) -> str:
+    return f"\n{text}" if "\n" in text else f" {text}"
