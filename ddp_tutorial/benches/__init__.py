@@ -11,7 +11,19 @@ from typing import Any
 
 # Each is a module in this folder, with a function `measure(repeats)`. It is imported only when it is run, because the
 # ranks that a benchmark starts import this package too, and should load no more than what is measured.
-NAMES = ["launch", "overhead", "ddp", "buckets", "sources", "accumulation", "checkpoint", "scaling", "debug", "sharded"]
+NAMES = [
+    "launch",
+    "overhead",
+    "ddp",
+    "buckets",
+    "sources",
+    "accumulation",
+    "checkpoint",
+    "scaling",
+    "debug",
+    "sharded",
+    "ranks",
+]
 
 # Arm -> its value in each repeat.
 Samples = dict[str, list[float]]

@@ -1,0 +1,40 @@
+"""What a call on ranks that stay costs, against a launch: two ranks that do nothing."""
+
+import statistics
+import time
+from typing import Any
+
+from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.live.pool import Ranks
+from ddp_tutorial.processes.launcher import launch
+
+CALLS = 50  # in a repeat, of which the median counts
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Seconds from the call until both ranks have ended it: of nothing, a cell of one expression, a function by value,
+    a value that comes home; and of a launch."""
+    samples: Samples = {name: [] for name in ("pool_call", "pool_cell", "pool_function", "pool_get", "launch")}
+    with Ranks(2, threads=1, device="cpu", echo=False) as ranks:
+        ranks.put(x=1)
+        arms = {
+            "pool_call": ranks.nothing,
+            "pool_cell": lambda: ranks.execute("x + 1"),
+            "pool_function": lambda: ranks.run(lambda world: world.rank),
+            "pool_get": lambda: ranks.get("x"),
+        }
+        for arm in arms.values():
+            arm()
+        for _ in range(repeats):
+            for name, arm in arms.items():
+                samples[name].append(statistics.median(_seconds(arm) for _ in range(CALLS)))
+            samples["launch"].append(
+                _seconds(lambda: launch(lambda world: None, 2, device="cpu", threads=1, echo=False))
+            )
+    return report("ranks", samples, "s", {"pool_call_vs_launch": ("pool_call", "launch")})
+
+
+def _seconds(act: Any) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start

@@ -1,0 +1,457 @@
+"""Ranks that stay: they keep what they have, and outlive errors, hangs, interrupts; none outlives its parent."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+from ddp_tutorial.benches import as_text
+from ddp_tutorial.benches.ranks import measure
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.debug.hangs import CollectiveError
+from ddp_tutorial.live.magics import MagicError, _ranks_of
+from ddp_tutorial.live.pool import Ranks
+from ddp_tutorial.live.script import Step, indented, put_step, script_of
+from ddp_tutorial.live.shown import Shown
+from ddp_tutorial.processes.errors import RankError
+
+IMPORTS = "import os, signal, sys, time, torch, torch.distributed as dist"
+PATIENCE = 0.6
+
+
+@pytest.fixture(scope="module")
+def one_pool(ranks_start_quickly):
+    with Ranks(2, threads=1, device="cpu", patience=PATIENCE) as ranks:
+        ranks.execute(IMPORTS)
+        yield ranks
+        pids = [each["pid"] for each in ranks.status()]
+    assert gone(pids), "stopped, and yet there"
+
+
+@pytest.fixture
+def ranks(one_pool):
+    """Alive, whatever the test before has done to them."""
+    if any(each["state"] != "ready" for each in one_pool.status()):
+        one_pool.restart()
+    one_pool.execute(IMPORTS)
+    return one_pool
+
+
+def gone(pids, within=5.0):
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids if pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def are_together(ranks):
+    ranks.execute("import torch, torch.distributed as dist; together = torch.tensor(world.rank + 1)")
+    ranks.execute("dist.all_reduce(together)")
+    return [int(each) for each in ranks.get("together")] == [3, 3]
+
+
+@contextmanager
+def interrupt_after(seconds):
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+# --------------------------------------------------------------------------------------------- what they keep, and say
+
+
+def test_variables_live_on_from_call_to_call(ranks):
+    ranks.execute("x = 10 * world.rank\ndef twice():\n    return 2 * x")
+    assert repr(ranks.execute("twice()")) == "rank 0: 0\nrank 1: 20"
+    assert ranks.get("x") == [0, 10]
+    ranks.put(x=7, y=[1, 2])
+    assert ranks.get("x + len(y)") == [9, 9]
+    ranks.put(on=[1], x=8)
+    assert ranks.get("x") == [7, 8]
+    assert ranks.get("x", on=[1]) == [8]
+    offset = 5
+    assert ranks.run(lambda world, more: world.rank + offset + more, 100) == [105, 106]
+
+
+def test_a_class_of_a_cell_comes_home(ranks):
+    ranks.execute("from dataclasses import dataclass\n@dataclass\nclass Found:\n    rank: int\nit = Found(world.rank)")
+    assert [each.rank for each in ranks.get("it")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("1 + 1", "all ranks: 2"),
+        ("world.rank", "rank 0: 0\nrank 1: 1"),
+        ("x = 1", ""),
+        ("world.rank;", ""),
+        ("if world.rank: 1\nelse: 2", ""),
+        ("torch.ones(2, 2)", "all ranks:\ntensor([[1., 1.],\n        [1., 1.]])"),
+        ("world.rank or None", "rank 1: 1"),
+        ("", ""),
+        ("# nothing", ""),
+    ],
+)
+def test_the_last_expression_is_shown_where_ranks_agree_and_where_they_differ(ranks, source, shown):
+    assert repr(ranks.execute(source)) == shown
+
+
+def test_some_of_many_ranks_may_agree():
+    assert repr(Shown({0: "a", 1: "b", 2: "a"}, 3)) == "ranks 0, 2: a\nrank 1: b"
+    assert repr(Shown({0: "a"}, 1)) == "rank 0: a"
+
+
+def test_what_ranks_print_has_their_names_and_all_of_it_is_there(ranks, capfd):
+    ranks.execute("print('line', world.rank); os.system('echo a child'); sys.stderr.write('error output')")
+    said = capfd.readouterr().out
+    for rank in (0, 1):
+        mine = [line for line in said.splitlines() if line.startswith(f"[rank {rank}]")]
+        assert mine == [f"[rank {rank}] line {rank}", f"[rank {rank}] a child", f"[rank {rank}] error output"]
+    ranks.execute("for i in range(20_000): print(i)", on=[1])
+    assert "[rank 1] 19999\n" in capfd.readouterr().out
+    ranks.execute("display({'a': world.rank})")
+    assert "[rank 0] {'a': 0}\n[rank 1] {'a': 1}" in capfd.readouterr().out
+
+
+def test_nothing_listens_to_the_network(ranks):
+    for pid in [os.getpid(), *(each["pid"] for each in ranks.status())]:
+        for each in psutil.Process(pid).net_connections("inet"):
+            assert each.status != "LISTEN" or each.laddr.ip in {"127.0.0.1", "::1"}, each
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def test_an_error_has_the_ranks_own_lines_and_the_variables_stay(ranks):
+    ranks.execute("kept = world.rank")
+    with pytest.raises(RankError) as caught:
+        ranks.execute("y = 1\nif world.rank == 1:\n    raise ValueError('a bad sample')")
+    assert caught.value.rank == 1
+    assert caught.value.is_a(ValueError)
+    assert re.search(r"call \d+, line 3, in <module>\n +raise ValueError\('a bad sample'\)", str(caught.value))
+    assert "pool.py" not in str(caught.value)
+    assert "member.py" not in str(caught.value)
+    assert "process group" not in str(caught.value), "all were in step, so the group is kept"
+    assert ranks.get("kept") == [0, 1]
+    assert are_together(ranks)
+
+
+def test_the_same_error_on_all_ranks_is_told_once(ranks):
+    with pytest.raises(RankError, match="raised NameError: name 'nobody' is not defined") as caught:
+        ranks.execute("nobody")
+    assert str(caught.value).count("not defined") == 2  # in the first line, and at the end of the traceback
+    assert re.search(r"Rank [01] too\.", str(caught.value))
+    with pytest.raises(RankError, match="raised SyntaxError"):
+        ranks.execute("x = = 1")
+
+
+def test_ranks_that_wait_for_one_that_has_failed_are_told_and_woken(ranks):
+    ranks.execute("kept = world.rank")
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks.execute("if world.rank == 1:\n    raise ValueError('a bad sample')\ndist.all_reduce(torch.ones(3))")
+    told = str(caught.value)
+    assert caught.value.rank == 1
+    assert "rank 1 raised ValueError: a bad sample" in told
+    assert re.search(r"Rank 0 waits in all_reduce \[3\] float \(call \d+, line 3, in <module>\)", told)
+    assert "rank 1 has raised an error" in told
+    assert "have formed a new process group" in told
+    assert time.monotonic() - began < 20
+    assert ranks.get("kept") == [0, 1]
+    assert are_together(ranks)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "dist.all_reduce(torch.ones(3)) if world.rank == 0 else time.sleep(60)",
+            ["Rank 0 waits in all_reduce [3] float", "rank 1 has not come: it is at call"],
+        ),
+        (
+            "dist.all_reduce(torch.ones(3)) if world.rank == 0 else dist.broadcast(torch.ones(2), 1); dist.barrier()",
+            ["the order of collectives differs", "Rank 0 waits in all_reduce"],
+        ),
+        ("if world.rank == 1: dist.barrier()", ["Rank 1 waits in barrier", "rank 0 runs no cell"]),
+    ],
+    ids=["absent", "order", "ended"],
+)
+def test_a_hang_is_told_by_name_and_ended(ranks, source, said):
+    ranks.execute("kept = world.rank")
+    began = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        ranks.execute(source)
+    assert time.monotonic() - began < PATIENCE + 20
+    assert all(part in str(caught.value) for part in said), str(caught.value)
+    assert ranks.get("kept") == [0, 1]
+    assert are_together(ranks)
+
+
+def test_a_rank_that_computes_is_waited_for(ranks):
+    slow = "if world.rank == 1:\n    end = time.monotonic() + 2.5\n    while time.monotonic() < end: sum(range(1000))\n"
+    ranks.execute(f"x = torch.ones(1)\n{slow}dist.all_reduce(x)")
+    assert [each.item() for each in ranks.get("x")] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: pass",
+        "time.sleep(60)",
+        "import contextlib\nwith contextlib.suppress(KeyboardInterrupt): time.sleep(60)",
+        "dist.barrier() if world.rank == 0 else time.sleep(60)",
+    ],
+)
+def test_an_interrupt_ends_the_call_and_leaves_the_ranks_alive(ranks, source):
+    ranks.execute("kept = world.rank")
+    before = ranks.status()
+    with interrupt_after(0.4), pytest.raises(KeyboardInterrupt) as caught:
+        ranks.execute(source)
+    assert re.search(r"rank 1 (was at call \d+, line \d|had ended the call)", str(caught.value))
+    assert [each["pid"] for each in ranks.status()] == [each["pid"] for each in before]
+    assert ranks.get("kept") == [0, 1]
+    assert are_together(ranks)
+
+
+def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks):
+    ranks.execute("kept = world.rank")
+    with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL") as caught:
+        ranks.execute("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert "Rank 0 lives on, and keeps its variables" in str(caught.value)
+    assert [each["state"] for each in ranks.status()] == ["ready", "was killed by SIGKILL"]
+    with pytest.raises(RankError, match="rank 1 is dead: it was killed by SIGKILL"):
+        ranks.execute("1")
+    assert repr(ranks.execute("kept", on=[0])) == "rank 0: 0", "to save what it has"
+    assert ranks.restart() == [1]
+    assert are_together(ranks)
+    assert ranks.get("kept", on=[0]) == [0]
+    with pytest.raises(RankError, match="NameError"):
+        ranks.get("kept")
+    assert ranks.restart() == [0, 1], "with no dead one, all start anew"
+    assert are_together(ranks)
+    with pytest.raises(RankError, match="NameError"):
+        ranks.get("kept", on=[0])
+
+
+def test_what_cannot_be_done_is_refused_in_words(ranks):
+    for wrong, words in (
+        (lambda: Ranks(0), "n=0: should be a whole number"),
+        (lambda: Ranks(2, threads=0), "threads=0"),
+        (lambda: Ranks(2, patience=0), "patience=0"),
+        (lambda: ranks.execute("1", on=[2]), "rank 2 is not one of 0 to 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            wrong()
+    with pytest.raises(TypeError, match="lock"):
+        ranks.put(lock=threading.Lock())
+    with pytest.raises(RankError, match="cannot be sent back"):
+        ranks.get("sys._getframe()")
+    assert are_together(ranks)
+
+
+# ------------------------------------------------------------------------------------------------ 100 random acts
+
+# What is done, on all ranks; and what has to be told, by one of these errors; None where all is well.
+ACTS = {
+    "work": ("x = torch.ones(1); dist.all_reduce(x)", None, ""),
+    "print": ("for i in range(5000): print('so much to say', i)", None, ""),
+    "raise": ("raise ValueError('oh')", RankError, "oh"),
+    "raise on one": ("if world.rank == {rank}: raise ValueError('oh')", RankError, "rank {rank} raised ValueError"),
+    "leave": ("if world.rank == {rank}: sys.exit(3)\ndist.barrier()", RankError, "rank {rank} raised SystemExit"),
+    "exit": ("if world.rank == {rank}: os._exit(3)\ndist.barrier()", RankError, "rank {rank} exited with code 3"),
+    "kill": ("if world.rank == {rank}: os.kill(os.getpid(), 9)", RankError, "rank {rank} was killed by SIGKILL"),
+    "hang": ("if world.rank == {rank}: dist.barrier()", CollectiveError, "ank {rank} waits in barrier"),
+    "interrupt": ("time.sleep(60)", KeyboardInterrupt, "interrupted"),
+    "interrupt in collective": ("time.sleep(60) if world.rank == {rank} else dist.barrier()", KeyboardInterrupt, ""),
+}
+ODDS = {"work": 30, "print": 12, "raise": 14, "raise on one": 14, "leave": 4, "exit": 5, "kill": 5, "hang": 4}
+ODDS |= {"interrupt": 8, "interrupt in collective": 4}
+
+
+@pytest.mark.timeout(300)
+def test_a_hundred_random_acts_leave_no_process_and_a_pool_that_works(ranks):
+    assert sum(ODDS.values()) == 100
+    chance = random.Random(0)
+    acts = [name for name, times in ODDS.items() for _ in range(times)]
+    chance.shuffle(acts)
+    pids, ranks.echo = set(), False
+    try:
+        for name in acts:
+            rank = chance.randrange(2)
+            source, error, said = ACTS[name]
+            pids |= {each["pid"] for each in ranks.status()}
+            source = source.replace("{rank}", str(rank))
+            if error is None:
+                ranks.execute(source)
+                continue
+            with pytest.raises(error) as caught:  # noqa: PT012
+                if error is KeyboardInterrupt:
+                    with interrupt_after(chance.uniform(0.1, 0.3)):
+                        ranks.execute(source)
+                else:
+                    ranks.execute(source)
+            assert said.replace("{rank}", str(rank)) in str(caught.value), f"{name}: {caught.value}"
+            if name in {"exit", "kill"}:
+                assert ranks.restart() == [rank]
+                ranks.execute(IMPORTS, on=[rank])
+            assert ranks.execute("1 + 1") == {0: "2", 1: "2"}
+    finally:
+        ranks.echo = True
+    assert are_together(ranks)
+    alive = {each["pid"] for each in ranks.status()}
+    assert gone(pids - alive - {None}), "a rank that was replaced is still there"
+
+
+# -------------------------------------------------------------------------------------------------------- a script
+
+
+def test_cells_become_a_script_that_torchrun_runs(tmp_path):
+    steps = [
+        Step("import torch\nimport torch.distributed as dist"),
+        put_step("config", {"rate": 0.5}),
+        put_step("dtype", complex),
+        Step('text = """one\n  two"""\nx = config["rate"] * torch.ones(1)', (1,)),
+        Step("x = torch.zeros(1)", (0,)),
+        Step("dist.all_reduce(x)\nx.item()  # the sum"),
+        Step("(len(text),\n text)", (1,)),
+    ]
+    script = tmp_path / "out.py"
+    script.write_text(script_of(steps, "out.py", 2, 1, "cpu", "gloo"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0.5", "[rank 1] (9, 'one\\n  two')", "[rank 1] 0.5"]
+
+
+def test_lines_inside_of_strings_are_not_indented():
+    assert indented('x = """a\nb"""\ny = 1') == '    x = """a\nb"""\n    y = 1'
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", None), ("0", [0]), ("1-3", [1, 2, 3]), ("0,2", [0, 2]), ("2 0", [0, 2])]
+)
+def test_ranks_of_a_cell_are_named(text, found):
+    assert _ranks_of(text, 4) == found
+
+
+@pytest.mark.parametrize(("text", "said"), [("4", "no rank 4"), ("x", "name ranks as in"), ("1-9", "no rank 4")])
+def test_ranks_that_are_not_there_are_refused(text, said):
+    with pytest.raises(MagicError, match=said):
+        _ranks_of(text, 4)
+
+
+# --------------------------------------------------------------------------------------------------- in a notebook
+
+
+class Notebook:
+    """A kernel, and all that a cell leaves in it."""
+
+    def __init__(self, cwd):
+        self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd))
+
+    def run(self, code, timeout=60):
+        """Execute a cell: what it printed, its rich outputs, its result, its error."""
+        found = {"printed": "", "shown": [], "result": "", "error": ""}
+
+        def hear(message):
+            content = message["content"]
+            match message["msg_type"]:
+                case "stream":
+                    found["printed"] += content["text"]
+                case "display_data":
+                    found["shown"].append(content["data"])
+                case "execute_result":
+                    found["result"] = content["data"]["text/plain"]
+                case "error":
+                    found["error"] = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+
+        self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=False)
+        return found
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    notebook = Notebook(tmp_path)
+    yield notebook
+    notebook.client.stop_channels()
+    notebook.manager.shutdown_kernel(now=True)
+
+
+FIGURE = """%%ranks
+import matplotlib.pyplot as plt
+figure, axes = plt.subplots(figsize=(2, 1))
+_ = axes.plot([0, world.rank])
+plt.show()"""
+
+
+@pytest.mark.timeout(180)
+def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
+    assert "no ranks are alive" in notebook.run("%load_ext ddp_tutorial\n%ranks status")["error"]
+    assert (
+        notebook.run("%ranks start -n 2 --threads 1 --patience 2 --device cpu")["printed"] == "2 ranks on cpu, gloo\n"
+    )
+    cell = notebook.run("%%ranks\nimport torch, torch.distributed as dist\nloss = torch.tensor(world.rank)\nloss")
+    assert cell["result"] == "rank 0: tensor(0)\nrank 1: tensor(1)"
+    assert not cell["error"]
+    assert notebook.run("%ranks get loss")["result"] == "[tensor(0), tensor(1)]"
+    assert notebook.run("sum(loss)")["result"] == "tensor(1)"
+    assert notebook.run("config = {'rate': 2}\n%ranks put config")["error"] == ""
+    assert notebook.run("%%rank0\nconfig['rate']")["result"] == "rank 0: 2"
+
+    drawn = notebook.run(FIGURE)
+    assert not drawn["error"]
+    assert [bool(each.get("image/png")) for each in drawn["shown"]] == [True, True], "a figure from each rank"
+    assert drawn["printed"] == "[rank 0]\n[rank 1]\n"
+
+    failed = notebook.run("%%ranks 1\nx = 1\nx / 0")
+    assert re.search(r"Cell In\[\d+\], line 3, in <module>\n +x / 0", failed["error"]), failed["error"]
+    assert "RankError: rank 1 raised ZeroDivisionError" in failed["error"]
+    assert "pool.py" not in failed["error"]
+    hung = notebook.run("%%ranks\nif world.rank == 0:\n    dist.barrier()")
+    assert re.search(r"Rank 0 waits in barrier \(Cell In\[\d+\], line 3, in <module>\)", hung["error"]), hung["error"]
+    assert "pool.py" not in hung["error"]
+
+    notebook.run("%%ranks\nimport os")
+    pids = json.loads(notebook.run("%ranks get os.getpid()")["result"])
+    notebook.client.execute("%%ranks\nimport time\nopen(f'up{world.rank}', 'w').close()\ntime.sleep(1000)")
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / f"up{rank}").exists() for rank in (0, 1)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    notebook.manager.interrupt_kernel()
+    reply = notebook.client.get_shell_msg(timeout=20)
+    while reply["content"].get("status") != "error":
+        reply = notebook.client.get_shell_msg(timeout=20)
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    after = notebook.run("%%ranks\ndist.all_reduce(loss)\nloss")
+    assert after["result"] == "all ranks: tensor(1)", after
+    assert "cumsum" in notebook.run("%%rank0\nloss.cumsum?")["printed"]
+    answer = notebook.client.complete("%%ranks\nconf", reply=True, timeout=20)
+    assert "config" in answer["content"]["matches"]
+    assert notebook.run("%ranks script out.py")["printed"] == "out.py: torchrun --nproc-per-node 2 out.py\n"
+    assert "loss" in (tmp_path / "out.py").read_text()
+    assert len(pids) == 2
+    assert not gone(pids, within=0.1)
+    notebook.manager.shutdown_kernel(now=True)
+    assert gone(pids), "ranks have outlived their kernel"
+
+
+def test_a_call_is_quicker_than_a_launch():
+    """Much quicker: `python -m ddp_tutorial bench ranks` measures by how much, with ranks that are spawned."""
+    found = measure(repeats=2)
+    assert found["ratios"]["pool_call_vs_launch"] < 0.5
+    assert "pool_cell" in as_text(found)
