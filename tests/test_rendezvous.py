@@ -1,0 +1,97 @@
+"""How torchrun's agents meet, statically and by c10d's rendezvous: a node that never comes, a port in use.
+
+What becomes of agents on hosts of their own is in test_cluster.py, of ranks that are started again in test_restarts.py.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun, marked
+
+MARK = f"test_rendezvous of {os.getpid()}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert marked(TORCHRUN, MARK.__eq__) == []
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def meeting(how: str, port: int, node: int, **options: float) -> list[str]:
+    """How the agents of two nodes meet: at the first one, named by number; or by c10d, where the first is the host."""
+    conf = ",".join(f"{name}={value:g}" for name, value in options.items())
+    if how == "static":
+        place = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    else:
+        conf = f"is_host={int(node == 0)},{conf}".strip(",")
+        place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    return [*place, "--local-addr=127.0.0.1", *([f"--rdzv-conf={conf}"] if conf else [])]
+
+
+def agent(folder: Path, nodes: int, where: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={nodes}",
+            "--nproc-per-node=1",
+            *where,
+            "never_started.py",
+        ],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", TORCHRUN: MARK},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def failed(agents: dict[str, "subprocess.Popen[str]"]) -> dict[str, str]:
+    """What each has to say, all of which end by themselves without having started a rank."""
+    said = {}
+    try:
+        for how, each in agents.items():
+            out, said[how] = each.communicate(timeout=100)
+            assert (each.returncode, out) == (1, ""), said[how]
+    finally:
+        for each in agents.values():
+            end_torchrun(each, MARK)
+    return said
+
+
+def test_a_node_that_never_comes_is_not_waited_for_longer_than_was_said(workdir: Path) -> None:
+    said = failed(
+        {
+            "static": agent(workdir, 2, meeting("static", free_port(), 0, timeout=3)),
+            "c10d": agent(workdir, 2, meeting("c10d", free_port(), 0, join_timeout=3)),
+        }
+    )
+    assert re.search(r"Timed out after \d+ seconds waiting for clients. 1/2", said["static"]), said["static"]
+    assert "RendezvousTimeoutError" in said["c10d"]
+
+
+def test_a_port_that_another_program_has_is_told_at_once(workdir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = failed(
+            {
+                "static": agent(workdir, 1, meeting("static", port, 0)),
+                "c10d": agent(workdir, 1, meeting("c10d", port, 0, read_timeout=3)),
+            }
+        )
+    assert re.search("EADDRINUSE.*address already in use", said["static"])
+    assert "connection to the C10d store has failed" in said["c10d"]
