@@ -20,7 +20,7 @@ import slurm
 from ddp_tutorial.config import ConfigError, check, from_arguments, layers, load
 from ddp_tutorial.processes.signals import EXIT_CODE
 from ddp_tutorial.processes.slurm import SlurmConfig, batch_script, ranks_per_node, seconds_of, submit
-from ddp_tutorial.runs.folder import RunFolder
+from ddp_tutorial.runs.folder import RunFolder, request_stop
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.plan import plan
 from ddp_tutorial.training.slurm import slurm_script
@@ -323,11 +323,12 @@ def test_a_torchrun_on_each_node_is_requeued_too_and_a_request_to_stop_ends_the_
     run = workdir / "runs" / "mine"
     until_trained(cluster, number, run, 5)
     cluster("scancel", "--signal=TERM", str(number))
-    cluster.start_again(number, 1)
+    cluster.until_state(number, "PENDING")
     first = json.loads((run / "result.json").read_text())
     assert (first["status"], first["reason"]) == ("stopped", "a signal")
+    cluster.start_again(number, 1)
     until_trained(cluster, number, run, first["step"] + 2)
-    (run / "stop").write_text("save")
+    request_stop(run, "save")
     cluster.until_state(number, "COMPLETED")
     last = json.loads((run / "result.json").read_text())
     assert (last["status"], last["reason"]) == ("stopped", "a request")
