@@ -31,6 +31,9 @@ _FASTEST = 30e9  # bits a second; the kernel keeps bytes a second in 32 bits
 # What a bucket holds, and so what may leave at once after a pause. The kernel lets go of packets when its timer says
 # so, which is some 10 us late: a bucket that is smaller than what goes out meanwhile would slow the link.
 _BURST_SECONDS, _SMALLEST_BURST = 150e-6, 4_000
+# What arrives at a host comes at the sender's rate already, and should not be held up by a second late timer; only what
+# several send to it at a time is more. So the bucket there is larger.
+_ARRIVING = 8
 _QUEUE = 8 * 2**20  # bytes that wait for their turn, before packets are lost
 MOST_NODES = 250
 
@@ -94,7 +97,7 @@ class Network:
         _ask(kernel.link, "a veth pair", "add", ifname=port, kind="veth", peer=peer)
         index = _index(kernel, port)
         kernel.link("set", index=index, master=self.bridge, state="up")
-        self._shape(kernel, index)
+        self._shape(kernel, index, _ARRIVING)
         _libc("setns", net, 0)
         try:
             _quiet_ipv6()
@@ -113,12 +116,12 @@ class Network:
             _libc("setns", self.home, 0)
         return Host(name_of(node), net, uts, index)
 
-    def _shape(self, kernel: Any, index: int) -> None:
+    def _shape(self, kernel: Any, index: int, larger: int = 1) -> None:
         if self.bits is None and not self.shaped:
             return
         self.shaped = True
         rate = int((self.bits or _FASTEST) / 8)
-        burst = max(_SMALLEST_BURST, int(rate * _BURST_SECONDS))
+        burst = larger * max(_SMALLEST_BURST, int(rate * _BURST_SECONDS))
         # a packet that is larger than the bucket would be cut, at a cost; so the sender does not make larger ones
         kernel.link("set", index=index, gso_max_size=min(65536, burst))
         _ask(kernel.tc, "a token bucket (tbf)", "replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
@@ -128,7 +131,7 @@ class Network:
         self.bits = bits_per_second(rate) if rate else None
         for host in self.hosts:
             with _rtnl() as kernel:
-                self._shape(kernel, host.port)
+                self._shape(kernel, host.port, _ARRIVING)
             _libc("setns", host.net, 0)
             try:
                 with _rtnl() as inside:
