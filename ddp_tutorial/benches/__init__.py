@@ -22,6 +22,7 @@ NAMES = [
     "scaling",
     "debug",
     "sharded",
+    "cluster",
     "ranks",
 ]
 

@@ -1,0 +1,107 @@
+"""Two hosts in the kernel, at two rates: is a step as long as the scaling model says, and ours as fast as torch's DDP?
+
+The model is fitted to one host: to computing, alone and side by side, measured in the same turns as the steps between
+the hosts; to the part of the communication that is hidden, on a simulated link; and to what a message costs there. Of
+the network it is told the rate only.
+"""
+
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.benches.scaling import Setup, arm_of
+from ddp_tutorial.cluster import Cluster
+from ddp_tutorial.ddp.link import LinkModel
+from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig
+from ddp_tutorial.experiments.arms import by_repeat, idle, take_turns
+from ddp_tutorial.experiments.scaling import StepModel, fit_step
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.world import World
+
+RATES = ("1gbit", "100mbit")
+BATCH, SMALL_BATCH = 32, 8  # samples of a step, over both ranks
+SIZES = {"1kB": 2**10, "256kB": 2**18, "16MB": 2**24}  # of bare all-reduces
+_TURNS, _STEPS = 2, 2  # turns of an arm in a repeat, steps in a turn
+_SLOW = LinkConfig(latency_ms=1, megabytes_per_second=20)
+_BUCKETS = DDPConfig(variant="bucket")
+_COMPUTING = {
+    "alone": Setup(1, BATCH, ddp=_BUCKETS),
+    "alone_small": Setup(1, SMALL_BATCH, ddp=_BUCKETS),
+    "apart": Setup(2, BATCH, talk=False, ddp=_BUCKETS),
+}
+_BETWEEN = {"bucket": Setup(2, BATCH, ddp=_BUCKETS), "torch": Setup(2, BATCH, ddp=DDPConfig(variant="torch"))}
+_HIDING = {"slow": Setup(2, BATCH, ddp=DDPConfig(variant="bucket", simulated_link=_SLOW))}
+
+
+class Measured(NamedTuple):
+    """On rank 0: seconds of a step of each arm in each repeat, and of all-reduces by their bytes; and the gradient."""
+
+    steps: Samples
+    all_reduces: dict[int, list[float]]
+    nbytes: int
+    buckets: int
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Milliseconds of steps, measured and predicted, and of bare all-reduces, measured and as the rate has them, at
+    each of `RATES`. Raises `ConfigError` where no cluster can be made."""
+    samples: Samples = {}
+    ratios: dict[str, tuple[str, str]] = {}
+    with Cluster(2) as cluster:
+        here = launch(_measure, 2, _COMPUTING | _HIDING, repeats, device="cpu", threads=1, echo=False)[0]
+        for rate in RATES:
+            cluster.set_rate(rate)
+            there = cluster.launch(_measure, _COMPUTING | _BETWEEN, repeats, timeout=400)[0]
+            _add(samples, ratios, rate, cluster.bytes_per_second, here, there)
+    return report("cluster", samples, "ms", ratios)
+
+
+def _add(
+    samples: Samples, ratios: dict[str, tuple[str, str]], rate: str, bandwidth: float, here: Measured, there: Measured
+) -> None:
+    """What was measured at one rate, beside what was to be expected."""
+    for name in _BETWEEN:
+        samples[f"{name}_{rate}"] = [1e3 * each for each in there.steps[name]]
+    repeats = range(len(there.steps["bucket"]))
+    samples[f"predicted_{rate}"] = [1e3 * _model(here, there, i, bandwidth).seconds(BATCH, 2) for i in repeats]
+    ratios[f"measured_vs_predicted_{rate}"] = f"bucket_{rate}", f"predicted_{rate}"
+    ratios[f"bucket_vs_torch_{rate}"] = f"torch_{rate}", f"bucket_{rate}"
+    empty = there.all_reduces[4]
+    for size, nbytes in SIZES.items():
+        name = f"all_reduce_{size}_{rate}"
+        samples[name] = [1e3 * each for each in there.all_reduces[nbytes]]
+        samples[f"{name}_as_shaped"] = [1e3 * (each + nbytes / bandwidth) for each in empty]
+        ratios[f"{name}_vs_shaped"] = name, f"{name}_as_shaped"
+
+
+def _model(here: Measured, there: Measured, repeat: int, bandwidth: float) -> StepModel:
+    """The model for one repeat: its computing, this host's hiding and cost of a message, and the rate."""
+    at = {name: there.steps[name][repeat] for name in _COMPUTING}
+    all_reduces = {nbytes: median(each) for nbytes, each in here.all_reduces.items() if nbytes > 4}
+    buckets = here.buckets + 1  # one more, of a few bytes, says which parameters are in use
+
+    def fitted(steps: dict[str, float]) -> StepModel:
+        alone = {SMALL_BATCH: steps["alone_small"], BATCH: steps["alone"]}
+        trained, slow = (BATCH, median(here.steps["slow"])), _SLOW.model()
+        return fit_step(alone, (BATCH, steps["apart"]), all_reduces, trained, here.nbytes, buckets, trained_on=slow)
+
+    model = fitted({name: median(here.steps[name]) for name in _COMPUTING})
+    link = LinkModel(model.link.latency, min(bandwidth, model.link.bandwidth))
+    return replace(fitted(at), overlap=model.overlap, link=link)
+
+
+def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
+    arms = {name: arm_of(setup, world) for name, setup in setups.items()}
+    turns = take_turns(world, {name: each or idle for name, each in arms.items()}, _STEPS, repeats * _TURNS)
+    steps = {name: by_repeat(taken, repeats) for name, taken in turns.items()}
+    tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in (4, 2**16, 2**20, *SIZES.values())}
+    calls = {nbytes: lambda tensor=tensor: dist.all_reduce(tensor) for nbytes, tensor in tensors.items()}
+    reduced = take_turns(world, calls, 1, repeats)
+    ours: Any = arm_of(Setup(world.size, BATCH, ddp=_BUCKETS), world)
+    buckets = [bucket.buffer.nbytes for bucket in ours.step.strategy.model.buckets]
+    all_reduces = {nbytes: [turn["step"] for turn in taken] for nbytes, taken in reduced.items()}
+    return Measured(steps, all_reduces, sum(buckets), len(buckets))
