@@ -392,19 +392,18 @@ def run(world: World, flavour: str, **values: Any) -> dict[str, Any]:
 
 
 def uninterrupted_and_resumed(world: World, flavours: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """To the end; and again from each checkpoint, in a copy of the folder as a killed run leaves it."""
+    """To the end; and again from the first checkpoint, in a copy of the folder as a killed run leaves it."""
     found = {}
     for flavour in flavours:
         found[flavour] = [run(world, flavour, name=flavour)]
-        for step in (2, 4):
-            again = Path("runs") / f"{flavour}-{step}"
-            if world.is_main:
-                shutil.copytree(Path("runs") / flavour, again)
-                for later in range(step + 2, 7, 2):
-                    shutil.rmtree(again / "checkpoints" / name_of(later))
-                (again / "result.json").unlink()
-                shutil.rmtree(again / "model")
-            found[flavour].append(run(world, flavour, name=again.name, resume="auto"))
+        again = Path("runs") / f"{flavour}-again"
+        if world.is_main:
+            shutil.copytree(Path("runs") / flavour, again)
+            for later in (4, 6):
+                shutil.rmtree(again / "checkpoints" / name_of(later))
+            (again / "result.json").unlink()
+            shutil.rmtree(again / "model")
+        found[flavour].append(run(world, flavour, name=again.name, resume="auto"))
     return found
 
 
@@ -474,7 +473,8 @@ def test_a_checkpoint_of_2_ranks_goes_on_on_4_and_that_of_4_on_1(lives: dict[Any
 
 def test_the_model_of_a_run_is_whole_and_so_is_one_that_is_loaded_from_pieces(lives: dict[Any, Any]) -> None:
     shapes = [of_run["shapes"] for runs in lives[2][0].values() for of_run in runs]
-    assert shapes[0]["tokens.weight"] == (256, 16)
+    assert shapes[0]["head.weight"] == (256, 16)
+    assert "tokens.weight" not in shapes[0]  # it is tied, and written once
     assert all(other == shapes[0] for other in shapes)
     assert lives["unfinished"] == lives[4][0]["zero3"]["weights"]
 

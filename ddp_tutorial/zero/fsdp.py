@@ -41,6 +41,8 @@ class FSDPStrategy(Sharded):
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        self.tied = {name: names[id(parameter)] for name, parameter in every if name != names[id(parameter)]}
         self.unsharded = self.module
         if self.world.size > 1:
             self.unsharded = deepcopy(self.module).to("meta")  # without memory, for `whole`
@@ -73,6 +75,9 @@ class FSDPStrategy(Sharded):
         state = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
         model = deepcopy(self.unsharded)
         model.load_state_dict(state, assign=True)
+        for name, first in self.tied.items():
+            where, _, own = name.rpartition(".")
+            setattr(model.get_submodule(where), own, model.get_parameter(first))
         buffers = dict(self.module.named_buffers())
         for name, module in model.named_modules():
             for each in module._buffers:  # those that are in no state dict
