@@ -11,8 +11,8 @@ A component is anything with `state_dict` and `load_state_dict`. Which ranks hav
     per_rank     each rank has its own
     per_node     the ranks of one machine have the same
     per_group    each group of `span` consecutive ranks has the same
-    sharded      each rank has a piece of every tensor (DTensor, as FSDP makes them); in a world of another size it has
-                 another piece
+    sharded      each rank has a piece of every tensor (DTensor, as FSDP makes them), or some of the tensors whole; in a
+                 world of another size it has other ones
 
 All ranks agree on every step of saving and loading: if one fails, all raise, and the earlier checkpoints stay as they
 were. Files are compared with the manifest before anything is restored, and only tensors and plain values are read:

@@ -135,7 +135,7 @@ class ShardedModel:
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
         # Gathers and reductions interleave as each rank's backward has it: two groups, each with an order of its own.
         group = dist.new_group(backend=world.backend, timeout=world.timeout) if world.size > 1 else None
-        self.shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        self.names = [name for name, _ in module.named_parameters()]
         self.units: list[Unit] = []
         self._is_pinned = False
         self._order: list[Unit] = []  # of the first forward
@@ -235,7 +235,7 @@ class ShardedModel:
 
     def finish(self) -> None:
         """After the last backward of a step: give the pieces their gradients. Collective."""
-        used = used_somewhere(self.world, list(self.shapes), self._used)
+        used = used_somewhere(self.world, self.names, self._used)
         self._used.clear()
         for unit in (unit for unit in self.units if unit.trained):
             for (name, parameter), gradient in zip(unit.trained.items(), unit.reduction.take(), strict=True):
