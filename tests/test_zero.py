@@ -172,8 +172,11 @@ def train(world: World, kind: str, optimizer: str, parts: int = 1, clip: float =
     with checking(world, model, stepped, [ReplicaDrift(every=1)] if clip > 1 else []) as checks:
         for step in range(STEPS):
             totals = strategy.backward(batches_of(step, world.rank, world.size, parts))
+            stepping = [p for group in stepped.param_groups for p in group["params"]]
+            gradients = {id(p.grad): p.grad.numel() for p in (*stepping, *model.parameters()) if p.grad is not None}
             norms.append(float(precision.update(stepped, clip, totals.sums["loss"], strategy.norm).norm))
     held = {
+        "gradients": sum(gradients.values()),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state": sum(
             value.numel() for state in stepped.state.values() for key, value in state.items() if key != "step"
@@ -265,6 +268,8 @@ def test_no_rank_holds_more_than_its_part(size: int) -> None:
             assert held["state"] <= slots * (sum(of_trained) / size + max(of_trained)), (kind, optimizer)
             padded = sum(-(-count // size) for count in of_all)
             assert held["parameters"] <= (padded if kind == "zero3" else sum(of_all))
+            padded = sum(-(-count // size) for count in of_trained)
+            assert held["gradients"] <= (sum(of_trained) if kind == "zero1" else padded)
     for kind, optimizer, parts in (case for case in FP32 if case in trained(size)[0]):
         held = [rank[kind, optimizer, parts]["held"] for rank in trained(size)]
         slots = 2 if optimizer == "adamw" else 1
