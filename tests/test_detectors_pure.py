@@ -2,6 +2,7 @@
 
 import math
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_tutorial.debug.detector import Program
-from ddp_tutorial.debug.memory import Kind, growth_per_step, live_tensors, more
+from ddp_tutorial.debug.memory import Kind, _own_memory, growth_per_step, live_tensors, more
 from ddp_tutorial.debug.overlap import Epoch, rows_hashed
 from ddp_tutorial.debug.pace import slow_rank
 from ddp_tutorial.debug.replicas import ReplicaDrift, checksums, first_difference
@@ -96,6 +97,13 @@ def test_the_minority_differs_and_where_there_is_none_all_do() -> None:
     assert first_difference([a, b, a]) == ("v", (1,))
     assert first_difference([b, a]) == ("v", (0, 1))
     assert first_difference([a, a, a]) is None
+
+
+def test_the_own_memory_of_a_process_is_what_psutil_says() -> None:
+    process, own = psutil.Process(), _own_memory()
+    for _ in range(2):
+        used = process.memory_info()
+        assert abs(next(own) - (used.rss - used.shared)) < 4e6
 
 
 def test_what_grows_is_named_by_shape_type_and_graph_and_shared_memory_counts_for_the_largest() -> None:

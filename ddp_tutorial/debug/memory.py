@@ -6,10 +6,12 @@ has become more from one list to the other is what grows.
 """
 
 import gc
+import os
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import psutil
@@ -45,7 +47,7 @@ class MemoryGrowth(Detector):
 
     def attach(self, program: Program) -> None:
         super().attach(program)
-        self._process = psutil.Process()
+        self._own = _own_memory()
         self._from = program.step + _WARM_UP
         self._used = [deque[float](maxlen=self.window), deque[float](maxlen=self.window)]
         self.peak_mb = [0.0] * program.world.size
@@ -55,10 +57,9 @@ class MemoryGrowth(Detector):
         self._tell_at = 0
 
     def say(self, seen: Seen) -> Sequence[float]:
-        used = self._process.memory_info()
         device = self.program.world.device
         on_gpu = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        values = [(used.rss - getattr(used, "shared", 0)) / MB, on_gpu / MB]
+        values = [next(self._own) / MB, on_gpu / MB]
         step, growth = self.program.step, 0.0
         if step >= self._from:
             for kept, value in zip(self._used, values, strict=True):
@@ -152,6 +153,23 @@ def more(before: Mapping[Kind, Live], now: Mapping[Kind, Live]) -> list[str]:
     }
     first = sorted(grown, key=lambda kind: (grown[kind].nbytes, grown[kind].number), reverse=True)[:_MOST_TOLD]
     return [f"{grown[kind].number} of {kind} ({grown[kind].nbytes / MB:.1f} MB)" for kind in first]
+
+
+def _own_memory() -> Iterator[int]:
+    """The bytes of this process that it shares with nobody, each time one asks. In each step, so Linux is asked
+    directly: a tenth of what psutil takes."""
+    try:
+        statm = Path("/proc/self/statm").open("rb", buffering=0)  # noqa: SIM115  # it stays open
+    except OSError:
+        process = psutil.Process()
+        while True:
+            used = process.memory_info()
+            yield used.rss - getattr(used, "shared", 0)
+    with statm:
+        page = os.sysconf("SC_PAGE_SIZE")
+        while True:
+            _, resident, shared, *_ = os.pread(statm.fileno(), 128, 0).split()
+            yield (int(resident) - int(shared)) * page
 
 
 def growth_per_step(used: Sequence[float]) -> float:

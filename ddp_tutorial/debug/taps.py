@@ -228,10 +228,13 @@ class Taps:
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
         """The hook for one parameter. It is called for each in each step, so it does little."""
         is_noted, is_timed = "gradients" in self.sights, "seconds" in self.sights
+        usual, norm = torch.float32, torch.linalg.vector_norm
 
         def arrives(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            if is_noted and gradients[0] is not None:
-                self._seen.trace.append(Mark("backward", name, norm_of(gradients[0])))
+            gradient = gradients[0]
+            if is_noted and gradient is not None:
+                is_plain = gradient.dtype is usual and not (gradient.requires_grad or gradient.is_sparse)
+                self._seen.trace.append(Mark("backward", name, norm(gradient) if is_plain else norm_of(gradient)))
             if is_timed:
                 self._arrived = time.perf_counter()
 
