@@ -52,6 +52,12 @@ def test_a_config_is_a_file_of_parameters_for_papermill(name: str) -> None:
     assert read_parameters(TaskConfig, injected) == load(name, TaskConfig)
 
 
+def test_a_notebooks_parameter_outside_its_range_is_told_as_a_parameter() -> None:
+    """What papermill makes of such an error: test_notebooks.py."""
+    with pytest.raises(ConfigError, match="parameters: 'nprocs' should be greater than or equal to 1, found 0"):
+        read_parameters(TaskConfig, {"nprocs": 0})
+
+
 def _train_all(world: World, configs: dict[str, TaskConfig]) -> dict[str, TrainResult]:
     return {name: train(world, config) for name, config in configs.items()}
 

@@ -281,7 +281,6 @@ def test_papermill_executes_it_with_small_parameters(path, tmp_path):
     [
         (["-p", "stepz", "5"], "ConfigError: unknown parameter 'stepz'. Did you mean 'steps'?"),
         (["-p", "nprocs", "four"], "ConfigError: parameters: 'nprocs' should be a valid integer, found 'four' (text)"),
-        (["-p", "nprocs", "0"], "ConfigError: parameters: 'nprocs' should be greater than or equal to 1, found 0"),
     ],
 )
 def test_a_wrong_parameter_ends_in_one_clear_message(arguments, said, tmp_path):
