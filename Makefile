@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+# Where it is set, as in many containers, every rank of every test compiles this package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup run lab check test notebooks bench clean help
 setup: $(READY)  ## the virtual environment, .venv
