@@ -98,7 +98,7 @@ class Pipeline:
         require_group(world)
         stages = check_pipeline(model, config, world.size, world.backend)
         sync_initial_state(model, world)
-        self.world, self.config = world, config
+        self.world, self.config, self.all_stages = world, config, stages
         self.mesh = torch.arange(world.size).view(-1, config.ranks).tolist()  # [pipelines, ranks of each]
         self.number, self.place = divmod(world.rank, config.ranks)  # of this pipeline, and of this rank in it
         self.stages = {s: stage for s, stage in enumerate(stages) if s % config.ranks == self.place}

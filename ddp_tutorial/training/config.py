@@ -13,11 +13,12 @@ from ddp_tutorial.accumulation.precision import PrecisionConfig
 from ddp_tutorial.checkpoint.replicas import Check
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.variants import DDPConfig
+from ddp_tutorial.pipeline.parallel import PipelineConfig
 from ddp_tutorial.processes.slurm import SlurmConfig
 from ddp_tutorial.sharding.sources import SourceConfig
 from ddp_tutorial.training.stopping import Mode
 
-Kind = Literal["ddp", "invariant", "zero1", "zero2", "zero3", "fsdp"]  # see strategies.make_strategy
+Kind = Literal["ddp", "invariant", "zero1", "zero2", "zero3", "fsdp", "pipeline"]  # see strategies.make_strategy
 
 
 class CheckpointConfig(Config):
@@ -66,6 +67,7 @@ class TrainConfig(Config):
     accumulation: int = Field(
         1, ge=1, description="all strategies but invariant: micro-batches of a step, on each rank"
     )
+    pipeline: PipelineConfig = PipelineConfig()
     precision: PrecisionConfig = PrecisionConfig()
 
     steps: int = Field(200, ge=1)
@@ -121,8 +123,16 @@ class TrainConfig(Config):
     def _options_belong_to_the_strategy(self) -> "TrainConfig":
         if self.strategy == "invariant" and self.accumulation != 1:
             raise ValueError("'accumulation' is not of strategy invariant, which has 'micro_batches', over all ranks")
+        if self.strategy == "pipeline" and self.accumulation != 1:
+            raise ValueError("'accumulation' is not of strategy pipeline, which has 'pipeline.micro_batches'")
+        default = PipelineConfig()
+        of_pipeline = [
+            name for name in PipelineConfig.model_fields if getattr(self.pipeline, name) != getattr(default, name)
+        ]
+        if of_pipeline and self.strategy != "pipeline":
+            raise ValueError(f"'pipeline.{of_pipeline[0]}' is an option of strategy pipeline, not of {self.strategy}")
         changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
-        if changed and self.strategy in {"zero2", "zero3", "fsdp"}:
+        if changed and self.strategy in {"zero2", "zero3", "fsdp", "pipeline"}:
             raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
         if self.strategy != "ddp" and self.oom_skips:
             raise ValueError(f"'oom_skips' is of strategy ddp, not of {self.strategy}")

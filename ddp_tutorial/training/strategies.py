@@ -6,6 +6,7 @@ from ddp_tutorial.accumulation.invariant import InvariantStrategy, require_even_
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
+from ddp_tutorial.pipeline.strategy import PipelineStrategy, require_even_micro_batches
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
 
@@ -18,6 +19,8 @@ def make_strategy(
     match config.strategy:
         case "invariant":
             return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
+        case "pipeline":
+            return PipelineStrategy(model, world, loss, config.pipeline, config.seed, precision)
         case "zero2":
             from ddp_tutorial.zero.strategies import Zero2Strategy
 
@@ -49,6 +52,8 @@ def make_strategy(
 def micro_batches_per_rank(config: TrainConfig, world_size: int) -> int:
     """How many micro-batches of a step each rank computes, known without a model. Raises `ConfigError` where they
     cannot be shared out."""
+    if config.strategy == "pipeline":
+        return require_even_micro_batches(config.pipeline)
     if config.strategy != "invariant":
         return config.accumulation
     require_even_shares(config.micro_batches, world_size)

@@ -19,6 +19,7 @@ from ddp_tutorial.checkpoint.resuming import find_start
 from ddp_tutorial.collectives import rank_zero_first
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.files import RUNS
+from ddp_tutorial.pipeline.parallel import check_pipeline
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.signals import SIGNALS
 from ddp_tutorial.sharding.corpus import is_at_hand, load_corpus
@@ -28,7 +29,7 @@ from ddp_tutorial.sharding.sources import check_source, make_source
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.trainer import Trainer, TrainResult
-from ddp_tutorial.world import World
+from ddp_tutorial.world import World, choose_backend, choose_device
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,11 @@ def check_start(config: TaskConfig, ranks: int) -> None:
         train, _ = samples_of(config, World())
         if isinstance(train, TokenBlocks):
             check_source(train, config.batch_size, World(0, ranks, 0, ranks), config.source)
+    if config.strategy == "pipeline":
+        with torch.device("meta"):
+            model = task_of(config).model(config)
+        device = choose_device(config.device, local_size=ranks, backend=config.backend)
+        check_pipeline(model, config.pipeline, ranks, choose_backend(config.backend, device))
     settings = config.model_dump(mode="json")
     find_start(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
 

@@ -1,0 +1,130 @@
+"""A pipeline as a strategy, which the trainer steps like any other: `strategy: pipeline`.
+
+Sources deal samples out to all ranks. The ranks of a pipeline need the same micro-batches, so each gives its own to the
+others of its pipeline: a step has `pipeline.micro_batches` of them, of which each rank has read an equal share.
+
+Activations, gradients and the optimizer's state are those of a rank's own stages. The weights of the others stay where
+they are, and are out of date from the first step on; before the model is judged or saved, every rank gets them anew.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from ddp_tutorial.accumulation.loss import Loss, Totals
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.strategies import Part
+from ddp_tutorial.checkpoint.components import State
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.ddp.link import Link
+from ddp_tutorial.phases import phase
+from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
+from ddp_tutorial.world import World
+from ddp_tutorial.zero.state import Groups, OptimizerState
+
+
+class PipelineStrategy:
+    """Every rank steps its own stages. Dropout depends on `seed`, the step, the stage and the micro-batch."""
+
+    link: Link | None = None  # what travels goes by torch's own send and receive
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        loss: Loss,
+        config: PipelineConfig,
+        seed: int = 0,
+        precision: Precision | None = None,
+    ) -> None:
+        self.per_rank = require_even_micro_batches(config)
+        self.module, self.world, self.config = model, world, config
+        self.pipeline = Pipeline(model, world, loss, config, precision=precision, seed=seed)
+        groups = [dist.new_group(ranks) for ranks in self.pipeline.mesh] if world.size > 1 else []
+        self.group = groups[self.pipeline.number] if groups else None
+        owners: dict[str, int] = {}  # the first rank of a pipeline that has a parameter or buffer
+        names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        for number, stage in enumerate(self.pipeline.all_stages):
+            for tensor in [*stage.parameters(), *stage.buffers()]:
+                owners.setdefault(names[id(tensor)], number % config.ranks)
+        self.owners = owners
+
+    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Each group of parameters keeps those of this rank's stages."""
+        own = {id(parameter) for parameter in self.pipeline.parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+        return optimizer
+
+    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+        with phase("gather"):
+            of_ranks: list[Any] = [batches]
+            if self.group is not None and self.config.ranks > 1:
+                of_ranks = [None] * self.config.ranks
+                dist.all_gather_object(of_ranks, list(batches), group=self.group)
+        return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], votes)
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The squares of all elements add up; those of a tied parameter count on one of its ranks."""
+        once = [p.grad for name, p in self.pipeline.named.items() if p.grad is not None and self._is_first(name)]
+        squares = get_total_norm(once).to(torch.float64).square()
+        if self.group is not None:
+            dist.all_reduce(squares, group=self.group)
+        return squares.sqrt().float()
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Give every rank the weights and buffers of all stages, as they are in the first pipeline."""
+        if self.world.size == 1:
+            return
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            dist.broadcast(tensor.detach(), src=self.pipeline.mesh[0][self.owners[name]])
+
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        self.sync_buffers()
+        return nullcontext(self.module)
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """The model is whole when it is saved, since `sync_buffers` comes before that."""
+        written = {name for name in self.pipeline.named if self._is_first(name)} if self.pipeline.number == 0 else set()
+        state = _StagesState(optimizer, self.pipeline.named, written)
+        parts: dict[str, Part] = {"model": (self.module, "replicated"), "optimizer": (state, "sharded")}
+        return parts | {"groups": (Groups(optimizer), "replicated")}
+
+    def _is_first(self, name: str) -> bool:
+        return self.owners[name] == self.pipeline.place
+
+    def state_dict(self) -> Mapping[str, float]:
+        """How many steps there were, which dropout depends on."""
+        return {"step": self.pipeline.runner.number}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.pipeline.runner.number = int(state["step"])
+
+
+class _StagesState(OptimizerState):
+    """That of this rank's stages, of which it writes what no rank before it has, and reads all."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], written: set[str]) -> None:
+        super().__init__(optimizer, named)
+        self.written = written
+
+    def state_dict(self) -> State:
+        return {
+            where: value for where, value in super().state_dict().items() if where.rpartition(".")[0] in self.written
+        }
+
+
+def require_even_micro_batches(config: PipelineConfig) -> int:
+    """How many micro-batches each rank reads. Raises `ConfigError` where they cannot be shared out."""
+    if config.micro_batches % config.ranks:
+        raise ConfigError(
+            f"'pipeline.micro_batches' {config.micro_batches} should be a multiple of 'pipeline.ranks' {config.ranks}: "
+            "each of them reads as many"
+        )
+    return config.micro_batches // config.ranks
