@@ -23,7 +23,7 @@ from ddp_tutorial.world import World
 
 # Name -> (model, samples of all ranks in a step, turns of each arm in a repeat).
 _SIZES = {
-    "small": (ModelConfig(layers=4, heads=4, width=128, context=64), 16, 2),
+    "small": (ModelConfig(layers=4, heads=4, width=128, context=64), 16, 1),
     "tiny": (ModelConfig(layers=1, heads=1, width=16, context=64), 16, 5),
 }
 _STEPS = 20  # in a turn: detectors that look now and then do so once in so many steps, or in half as many
