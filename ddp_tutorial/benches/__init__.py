@@ -24,6 +24,7 @@ NAMES = [
     "sharded",
     "cluster",
     "ranks",
+    "pipeline",
 ]
 
 # Arm -> its value in each repeat.

@@ -1,0 +1,161 @@
+"""Does a pipeline take as long as its schedule says? Stages that sleep, so that nothing but the schedule decides.
+
+A stage sleeps 20 ms in forward and 40 ms in backward; with two stages on a rank, half of it each. What is predicted is
+the makespan of the table, with nothing for sending. Torch's own schedules run on the same stages in the same ranks.
+Real stages (a GPT) are reported beside it: there, cores, caches and the balance of stages have a say, and what is
+predicted comes from what each stage took in that very step.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
+from ddp_tutorial.pipeline.schedules import Name, simulate
+from ddp_tutorial.pipeline.stages import cut, even_cuts
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.world import World
+
+FORWARD, BACKWARD = 0.020, 0.040  # seconds of a rank's stages for a micro-batch
+MICRO_BATCHES = 8
+SCHEDULES: list[tuple[Name, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]  # and stages on a rank
+ROWS = 2  # samples of a micro-batch
+_TORCHS: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradients[0], None, None
+
+
+class Sleeper(nn.Module):
+    """Adds a weight, and takes a fixed time for it."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = (forward, backward), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slept: torch.Tensor = _Sleep.apply(x + self.weight, *self.seconds)
+        return slept
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Seconds of a step, from a barrier to the last rank's end: predicted, measured, and torch's, on 2 and 4 ranks."""
+    samples: Samples = {}
+    for size in (2, 4):
+        samples |= launch(_sleeping, size, repeats, device="cpu", threads=1, echo=False)[0]
+    samples |= launch(_real, 2, repeats, device="cpu", threads=1, echo=False)[0]
+    arms = [name.removesuffix("_measured") for name in samples if name.endswith("_measured")]
+    sleeping = [arm for arm in arms if arm.startswith("sleeping_")]
+    ratios = {
+        f"measured_vs_predicted_{arm.removeprefix('sleeping_')}": (f"{arm}_measured", f"{arm}_predicted")
+        for arm in sleeping
+    }
+    ratios |= {f"{arm}_measured_vs_predicted": (f"{arm}_measured", f"{arm}_predicted") for arm in arms[len(sleeping) :]}
+    ratios |= {
+        f"torch_vs_ours_{arm.removeprefix('sleeping_')}": (f"{arm}_torch", f"{arm}_measured") for arm in sleeping
+    }
+    return report("pipeline", samples, "s", ratios)
+
+
+def _loss(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(x).square().sum(), len(x)
+
+
+def _sleeping(world: World, repeats: int) -> Samples:
+    samples: Samples = {}
+    calls: dict[str, Callable[[], object]] = {}
+    batches = [torch.ones(ROWS, 4) for _ in range(MICRO_BATCHES)]
+    for schedule, per_rank in SCHEDULES:
+        config = PipelineConfig(ranks=world.size, schedule=schedule, per_rank=per_rank, micro_batches=MICRO_BATCHES)
+        costs = FORWARD / per_rank, BACKWARD / per_rank
+        arm = f"sleeping_{schedule}_on_{world.size}"
+        pipeline = Pipeline(_sleepers(config.stages, costs), world, _loss, config)
+        calls[f"{arm}_measured"] = lambda pipeline=pipeline: pipeline.backward(batches)  # type: ignore[misc]
+        calls[f"{arm}_torch"] = _torchs(world, schedule, config.stages, costs)
+        samples[f"{arm}_predicted"] = [simulate(config.table(), *costs).makespan] * repeats
+    return samples | _take_turns(world, calls, repeats)
+
+
+def _sleepers(stages: int, costs: tuple[float, float]) -> nn.Sequential:
+    return nn.Sequential(*(Sleeper(*costs) for _ in range(stages)))
+
+
+def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]) -> Callable[[], object]:
+    """The same step by `torch.distributed.pipelining`. It sends gradients as they are, and raises for one that is not
+    contiguous, such as that of a plain sum (torch 2.13)."""
+    model = _sleepers(stages, costs)
+    own = [
+        PipelineStage(part, number, stages, world.device)
+        for number, part in enumerate(cut(model, even_cuts(model, stages)))
+        if number % world.size == world.rank
+    ]
+    made = _TORCHS[schedule](
+        own if schedule == "interleaved" else own[0],
+        MICRO_BATCHES,
+        loss_fn=lambda y, _: y.square().sum(),
+        scale_grads=False,
+    )
+    x = torch.ones(MICRO_BATCHES * ROWS, 4)
+    if world.rank == world.size - 1:
+        return lambda: made.step(target=x, losses=[])
+    return (lambda: made.step(x)) if world.rank == 0 else made.step
+
+
+def _real(world: World, repeats: int) -> Samples:
+    """A GPT of eight blocks, cut where its parameters balance. Predicted from what each stage took."""
+    draw = torch.Generator().manual_seed(0)
+    batches = [{"tokens": torch.randint(0, 256, (4, 65), generator=draw)} for _ in range(MICRO_BATCHES)]
+    pipelines = {}
+    for schedule, per_rank in SCHEDULES:
+        torch.manual_seed(0)
+        config = PipelineConfig(ranks=world.size, schedule=schedule, per_rank=per_rank, micro_batches=MICRO_BATCHES)
+        model = GPT(layers=8, heads=4, width=128, context=64)
+        pipelines[f"real_{schedule}_on_{world.size}"] = Pipeline(model, world, next_token_loss, config)
+    samples: Samples = {f"{arm}_{what}": [] for arm in pipelines for what in ("predicted", "measured")}
+    for _ in range(repeats + 1):
+        for arm, pipeline in pipelines.items():
+            samples[f"{arm}_measured"] += _take_turns(world, {arm: lambda p=pipeline: p.backward(batches)}, 1)[arm]  # type: ignore[misc]
+            ran = [timed for rank in all_gather(world, pipeline.runner.ran) for timed in rank]
+            forward, backward = (
+                [
+                    statistics.median(t.end - t.start for t in ran if t.action[:2] == (kind, stage))
+                    for stage in range(pipeline.config.stages)
+                ]
+                for kind in "FB"
+            )
+            samples[f"{arm}_predicted"].append(simulate(pipeline.config.table(), forward, backward).makespan)
+    return {name: values[1:] for name, values in samples.items()}  # the first step warms up
+
+
+def _take_turns(world: World, calls: dict[str, Callable[[], object]], repeats: int) -> Samples:
+    """Seconds of each call until the last rank is done; in turn, after one round that is not counted."""
+    taken: Samples = {name: [] for name in calls}
+    for number in range(repeats + (1 if len(calls) > 1 else 0)):
+        for name, call in calls.items():
+            dist.barrier()
+            start = time.monotonic()
+            call()
+            seconds = torch.tensor(time.monotonic() - start, dtype=torch.float64)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            if number or len(calls) == 1:
+                taken[name].append(float(seconds))
+    return taken
