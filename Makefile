@@ -31,7 +31,7 @@ notebooks: $(READY)  ## execute the notebooks whose source has changed, and save
 	$(BIN)/python -m ddp_tutorial notebooks
 
 bench: $(READY)  ## what the project claims about its own speed, measured
-	for name in launch overhead ddp buckets sources accumulation checkpoint scaling debug sharded cluster ranks pipeline; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
+	for name in launch overhead ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
 clean:  ## remove everything that the other targets have made, your runs too
 	rm -rf .venv runs notebooks/runs notebooks/experiments/runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,9 +22,9 @@ NAMES = [
     "scaling",
     "debug",
     "sharded",
+    "pipeline",
     "cluster",
     "ranks",
-    "pipeline",
 ]
 
 # Arm -> its value in each repeat.
