@@ -128,7 +128,7 @@ def test_a_solution_is_shown_without_types_and_with_its_comments(capsys):
 def test_a_solution_as_shown_can_be_pasted_into_its_notebook(name, capsys):
     """Its definition needs nothing that the notebook has not imported; what it calls, the solution's own test runs."""
     module = name.partition(".")[0]
-    [path] = [path for path in find_notebooks() if path.stem.endswith(f"_{module}")]
+    [path] = [path for path in find_notebooks() if re.fullmatch(rf"(\d\d_)?{module}", path.stem)]
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     imports = ast.parse(next(source for source in cells if "from ddp_tutorial" in source)).body
     imported = ast.Module([each for each in imports if isinstance(each, ast.Import | ast.ImportFrom)], [])
@@ -156,10 +156,10 @@ def test_a_check_explains_and_never_raises(capsys):
         halves(lambda x: x)
 
 
-def test_every_numbered_notebook_has_exercises_and_checks_each_of_them():
+def test_every_notebook_that_teaches_has_exercises_and_checks_each_of_them():
     for path in find_notebooks():
-        if match := re.match(r"\d\d_(\w+)", path.stem):
-            own = [name.partition(".")[2] for name in EXERCISES if name.startswith(f"{match[1]}.")]
+        if match := re.match(r"(?:\d\d_)(\w+)|(?=live_ranks)(\w+)", path.stem):
+            own = [name.partition(".")[2] for name in EXERCISES if name.startswith(f"{match[1] or match[2]}.")]
             assert len(own) >= 2, f"{path.stem} has no exercises"
             for name in own:
                 assert f"exercises.{name}.check(" in path.read_text(), f"{path.stem} does not check {name}"

@@ -28,11 +28,13 @@ NOTEBOOKS = find_notebooks()
 NUMBERED = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.stem)]
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
-# Executed by papermill with these arguments, which make each of them quick: the experiments, and one numbered notebook.
+# Executed by papermill with these arguments, which make each of them quick: the experiments, one numbered notebook, and
+# the one with magics, of which papermill's exit code tells whether they were known.
 SMALL = {
     "00_quickstart": ["-p", "steps", "10", "-p", "corpus", "stories"],
     "bucket_size": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "steps", "2", "-p", "repeats", "1"],
     "compare": ["-p", "steps", "5"],
+    "live_ranks": [],
     "data_strategies": ["-p", "steps", "5", "-p", "repeats", "2"],
     "scaling": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "steps", "5", "-p", "repeats", "2"],
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
@@ -47,10 +49,16 @@ def code_cells(path):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
+MAGICS = r"%%writefile (-a )?runs/[\w./]+\.py"
+OF_LIVE_RANKS = r"%%ranks( --raises)?( \d)?|%%rank0"
+
+
 def python_of(cell):
-    """What is Python in a cell: all of it, or what `%%writefile` makes a file of."""
+    """What is Python in a cell: all of it, or what `%%writefile` makes a file of, or ranks run; `%ranks` has none."""
     first, _, rest = cell.source.partition("\n")
-    return rest if re.fullmatch(r"%%writefile (-a )?runs/[\w./]+\.py", first) else cell.source
+    if re.fullmatch(f"{MAGICS}|{OF_LIVE_RANKS}", first):
+        return rest
+    return re.sub(r"%(load_ext ddp_tutorial|ranks .*)$", "...", cell.source, flags=re.MULTILINE)
 
 
 def parameter_names(path):
@@ -73,9 +81,10 @@ def test_every_notebook_is_found_and_every_experiment_has_small_parameters():
 @each_notebook
 def test_cells_are_plain_python(path):
     """Where outputs are not compared, nbval takes a magic or a shell command that fails for one that succeeds, as no
-    error message comes of it; it goes on after a kernel that was told to leave; and it skips what is tagged so. One
-    magic is let through: `%%writefile`, which raises where it fails."""
+    error message comes of it; it goes on after a kernel that was told to leave; and it skips what is tagged so. Let
+    through are `%%writefile`, which raises where it fails, and those of live ranks, where papermill is asked too."""
     for cell in code_cells(path):
+        assert "%ranks" not in cell.source or path.stem in SMALL
         tree = ast.parse(python_of(cell))  # another magic, `!command` and `name?` are no Python
         named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         assert not named & {"get_ipython", "exit", "quit"}

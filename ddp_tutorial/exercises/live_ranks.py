@@ -1,0 +1,163 @@
+"""The exercises of live_ranks: find the replica that has drifted, and bring it back, with the ranks alive."""
+
+import torch
+
+from ddp_tutorial.debug.hangs import CollectiveError
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect
+from ddp_tutorial.live.pool import Ranks
+
+_MODEL = """
+import torch, torch.distributed as dist
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+"""
+# The rank that drifts, and the name of what is other there: the last digit of a weight, or a buffer.
+_DRIFT = {
+    "0.weight": "model[0].weight.data[1, 2] += 1e-6",
+    "1.running_mean": "model[1].running_mean += 0.5",
+}
+
+
+def _pool(n: int) -> Ranks:
+    ranks = Ranks(n, threads=1, device="cpu", patience=2.0, echo=False)
+    ranks.execute(_MODEL)
+    return ranks
+
+
+def _state(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+    return ranks.get("{name: value.clone() for name, value in model.state_dict().items()}")
+
+
+def _ask(answer: Answer, ranks: Ranks) -> object:
+    try:
+        return answer(ranks)
+    except CollectiveError as hang:
+        raise WrongAnswerError(f"The ranks wait for one another: {hang}") from None
+
+
+# ------------------------------------------------------------------------------------------------ 1. who has drifted?
+
+
+def _test_drifted(answer: Answer) -> str:
+    with _pool(3) as ranks:
+        expect(_ask(answer, ranks) is None, "As long as all replicas are equal, the answer is None.")
+        for rank, (name, drift) in zip((2, 0), _DRIFT.items(), strict=True):
+            ranks.execute(_MODEL)
+            ranks.execute(drift, on=[rank])
+            found = _ask(answer, ranks)
+            where = f"{name!r} has drifted on rank {rank}, by less than a print shows"
+            expect(found == (rank, name), f"{where}: expected {(rank, name)}, found {found}.")
+    return "The rank and the tensor, be it a weight or a buffer."
+
+
+def _drifted(ranks: Ranks) -> tuple[int, str] | None:
+    states = ranks.get("model.state_dict()")
+    for name in states[0]:
+        for rank in range(3):
+            others = [states[other][name] for other in range(3) if other != rank]
+            if others[0].equal(others[1]) and not states[rank][name].equal(others[0]):
+                return rank, name  # the two others agree
+    return None
+
+
+def _against_rank_zero(ranks: Ranks) -> tuple[int, str] | None:
+    states = ranks.get("model.state_dict()")
+    for rank, state in enumerate(states):
+        for name, value in state.items():
+            if not value.equal(states[0][name]):
+                return rank, name
+    return None
+
+
+def _parameters_only(ranks: Ranks) -> tuple[int, str] | None:
+    states = ranks.get("dict(model.named_parameters())")
+    for name in states[0]:
+        for rank in range(3):
+            others = [states[other][name] for other in range(3) if other != rank]
+            if others[0].equal(others[1]) and not states[rank][name].equal(others[0]):
+                return rank, name
+    return None
+
+
+def _nearly_equal(ranks: Ranks) -> tuple[int, str] | None:
+    states = ranks.get("model.state_dict()")
+    for name in states[0]:
+        for rank in range(3):
+            others = [states[other][name] for other in range(3) if other != rank]
+            if not any(states[rank][name].allclose(other, atol=1e-4) for other in others):
+                return rank, name
+    return None
+
+
+drifted = Exercise(
+    task="drifted(ranks): three ranks hold a model. Return (rank, name) of the one tensor of its state dict that is "
+    "not what the two others have, or None where all are equal.",
+    test=_test_drifted,
+    solution=_drifted,
+    wrong={
+        "takes rank 0 for right": _against_rank_zero,
+        "forgets the buffers": _parameters_only,
+        "takes nearly equal for equal": _nearly_equal,
+    },
+    hints=(
+        'ranks.get("model.state_dict()") is a list: a state dict of each rank.',
+        "Compare bits, not digits: a.equal(b). And rank 0 may be the odd one: it is, where the two others agree.",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------- 2. bring it back
+
+
+def _test_bring_back(answer: Answer) -> str:
+    with _pool(2) as ranks:
+        for drift in _DRIFT.values():
+            ranks.execute(drift, on=[1])
+        ranks.execute("marker = object()")
+        before, pids = _state(ranks), [each["pid"] for each in ranks.status()]
+        _ask(answer, ranks)
+        after = _state(ranks)
+        same = pids == [each["pid"] for each in ranks.status()]
+        expect(same, "The ranks have been started anew. Repair them alive: who restarts loses all else they had.")
+        for name, value in before[0].items():
+            expect(after[0][name].equal(value), f"{name!r} has changed on rank 0, which was right.")
+            expect(after[1][name].equal(value), f"{name!r} still differs on rank 1.")
+    return "All replicas are rank 0's again, to the bit, and nobody had to start anew."
+
+
+def _bring_back(ranks: Ranks) -> None:
+    ranks.execute("for value in model.state_dict().values(): dist.broadcast(value, src=0)")
+
+
+def _average(ranks: Ranks) -> None:
+    ranks.execute("for p in model.parameters(): dist.all_reduce(p.data); p.data /= world.size")
+
+
+def _weights_only(ranks: Ranks) -> None:
+    ranks.execute("for p in model.parameters(): dist.broadcast(p.data, src=0)")
+
+
+def _on_one(ranks: Ranks) -> None:
+    ranks.execute("for value in model.state_dict().values(): dist.broadcast(value, src=0)", on=[1])
+
+
+def _start_anew(ranks: Ranks) -> None:
+    ranks.restart()
+    ranks.execute(_MODEL)
+
+
+bring_back = Exercise(
+    task="bring_back(ranks): rank 1's model has drifted from rank 0's. Give it rank 0's state, without a restart.",
+    test=_test_bring_back,
+    solution=_bring_back,
+    wrong={
+        "averages what is right with what is wrong": _average,
+        "forgets the buffers": _weights_only,
+        "asks rank 1 alone": _on_one,
+        "starts the ranks anew": _start_anew,
+    },
+    hints=(
+        'ranks.execute("...") runs source on all ranks. Which collective gives all of them what rank 0 has?',
+        "dist.broadcast(tensor, src=0), on all ranks, for each tensor of model.state_dict(): it holds the buffers too.",
+    ),
+)
