@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import call
 from ddp_tutorial.checkpoint.manifest import CheckpointError
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.config import load as load_config
@@ -107,15 +108,15 @@ def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_p
     done = run("evaluate", str(result.run), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"run": str(result.run), **evaluate(result.run)}
-    assert run("evaluate", str(result.run)).stdout.startswith("held out ")
-    done = run("sample", str(result.run), "--prompt", "Once", "--length", "12", "--seed", "3")
+    assert call("evaluate", str(result.run)).stdout.startswith("held out ")
+    done = call("sample", str(result.run), "--prompt", "Once", "--length", "12", "--seed", "3")
     assert done.stdout == sample(result.run, "Once", length=12, seed=3) + "\n"
     done = run("export", str(result.run), str(tmp_path / "out"))
     assert (done.returncode, done.stdout.split(":")[0]) == (0, str(tmp_path / "out"))
 
 
 def test_an_empty_prompt_is_told(result: TrainResult) -> None:
-    done = run("sample", str(result.run), "--prompt", "")
+    done = call("sample", str(result.run), "--prompt", "")
     assert (done.returncode, done.stderr.startswith("error: an empty prompt")) == (2, True)
 
 
