@@ -1,10 +1,11 @@
 """Ranks that are forked from servers which have imported torch, so that a test's `launch` takes tenths of a second.
 
 `torch.multiprocessing.spawn` starts a new interpreter for each rank, and two seconds of each launch go to importing
-torch. Here a rank is forked from a process that has done that and nothing else (`multiprocessing`'s forkserver): it
-imports this package itself, has an environment, a folder and a path of its own, and ends like any other. There are
-three servers, each with a seed of its own for Python's hashes, and a launch takes another one for each rank than the
-launch before: ranks which rely on the order of a set would differ, as they do when they are spawned.
+torch. Here a rank is forked from a process that has imported torch, what modules of tests import and what every rank
+of this package runs, and has done nothing else (`multiprocessing`'s forkserver). It has an environment, a folder and a
+path of its own, imports the rest itself, and ends like any other. There are three servers, each with a seed of its own
+for Python's hashes, and a launch takes another one for each rank than the launch before: ranks which rely on the order
+of a set would differ, as they do when they are spawned.
 
 What cannot be had this way is left to the tests that spawn (`SPAWNED` in conftest.py) and to the notebooks: a rank's
 parent is the server, which the kernel tells it of when it dies, and the environment that other processes see is the
@@ -13,6 +14,7 @@ server's.
 
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -21,9 +23,11 @@ from typing import Any
 import numpy as np
 import torch.multiprocessing
 
-# What the package imports, but for pyarrow, which starts a thread: none would be there in a forked process.
+# What the package and modules of tests import, but for pyarrow, which starts a thread: none would be there in a forked
+# process. So nothing of the package either that imports pyarrow.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle", "psutil", "pydantic", "yaml", "tqdm"]
-PRELOADED += ["huggingface_hub.hub_mixin", "safetensors.torch"]
+PRELOADED += ["huggingface_hub.hub_mixin", "safetensors.torch", "pytest", "hypothesis"]
+PRELOADED += ["ddp_tutorial.processes.launcher", "ddp_tutorial.ddp.variants", "ddp_tutorial.checkpoint.checkpointer"]
 SERVERS = 3
 
 # Of the tests: inside a launch there is more, by which it finds and ends what it has started. And nothing may wake up a
@@ -52,6 +56,7 @@ def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, j
 
 def _run(_: int, rank: int, environ: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """In the new process: be what a spawned one would be, then do as told."""
+    assert set(PRELOADED) <= sys.modules.keys(), "the server goes on where it cannot import, and every rank is slow"
     _become(environ)
     np.random.seed()  # Python does this for its own random numbers; torch begins with the same in any process
     for job in args:
