@@ -11,7 +11,7 @@ setup: $(READY)  ## the virtual environment, .venv
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,examples,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,examples,peers,dev]'
 	touch $@
 
 run: $(READY)  ## train on two ranks and on one, on real text; two to three minutes
@@ -31,7 +31,7 @@ notebooks: $(READY)  ## execute the notebooks whose source has changed, and save
 	$(BIN)/python -m ddp_tutorial notebooks
 
 bench: $(READY)  ## what the project claims about its own speed, measured
-	for name in launch overhead ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
+	for name in launch overhead ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
 clean:  ## remove everything that the other targets have made, your runs too
 	rm -rf .venv runs notebooks/runs notebooks/experiments/runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -34,7 +34,9 @@ ROOMS = [
     ["debug"],
     ["live"],
     ["museum"],
-    ["exercises", "benches", "examples", "configs"],
+    ["exercises", "examples", "configs"],
+    ["peers"],
+    ["benches"],
     ["commands"],
     ["__main__"],
 ]

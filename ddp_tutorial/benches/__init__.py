@@ -25,6 +25,7 @@ NAMES = [
     "pipeline",
     "cluster",
     "ranks",
+    "peers",
 ]
 
 # Arm -> its value in each repeat.

@@ -51,7 +51,7 @@ def stories(count: int, folder: Path, files: int, seed: int) -> None:
 @click.option("--kills", type=click.IntRange(min=1), help="Of chaos, by default 200, and restarts, 20.")
 def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     """Measure a claim: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded,
-    pipeline, cluster, ranks, chaos or restarts.
+    pipeline, cluster, ranks, peers, chaos or restarts.
 
     chaos kills ranks of small runs, fails and fills their disks, at every named point of saving and resuming, and
     starts them on nodes that share no folder. It checks that no checkpoint is lost, each resumed run ends with the same

@@ -1,0 +1,53 @@
+"""The trainers that people use, and this package's, against a loop in nothing but torch: the same work in one run.
+
+Of each trainer the training alone counts, from the eleventh step to the last: forward, backward, update, and all that
+it does between. Ours keeps its log and its TensorBoard events, as it does for its users; those of others are off.
+"""
+
+import statistics
+from typing import Any
+
+from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.peers import NAMES, gpt, train_with
+from ddp_tutorial.peers.work import Work
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.world import World
+
+# Name -> (layers, heads, width, steps of a repeat), as in bench overhead: a repeat lasts about a second.
+_SIZES = {"tiny": (1, 1, 16, 150), "small": (2, 4, 64, 80), "large": (4, 4, 128, 40)}
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Samples per second of each, two ranks with one thread each, for three sizes of model."""
+    samples: Samples = {}
+    for size, (layers, heads, width, steps) in _SIZES.items():
+        work = gpt(steps, layers=layers, heads=heads, width=width)
+        rates = launch(_in_turn, 2, work, repeats, device="cpu", threads=1, echo=False, timeout=600)[0]
+        samples |= {f"{name}_{size}": values for name, values in rates.items()}
+    ratios = {
+        f"{name}_vs_plain_{size}": (f"{name}_{size}", f"plain_{size}")
+        for size in _SIZES
+        for name in NAMES
+        if name != "plain"
+    }
+    result = report("peers", samples, "samples/s", ratios)
+    for size in _SIZES:
+        best = max(
+            (name for name in NAMES if name not in {"plain", "ours"}),
+            key=lambda name: result["ratios"][f"{name}_vs_plain_{size}"],
+        )
+        pairs = zip(samples[f"ours_{size}"], samples[f"{best}_{size}"], strict=True)
+        result["ratios"][f"ours_vs_best_peer_{size}"] = statistics.median(a / b for a, b in pairs)
+        result["best_peer"] = result.get("best_peer", {}) | {size: best}
+    return result
+
+
+def _in_turn(world: World, work: Work, repeats: int) -> Samples:
+    """The first turn of each is not counted: it imports what it needs."""
+    rates: Samples = {name: [] for name in NAMES}
+    for number in range(repeats + 1):
+        for name in NAMES[:: -1 if number % 2 else 1]:
+            outcome = train_with(world, [name], work)[name]
+            if number:
+                rates[name].append(world.size * work.per_rank / outcome.seconds)
+    return rates

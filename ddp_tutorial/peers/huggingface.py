@@ -1,0 +1,52 @@
+"""The Trainer of Hugging Face's `transformers`: the loop is its own; a model returns its loss."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import Trainer, TrainingArguments
+
+from ddp_tutorial.peers.work import Work
+from ddp_tutorial.world import World
+
+
+class WithLoss(nn.Module):
+    """It takes the columns of a batch by name, and gives a dictionary with a loss.
+
+    Where a batch has "labels", the Trainer counts those of all ranks that are not -100, and wants the sum of the loss
+    over that number; it multiplies by the number of ranks, of which DDP takes the mean.
+    """
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work, self.model = work, work.model()
+
+    def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Tensor]:
+        total, count = self.work.loss(self.model, batch)
+        return {"loss": total / (count if num_items_in_batch is None else num_items_in_batch)}
+
+
+class InOrder(Trainer):
+    """It shuffles, unless its sampler is replaced."""
+
+    def _get_train_sampler(self, *_: Any) -> Sampler[int]:
+        return SequentialSampler(self.train_dataset)
+
+
+def train(_: World, work: Work) -> nn.Module:
+    model = WithLoss(work)
+    optimizer = work.optimizer(model)
+    arguments = TrainingArguments(
+        output_dir="huggingface",
+        use_cpu=True,
+        max_steps=work.steps,
+        per_device_train_batch_size=work.per_rank,
+        max_grad_norm=work.clip,
+        remove_unused_columns=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    InOrder(model, arguments, train_dataset=work.samples, optimizers=(optimizer, work.scheduler(optimizer))).train()
+    return model.model

@@ -1,0 +1,14 @@
+"""The Trainer of this package, with its log, its TensorBoard events and its checks."""
+
+from torch import nn
+
+from ddp_tutorial import TrainConfig, Trainer, World, make_source
+from ddp_tutorial.peers.work import Work
+
+
+def train(world: World, work: Work) -> nn.Module:
+    model = work.model()
+    source = make_source(work.samples, work.per_rank * world.size, world, seed=None)
+    config = TrainConfig(steps=work.steps, clip=work.clip)
+    Trainer(model, source, work.loss, world, config, optimizer=work.optimizer, scheduler=work.scheduler).train()
+    return model
