@@ -128,7 +128,8 @@ def test_a_solution_is_shown_without_types_and_with_its_comments(capsys):
 def test_a_solution_as_shown_can_be_pasted_into_its_notebook(name, capsys):
     """Its definition needs nothing that the notebook has not imported; what it calls, the solution's own test runs."""
     module = name.partition(".")[0]
-    [path] = [path for path in find_notebooks() if re.fullmatch(rf"(\d\d_)?{module}", path.stem)]
+    chapters = [path for path in find_notebooks() if path.parent.name != "experiments"]
+    [path] = [path for path in chapters if re.fullmatch(rf"(\d\d_)?{module}", path.stem)]
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     imports = ast.parse(next(source for source in cells if "from ddp_tutorial" in source)).body
     imported = ast.Module([each for each in imports if isinstance(each, ast.Import | ast.ImportFrom)], [])
