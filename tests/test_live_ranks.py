@@ -333,7 +333,8 @@ def test_cells_become_a_script_that_torchrun_runs(tmp_path):
     script = tmp_path / "out.py"
     script.write_text(script_of(steps, "out.py", 2, 1, "cpu", "gloo"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    whole_lines = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=whole_lines)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0.5", "[rank 1] (9, 'one\\n  two')", "[rank 1] 0.5"]
 

@@ -213,6 +213,7 @@ class Crew:
                 if each.is_busy:
                     each.control("interrupt")
                     if wake:
+                        each.was_woken = True
                         each.control("wake")
             deadline = time.monotonic() + seconds
             while any(each.is_busy for each in people) and self._hear(deadline - time.monotonic()):
@@ -292,8 +293,11 @@ class Crew:
         self._kill([each for each in people if each.is_busy])
 
     def _are_in_step(self, people: Sequence[Person]) -> bool:
-        """Has every rank ended the same collectives, and has none of them failed?"""
-        if any(each.failure and each.failure.in_collective for each in people):
+        """Has every rank ended the same collectives, and has none of them failed?
+
+        A rank that was woken need not say so: the interrupt that it was sent may have come before gloo's error.
+        """
+        if any(each.was_woken or (each.failure and each.failure.in_collective) for each in people):
             return False
         looks = [answer for answer in self._ask("look", ANSWER_SECONDS).values() if isinstance(answer, Look)]
         same = all(look.progress == looks[0].progress for look in looks)

@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -231,6 +232,8 @@ def _connections(store: int) -> list[socket.socket]:
     found = []
     for file in list(Path("/dev/fd").iterdir()):
         with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(file.name)).st_mode):
+                continue
             connection = socket.socket(fileno=os.dup(int(file.name)))
             try:
                 here, there = connection.getsockname(), connection.getpeername()

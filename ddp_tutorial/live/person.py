@@ -31,6 +31,7 @@ class Person:
         self.number = 0  # of the call
         self.outcome: tuple[Any, ...] | None = ("done", None)
         self.was_ended = False  # by an interrupt of the pool, for what another has done
+        self.was_woken = False  # from a collective: its connections to the others are closed
         self.answered = 0  # the last question
         self.answer: Answer | None = None
         self._seen: Look | None = None
@@ -101,7 +102,8 @@ class Person:
 
     def show_on(self, console: Console) -> None:
         """What it says from now on, and has said since the last call, goes to `console`."""
-        self.console, self.was_ended, self._shown = console, False, []
+        self.console, self._shown = console, []
+        self.was_ended = self.was_woken = False
         lines = self.log.lines  # said since the last call
         self.log = RankLog(self.rank, console.line, told_of)
         self.log.lines.extend(lines)
