@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import locked, observe_disk
 from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import RankError, launch
-from ddp_tutorial.processes.signals import EXIT_CODE, exit_code
+from ddp_tutorial.processes.signals import EXIT_CODE, StoppedError, exit_code, stopped_by_signals
 from ddp_tutorial.runs.folder import RunFolder, request_stop
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.stopping import Stopping
@@ -421,6 +422,18 @@ def test_a_signal_while_a_run_starts_is_a_stop_with_nothing_saved_and_no_failure
     assert running.returncode == EXIT_CODE, err
     assert err.endswith("stopped by SIGTERM before there was anything to save\n")
     assert not list(Path("runs").glob("*/checkpoints/*"))
+
+
+def test_a_signal_to_end_is_not_swallowed_where_any_exception_is() -> None:
+    """As in much of torch while it is imported."""
+
+    @stopped_by_signals()
+    def signalled() -> None:
+        with suppress(Exception):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(StoppedError, match="stopped by SIGTERM"):
+        signalled()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 import click
 
 from ddp_tutorial.commands.training import config_argument, overrides_argument
-from ddp_tutorial.processes.signals import SIGNALS, handling, stop
+from ddp_tutorial.processes.signals import stopped_by_signals
 
 
 @click.command()
@@ -24,7 +24,7 @@ def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
     said without it. Before its time is up, and when it is preempted, it saves; then it is queued again, and goes on.
     Its folder has to be one that all nodes share. To stop it for good: scancel.
     """
-    with handling(SIGNALS, stop):
+    with stopped_by_signals():
         from ddp_tutorial.processes import slurm as jobs
         from ddp_tutorial.training.slurm import slurm_script
 

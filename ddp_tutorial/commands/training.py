@@ -13,8 +13,7 @@ from click.shell_completion import CompletionItem
 
 from ddp_tutorial import config as configs
 from ddp_tutorial.commands import a_run
-from ddp_tutorial.processes.signals import SIGNALS, exit_code, handling
-from ddp_tutorial.processes.signals import stop as stop_now
+from ddp_tutorial.processes.signals import exit_code, stopped_by_signals
 
 if TYPE_CHECKING:
     from ddp_tutorial.debug.detector import Finding
@@ -80,7 +79,7 @@ def train(
     failure, which --max-restarts has it start again; and in a step of Slurm after `stop`, for 75 has the job requeued.
     That it was stopped, and by what, is in result.json.
     """
-    with handling(SIGNALS, stop_now):  # importing torch takes seconds; the launch, or the Trainer, then takes over
+    with stopped_by_signals():  # importing torch takes seconds; the launch, or the Trainer, then takes over
         attached = Attached(watch or (CHECK_WATCH_SECONDS if check else None), check, _faults(faults))
         _train(config, overrides, dry_run, as_json, attached)
 

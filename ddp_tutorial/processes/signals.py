@@ -23,9 +23,12 @@ class StoppedError(FailedError):
         super().__init__(f"stopped by {signal.Signals(number).name} before there was anything to save")
 
 
-def stop(number: int, frame: object) -> None:
-    """A handler for `handling`: raise `StoppedError`, wherever the main thread is."""
-    raise StoppedError(number)
+class _Signalled(BaseException):
+    """Not an `Exception`: torch, while it is imported, has `except Exception` around much of what it tries."""
+
+
+def _raise(number: int, frame: object) -> None:
+    raise _Signalled(number)
 
 
 def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True) -> int:
@@ -59,3 +62,13 @@ def die_with_parent() -> None:
     """Have this process killed by SIGKILL when the thread that started it ends. Linux only; elsewhere nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside, a signal to end raises `StoppedError`, wherever the main thread is."""
+    with handling(SIGNALS, _raise):
+        try:
+            yield
+        except _Signalled as signalled:
+            raise StoppedError(signalled.args[0]) from None
