@@ -5,7 +5,8 @@ import time
 
 import psutil
 import pytest
-from jupyter_client.manager import start_new_kernel
+
+from kernel import Kernel
 
 HANG = """
 import os, time
@@ -17,33 +18,11 @@ launch(hang, 2, device="cpu")
 """
 
 
-class Kernel:
-    """A kernel and what it says."""
-
-    def __init__(self, cwd):
-        self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd))
-        self.children = psutil.Process(self.manager.provisioner.process.pid).children
-
-    def run(self, code, timeout=60):
-        """Execute `code`; what it printed, and the error's traceback without colours, if any."""
-        printed, errors = [], []
-
-        def hear(message):
-            if message["msg_type"] == "stream":
-                printed.append(message["content"]["text"])
-            if message["msg_type"] == "error":
-                errors.append(re.sub(r"\x1b\[[\d;]*m", "", "\n".join(message["content"]["traceback"])))
-
-        self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=False)
-        return "".join(printed), "".join(errors)
-
-
 @pytest.fixture
 def kernel(tmp_path):
     kernel = Kernel(tmp_path)
     yield kernel
-    kernel.client.stop_channels()
-    kernel.manager.shutdown_kernel(now=True)
+    kernel.end()
 
 
 def pids_in(folder, count=2):
@@ -67,7 +46,7 @@ def gone(pids, within=5.0):
 
 
 def test_functions_and_classes_of_a_cell_work_and_output_is_grouped_by_rank(kernel):
-    printed, errors = kernel.run(
+    said = kernel.run(
         "from dataclasses import dataclass\n"
         "from ddp_tutorial import launch\n"
         "@dataclass\n"
@@ -81,8 +60,8 @@ def test_functions_and_classes_of_a_cell_work_and_output_is_grouped_by_rank(kern
         "found = launch(work, 2)\n"
         "print(found, isinstance(found[0], Found), launch(lambda world: world.size, 2, device='cpu'))\n"
     )
-    assert not errors
-    assert printed.splitlines() == [
+    assert not said["error"]
+    assert said["printed"].splitlines() == [
         "2 ranks on cpu, gloo",
         *[f"[rank {rank}] line {i}" for rank in (0, 1) for i in range(3)],
         "[Found(rank=10), Found(rank=11)] True [2, 2]",
@@ -91,26 +70,26 @@ def test_functions_and_classes_of_a_cell_work_and_output_is_grouped_by_rank(kern
 
 def test_an_error_names_the_rank_and_shows_the_line_of_the_cell(kernel):
     kernel.run("from ddp_tutorial import launch")
-    _, errors = kernel.run(
+    said = kernel.run(
         "def work(world):\n"
         "    if world.rank == 1:\n"
         "        raise ValueError('a bad sample')\n"
         "launch(work, 2, device='cpu')"
     )
-    assert "RankError: rank 1 raised ValueError: a bad sample" in errors
-    assert re.search(r"Cell In\[\d+\], line 3, in work\n +raise ValueError\('a bad sample'\)", errors)
-    assert "launcher.py" not in errors, "the parent's own frames say nothing about the fault"
+    assert "RankError: rank 1 raised ValueError: a bad sample" in said["error"]
+    assert re.search(r"Cell In\[\d+\], line 3, in work\n +raise ValueError\('a bad sample'\)", said["error"])
+    assert "launcher.py" not in said["error"], "the parent's own frames say nothing about the fault"
 
 
 def test_what_a_rank_prints_names_the_line_of_the_cell_too(kernel):
     """A warning about a slow rank does, and so do stacks."""
     kernel.run("from ddp_tutorial import launch")
-    printed, errors = kernel.run(
+    said = kernel.run(
         "def work(world):\n    import traceback\n    traceback.print_stack()\nlaunch(work, 1, device='cpu')"
     )
-    assert not errors
-    assert re.search(r"Cell In\[\d+\], line 3, in work", printed)
-    assert "ipykernel_" not in printed
+    assert not said["error"]
+    assert re.search(r"Cell In\[\d+\], line 3, in work", said["printed"])
+    assert "ipykernel_" not in said["printed"]
 
 
 def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_path):
@@ -123,8 +102,8 @@ def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_pat
     assert reply["parent_header"]["msg_id"] == request
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     assert gone(pids)
-    printed, errors = kernel.run("print(launch(lambda world: world.rank, 2, device='cpu'))")
-    assert (printed, errors) == ("[0, 1]\n", "")
+    said = kernel.run("print(launch(lambda world: world.rank, 2, device='cpu'))")
+    assert (said["printed"], said["error"]) == ("[0, 1]\n", "")
 
 
 @pytest.mark.parametrize("now", [True, False], ids=["killed", "shut down"])

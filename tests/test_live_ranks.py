@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from jupyter_client.manager import start_new_kernel
 
 from ddp_tutorial.benches import as_text
 from ddp_tutorial.benches.ranks import measure
@@ -24,6 +23,7 @@ from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import Step, indented, put_step, script_of
 from ddp_tutorial.live.shown import Shown
 from ddp_tutorial.processes.errors import RankError
+from kernel import Kernel
 
 IMPORTS = "import os, signal, sys, time, torch, torch.distributed as dist"
 PATIENCE = 0.6
@@ -359,38 +359,11 @@ def test_ranks_that_are_not_there_are_refused(text, said):
 # --------------------------------------------------------------------------------------------------- in a notebook
 
 
-class Notebook:
-    """A kernel, and all that a cell leaves in it."""
-
-    def __init__(self, cwd):
-        self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd))
-
-    def run(self, code, timeout=60):
-        """Execute a cell: what it printed, its rich outputs, its result, its error."""
-        found = {"printed": "", "shown": [], "result": "", "error": ""}
-
-        def hear(message):
-            content = message["content"]
-            match message["msg_type"]:
-                case "stream":
-                    found["printed"] += content["text"]
-                case "display_data":
-                    found["shown"].append(content["data"])
-                case "execute_result":
-                    found["result"] = content["data"]["text/plain"]
-                case "error":
-                    found["error"] = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
-
-        self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=False)
-        return found
-
-
 @pytest.fixture
 def notebook(tmp_path):
-    notebook = Notebook(tmp_path)
+    notebook = Kernel(tmp_path)
     yield notebook
-    notebook.client.stop_channels()
-    notebook.manager.shutdown_kernel(now=True)
+    notebook.end()
 
 
 FIGURE = """%%ranks
