@@ -173,12 +173,16 @@ class Slurm:
         self.until(lambda: self.job(number).get("JobState") == state, f"job {number} {state}")
 
     def start_again(self, number: int, life: int) -> None:
-        """A job that was queued again waits for two minutes; this one does not. `life` counts from 0."""
+        """A job that was queued again waits for two minutes; this one waits for two seconds. `life` counts from 0.
+
+        It has to wait: slurmd counts in whole seconds which permissions of the last life are void, and one that is
+        given in the same second is void, too ("Job credential revoked").
+        """
+        self.until(lambda: self.job(number).get("JobState") == "PENDING", f"job {number} is queued again")
+        self("scontrol", "update", f"JobId={number}", "StartTime=now+2")
 
         def is_running() -> bool:
             found = self.job(number)
-            if found.get("JobState") == "PENDING":
-                self("scontrol", "update", f"JobId={number}", "StartTime=now")
             return found.get("JobState") == "RUNNING" and found.get("Restarts") == str(life)
 
         self.until(is_running, f"life {life} of job {number}")
