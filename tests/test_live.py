@@ -1,8 +1,12 @@
 """Widgets show the figure that they name, and leave none behind."""
 
+import base64
+
 import matplotlib.pyplot as plt
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 
+from ddp_tutorial.experiments.notebooks import tidy
 from ddp_tutorial.figures.live import explore, slider
 
 PNG = b"\x89PNG"
@@ -39,6 +43,15 @@ def test_figures_are_closed_and_the_notebook_shows_none_of_them_itself():
 
 def test_what_the_widget_says_of_itself_does_not_hold_the_pictures():
     assert len(repr(slider(figures(*range(1, 9)), "bar"))) < 3000
+
+
+def test_where_no_kernel_runs_the_first_figure_stands_in_its_place():
+    widget = slider(figures(1, 5), "bar")
+    shown = widget._repr_mimebundle_()
+    assert base64.b64decode(shown["image/png"]) == bytes(widget.children[-1].value)
+    cell = new_code_cell("x", outputs=[new_output("display_data", data=shown)])
+    tidy(new_notebook(cells=[cell]))
+    assert cell.outputs[0].data == {"image/png": shown["image/png"]}
 
 
 def test_without_a_figure_it_says_so():

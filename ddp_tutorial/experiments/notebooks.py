@@ -1,8 +1,8 @@
 """Execute notebooks and save them so that two executions of the same source differ only in what they measured.
 
-No timestamps, no widget state, cell ids made from the cells' text, execution counts in order. A digest of the source is
-kept in the metadata. A test compares it, so that committed outputs come from the committed source, and `make notebooks`
-executes only notebooks whose source has changed.
+No timestamps, no progress, no widget state, cell ids made from the cells' text, execution counts in order. A digest of
+the source is kept in the metadata. A test compares it, so that committed outputs come from the committed source, and
+`make notebooks` executes only notebooks whose source has changed.
 """
 
 import base64
@@ -13,6 +13,8 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+
+from ddp_tutorial.processes.console import PROGRESS
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 CELL_TIMEOUT = 120  # seconds
@@ -76,7 +78,7 @@ def tidy(notebook: Any) -> None:
         cell.id = _cell_id(cell, taken)
         cell.metadata = {key: cell.metadata[key] for key in ("tags",) if cell.metadata.get(key)}
         if cell.cell_type == "code":
-            cell.outputs = [each for each in cell.outputs if WIDGET not in each.get("data", {})]
+            cell.outputs = [each for each in map(_static, cell.outputs) if each is not None]
             if cell.source.strip():
                 counted += 1
                 cell.execution_count = counted
@@ -88,6 +90,15 @@ def tidy(notebook: Any) -> None:
         "language_info": {"name": "python", "file_extension": ".py", "mimetype": "text/x-python"},
         "ddp_tutorial": {"executed_source": source_digest(notebook)},
     }
+
+
+def _static(output: Any) -> Any:
+    """What is left of an output when no kernel runs: of a widget the picture that came with it, of progress nothing."""
+    data = output.get("data", {})
+    if WIDGET in data:
+        output["data"] = data = {kind: shown for kind, shown in data.items() if kind == "image/png"}
+    is_progress = output.get("metadata", {}) == PROGRESS
+    return None if is_progress or ("data" in output and not data) else output
 
 
 def is_current(notebook: Any) -> bool:

@@ -1,8 +1,9 @@
 """Sliders that choose the figure to show, in a running notebook.
 
-A saved notebook does not keep what a widget shows: show one figure beside it as well.
+Where no kernel runs, on a page of the repository or of a book, the first figure stands in their place.
 """
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,15 @@ from matplotlib.figure import Figure
 from ddp_tutorial.figures.plots import as_png
 
 
-def slider(frames: Mapping[str, Figure], label: str) -> widgets.VBox:
+class _Choice(widgets.VBox):  # type: ignore[misc]  # of ipywidgets, which has no types
+    """Sliders above a picture, which is the last of the children."""
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        picture = base64.b64encode(self.children[-1].value).decode()
+        return super()._repr_mimebundle_(**kwargs) | {"image/png": picture}
+
+
+def slider(frames: Mapping[str, Figure], label: str) -> _Choice:
     """A slider over the names of `frames`, and the figure of the one it is at; it begins with the first.
 
     `label` stands before the slider. Each figure is drawn once, here, and closed, so that the notebook does not show it
@@ -30,12 +39,12 @@ def slider(frames: Mapping[str, Figure], label: str) -> widgets.VBox:
         picture.value = pictures[change["new"]]
 
     choice.observe(show, names="value")
-    return widgets.VBox([choice, picture])
+    return _Choice([choice, picture])
 
 
 def explore(
     draw: Callable[..., Figure], *, start: Mapping[str, Any] | None = None, **choices: Sequence[Any]
-) -> widgets.VBox:
+) -> _Choice:
     """A slider for each argument of `draw` in `choices`, over the values given there, and the figure that `draw` makes.
 
     It begins with the values in `start`, and with the first one of each slider that is not there. Where `draw` raises
@@ -62,4 +71,4 @@ def explore(
         each.style.description_width = "initial"
         each.observe(show, names="value")
     show(None)
-    return widgets.VBox([*sliders.values(), message, picture])
+    return _Choice([*sliders.values(), message, picture])

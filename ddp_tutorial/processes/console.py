@@ -6,6 +6,7 @@ compared in a test, and nothing lands in another cell.
 """
 
 import codecs
+import html
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from typing import Any, TextIO
 KEPT_LINES = 2_000
 # Characters of a line; what has no newline for longer is shown, and kept, as several lines.
 LONGEST_LINE = 1 << 14
+# Of the output that is a notebook's progress bar: whoever saves a notebook without what differs each time can find it.
+PROGRESS = {"ddp_tutorial": "progress"}
 
 
 class RankLog:
@@ -109,25 +112,28 @@ class TerminalConsole(Console):
 
 
 class NotebookConsole(Console):
-    """A widget while the ranks run; their lines, grouped by rank, at the end."""
+    """A bar while the ranks run; their lines, grouped by rank, at the end.
+
+    The bar is HTML and no widget: a widget's state is not saved with a notebook, which would show an error in its place
+    when it is opened again.
+    """
 
     def __init__(self) -> None:
         self.said: list[str] = []
         self.bar: Any = None
-        self.label: Any = None
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
         if self.bar is None:
-            import ipywidgets
             from IPython.display import display
 
-            self.bar, self.label = ipywidgets.IntProgress(), ipywidgets.Label()
-            display(ipywidgets.HBox([self.bar, self.label]))
-        self.bar.max, self.bar.value = total, done
-        self.label.value = f"{done}/{total}  {describe(numbers)}"
+            # Empty at first: nbval compares what is displayed, but reads no updates of it.
+            self.bar = display({}, raw=True, display_id=True)
+        text = f"{done}/{total}  {describe(numbers)}"
+        bar = f'<progress value="{done}" max="{total}"></progress> {html.escape(text)}'
+        self.bar.update({"text/plain": text, "text/html": bar}, raw=True, metadata=PROGRESS)
 
     def close(self, logs: Iterable[RankLog]) -> None:
         lines = list(self.said)
