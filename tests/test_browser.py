@@ -1,0 +1,169 @@
+"""The notebooks in JupyterLab, as a learner has them: run, interrupted, answered, with sliders and live ranks."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+browser = pytest.importorskip("browser", reason="an extra: pip install 'ddp-tutorial[dev]'")
+pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.ADVICE)
+
+WAIT = """
+import os, time
+from pathlib import Path
+from ddp_tutorial import launch
+
+def wait(world):
+    Path(f"{world.rank}.pid").write_text(str(os.getpid()))
+    while not Path("go").exists():
+        time.sleep(0.05)
+    return world.rank
+
+launch(wait, 2, device="cpu")
+""".strip()
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
+WITH_WIDGETS = "07_sharding_data"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = Path(__file__).parent.parent
+    folder = tmp_path_factory.mktemp("lab")
+    for name in ("00_quickstart", WITH_WIDGETS):
+        text = (root / "notebooks" / f"{name}.ipynb").read_text()
+        (folder / f"{name}.ipynb").write_text(text.replace("steps: int = 100 ", "steps: int = 40 "))
+    live = ["%load_ext ddp_tutorial", "%ranks start -n 2", "%%ranks\nmine = world.rank + 10\nmine"]
+    live += ["%%ranks\nimport time\nprint('asleep')\ntime.sleep(1000)", "%ranks get mine", "%ranks stop"]
+    for name, cells in {"launch": [WAIT], "live": live}.items():
+        notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata=KERNEL)
+        nbformat.write(notebook, folder / f"{name}.ipynb")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opener(folder: Path) -> Iterator[Callable[[str], "browser.Notebook"]]:
+    with browser.jupyterlab(folder) as address, browser.chromium() as chromium:
+        page = chromium.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(60_000)
+        yield lambda name: browser.Notebook(page, address, f"{name}.ipynb")
+
+
+@pytest.fixture
+def opened(
+    opener: Callable[[str], "browser.Notebook"], request: pytest.FixtureRequest, root: Path
+) -> Iterator[Callable[[str], "browser.Notebook"]]:
+    """Opens a notebook; of a test that fails there is a picture at its end."""
+    notebooks = []
+    failed = request.session.testsfailed
+    yield lambda name: notebooks.append(opener(name)) or notebooks[-1]
+    for notebook in notebooks[-1:]:
+        if request.session.testsfailed > failed:
+            picture = root / "runs" / "browser" / f"{request.node.name}.png"
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            notebook.page.screenshot(path=picture)
+        notebook.ask("(await kernel.shutdown(), true)")
+
+
+def ranks_of(folder: Path, count: int = 2) -> list[psutil.Process]:
+    """Those that have written down who they are, once they all have."""
+    deadline = time.monotonic() + 60
+    while len(found := [path.read_text() for path in folder.glob("*.pid")]) < count or not all(found):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    for path in folder.glob("*.pid"):
+        path.unlink()
+    return [psutil.Process(int(number)) for number in found]
+
+
+def are_gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=10)[1]
+
+
+@pytest.mark.timeout(420)
+def test_the_quickstart_runs_whole_its_progress_moves_and_an_answer_is_judged(opened) -> None:
+    notebook = opened("00_quickstart")
+    training, exercise = notebook.cell("one = launch_training"), notebook.cell("def deal(")
+    last = notebook.run_all()
+    notebook.show(training)
+    seen = set()
+    while not notebook.ask(browser.done(training)):
+        seen |= set(notebook.ask("[...document.querySelectorAll('progress')].map(bar => bar.value)"))
+        notebook.page.wait_for_timeout(50)
+    assert len(seen) >= 3, seen
+    notebook.wait_for(last, seconds=300)
+    assert notebook.errors() == []
+    assert "agree within 0.00001" in notebook.text(notebook.cell("first = min("))
+
+    check = "\n\n\nexercises.deal_samples.check(deal)"
+    notebook.write(exercise, "def deal(indices, rank, size):\n    return indices" + check)
+    wrong = notebook.run(exercise)
+    notebook.write(exercise, "def deal(indices, rank, size):\n    return indices[rank::size]" + check)
+    right = notebook.run(exercise)
+    assert "Not yet" in wrong
+    assert "Right" in right
+    assert notebook.errors() == []
+
+
+@pytest.mark.timeout(420)
+def test_a_notebook_with_sliders_runs_whole_and_a_slider_that_is_moved_changes_its_figure(opened) -> None:
+    notebook = opened(WITH_WIDGETS)
+    notebook.wait_for(notebook.run_all(), seconds=300)
+    assert notebook.errors() == []
+    notebook.show(notebook.cell("explore("))
+    picture, said = notebook.page.locator("img.widget-image"), notebook.page.locator(".widget-readout")
+    before = picture.get_attribute("src"), said.nth(2).inner_text()
+    notebook.page.locator(".noUi-handle").nth(2).focus()
+    notebook.page.keyboard.press("ArrowRight")
+    notebook.page.wait_for_function("was => document.querySelector('img.widget-image').src !== was", arg=before[0])
+    assert said.nth(2).inner_text() != before[1]
+
+
+@pytest.mark.timeout(180)
+def test_a_launch_is_interrupted_from_the_menu_and_the_same_cell_runs_again(opened, folder: Path) -> None:
+    notebook = opened("launch")
+    notebook.start(0)
+    ranks = ranks_of(folder)
+    notebook.menu("Kernel", "Interrupt Kernel")
+    assert notebook.wait_for(0).startswith("KeyboardInterrupt")
+    assert are_gone(ranks)
+
+    notebook.start(0)
+    ranks = ranks_of(folder)
+    (folder / "go").touch()
+    assert notebook.wait_for(0).endswith("[0, 1]")
+    (folder / "go").unlink()
+    assert are_gone(ranks)
+
+
+@pytest.mark.timeout(180)
+def test_a_kernel_that_is_restarted_leaves_no_rank_behind(opened, folder: Path) -> None:
+    notebook = opened("launch")
+    notebook.start(0)
+    ranks = ranks_of(folder)
+    notebook.menu("Kernel", "Restart Kernel…")
+    notebook.page.locator(".jp-Dialog-button.jp-mod-accept").click()
+    assert are_gone(ranks)
+    notebook.until(browser.READY, "a new kernel")
+    (folder / "go").touch()
+    assert notebook.run(0).endswith("[0, 1]")
+    (folder / "go").unlink()
+
+
+@pytest.mark.timeout(180)
+def test_live_ranks_answer_are_interrupted_and_answer_again(opened) -> None:
+    notebook = opened("live")
+    notebook.run(0)
+    notebook.run(1)
+    first = notebook.run(2)
+    assert {"10", "11"} <= set(first.split()), first
+    notebook.start(3)
+    notebook.page.wait_for_timeout(1000)
+    notebook.menu("Kernel", "Interrupt Kernel")
+    assert "KeyboardInterrupt" in notebook.wait_for(3)
+    assert "[10, 11]" in notebook.run(4)
+    assert notebook.run(2) == first
+    notebook.run(5)
