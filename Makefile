@@ -5,7 +5,7 @@ READY := .venv/ready
 # Where it is set, as in many containers, every rank of every test compiles this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run lab check test notebooks bench clean help
+.PHONY: setup run lab check test test-python test-notebooks notebooks bench clean help
 setup: $(READY)  ## the virtual environment, .venv
 
 $(READY): pyproject.toml constraints.txt
@@ -24,8 +24,17 @@ check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 test: check  ## all of it: check, unit and process tests, experiments through papermill, every notebook through nbval
+	$(MAKE) --jobs=2 --keep-going test-python test-notebooks
+
+test-python: $(READY)
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout=300 notebooks
+
+test-notebooks: $(READY)  # beside the tests, as both wait more than they compute; what it says comes at its end
+	mkdir -p runs && $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 --timeout=330 notebooks > runs/test-notebooks.txt 2>&1; code=$$?; cat runs/test-notebooks.txt; exit $$code
+
+notebooks: $(READY)  # tests come first, as time limits are of tests; what it has to say comes at its end
+	mkdir -p runs && nice -n 5 $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 notebooks \
+		> runs/test-notebooks.txt 2>&1; code=$$?; cat runs/test-notebooks.txt; exit $$code
 
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
