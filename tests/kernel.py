@@ -15,7 +15,7 @@ class Kernel:
 
     def run(self, code: str, timeout: float = 60) -> dict[str, Any]:
         """Execute a cell: what it printed, its rich outputs, its result, its error's traceback without colours."""
-        found: dict[str, Any] = {"printed": "", "shown": [], "result": "", "error": ""}
+        found: dict[str, Any] = {"printed": "", "shown": [], "updates": [], "result": "", "error": ""}
 
         def hear(message: dict[str, Any]) -> None:
             content = message["content"]
@@ -24,6 +24,8 @@ class Kernel:
                     found["printed"] += content["text"]
                 case "display_data":
                     found["shown"].append(content["data"])
+                case "update_display_data":
+                    found["updates"].append((content["data"], content["metadata"]))
                 case "execute_result":
                     found["result"] = content["data"]["text/plain"]
                 case "error":

@@ -5,7 +5,9 @@ import time
 
 import psutil
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 
+from ddp_tutorial.experiments.notebooks import tidy
 from kernel import Kernel
 
 HANG = """
@@ -66,6 +68,24 @@ def test_functions_and_classes_of_a_cell_work_and_output_is_grouped_by_rank(kern
         *[f"[rank {rank}] line {i}" for rank in (0, 1) for i in range(3)],
         "[Found(rank=10), Found(rank=11)] True [2, 2]",
     ]
+
+
+def test_progress_is_a_bar_of_html_that_moves_and_is_not_saved_with_a_notebook_of_the_project(kernel):
+    said = kernel.run(
+        "from ddp_tutorial import launch\n"
+        "def work(world):\n"
+        "    from ddp_tutorial.processes.rank import progress\n"
+        "    for done in (1, 2):\n"
+        "        progress(done, 2, loss=1 / done)\n"
+        "launch(work, 2, device='cpu', echo=True)\n"
+    )
+    assert said["shown"] == [{}]  # nbval compares what is shown, and not how it is updated
+    assert [data["text/plain"] for data, _ in said["updates"]] == ["1/2  loss 1", "2/2  loss 0.5"]
+    data, metadata = said["updates"][-1]
+    assert data["text/html"] == '<progress value="2" max="2"></progress> 2/2  loss 0.5'
+    cell = new_code_cell("x", outputs=[new_output("display_data", data=data, metadata=metadata)])
+    tidy(new_notebook(cells=[cell]))
+    assert cell.outputs == []
 
 
 def test_an_error_names_the_rank_and_shows_the_line_of_the_cell(kernel):
