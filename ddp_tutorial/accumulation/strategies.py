@@ -55,6 +55,10 @@ class Strategy(Protocol):
         """Give every rank rank 0's buffers, before the model is judged or saved."""
         ...
 
+    def judged(self) -> AbstractContextManager[object]:
+        """Inside, the model that is trained has the weights by which the run is judged, on every rank."""
+        ...
+
     def whole(self) -> AbstractContextManager[nn.Module]:
         """Inside, each rank has a model with all weights: to be digested, or written by rank 0."""
         ...
@@ -81,6 +85,9 @@ class Replicas:
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return get_total_norm(gradients)
+
+    def judged(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def whole(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)

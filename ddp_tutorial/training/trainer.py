@@ -245,7 +245,8 @@ class Trainer:
             self.train_step.strategy.sync_buffers()
             size = max(1, self.train_step.source.batch_size // self.world.size)
             precision, samples = self.train_step.precision, self.config.eval_samples
-            means = evaluate(self.world, self.model, self.loss, self.held_out, samples, size, precision)
+            with self.train_step.strategy.judged():
+                means = evaluate(self.world, self.model, self.loss, self.held_out, samples, size, precision)
             used = self.record.usage.of_ranks()
             # The values are the same on all ranks. But whoever leaves the loop alone makes the others wait for ever.
             with self.train_step.strategy.whole() if self.config.best_model else nullcontext(self.model) as model:
