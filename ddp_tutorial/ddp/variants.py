@@ -339,7 +339,7 @@ def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
 def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = None) -> DataParallel:
     """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` says. Collective."""
     config = config or DDPConfig()
-    link: Link = SimulatedLink(world, config.simulated_link.model()) if config.simulated_link else DirectLink(world)
+    link = make_link(config, world)
     options = {"find_unused_parameters": config.find_unused_parameters, "sync_buffers": config.sync_buffers}
     if config.variant == "naive":
         return NaiveDDP(module, world, link, **options)
@@ -349,6 +349,11 @@ def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = No
         return BucketDDP(module, world, make_hook(link, world, config), bucket_cap_mb=config.bucket_cap_mb, **options)
     as_it_is = config.hook == "none" and config.simulated_link is None
     return TorchDDP(module, world, config, None if as_it_is else make_hook(link, world, config))
+
+
+def make_link(config: DDPConfig, world: World) -> Link:
+    """The machine's own link, or the simulated one that `config` describes. Collective."""
+    return SimulatedLink(world, config.simulated_link.model()) if config.simulated_link else DirectLink(world)
 
 
 def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:
