@@ -27,6 +27,7 @@ ROOMS = [
     ["checkpoint"],
     ["zero"],
     ["pipeline"],
+    ["local"],
     ["runs"],
     ["figures"],
     ["training"],

@@ -129,6 +129,8 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "a stream ends where it ends"),
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
         (("train", "tiny", "--check", "strategy=zero2"), "--check compares replicas, and with strategy zero2"),
+        (("train", "tiny", "--check", "strategy=diloco"), "with strategy diloco each rank has weights of its own"),
+        (("train", "tiny", "strategy=local_sgd", "local.round=999"), "'local.round' 999 does not end within 'steps' "),
         (("stories", "10", "."), "is there already: name a new folder"),
         (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
         (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),

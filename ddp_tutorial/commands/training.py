@@ -101,8 +101,9 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
 
     settings = configs.load(config, TaskConfig, overrides)
     if attached.check and settings.strategy not in {"ddp", "invariant"}:
+        own = "weights" if settings.strategy in {"local_sgd", "post_local_sgd", "diloco"} else "a part"
         raise configs.ConfigError(
-            f"--check compares replicas, and with strategy {settings.strategy} each rank has a part of its own: "
+            f"--check compares replicas, and with strategy {settings.strategy} each rank has {own} of its own: "
             "use strategy=ddp to look for what is wrong, or --watch"
         )
     joins = joins_others()

@@ -13,12 +13,16 @@ from ddp_tutorial.accumulation.precision import PrecisionConfig
 from ddp_tutorial.checkpoint.replicas import Check
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.variants import DDPConfig
+from ddp_tutorial.local.rounds import OPTIONS as LOCAL
+from ddp_tutorial.local.rounds import LocalConfig, require_rounds
 from ddp_tutorial.pipeline.parallel import PipelineConfig
 from ddp_tutorial.processes.slurm import SlurmConfig
 from ddp_tutorial.sharding.sources import SourceConfig
 from ddp_tutorial.training.stopping import Mode
 
-Kind = Literal["ddp", "invariant", "zero1", "zero2", "zero3", "fsdp", "pipeline"]  # see strategies.make_strategy
+Kind = Literal[  # see strategies.make_strategy
+    "ddp", "invariant", "zero1", "zero2", "zero3", "fsdp", "pipeline", "local_sgd", "post_local_sgd", "diloco"
+]
 
 
 class CheckpointConfig(Config):
@@ -68,6 +72,7 @@ class TrainConfig(Config):
         1, ge=1, description="all strategies but invariant: micro-batches of a step, on each rank"
     )
     pipeline: PipelineConfig = PipelineConfig()
+    local: LocalConfig = LocalConfig()
     precision: PrecisionConfig = PrecisionConfig()
 
     steps: int = Field(200, ge=1)
@@ -134,6 +139,10 @@ class TrainConfig(Config):
         changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
         if changed and self.strategy in {"zero2", "zero3", "fsdp", "pipeline"}:
             raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
+        refused = [name for name in changed if name != "simulated_link"]
+        if refused and self.strategy in LOCAL:
+            raise ValueError(f"'ddp.{refused[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
+        require_rounds(self.strategy, self.local, self.steps)
         if self.strategy != "ddp" and self.oom_skips:
             raise ValueError(f"'oom_skips' is of strategy ddp, not of {self.strategy}")
         return self

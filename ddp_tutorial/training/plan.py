@@ -12,6 +12,8 @@ from ddp_tutorial import environment
 from ddp_tutorial.accumulation import memory as activations
 from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
+from ddp_tutorial.local.rounds import OPTIONS as LOCAL
+from ddp_tutorial.local.rounds import Rounds
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.strategies import micro_batches_per_rank
 from ddp_tutorial.training.tasks import check_start, task_of
@@ -61,7 +63,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
             "checkpoints": math.ceil(config.steps / config.checkpoint.every) if config.checkpoint.every else 0,
         },
         "memory_per_rank": needed,
-        "sent_per_rank_and_step": bytes_sent(config.strategy, needed["parameters"], size, parts),
+        "sent_per_rank_and_step": sent(config, needed["parameters"], size, parts),
         "memory_here": {"ranks": here, "needed": here * needed["total"], "there": memory_of(device.type, here)},
         "directory": str(RUNS / (config.name or f"(time)-{config.label}-{size}x")),
     }
@@ -92,9 +94,20 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
             task.loss(model, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     kept_for_each = {"adamw": 8, "sgd": 4}[config.optimizer]  # two averages, or one, in float32
-    held = bytes_kept(config.strategy, parameters, ranks, kept_for_each)
-    held |= {"gathered": bytes_gathered(config.strategy, model) if ranks > 1 else 0, "activations": kept.nbytes}
+    kind = "ddp" if config.strategy in LOCAL else config.strategy  # a rank that steps by itself has all, too
+    held = bytes_kept(kind, parameters, ranks, kept_for_each)
+    held |= {"gathered": bytes_gathered(kind, model) if ranks > 1 else 0, "activations": kept.nbytes}
+    if config.strategy == "diloco":
+        held["outer"] = 8 * parameters  # where the round began, and the velocity
     return {"parameters": parameters, **held, "total": sum(held.values())}
+
+
+def sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) -> int:
+    """Bytes that one rank sends in a step for gradients and weights; on average, where that is not in each step."""
+    if config.strategy not in LOCAL:
+        return bytes_sent(config.strategy, parameters, ranks, micro_batches)
+    rounds = Rounds(config.local.round, config.local.begin)
+    return bytes_sent("ddp", parameters, ranks) * rounds.all_reduces(config.steps) // config.steps
 
 
 def memory_of(device: str, ranks: int) -> int:

@@ -43,7 +43,8 @@ LOG = logging.getLogger(__name__)
 class StepDone:
     """What came of a step, the same on all ranks: the means of the loss and the metrics, how much the loss has counted,
     the norm of the gradient before clipping, the learning rate, and the votes of all ranks. `made` is False where
-    float16 overflowed: the weights are as they were."""
+    float16 overflowed: the weights are as they were. Where ranks step by themselves, as with local_sgd, the norm is
+    that of this rank's own gradient."""
 
     means: dict[str, float]
     count: float

@@ -6,6 +6,8 @@ from ddp_tutorial.accumulation.invariant import InvariantStrategy, require_even_
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
+from ddp_tutorial.ddp.variants import make_link
+from ddp_tutorial.local.strategies import DiLoCo, LocalSGD, PostLocalSGD
 from ddp_tutorial.pipeline.strategy import PipelineStrategy, require_even_micro_batches
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
@@ -21,6 +23,10 @@ def make_strategy(
             return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
         case "pipeline":
             return PipelineStrategy(model, world, loss, config.pipeline, config.seed, precision)
+        case "local_sgd" | "post_local_sgd" | "diloco" as name:
+            kind = {"local_sgd": LocalSGD, "post_local_sgd": PostLocalSGD, "diloco": DiLoCo}[name]
+            link = make_link(config.ddp, world)
+            return kind(model, world, loss, config.local, link, accumulation=config.accumulation, precision=precision)
         case "zero2":
             from ddp_tutorial.zero.strategies import Zero2Strategy
 

@@ -1,0 +1,8 @@
+from .averaging import CountingLink as CountingLink
+from .averaging import average as average
+from .outer import OuterNesterov as OuterNesterov
+from .rounds import LocalConfig as LocalConfig
+from .rounds import Rounds as Rounds
+from .strategies import DiLoCo as DiLoCo
+from .strategies import LocalSGD as LocalSGD
+from .strategies import PostLocalSGD as PostLocalSGD

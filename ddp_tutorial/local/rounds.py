@@ -1,0 +1,62 @@
+"""When do ranks average? After how many steps on their own: arithmetic, without any rank."""
+
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from ddp_tutorial.config import Config
+
+# The strategies of this room, and which of the options below each of them has.
+OPTIONS: dict[str, frozenset[str]] = {
+    "local_sgd": frozenset({"round"}),
+    "post_local_sgd": frozenset({"round", "begin"}),
+    "diloco": frozenset({"round", "outer_learning_rate", "outer_momentum"}),
+}
+
+
+class LocalConfig(Config):
+    """How long ranks train on their own, and what becomes of their weights then."""
+
+    round: int = Field(8, ge=1, description="steps that each rank takes by itself before weights are averaged")
+    begin: int = Field(0, ge=0, description="post_local_sgd: steps with averaged gradients before the first round")
+    outer_learning_rate: float = Field(0.7, gt=0, description="diloco: how far to go to the mean; 1 is all the way")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="diloco: Nesterov's, over rounds")
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of `length` updates, after `begin` updates with averaged gradients. Updates are counted from 1."""
+
+    length: int
+    begin: int = 0
+
+    def alone(self, updates: int) -> int:
+        """How many updates each rank has made by itself since all had the same weights, after `updates` in all."""
+        return max(0, updates - self.begin) % self.length
+
+    def ends_with(self, update: int) -> bool:
+        """Are weights averaged after this update?"""
+        return update > self.begin and self.alone(update) == 0
+
+    def all_reduces(self, updates: int) -> int:
+        """How many of the size of the model there are in so many updates: of gradients until `begin`, then of weights,
+        one a round."""
+        return min(updates, self.begin) + max(0, updates - self.begin) // self.length
+
+
+def require_rounds(strategy: str, config: LocalConfig, steps: int) -> None:
+    """Raise `ValueError` for an option that `strategy` does not have, and where no round would end in `steps`."""
+    default = LocalConfig()
+    for name in LocalConfig.model_fields:
+        if getattr(config, name) != getattr(default, name) and name not in OPTIONS.get(strategy, frozenset()):
+            whose = " and ".join(each for each, options in OPTIONS.items() if name in options)
+            raise ValueError(f"'local.{name}' is an option of strategy {whose}, not of {strategy}")
+    if strategy not in OPTIONS:
+        return
+    if strategy == "post_local_sgd" and not config.begin:
+        raise ValueError("strategy post_local_sgd averages gradients at first: set 'local.begin', 1 step or more")
+    if config.begin + config.round > steps:
+        after = f" after 'local.begin' {config.begin}" if config.begin else ""
+        raise ValueError(
+            f"'local.round' {config.round}{after} does not end within 'steps' {steps}: ranks would never average"
+        )
