@@ -17,13 +17,15 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
+from ddp_tutorial.benches.step import random_step
 from ddp_tutorial.checkpoint.manifest import name_of
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug.checks import checking
+from ddp_tutorial.debug.recorder import calls
 from ddp_tutorial.debug.replicas import ReplicaDrift
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.training.config import TaskConfig, TrainConfig
+from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.export import load
 from ddp_tutorial.training.plan import memory
 from ddp_tutorial.training.strategies import make_strategy
@@ -523,6 +525,35 @@ def test_each_stage_divides_one_more_by_the_number_of_ranks() -> None:
     assert [bytes_sent(name, 1000, 4) for name in ("ddp", "zero1", "zero2", "zero3")] == [6000, 9000, 6000, 9000]
     assert bytes_sent("zero2", 1000, 4, micro_batches=2) == 9000
     assert bytes_sent("ddp", 1000, 1) == bytes_sent("zero3", 1000, 1) == 0
+
+
+def sent_in_a_step(world: World) -> dict[str, tuple[int, float, float]]:
+    """Parameters, those of them outside of blocks, and bytes that this rank sends, by what torch has noted that it
+    entered: of an all-reduce, each byte twice but for its own share; of the others, once."""
+    found = {}
+    for kind in ("ddp", *KINDS):
+        step = random_step(world, 1, ModelConfig(layers=3, heads=2, width=48, context=64), strategy=kind)
+        whole = random_step(world, 1, ModelConfig(layers=3, heads=2, width=48, context=64)).model
+        step()  # DDP cuts its buckets anew after it
+        before = len(calls(10_000))
+        step()
+        times = {"all_reduce": 2 / world.size, "all_to_all": 1 / world.size, "all_gather": 1.0}
+        floats = [call for call in calls(10_000)[before:] if call.dtypes == ("Float",)]
+        sent = sum(4 * (world.size - 1) * times[call.op] * torch.Size(call.sizes[0]).numel() for call in floats)
+        counts = [sum(p.numel() for p in each.parameters()) for each in (whole, whole.blocks)]
+        found[kind] = counts[0], counts[0] - counts[1], sent
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_sends_the_bytes_that_the_formula_says(size: int) -> None:
+    """On gloo too, whose own reduce-scatter would send those of an all-reduce."""
+    for rank in launch(sent_in_a_step, size, device="cpu", threads=1, echo=False):
+        for kind, (parameters, rest, sent) in rank.items():
+            expected = bytes_sent(kind, parameters, size)
+            if kind == "zero3":  # what is in no block stays whole from forward to backward, and is gathered once
+                expected -= bytes_sent("zero1", rest, size) // 3
+            assert sent == pytest.approx(expected, rel=0.03), kind
 
 
 def test_a_dry_run_says_what_the_strategy_keeps_and_sends() -> None:

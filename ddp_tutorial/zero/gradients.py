@@ -54,8 +54,13 @@ class Reduction:
     def start(self) -> None:
         """Begin to add up; what has not arrived is zero. Every rank starts the same reductions in the same order."""
         rows = self._filled()
-        self._row = rows[0] if self.world.size == 1 else rows.new_empty(self.layout.length)
-        if self.world.size > 1:
+        if self.world.size == 1:
+            self._row = rows[0]
+        elif self.world.backend == "gloo":  # its reduce-scatter is an all-reduce inside, and sends twice as much
+            self._row = torch.empty_like(rows)
+            self._work = dist.all_to_all_single(self._row.view(-1), rows.view(-1), async_op=True)
+        else:
+            self._row = rows.new_empty(self.layout.length)
             self._work = dist.reduce_scatter_tensor(self._row, rows.view(-1), async_op=True)
 
     def wait(self) -> None:
@@ -63,7 +68,8 @@ class Reduction:
         assert self._row is not None, "wait comes after start"
         if self._work is not None:
             self._work.wait()
-        self.kept = self._row if self.kept is None else self.kept.add_(self._row)
+        row = self._row if self._row.dim() == 1 else self._row.sum(0)  # of rows from all ranks, this rank's of each
+        self.kept = row if self.kept is None else self.kept.add_(row)
         self.begin()
 
     def take(self) -> list[torch.Tensor]:
