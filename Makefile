@@ -5,7 +5,7 @@ READY := .venv/ready
 # Where it is set, as in many containers, every rank of every test compiles this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run lab check test test-python test-notebooks notebooks bench clean help
+.PHONY: setup run lab check test test-python test-notebooks notebooks book bench clean help
 setup: $(READY)  ## the virtual environment, .venv
 
 $(READY): pyproject.toml constraints.txt
@@ -39,11 +39,14 @@ notebooks: $(READY)  # tests come first, as time limits are of tests; what it ha
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
 
+book: $(READY)  ## the notebooks as a site to read, in book/_build/site; half a minute
+	$(BIN)/python book/build.py
+
 bench: $(READY)  ## what the project claims about its own speed, measured
 	for name in launch overhead ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
 clean:  ## remove everything that the other targets have made, your runs too
-	rm -rf .venv runs notebooks/runs notebooks/experiments/runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv runs notebooks/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-11s%s\n", $$1, $$2}' Makefile

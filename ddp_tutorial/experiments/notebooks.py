@@ -7,9 +7,10 @@ the source is kept in the metadata. A test compares it, so that committed output
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nbformat
 from nbclient import NotebookClient
@@ -26,6 +27,32 @@ def find_notebooks() -> list[Path]:
     found = NOTEBOOKS.rglob("*.ipynb")
     own = [path for path in found if not {"runs", ".ipynb_checkpoints"} & set(path.relative_to(NOTEBOOKS).parts)]
     return sorted(own, key=lambda path: (len(path.parts), path))
+
+
+class Chapter(NamedTuple):
+    """A notebook among the others."""
+
+    part: str  # such as Ranks; "" where no README says which
+    path: Path
+    shows: str  # what it shows, in a few words of Markdown
+
+
+def chapters() -> list[Chapter]:
+    """All notebooks in the order in which the README has them, which is where their parts are told. A notebook that it
+    does not name comes at the end, in a part without a name; all do where the README is not there."""
+    readme = NOTEBOOKS.parent / "README.md"
+    named = list(_in_readme(readme.read_text(encoding="utf-8"))) if readme.is_file() else []
+    paths = {chapter.path for chapter in named}
+    return [*named, *(Chapter("", path, "") for path in find_notebooks() if path not in paths)]
+
+
+def _in_readme(text: str) -> Iterator[Chapter]:
+    part = ""
+    for line in text.splitlines():
+        if heading := re.match(r"\*\*([^*]+)\*\*", line):
+            part = heading[1]
+        elif row := re.match(r"\| \[[\w/]+\]\(notebooks/([\w/]+\.ipynb)\) \| (.+) \|$", line):
+            yield Chapter(part, NOTEBOOKS / row[1], row[2])
 
 
 def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
