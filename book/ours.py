@@ -48,6 +48,8 @@ class LinkFromText(SphinxPostTransform):
                 self._link_literal(node)
             elif self.terms:
                 self._link_words(node)
+        for image in self.document.findall(nodes.image):
+            image.setdefault("alt", f"Figure in the section: {section_of(image)}")
 
     def _imported(self) -> set[str]:
         """What the code of this page takes from the package."""
@@ -73,10 +75,11 @@ class LinkFromText(SphinxPostTransform):
                 if page in self.env.all_docs and page != self.page:
                     self._wrap(node, page, "", "")
                     return
-        called = re.fullmatch(rf"(?:with )?(?:{TOP}\.(?:\w+\.)*)?(\w+)(?:\(.*\):?)?", text)
-        name = called[1] if called else ""
-        is_a_word = name.isalpha() and name.islower()  # such as `total`, which means other things, too
-        if name in (names := full_names()) and (name in self.imported or not is_a_word):
+        called = re.fullmatch(rf"(with |{TOP}\.(?:\w+\.)*)?(\w+)(?:\(.*\):?)?", text)
+        name = called[2] if called else ""
+        is_a_word = name.isalpha() and name.islower() and name != "launch"  # `total` means other things, too
+        is_ours = (called is not None and called[1]) or name in self.imported or not is_a_word
+        if is_ours and name in (names := full_names()):
             full = names[name]
             target = self.env.domains.python_domain.objects.get(full)
             if target is not None and full not in self.seen:
@@ -144,6 +147,13 @@ def is_prose(node: nodes.Node) -> bool:
 def ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
     while (node := node.parent) is not None:
         yield node
+
+
+def section_of(node: nodes.Node) -> str:
+    """The heading above it."""
+    sections = [each for each in ancestors(node) if isinstance(each, nodes.section)]
+    title = sections[0].next_node(nodes.title) if sections else None
+    return title.astext() if title else ""
 
 
 # ---------------------------------------------------------------------------------------------- formulas and figures

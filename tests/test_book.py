@@ -85,7 +85,7 @@ def test_every_figure_stands_in_its_chapter_and_can_be_enlarged(site: Path) -> N
     count = 0
     for path in find_notebooks():
         page = page_of(site, path)
-        shown = re.findall(r'<a class="figure" href="([^"]+)"><img [^>]*src="([^"]+)"', article(page))
+        shown = re.findall(r'<a class="figure" href="([^"]+)"><img alt="[A-Z][^"/]+"[^>]* src="([^"]+)"', article(page))
         assert all(link == source for link, source in shown)
         images = [(page.parent / unquote(source)).read_bytes() for _, source in shown]
         outputs = [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", [])]
@@ -170,6 +170,8 @@ def test_every_public_name_is_described_on_one_page(site: Path) -> None:
         assert f'href="front_door.html#ddp_tutorial.{name}"' not in pages[site / "api" / "front_door.html"]
     assert 'href="front_door.html#ddp_tutorial.launch"' in pages[site / "api" / "processes.html"]
     assert 'id="ddp_tutorial.debug.checking"' in pages[site / "api" / "debug.html"]
+    assert "api/debug.html#ddp_tutorial.debug.watching" in article(site / "symptoms.html")
+    assert "../api/front_door.html#ddp_tutorial.launch" in article(site / "notebooks" / "live_ranks.html")
     front = html.unescape(re.sub(r"<[^>]+>", "", pages[site / "api" / "front_door.html"]))
     assert " ".join((ddp_tutorial.World.__doc__ or "").split()[:6]).replace("`", "") in " ".join(front.split())
     assert "the highest of the schedule" in front  # a setting's own words
