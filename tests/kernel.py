@@ -13,8 +13,9 @@ class Kernel:
         self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(cwd))
         self.children = psutil.Process(self.manager.provisioner.process.pid).children
 
-    def run(self, code: str, timeout: float = 60) -> dict[str, Any]:
-        """Execute a cell: what it printed, its rich outputs, its result, its error's traceback without colours."""
+    def run(self, code: str, timeout: float = 60, *, person: bool = False) -> dict[str, Any]:
+        """Execute a cell: what it printed, its rich outputs, its result, its error's traceback without colours. With
+        `person`, as a front end does that can ask its user; otherwise as nbval and papermill do."""
         found: dict[str, Any] = {"printed": "", "shown": [], "updates": [], "result": "", "error": ""}
 
         def hear(message: dict[str, Any]) -> None:
@@ -31,7 +32,7 @@ class Kernel:
                 case "error":
                     found["error"] = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
 
-        self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=False)
+        self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=person)
         return found
 
     def end(self) -> None:

@@ -11,19 +11,23 @@ In a notebook:
 
 Each exercise also has wrong answers, the mistakes that people make. The tests put the solution and every wrong
 answer through the same check: the first must pass, all others must fail. The exercises of a notebook are in the
-module of its name.
+module of its name. `progress()` shows which of them you have passed.
 """
 
 import ast
+import importlib
 import inspect
+import pkgutil
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ddp_tutorial.exercises.passed import Progress, progress_in, remember
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 
@@ -50,8 +54,18 @@ class Exercise:
     hints_given: int = 0
 
     def check(self, answer: Answer | Path) -> None:
-        """Print whether `answer` is right, and if not, why. Never raises for a wrong answer."""
-        print(self.verdict(answer)[1])
+        """Print whether `answer` is right, and if not, why. Never raises for a wrong answer. A right one that a person
+        has given is remembered, for `progress`."""
+        right, said = self.verdict(answer)
+        print(said)
+        if right and self.name:
+            remember(self.name)
+
+    @property
+    def name(self) -> str:
+        """Its module and what it is called there, such as `quickstart.mean_loss`; "" where it is in no module here."""
+        loaded = [module for module in _modules() if f"{__name__}.{module}" in sys.modules]
+        return next((name for name, exercise in _exercises_of(loaded) if exercise is self), "")
 
     def verdict(self, answer: Answer | Path) -> tuple[bool, str]:
         """Whether `answer` is right, and what `check` prints about it."""
@@ -85,6 +99,22 @@ class Exercise:
         else:
             source = textwrap.dedent(inspect.getsource(self.solution))
         print(without_annotations(source.rstrip()))
+
+
+def progress() -> Progress:
+    """A table of all exercises, and which of them have been passed here; see `passed`."""
+    return progress_in([name for name, _ in _exercises_of(_modules())])
+
+
+def _modules() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(__path__)]
+
+
+def _exercises_of(modules: Sequence[str]) -> Iterator[tuple[str, Exercise]]:
+    for module in modules:
+        for name, value in vars(importlib.import_module(f"{__name__}.{module}")).items():
+            if isinstance(value, Exercise):
+                yield f"{module}.{name}", value
 
 
 def without_annotations(source: str) -> str:

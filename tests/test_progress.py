@@ -1,0 +1,136 @@
+"""Exercises that a person has passed are remembered and shown; those that a program has passed are not."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ddp_tutorial.exercises import Exercise, passed, progress, quickstart
+from ddp_tutorial.experiments.notebooks import chapters
+from kernel import Kernel
+
+ALL = progress()  # in the repository, where nobody has passed anything, or somebody has
+
+
+@pytest.fixture
+def person(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> Path:
+    """A person runs the cells. Returns the file of what they have passed, which is not there yet."""
+    monkeypatch.setattr(passed, "a_person_is_there", lambda: True)
+    return workdir / passed.FILE
+
+
+def of(name: str) -> bool:
+    """Does the table say that the exercise is passed?"""
+    module, _, exercise = name.partition(".")
+    [chapter] = [each for each in progress().chapters if each.name.endswith(module)]
+    return chapter.exercises[exercise]
+
+
+def test_a_right_answer_is_noted_and_a_wrong_one_is_not(person: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exercise = quickstart.deal_samples
+    exercise.check(exercise.wrong["pads with copies"])
+    exercise.check(lambda *_: 1 / 0)
+    assert not person.exists()
+    exercise.check(exercise.solution)
+    exercise.check(exercise.solution)
+    exercise.check(exercise.wrong["pads with copies"])  # once passed, it stays so
+    assert person.read_text() == "quickstart.deal_samples\n"
+    assert of("quickstart.deal_samples")
+    assert not of("quickstart.mean_loss")
+    told = capsys.readouterr().out
+    assert told.count("Right. ") == 2
+    assert "runs" not in told
+
+
+def test_an_answer_that_a_test_gives_is_not_noted(workdir: Path) -> None:
+    quickstart.deal_samples.check(quickstart.deal_samples.solution)
+    assert list(workdir.iterdir()) == []
+
+
+def test_in_a_kernel_a_person_is_told_from_nbval_and_papermill(workdir: Path) -> None:
+    code = "from ddp_tutorial.exercises import quickstart as exercises, progress\n"
+    check = "exercises.deal_samples.check(exercises.deal_samples.solution)"
+    kernel = Kernel(workdir)
+    try:
+        assert kernel.run(code + check)["printed"].startswith("Right. ")
+        assert list(workdir.iterdir()) == []
+        assert kernel.run(check, person=True)["printed"].startswith("Right. ")
+        assert (workdir / passed.FILE).read_text() == "quickstart.deal_samples\n"
+        assert "[x] deal_samples" in kernel.run("progress()")["result"]
+    finally:
+        kernel.end()
+
+
+def test_an_exercise_of_nobody_is_checked_and_not_noted(person: Path) -> None:
+    own = Exercise("say yes", lambda answer: "Yes.", lambda: "yes", {}, ())
+    own.check(own.solution)
+    assert own.name == ""
+    assert not person.exists()
+
+
+@pytest.mark.usefixtures("person")
+def test_kernels_that_note_at_once_lose_nothing() -> None:
+    names = [f"module_{number % 7}.exercise_{number}" for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:  # each opens the file anew, as another process would
+        list(pool.map(passed.remember, names))
+    assert passed.FILE.read_text().count("\n") == 200
+    assert passed.read_passed() == set(names)
+
+
+@pytest.mark.parametrize(
+    "found", [b"", b"\n\n", b"quickstart.mean_loss", b"quickstart.mean_lo", b"\xff\x00{]\n", b"quickstart.gone\n"]
+)
+def test_a_broken_file_costs_nothing_but_what_is_broken(found: bytes, person: Path) -> None:
+    person.parent.mkdir()
+    person.write_bytes(found)
+    assert of("quickstart.mean_loss") == (found == b"quickstart.mean_loss")
+    quickstart.deal_samples.check(quickstart.deal_samples.solution)
+    assert of("quickstart.deal_samples")
+    assert person.read_bytes().startswith(found)
+    assert of("quickstart.mean_loss") == (found == b"quickstart.mean_loss")
+
+
+def test_a_disk_that_refuses_is_told_in_a_line_after_the_verdict(
+    person: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    person.mkdir(parents=True)
+    quickstart.deal_samples.check(quickstart.deal_samples.solution)
+    right, told = capsys.readouterr().out.splitlines()
+    assert right.startswith("Right. ")
+    assert told == "(Not noted for progress(): runs/exercises.txt cannot be written, Is a directory.)"
+    assert not of("quickstart.deal_samples")
+
+
+def test_the_table_has_every_exercise_under_its_notebook_in_the_order_of_the_parts() -> None:
+    shown = [(each.part, each.path) for each in ALL.chapters]
+    known = [(each.part, each.path) for each in chapters()]
+    assert [each for each in known if each in shown] == shown
+    assert {"00_quickstart", "live_ranks", "14_scaling"} <= {each.name for each in ALL.chapters}
+    assert "experiments" not in str([each.path for each in ALL.chapters])
+    assert sum(len(each.exercises) for each in ALL.chapters) > 50
+
+
+def test_a_fresh_clone_has_passed_nothing_and_says_so_in_text_and_html(workdir: Path) -> None:
+    table = progress()
+    total = sum(len(each.exercises) for each in table.chapters)
+    assert str(table) == f"0 of {total} exercises passed"
+    assert "00_quickstart             0 of 3  [ ] deal_samples  [ ] mean_loss" in repr(table)
+    assert "&#10003;" not in table._repr_html_()
+    passed.FILE.parent.mkdir()
+    passed.FILE.write_text("quickstart.mean_loss\n")
+    assert "1 of 3  [ ] deal_samples  [x] mean_loss" in repr(progress())
+    assert f"<p>1 of {total} exercises passed</p>" in progress()._repr_html_()
+    assert "deal_samples, <b>&#10003;&nbsp;mean_loss</b>" in progress()._repr_html_()
+
+
+def test_the_table_links_notebooks_from_where_it_is_shown(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root / "notebooks")
+    assert '<a href="00_quickstart.ipynb">00_quickstart</a>' in progress()._repr_html_()
+
+
+def test_exercises_need_no_tools_for_notebooks() -> None:
+    code = "import sys, ddp_tutorial.exercises.quickstart; print({'nbformat', 'nbclient'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"
