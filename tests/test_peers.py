@@ -1,13 +1,16 @@
 """The trainers that people use, on the same work, in the same ranks."""
 
+from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_tutorial.peers import NAMES, Outcome, Work, digits, gpt, stories, train_with
+from ddp_tutorial.peers import NAMES, Outcome, Work, digits, gpt, perceptron, resume_with, stories, train_with
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.world import World
 
 for package in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(package, reason="an extra: pip install 'ddp-tutorial[peers]'")
@@ -58,3 +61,79 @@ def test_only_ours_ends_with_the_same_batch_norm_on_all_ranks() -> None:
     apart = {name: second[name].distance(first[name]) for name in names}
     assert apart["ours"] == 0.0
     assert apart["plain"] == apart["fabric"] > 0.0, apart
+
+
+# 20 steps of 8 samples, 64 samples in an epoch: a checkpoint after step 8 is one between epochs, after step 12 one in
+# the middle of the second.
+SITUATIONS = {
+    "at the end of an epoch": (perceptron(), 8),
+    "with dropout": (perceptron(dropout=0.1), 8),
+    "shuffled": (replace(perceptron(), shuffle=True), 8),
+    "in the middle of an epoch": (perceptron(), 12),
+    "all of it": (replace(perceptron(dropout=0.1), shuffle=True), 12),
+}
+
+Runs = dict[str, tuple[Outcome, Outcome]]  # trainer -> undisturbed, resumed
+
+
+def resumed(world: World) -> dict[str, Runs]:
+    return {situation: resume_with(world, NAMES, work, after) for situation, (work, after) in SITUATIONS.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Runs]]:
+    return launch(resumed, 2, device="cpu", threads=1, echo=False, timeout=150)
+
+
+def exact(ranks: list[dict[str, Runs]], situation: str) -> set[str]:
+    """The trainers that come to the bits of an undisturbed run, on both ranks."""
+    return {name for name in NAMES if all(again.distance(whole) == 0 for whole, again in both(ranks, situation, name))}
+
+
+def both(ranks: list[dict[str, Runs]], situation: str, name: str) -> list[tuple[Outcome, Outcome]]:
+    return [of_rank[situation][name] for of_rank in ranks]
+
+
+def rest_of_the_epoch(ranks: list[dict[str, Runs]], situation: str, name: str) -> Counter[int]:
+    """How often each of the 64 samples is seen in the second epoch, half of it before the checkpoint, half after it."""
+    seen: Counter[int] = Counter()
+    for whole, again in both(ranks, situation, name):
+        for step in whole.seen[8:12] + again.seen[:4]:
+            seen.update(step)
+    return seen
+
+
+def test_weights_optimizer_and_schedule_are_resumed_by_all(ranks: list[dict[str, Runs]]) -> None:
+    assert exact(ranks, "at the end of an epoch") == set(NAMES)
+
+
+def test_random_numbers_are_resumed_by_half_of_the_trainers(
+    ranks: list[dict[str, Runs]],
+) -> None:
+    assert exact(ranks, "with dropout") == {"ours", "accelerate", "huggingface"}
+
+
+def test_who_does_not_know_the_epoch_repeats_the_shuffle_of_the_first(ranks: list[dict[str, Runs]]) -> None:
+    assert exact(ranks, "shuffled") == {"plain", "ours", "lightning", "huggingface"}
+    for name in ("accelerate", "fabric"):
+        assert all(again.seen[:8] == whole.seen[:8] for whole, again in both(ranks, "shuffled", name))
+
+
+def test_in_the_middle_of_an_epoch_half_of_the_trainers_see_samples_again(ranks: list[dict[str, Runs]]) -> None:
+    situation = "in the middle of an epoch"
+    assert exact(ranks, situation) == {"ours", "accelerate", "huggingface"}
+    for name in NAMES:
+        seen = rest_of_the_epoch(ranks, situation, name)
+        assert set(seen.values()) == ({1} if name in exact(ranks, situation) else {2}), name
+        assert len(seen) == (64 if name in exact(ranks, situation) else 32), name
+    for name in ("plain", "fabric"):  # they begin the epoch again, and come to the other half after it
+        assert all(again.seen[4:8] == whole.seen[12:16] for whole, again in both(ranks, situation, name))
+    for _, again in both(ranks, situation, "lightning"):  # its epoch ends when it was to end: half was never seen
+        assert again.seen[4:8] == again.seen[:4]
+
+
+def test_only_ours_and_hugging_faces_trainer_resume_a_common_training_to_the_bit(ranks: list[dict[str, Runs]]) -> None:
+    assert exact(ranks, "all of it") == {"ours", "huggingface"}
+    for name in NAMES:
+        distances = [again.distance(whole) for whole, again in both(ranks, "all of it", name)]
+        assert max(distances) == 0 or min(distances) > 1e-3, f"{name}: {distances}"

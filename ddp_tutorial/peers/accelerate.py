@@ -1,6 +1,7 @@
 """Hugging Face's Accelerate: a loop of one's own, with what it needs prepared."""
 
-from itertools import chain, islice, repeat
+from itertools import islice
+from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
@@ -16,12 +17,24 @@ def train(_: World, work: Work) -> nn.Module:
     optimizer = work.optimizer(model)
     # It would step a schedule once for each process at every step, unless told that the schedule counts all batches.
     scheduler = work.scheduler(optimizer)
-    loader = DataLoader(work.samples, batch_size=work.per_rank)
+    loader = DataLoader(work.samples, batch_size=work.per_rank, shuffle=work.shuffle)
     ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for batch in islice(chain.from_iterable(repeat(loader)), work.steps):
-        accelerator.backward(work.mean(ddp, batch))
-        accelerator.clip_grad_norm_(model.parameters(), work.clip)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    accelerator.register_for_checkpointing(scheduler)
+    step = 0
+    if work.resume:
+        [folder] = Path().glob("step_*")
+        accelerator.load_state(str(folder))
+        step = int(folder.name.removeprefix("step_"))
+    while step < work.steps:
+        done = step % len(loader)  # of this epoch, before the run was interrupted
+        rest = accelerator.skip_first_batches(loader, done) if done else loader
+        for batch in islice(rest, work.steps - step):
+            accelerator.backward(work.mean(ddp, batch))
+            accelerator.clip_grad_norm_(model.parameters(), work.clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == work.save_after:
+                accelerator.save_state(f"step_{step}")
     return model

@@ -1,6 +1,6 @@
 """Lightning Fabric: a loop of one's own, with model, optimizer and loader set up."""
 
-from itertools import chain, islice, repeat
+from itertools import islice
 
 from lightning.fabric import Fabric
 from torch import nn
@@ -16,11 +16,18 @@ def train(world: World, work: Work) -> nn.Module:
     model = work.model()
     ddp, optimizer = fabric.setup(model, work.optimizer(model))
     scheduler = work.scheduler(optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(work.samples, batch_size=work.per_rank))
-    for batch in islice(chain.from_iterable(repeat(loader)), work.steps):
-        fabric.backward(work.mean(ddp, batch))
-        fabric.clip_gradients(ddp, optimizer, max_norm=work.clip)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    loader = fabric.setup_dataloaders(DataLoader(work.samples, batch_size=work.per_rank, shuffle=work.shuffle))
+    state = {"model": ddp, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    if work.resume:
+        fabric.load("checkpoint.ckpt", state)
+    while state["step"] < work.steps:
+        for batch in islice(loader, work.steps - state["step"]):
+            fabric.backward(work.mean(ddp, batch))
+            fabric.clip_gradients(ddp, optimizer, max_norm=work.clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            state["step"] += 1
+            if state["step"] == work.save_after:
+                fabric.save("checkpoint.ckpt", state)
     return model

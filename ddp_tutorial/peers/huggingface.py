@@ -44,9 +44,12 @@ def train(_: World, work: Work) -> nn.Module:
         max_grad_norm=work.clip,
         remove_unused_columns=False,
         logging_strategy="no",
-        save_strategy="no",
+        save_strategy="steps" if work.save_after else "no",
+        save_steps=work.save_after or 1,
         report_to="none",
         disable_tqdm=True,
     )
-    InOrder(model, arguments, train_dataset=work.samples, optimizers=(optimizer, work.scheduler(optimizer))).train()
+    kind = Trainer if work.shuffle else InOrder
+    trainer = kind(model, arguments, train_dataset=work.samples, optimizers=(optimizer, work.scheduler(optimizer)))
+    trainer.train(resume_from_checkpoint=work.resume)
     return model.model

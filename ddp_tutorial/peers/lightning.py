@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -25,8 +26,9 @@ class Module(LightningModule):
 
 def train(world: World, work: Work) -> nn.Module:
     module = Module(work)
-    # The sampler that it would put in shuffles, in spite of a loader that does not.
-    sampler = DistributedSampler(work.samples, world.size, world.rank, shuffle=False)
+    # The sampler that it would put in shuffles, in spite of a loader that does not. It tells ours the epoch.
+    sampler = DistributedSampler(work.samples, world.size, world.rank, shuffle=work.shuffle)
+    saving = ModelCheckpoint("lightning", "checkpoint", every_n_train_steps=work.save_after or 0, save_top_k=-1)
     trainer = Trainer(
         accelerator="cpu",
         strategy="ddp",
@@ -35,9 +37,11 @@ def train(world: World, work: Work) -> nn.Module:
         gradient_clip_val=work.clip,
         use_distributed_sampler=False,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[saving] if work.save_after else [],
+        enable_checkpointing=work.save_after is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(work.samples, batch_size=work.per_rank, sampler=sampler))
+    loader = DataLoader(work.samples, batch_size=work.per_rank, sampler=sampler)
+    trainer.fit(module, loader, ckpt_path="lightning/checkpoint.ckpt" if work.resume else None)
     return module.model

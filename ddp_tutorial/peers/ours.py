@@ -4,11 +4,18 @@ from torch import nn
 
 from ddp_tutorial import TrainConfig, Trainer, World, make_source
 from ddp_tutorial.peers.work import Work
+from ddp_tutorial.training.config import CheckpointConfig
 
 
 def train(world: World, work: Work) -> nn.Module:
     model = work.model()
-    source = make_source(work.samples, work.per_rank * world.size, world, seed=None)
-    config = TrainConfig(steps=work.steps, clip=work.clip)
+    source = make_source(work.samples, work.per_rank * world.size, world, seed=0 if work.shuffle else None)
+    config = TrainConfig(
+        name="ours",
+        steps=work.steps,
+        clip=work.clip,
+        checkpoint=CheckpointConfig(every=work.save_after or 0),
+        resume="auto" if work.resume else "never",
+    )
     Trainer(model, source, work.loss, world, config, optimizer=work.optimizer, scheduler=work.scheduler).train()
     return model

@@ -1,6 +1,6 @@
-"""Nothing but torch."""
+"""Nothing but torch. What a checkpoint holds is what torch's recipe for one names: model, optimizer, how far it is."""
 
-from itertools import chain, islice, repeat
+from itertools import islice
 
 import torch
 from torch import nn
@@ -16,12 +16,25 @@ def train(world: World, work: Work) -> nn.Module:
     ddp = DistributedDataParallel(model)
     optimizer = work.optimizer(model)
     scheduler = work.scheduler(optimizer)
-    sampler = DistributedSampler(work.samples, world.size, world.rank, shuffle=False)
+    sampler = DistributedSampler(work.samples, world.size, world.rank, shuffle=work.shuffle)
     loader = DataLoader(work.samples, batch_size=work.per_rank, sampler=sampler)
-    for batch in islice(chain.from_iterable(repeat(loader)), work.steps):
-        work.mean(ddp, batch).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    step = 0
+    if work.resume:
+        saved = torch.load("checkpoint.pt")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["scheduler"])
+        step = saved["step"]
+    while step < work.steps:
+        sampler.set_epoch(step // len(loader))
+        for batch in islice(loader, work.steps - step):
+            work.mean(ddp, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == work.save_after and world.rank == 0:
+                parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+                torch.save({name: part.state_dict() for name, part in parts.items()} | {"step": step}, "checkpoint.pt")
     return model

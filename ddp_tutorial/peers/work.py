@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Samples(Dataset[Batch]):
 
 @dataclass(frozen=True)
 class Work:
-    """The samples come in the order in which they lie, `per_rank` to each rank in each of `steps` steps."""
+    """Each rank has `per_rank` samples in each of `steps` steps. An epoch is over when all samples have been seen."""
 
     model: Callable[[], nn.Module]  # always with the same weights
     loss: Callable[[Any, Batch], tuple[Tensor, Any]]  # a sum over what a batch has, and of how many
@@ -46,6 +46,9 @@ class Work:
     steps: int
     learning_rate: float = 3e-3
     clip: float = 1.0  # largest norm of the gradient
+    shuffle: bool = False  # the samples, in another way in each epoch; or else they come in the order in which they lie
+    save_after: int | None = None  # a step, after which a checkpoint is written into the working directory
+    resume: bool = False  # from that checkpoint
 
     def mean(self, model: Any, batch: Batch) -> Tensor:
         """The loss as most scripts have it: a mean over the samples of this rank."""
@@ -68,7 +71,7 @@ class Work:
 
     def first(self, count: int) -> "Work":
         """The same with the first `count` samples only."""
-        return Work(**{**vars(self), "samples": Subset(self.samples, range(count))})
+        return replace(self, samples=Subset(self.samples, range(count)))
 
 
 def digits(steps: int = 40, per_rank: int = 16) -> Work:
@@ -86,8 +89,26 @@ def digits(steps: int = 40, per_rank: int = 16) -> Work:
     return Work(model, loss, Samples(rows), per_rank, steps)
 
 
+def perceptron(steps: int = 20, per_rank: int = 4, *, dropout: float = 0.0) -> Work:
+    """Two layers on 64 of the digits, so that an epoch is short. No tensor is used twice: Hugging Face's Trainer does
+    not save a model that ties weights, as `gpt` does, unless it is one of its own kind (`PreTrainedModel`)."""
+    work = digits(steps, per_rank)
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10))
+
+    return replace(work, model=model).first(64)
+
+
 def gpt(
-    steps: int = 40, per_rank: int = 8, *, layers: int = 2, heads: int = 4, width: int = 64, context: int = 64
+    steps: int = 40,
+    per_rank: int = 8,
+    *,
+    layers: int = 2,
+    heads: int = 4,
+    width: int = 64,
+    context: int = 64,
 ) -> Work:
     """The language model of this package, on its text."""
     blocks = TokenBlocks(load_corpus("python").train, context)
