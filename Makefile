@@ -32,10 +32,6 @@ test-python: $(READY)
 test-notebooks: $(READY)  # beside the tests, as both wait more than they compute; what it says comes at its end
 	mkdir -p runs && $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 --timeout=330 notebooks > runs/test-notebooks.txt 2>&1; code=$$?; cat runs/test-notebooks.txt; exit $$code
 
-notebooks: $(READY)  # tests come first, as time limits are of tests; what it has to say comes at its end
-	mkdir -p runs && nice -n 5 $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 notebooks \
-		> runs/test-notebooks.txt 2>&1; code=$$?; cat runs/test-notebooks.txt; exit $$code
-
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
 
