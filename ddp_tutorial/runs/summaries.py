@@ -170,7 +170,7 @@ def _mapping(row: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _of_ranks(row: Mapping[str, Any], key: str) -> list[float]:
+def numbers_of_ranks(row: Mapping[str, Any], key: str) -> list[float]:
     """A list with a number for each rank; empty if it is something else."""
     value = row.get(key)
     numbers = [number({"it": each}, "it") for each in value] if isinstance(value, list) else []
@@ -257,7 +257,7 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
         phases=phases,
         inside_grads=inside_grads,
         memory_mb=_memory([*in_ranks, _mapping(result, "ranks")]),
-        straggler=straggler(_seconds_of_ranks(in_ranks or [_mapping(result, "ranks")])),
+        straggler=straggler(seconds_of_ranks(in_ranks or [_mapping(result, "ranks")])),
         failure=failure,
         reason=str(result["reason"]) if result.get("reason") else None,
         checkpoints=[str(path) for path in folders(RunFolder(folder).checkpoints)],
@@ -287,7 +287,7 @@ def _count(rows: Sequence[Row], unit: str) -> int | None:
 
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
     """How many there were; the config says only how many were to be started, and torchrun has its own say."""
-    told = [len(rss) for each in in_ranks if (rss := _of_ranks(each, "rss_mb"))]
+    told = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
     logs = len(list(run.path.glob("rank_*.log")))
     known = number(result, "world_size") or (told[-1] if told else 0) or logs or number(run.config, "nprocs")
     return int(known or 1)
@@ -316,7 +316,7 @@ def _median_rate(rows: Sequence[Row], unit: str) -> float | None:
 def _memory(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     highest: dict[str, list[float]] = {}
     for kind in ("rss", "cuda"):
-        found = [values for each in in_ranks if (values := _of_ranks(each, f"{kind}_mb"))]
+        found = [values for each in in_ranks if (values := numbers_of_ranks(each, f"{kind}_mb"))]
         if found:
             alike = [values for values in found if len(values) == len(found[-1])]  # the world may have changed
             highest[kind] = [max(of_rank) for of_rank in zip(*alike, strict=True)]
@@ -344,13 +344,13 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     return worst
 
 
-def _seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Seconds of each rank by phase, added up over the evaluations of a world of one size, that of the last."""
     by_phase: defaultdict[str, list[list[float]]] = defaultdict(list)
     for each in in_ranks:
         seconds = _mapping(each, "seconds")
         for name in seconds:
-            if of_ranks := _of_ranks(seconds, name):
+            if of_ranks := numbers_of_ranks(seconds, name):
                 by_phase[name].append(of_ranks)
     size = max((len(values[-1]) for values in by_phase.values()), default=0)
     return {

@@ -1,0 +1,128 @@
+"""A run that is going on, as one picture: its losses, its rate, and what each rank uses. Imports matplotlib, not torch.
+
+All of it is read from the run's folder, so whoever sees that can watch: the notebook that started the run in another
+process, another notebook, another machine with the same disk.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from ddp_tutorial.figures.plots import BLUE, COLORS, DASHES, FAINT, HATCHES, ORANGE, as_png, styled
+from ddp_tutorial.runs.folder import PER_SECOND, smooth
+from ddp_tutorial.runs.summaries import Row, Summary, number, numbers_of_ranks, read_run, seconds_of_ranks
+
+
+def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0) -> None:
+    """Show a run in a notebook, anew each `every` seconds, until it has ended, `seconds` have passed or the cell is
+    interrupted, which does not disturb the run. What stays in the notebook is a picture.
+
+    Raises `ConfigError` where `run` is not the folder of a run.
+    """
+    from IPython.display import Image, display  # only in a notebook
+
+    handle, deadline = None, time.monotonic() + seconds
+    while True:
+        summary = read_run(Path(run))[1]  # before it is drawn: the last picture is of a run that has ended
+        picture = Image(as_png(dashboard(run)), format="png")
+        if handle is None:
+            handle = display(picture, display_id=True)
+        else:
+            handle.update(picture)
+        if summary.state != "running" or time.monotonic() >= deadline:
+            return
+        time.sleep(min(every, max(0.0, deadline - time.monotonic())))
+
+
+@styled
+def dashboard(run: str | Path) -> Figure:
+    """A run as it is now: losses and rate by step; memory of each rank, as often as it was evaluated, and the seconds
+    of each phase since the last but one evaluation.
+
+    Raises `ConfigError` where `run` is not the folder of a run.
+    """
+    rows, summary = read_run(Path(run))
+    figure, grid = plt.subplots(2, 2, figsize=(10, 5.2))
+    _losses(grid[0][0], rows)
+    _rate(grid[0][1], rows, summary)
+    _memory(grid[1][0], rows)
+    _phases(grid[1][1], rows)
+    for axes in (*grid[0], grid[1][0]):
+        axes.set_xlim(0, max(summary.steps, summary.step, 1))
+        axes.set_xlabel("optimiser step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    for axes in grid.flat:
+        if not axes.has_data():
+            axes.annotate("nothing yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
+    ranks = "1 rank" if summary.ranks == 1 else f"{summary.ranks} ranks"
+    figure.suptitle(
+        f"{Path(run).name}: {summary.state}, step {summary.step} of {summary.steps}, {ranks}", x=0.01, ha="left"
+    )
+    return figure
+
+
+def _losses(axes: Axes, rows: Sequence[Row]) -> None:
+    steps, values = _series(rows, "loss")
+    if steps:
+        axes.plot(steps, values, color=BLUE, linewidth=0.8, alpha=0.25)
+        axes.plot(steps, smooth(values), color=BLUE, label="training, mean of 10")
+    steps, values = _series(rows, "eval_loss")
+    if steps:
+        axes.plot(steps, values, color=ORANGE, marker="o", markersize=4, linewidth=0.8, label="held out")
+    axes.set_title("loss")
+    if axes.has_data():
+        axes.legend()
+
+
+def _rate(axes: Axes, rows: Sequence[Row], summary: Summary) -> None:
+    steps, values = _series(rows, summary.unit + PER_SECOND)
+    if steps:
+        axes.plot(steps, values, color=BLUE)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_title(f"{summary.unit} per second, all ranks")
+
+
+def _memory(axes: Axes, rows: Sequence[Row]) -> None:
+    """On GPUs theirs, else that of the process."""
+    told = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
+    kind = "cuda_mb" if any("cuda_mb" in ranks for _, ranks in told) else "rss_mb"
+    points = [(step, used) for step, ranks in told if (used := numbers_of_ranks(ranks, kind))]
+    for rank in range(max((len(used) for _, used in points), default=0)):
+        xs = [step for step, used in points if rank < len(used)]
+        ys = [used[rank] for _, used in points if rank < len(used)]
+        look = {"color": COLORS[rank % len(COLORS)], "linestyle": DASHES[rank % len(DASHES)]}
+        axes.plot(xs, ys, marker="o", markersize=4, label=f"rank {rank}" if rank < len(COLORS) else None, **look)
+    axes.set_title("MB of memory" + (" on the GPU" if kind == "cuda_mb" else ""))
+    if points:
+        axes.set_ylim(0, 1.15 * max(max(used) for _, used in points))
+        axes.legend(loc="lower right")
+
+
+def _phases(axes: Axes, rows: Sequence[Row]) -> None:
+    """A bar for each rank. `grads` is what forward, backward and finish are parts of, and not drawn beside them."""
+    told = [row["ranks"] for row in rows if "ranks" in row][-1:]
+    phases = {name: each for name, each in seconds_of_ranks(told).items() if name != "grads" and ": " not in name}
+    ranks = len(next(iter(phases.values()), ()))
+    left = [0.0] * ranks
+    for (name, each), color, hatch in zip(phases.items(), cycle(COLORS), cycle(HATCHES), strict=False):
+        axes.barh(range(ranks), each, left=left, color=color, hatch=hatch, edgecolor="white", height=0.7, label=name)
+        left = [start + value for start, value in zip(left, each, strict=True)]
+    axes.set_title("seconds of each rank, between two evaluations")
+    axes.grid(visible=False, axis="y")
+    if ranks:
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.invert_yaxis()
+        axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+def _series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values, where there is one that is finite."""
+    found = [(row["step"], value) for row in rows if (value := number(row, name)) is not None]
+    return [step for step, _ in found], [value for _, value in found]

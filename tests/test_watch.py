@@ -1,0 +1,103 @@
+"""A run that goes on is seen from its folder alone."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import IPython.display
+import matplotlib.pyplot as plt
+import pytest
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.figures.watch import dashboard, watch
+from ddp_tutorial.runs.folder import RunFolder
+
+
+class Shown:
+    """In place of a notebook's display handle: all pictures that were shown."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pictures: list[bytes] = []
+        monkeypatch.setattr(IPython.display, "display", self.display)
+
+    def display(self, picture: IPython.display.Image, *, display_id: bool) -> "Shown":
+        assert display_id
+        self.update(picture)
+        return self
+
+    def update(self, picture: IPython.display.Image) -> None:
+        self.pictures.append(picture.data)
+
+
+def a_run(folder: Path, rows: list[dict[str, object]], **config: object) -> Path:
+    folder.mkdir(parents=True)
+    RunFolder(folder).config.write_text(json.dumps({"steps": 10} | config))
+    RunFolder(folder).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+ROWS = [{"step": i, "loss": 3 / i, "tokens": 8 * i, "tokens_per_second": 100.0 * i, "elapsed": i} for i in range(1, 7)]
+USED = {"rss_mb": [100.0, 300.0], "seconds": {"grads": [3.0, 4.0], "forward": [1.0, 2.0], "backward": [2.0, 2.0]}}
+
+
+def test_losses_rate_memory_and_phases_are_those_of_the_log(tmp_path: Path) -> None:
+    rows = [*ROWS, {"step": 6, "eval_loss": 0.75, "ranks": USED}]
+    figure = dashboard(a_run(tmp_path / "mine", rows))
+    losses, rate, memory, phases = figure.axes
+    assert list(losses.lines[0].get_ydata()) == [3 / i for i in range(1, 7)]
+    assert list(losses.lines[2].get_xydata()[0]) == [6, 0.75]
+    assert (rate.get_title("left"), list(rate.lines[0].get_ydata())) == (
+        "tokens per second, all ranks",
+        [100.0 * i for i in range(1, 7)],
+    )
+    assert [list(line.get_ydata()) for line in memory.lines] == [[100.0], [300.0]]
+    assert [bar.get_width() for bar in phases.patches] == [1.0, 2.0, 2.0, 2.0]  # not grads, which holds the others
+    assert figure.get_suptitle() == "mine: killed, step 6 of 10, 2 ranks"
+    plt.close(figure)
+
+
+def test_a_run_that_has_just_begun_is_shown_without_numbers(tmp_path: Path) -> None:
+    figure = dashboard(a_run(tmp_path / "new", []))
+    assert [axes.texts[0].get_text() for axes in figure.axes] == ["nothing yet"] * 4
+    plt.close(figure)
+
+
+def test_a_loss_that_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
+    figure = dashboard(a_run(tmp_path / "odd", [*ROWS[:2], {"step": 3, "loss": None, "elapsed": 3}, ROWS[3]]))
+    assert list(figure.axes[0].lines[0].get_xdata()) == [1, 2, 4]
+    plt.close(figure)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        watch(tmp_path)
+
+
+@pytest.mark.timeout(90)
+def test_a_run_of_another_process_is_watched_to_its_end(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown(monkeypatch)
+    command = [sys.executable, "-m", "ddp_tutorial", "train", "tiny", "nprocs=2", "device=cpu", "name=it", "steps=600"]
+    run = Path("runs/it")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as training:
+        while not RunFolder(run).metrics.exists():
+            assert training.poll() is None
+            time.sleep(0.05)
+        watch(run, every=0.1)
+        assert RunFolder(run).result.exists()
+    assert training.returncode == 0
+    assert len(set(shown.pictures)) >= 2
+    before = plt.get_fignums()
+    watch(run)
+    assert shown.pictures[-1] == shown.pictures[-2]
+    assert plt.get_fignums() == before
+
+
+def test_who_watches_for_a_time_goes_on_after_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown(monkeypatch)
+    monkeypatch.setattr("ddp_tutorial.runs.summaries.is_locked", lambda folder: True)
+    began = time.monotonic()
+    watch(a_run(workdir / "endless", ROWS), seconds=0.5, every=0.2)
+    assert 0.5 <= time.monotonic() - began < 20
+    assert len(shown.pictures) >= 2
