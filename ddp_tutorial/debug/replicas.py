@@ -36,7 +36,8 @@ class ReplicaDrift(Detector):
 
     Parameters and optimizer differing is an error, buffers only a warning: training goes on right, but what is saved is
     rank 0's. `ignore` has patterns for names of what may differ. What each rank has a part of is left out: DTensors,
-    the pieces of `zero`, and the state of a `ZeroRedundancyOptimizer` or a `ShardedOptimizer`.
+    the pieces of `zero`, and the state of a `ZeroRedundancyOptimizer` or a `ShardedOptimizer`. Where ranks step by
+    themselves for a round, as with local SGD, they are meant to differ: name the other detectors there.
     """
 
     name: ClassVar[str] = "drift"

@@ -13,6 +13,7 @@ from torch import nn
 
 from ddp_tutorial.checkpoint.components import State
 from ddp_tutorial.checkpoint.manifest import CheckpointError
+from ddp_tutorial.local.rounds import Rounds
 from ddp_tutorial.world import World
 
 
@@ -33,27 +34,36 @@ class Judged:
 class OwnWeights:
     """Within a round, this rank's weights and buffers; at its end nothing, for they are those that all ranks have.
 
-    `alone` says how many steps of a round, `length` long, this rank has made.
+    `alone` says how many steps of a round this rank has made.
     """
 
-    def __init__(self, module: nn.Module, world: World, alone: Callable[[], int], length: int) -> None:
-        self.module, self.world, self.alone, self.length = module, world, alone, length
+    def __init__(self, module: nn.Module, world: World, rounds: Rounds, alone: Callable[[], int]) -> None:
+        self.module, self.world, self.rounds, self.alone = module, world, rounds, alone
 
     def state_dict(self) -> State:
         alone = self.alone()
-        return {"alone": alone, "weights": dict(self.module.state_dict()) if alone else {}}
+        weights = dict(self.module.state_dict()) if alone else {}
+        return {"alone": alone, "length": self.rounds.length, "begin": self.rounds.begin, "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["weights"]:
+        """Raises `CheckpointError` within a round of another length, which would end elsewhere."""
+        if state["alone"] and Rounds(state["length"], state["begin"]) != self.rounds:
+            raise CheckpointError(
+                f"the checkpoint is {state['alone']} steps into a round of {state['length']}, begun after step "
+                f"{state['begin']} or a whole number of rounds later: go on with the same 'local.round' and "
+                "'local.begin', or from the end of a round"
+            )
+        if state["alone"]:
             self.module.load_state_dict(state["weights"])
 
     def load_from_other_world(self, states: Sequence[State], step: int) -> None:
         """Nothing at the end of a round. Raises `CheckpointError` within one."""
         if alone := states[0]["alone"]:
+            length, ranks = states[0]["length"], len(states)
             raise CheckpointError(
-                f"step {step} is {alone} steps into a round of {self.length}, and each of {len(states)} ranks has "
-                f"weights of its own, which cannot be given to {self.world.size}. Go on with {len(states)} ranks, or "
-                "from the end of a round; or leave 'local' out, to go on with the mean of the weights"
+                f"step {step} is {alone} steps into a round of {length}, and each of {ranks} ranks has weights of its "
+                f"own, which cannot be given to {self.world.size}. Go on with {ranks} ranks, or from the end of a "
+                "round; or leave 'local' out, to go on with the mean of the weights"
             )
 
 

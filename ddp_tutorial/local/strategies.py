@@ -4,7 +4,7 @@ Within a round the weights of the ranks differ. What a run is judged by, and wha
 ranks: at the end of a round that is what every rank has (with DiLoCo, the outer parameters); within one it is computed
 for the occasion, which sends the model once more, and then each rank goes on with its own. So evaluating, and saving,
 change nothing of the training. The last round of a run may be shorter: then the run's model is the mean, and DiLoCo
-takes no outer step for it.
+takes no outer step for it. The training loss is that of each rank with its own weights, over the samples of all.
 
 Any optimizer can be the inner one. Its state is a rank's own, and never averaged.
 
@@ -138,7 +138,7 @@ class LocalSGD:
                     tensor.copy_(each)
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        own = OwnWeights(self.module, self.world, lambda: self.steps_alone, self.rounds.length)
+        own = OwnWeights(self.module, self.world, self.rounds, lambda: self.steps_alone)
         return {
             "model": (Judged(self.module, self.whole), "replicated"),
             "local": (own, "per_rank"),  # over the mean, so after it
