@@ -101,14 +101,14 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
         gradients = torch.autograd.grad(total, [parameter for _, parameter in parameters], allow_unused=True)
         first = _first_not_finite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])
         where = f"of micro-batch {number}"
+        if found:
+            continue  # where weights are sharded, a forward is collective: all ranks do as many
         if weight := _first_not_finite(parameters):
             found = f"parameter {weight!r} itself"
         elif not bool(total.isfinite()):
             found = f"the loss {where}" + (f", hence the gradient of {first!r} and others" if first else "")
         elif first:
             found = f"the gradient {where} for parameter {first!r}, the first on the way back from the loss"
-        if found:
-            break
     told = [f"on rank {rank}, {each}" for rank, each in enumerate(all_gather(world, found)) if each]
     return "; ".join(told) or "computed once more, everything is finite on every rank: the sum over ranks, or dropout"
 
