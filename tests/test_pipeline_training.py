@@ -33,10 +33,11 @@ def config_of(**values: Any) -> TaskConfig:
 def test_training_has_the_losses_of_one_process_on_one_pipeline_and_on_two() -> None:
     one = launch_training(config_of(nprocs=1, name="one"), echo=False)
     for name, nprocs, pipeline in [
-        ("1f1b", 2, {"ranks": 2, "micro_batches": 4}),
-        ("mesh", 4, {"ranks": 2, "micro_batches": 2, "schedule": "gpipe", "cuts": ["blocks.1"]}),
+        ("1f1b", 2, {"micro_batches": 4}),
+        ("mesh", 4, {"micro_batches": 2, "schedule": "gpipe", "cuts": ["blocks.1"]}),
     ]:
-        config = config_of(nprocs=nprocs, name=name, strategy="pipeline", pipeline=pipeline)
+        mesh = {"replicate": nprocs // 2, "pipeline": 2}
+        config = config_of(nprocs=nprocs, name=name, strategy="pipeline", mesh=mesh, pipeline=pipeline)
         result = launch_training(config, echo=False)
         assert result.losses == pytest.approx(one.losses, abs=1e-4), name
         assert result.evaluations[4]["loss"] == pytest.approx(one.evaluations[4]["loss"], abs=1e-4), name
@@ -46,7 +47,7 @@ def test_training_has_the_losses_of_one_process_on_one_pipeline_and_on_two() -> 
 def test_a_resumed_pipeline_ends_with_the_same_bits() -> None:
     values = {
         "strategy": "pipeline",
-        "pipeline": {"ranks": 2, "micro_batches": 4, "schedule": "interleaved", "per_rank": 2},
+        "pipeline": {"micro_batches": 4, "schedule": "interleaved", "per_rank": 2},
         "model": ModelConfig(layers=3, heads=2, width=16, context=16, dropout=0.1),
         "checkpoint": {"every": 1, "keep_last": 9},
     }
@@ -60,8 +61,10 @@ def test_a_resumed_pipeline_ends_with_the_same_bits() -> None:
 @pytest.mark.parametrize(
     ("values", "ranks", "said"),
     [
-        ({"pipeline": {"ranks": 2}}, 3, "a world of 3 ranks is no whole number of pipelines of 2"),
-        ({"pipeline": {"ranks": 7, "micro_batches": 7}}, 7, "7 stages, and only 6 modules"),
+        ({"mesh": {"pipeline": 2}}, 3, "the world has 3 ranks, and a mesh of pipeline 2 has a whole multiple of 2"),
+        ({"mesh": {"replicate": 2, "pipeline": 2}}, 2, "has 2 ranks, and a mesh of replicate 2 x pipeline 2 has 4"),
+        ({"pipeline": {"micro_batches": 3}}, 4, "as many micro-batches as ranks, 4"),
+        ({"pipeline": {"micro_batches": 7}}, 7, "7 stages, and only 6 modules"),
         ({"pipeline": {"cuts": ["block.1"]}}, 2, "no module of the chain is called 'block.1'"),
     ],
 )
@@ -76,10 +79,18 @@ def test_a_pipeline_that_cannot_be_is_refused_before_ranks_start(values: dict, r
     [
         ({"strategy": "pipeline", "accumulation": 2}, "which has 'pipeline.micro_batches'"),
         (
-            {"strategy": "ddp", "pipeline": {"ranks": 4}},
-            "'pipeline.ranks' is an option of strategy pipeline, not of ddp",
+            {"strategy": "ddp", "pipeline": {"per_rank": 4}},
+            "'pipeline.per_rank' is an option of strategy pipeline, not of ddp",
         ),
-        ({"strategy": "pipeline", "pipeline": {"ranks": 4, "micro_batches": 3}}, "as many micro-batches as ranks, 4"),
+        ({"strategy": "zero3", "mesh": {"pipeline": 2}}, "'mesh.pipeline' is an option of strategy pipeline, not of"),
+        (
+            {"strategy": "ddp", "mesh": {"replicate": 2}},
+            "'mesh.replicate' is an option of strategies zero1, zero2, zero3 and fsdp, and pipeline, not of ddp",
+        ),
+        (
+            {"strategy": "pipeline", "mesh": {"pipeline": 4}, "pipeline": {"micro_batches": 3}},
+            "as many micro-batches as ranks",
+        ),
     ],
 )
 def test_options_that_a_strategy_does_not_have_are_refused(values: dict, said: str) -> None:

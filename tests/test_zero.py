@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
+from commands import call
 from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
 from ddp_tutorial.benches.step import random_step
 from ddp_tutorial.checkpoint.manifest import name_of
@@ -24,12 +27,13 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug.checks import checking
 from ddp_tutorial.debug.recorder import calls
 from ddp_tutorial.debug.replicas import ReplicaDrift
+from ddp_tutorial.mesh import MeshConfig, make_mesh
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.export import load
 from ddp_tutorial.training.plan import memory
 from ddp_tutorial.training.strategies import make_strategy
-from ddp_tutorial.training.tasks import make_trainer
+from ddp_tutorial.training.tasks import launch_training, make_trainer
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.memory import DIVIDED, bytes_kept, bytes_sent
 from ddp_tutorial.zero.model import ShardedModel
@@ -107,9 +111,20 @@ class Toy(nn.Module):
         return self.again(x + self.shift if shifted else x)
 
 
-def make_toy() -> Toy:
+class Plain(Toy):
+    """Without a parameter that is one number, which torch's own cannot cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.shift
+
+    def forward(self, x: torch.Tensor, shifted: bool) -> torch.Tensor:
+        return super().forward(x, False)
+
+
+def make_toy(plain: bool = False) -> Toy:
     torch.manual_seed(0)
-    return Toy()
+    return Plain() if plain else Toy()
 
 
 def loss_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
@@ -140,9 +155,11 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def alone(optimizer: str, size: int, parts: int, clip: float, bf16: str = "") -> dict[str, torch.Tensor]:
+def alone(
+    optimizer: str, size: int, parts: int, clip: float, bf16: str = "", plain: bool = False
+) -> dict[str, torch.Tensor]:
     """One process on the union of all batches, in plain torch. `bf16`: autocast, or weights that are cast."""
-    master = make_toy()
+    master = make_toy(plain)
     stepped = MAKE[optimizer](groups_of(master))
     for step in range(STEPS):
         batches = [batch for rank in range(size) for batch in batches_of(step, rank, size, parts)]
@@ -161,13 +178,27 @@ def alone(optimizer: str, size: int, parts: int, clip: float, bf16: str = "") ->
     return {name: tensor.clone() for name, tensor in master.state_dict().items()}
 
 
-def train(world: World, kind: str, optimizer: str, parts: int = 1, clip: float = 1.0, dtype: str = "fp32") -> Any:
-    """The weights after some steps, and what this rank holds then."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train(
+    world: World,
+    kind: str,
+    optimizer: str,
+    parts: int = 1,
+    clip: float = 1.0,
+    dtype: str = "fp32",
+    copies: int = 0,
+    plain: bool = False,
+) -> Any:
+    """The weights after some steps, and what this rank holds then. `copies` of the model, by default as is usual."""
     config = TrainConfig.model_validate(
         {"strategy": kind, "accumulation": parts, "precision": {"dtype": dtype}}
+        | ({"mesh": {"replicate": copies, "shard": world.size // copies}} if copies else {})
         | ({"ddp": {"find_unused_parameters": True, "variant": "bucket"}} if kind in {"ddp", "zero1"} else {})
     )
-    model, precision = make_toy(), Precision(PrecisionConfig(dtype=dtype), world)  # type: ignore[arg-type]
+    model, precision = make_toy(plain), Precision(PrecisionConfig(dtype=dtype), world)  # type: ignore[arg-type]
     strategy = make_strategy(config, model, world, loss_sum, precision)
     stepped = strategy.share_out(MAKE[optimizer](groups_of(model)))
     norms = []
@@ -175,13 +206,15 @@ def train(world: World, kind: str, optimizer: str, parts: int = 1, clip: float =
         for step in range(STEPS):
             totals = strategy.backward(batches_of(step, world.rank, world.size, parts))
             stepping = [p for group in stepped.param_groups for p in group["params"]]
-            gradients = {id(p.grad): p.grad.numel() for p in (*stepping, *model.parameters()) if p.grad is not None}
+            gradients = {
+                id(p.grad): local(p.grad).numel() for p in (*stepping, *model.parameters()) if p.grad is not None
+            }
             norms.append(float(precision.update(stepped, clip, totals.sums["loss"], strategy.norm).norm))
     held = {
         "gradients": sum(gradients.values()),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": sum(local(parameter).numel() for parameter in model.parameters()),
         "state": sum(
-            value.numel() for state in stepped.state.values() for key, value in state.items() if key != "step"
+            local(value).numel() for state in stepped.state.values() for key, value in state.items() if key != "step"
         ),
     }
     with strategy.whole() as whole:
@@ -198,9 +231,19 @@ BF16 = [(kind, "sgd", 1, 1.0, "bf16") for kind in KINDS]
 UNCLIPPED = [(kind, optimizer, 1, 1e9) for kind in ("ddp", *KINDS) for optimizer in ("adamw, not fused", "sgd")]
 
 
+# On four ranks, two copies of the model, each shared out to two ranks.
+HYBRID = [
+    (kind, optimizer, parts, 1.0, "fp32", 2, plain)
+    for kind, plain in [("zero1", False), ("zero2", False), ("zero3", False), ("zero3", True), ("fsdp", True)]
+    for optimizer, parts in [("adamw", 1), ("sgd", 1), ("sgd", 2)]
+]
+COPIES = [(kind, "sgd", 1, 1.0, "fp32", 2, False) for kind in KINDS]  # on two ranks, each with a copy of its own
+
+
 @cache
 def trained(size: int) -> list[dict[tuple[Any, ...], Any]]:
-    cases = [*FP32, *UNCLIPPED, *BF16] if size < 4 else [case for case in FP32 if case[2] == 1]
+    cases = [*FP32, *UNCLIPPED, *BF16] if size < 4 else [*(case for case in FP32 if case[2] == 1), *HYBRID]
+    cases += COPIES if size == 2 else []
     if size == 1:
         return [several(World(), cases)]
     return launch(several, size, cases, device="cpu", threads=1, echo=False, timeout=100)
@@ -248,6 +291,50 @@ def test_on_two_ranks_each_stage_has_the_very_bits_of_data_parallelism() -> None
 
 def test_pieces_are_not_taken_for_replicas_that_have_drifted_apart() -> None:
     assert all(rank[case]["drift"] == [] for rank in trained(2) for case in UNCLIPPED)
+
+
+@pytest.mark.parametrize(("size", "cases"), [(4, HYBRID), (2, COPIES)])
+def test_with_copies_of_the_model_every_stage_on_every_rank_equals_one_process(size: int, cases: list[Any]) -> None:
+    first = trained(size)[0]
+    for rank in trained(size):
+        for case in cases:
+            kind, optimizer, parts, *_, plain = case
+            expected = alone(optimizer, size, parts, 1.0, plain=plain)
+            for name, tensor in expected.items():
+                assert torch.allclose(rank[case]["weights"][name], tensor, rtol=1e-4, atol=2e-5), (case, name)
+                assert torch.equal(rank[case]["weights"][name], first[case]["weights"][name]), (case, name)
+            if not plain and parts == 1:  # clipped by the norm that it has with one copy
+                assert rank[case]["norms"] == pytest.approx(rank[kind, optimizer, parts]["norms"], rel=1e-4), case
+
+
+def test_a_hybrid_is_where_torchs_fully_shard_on_a_mesh_of_two_dimensions_is() -> None:
+    for rank in trained(4):
+        for optimizer, parts in [("adamw", 1), ("sgd", 1), ("sgd", 2)]:
+            ours, torchs = (rank[kind, optimizer, parts, 1.0, "fp32", 2, True] for kind in ("zero3", "fsdp"))
+            assert ours["norms"] == pytest.approx(torchs["norms"], rel=1e-5)
+            for name, tensor in torchs["weights"].items():
+                assert torch.allclose(ours["weights"][name], tensor, rtol=1e-4, atol=2e-5), (optimizer, parts, name)
+
+
+def test_in_a_hybrid_each_rank_holds_its_part_of_one_copy_and_each_copy_is_there_once() -> None:
+    ranks = trained(4)
+    for case in HYBRID:
+        kind, optimizer, _, _, _, copies, plain = case
+        model, slots = make_toy(plain), 2 if optimizer == "adamw" else 1
+        of_all = [p.numel() for p in model.parameters()]
+        of_trained = [p.numel() for p in model.parameters() if p.requires_grad and p is not model.spare]
+        held = [rank[case]["held"] for rank in ranks]
+        padding = len(of_all) * WIDTH  # torch cuts rows, of at most so many elements
+        for row in (held[:2], held[2:]):
+            assert sum(each["state"] for each in row) == slots * sum(of_trained), case
+            if kind in {"zero3", "fsdp"}:
+                assert sum(each["parameters"] for each in row) == sum(of_all), case
+            if kind != "zero1":
+                assert sum(each["gradients"] for each in row) == sum(of_trained), case
+        for each in held:
+            assert each["state"] <= slots * (sum(of_trained) / copies + padding), case
+            if kind in {"zero3", "fsdp"}:
+                assert each["parameters"] <= sum(of_all) / copies + padding, case
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -387,7 +474,7 @@ RESHARDED = ["zero1", "zero2", "zero3"]
 
 
 def run(world: World, flavour: str, **values: Any) -> dict[str, Any]:
-    config = TaskConfig.model_validate(BASE | (FLAVOURS | OF_TORCH)[flavour] | values)
+    config = TaskConfig.model_validate(BASE | (FLAVOURS | OF_TORCH | HYBRIDS)[flavour] | values)
     result = make_trainer(config, world).train()
     saved = safetensors.torch.load_file(result.run / "model/model.safetensors") if world.is_main else {}
     return {
@@ -428,11 +515,37 @@ def resharded(world: World, step: int, source: str, flavours: list[str]) -> dict
 
 
 OF_TORCH = {"fsdp": {"strategy": "fsdp", "best_model": True}}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    f"{kind}-2x2": {"strategy": kind, "mesh": {"replicate": 2, "shard": 2}} for kind in ("zero1", "zero3", "fsdp")
+}
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     return all_lives(tmp_path_factory.mktemp("lives"), list(FLAVOURS), RESHARDED)
+
+
+def lives_of_hybrids(world: World) -> dict[str, Any]:
+    """On four ranks; and from step 2 in another mesh, of one copy. Then from its step 4 in one of four."""
+    found = uninterrupted_and_resumed(world, list(HYBRIDS))
+    for flavour in ("zero3-2x2", "fsdp-2x2"):
+        source, step = flavour, 2
+        for name, mesh in {"one-copy": {"replicate": 1}, "four-copies": {"replicate": 4}}.items():
+            where = f"runs/{source}/checkpoints/{name_of(step)}"
+            source, step = f"{flavour}-{name}", 4
+            found[source] = [run(world, flavour, name=source, resume=where, mesh=mesh)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    options: dict[str, Any] = {"device": "cpu", "threads": 1, "echo": False, "timeout": 200}
+    with chdir(tmp_path_factory.mktemp("hybrids")):
+        of_four = launch(lives_of_hybrids, 4, **options)
+        shutil.rmtree("runs/zero3-2x2/model")  # as if it had not ended
+        unfinished = digest(load("runs/zero3-2x2").state_dict())
+        of_one = run(World(), "zero3-2x2", name="alone", resume=f"runs/zero3-2x2/checkpoints/{name_of(2)}", mesh={})
+    return {4: of_four, 1: of_one, "unfinished": unfinished}
 
 
 @pytest.fixture(scope="module")
@@ -486,6 +599,22 @@ def test_the_model_of_a_run_is_whole_and_so_is_one_that_is_loaded_from_pieces(li
     assert lives["unfinished"] == lives[4][0]["zero3"]["weights"]
 
 
+@pytest.mark.timeout(300)
+def test_a_hybrid_is_resumed_with_the_same_bits_goes_on_in_another_mesh_and_is_exported(
+    lives: dict[Any, Any], hybrids: dict[Any, Any]
+) -> None:
+    expected = lives[2][0]["zero3"][0]
+    for rank in hybrids[4]:
+        for flavour, runs in rank.items():
+            for each in runs:
+                assert each["losses"] == pytest.approx(expected["losses"], rel=1e-4), flavour
+                assert each["eval"] == pytest.approx(expected["eval"], rel=1e-4), flavour
+                assert each["weights"] == hybrids[4][0][flavour][0]["weights"], flavour  # resumed; and on all ranks
+    assert hybrids[4][0]["fsdp-2x2"][0]["shapes"] == expected["shapes"]
+    assert hybrids[1]["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert hybrids["unfinished"] == hybrids[4][0]["zero3-2x2"][0]["weights"]
+
+
 @pytest.mark.parametrize("kind", ["zero2", "zero3"])
 def test_an_option_that_the_strategy_cannot_have_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=f"'ddp.hook' is an option of strategies ddp and zero1, not of {kind}"):
@@ -525,9 +654,98 @@ def test_each_stage_divides_one_more_by_the_number_of_ranks() -> None:
     assert [bytes_sent(name, 1000, 4) for name in ("ddp", "zero1", "zero2", "zero3")] == [6000, 9000, 6000, 9000]
     assert bytes_sent("zero2", 1000, 4, micro_batches=2) == 9000
     assert bytes_sent("ddp", 1000, 1) == bytes_sent("zero3", 1000, 1) == 0
+    # two copies of two ranks: half of 4,000 bytes in a pass within a copy; 2,000 over the copies, there and back
+    assert bytes_sent("zero3", 1000, 2, copies=2) == 3 * 2000 + 2000
+    assert bytes_sent("zero2", 1000, 2, micro_batches=2, copies=2) == 3 * 2000 + 2 * 2000
+    assert bytes_sent("zero1", 1000, 2, copies=2) == 6000 + 2000
+    assert bytes_sent("zero3", 1000, 1, copies=4) == bytes_sent("ddp", 1000, 4)
 
 
-def sent_in_a_step(world: World) -> dict[str, tuple[int, float, float]]:
+class Counted:
+    """Bytes that a rank sends in torch's collectives, by the algorithms that send least."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.nbytes = 0
+        for name, passes, of in [
+            ("reduce_scatter_tensor", 1, lambda out, into, **_: into),
+            ("all_gather_into_tensor", 1, lambda out, into, **_: out),
+            ("all_to_all_single", 1, lambda out, into, **_: into),
+            ("all_reduce", 2, lambda tensor, *_, **__: tensor),
+        ]:
+            patch.setattr(dist, name, self._counting(getattr(dist, name), passes, of))
+
+    def _counting(self, inner: Any, passes: int, of: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            size = dist.get_world_size(named.get("group"))
+            self.nbytes += passes * of(*args, **named).nbytes * (size - 1) // size
+            return inner(*args, **named)
+
+        return call
+
+
+def sent_in_a_step(world: World) -> dict[tuple[str, int, int], tuple[int, int]]:
+    """Bytes that were sent, and that are told."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Counted(patch)
+        for kind, copies, parts in [(kind, n, k) for kind in KINDS[1:] for n in (1, 2, 4) for k in (1, 2)]:
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+            mesh, loss = {"replicate": copies}, lambda model, x: (model(x).square().sum(), len(x))
+            config = TrainConfig.model_validate({"strategy": kind, "mesh": mesh, "accumulation": parts})
+            strategy = make_strategy(config, model, world, loss, Precision(world=world))
+            optimizer = strategy.share_out(torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                counted.nbytes = 0
+                strategy.backward([torch.ones(2, 64)] * parts)
+                optimizer.step()
+                optimizer.zero_grad()
+            told = bytes_sent(kind, 8 * 64 * 64, world.size // copies, parts, copies)
+            found[kind, copies, parts] = counted.nbytes, told
+    return found
+
+
+def test_the_bytes_that_are_sent_are_those_that_are_told() -> None:
+    """But for a few: of losses, counts, and which parameters are in use."""
+    for rank in launch(sent_in_a_step, 4, device="cpu", threads=1, echo=False, timeout=60):
+        for case, (sent, told) in rank.items():
+            assert told <= sent <= 1.01 * told + 200, (case, sent, told)
+
+
+def test_a_world_that_a_mesh_does_not_fit_is_refused_before_any_rank_starts(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("ddp_tutorial.processes.starting", "ddp_tutorial.training.tasks"):
+        monkeypatch.setattr(f"{module}.launch", lambda *_, **__: pytest.fail("ranks were started"))
+    wrong = [
+        (["strategy=zero3", "mesh.replicate=2", "mesh.shard=2"], "3 ranks, and a mesh of replicate 2 x shard 2 has 4"),
+        (["strategy=fsdp", "mesh.shard=2"], "3 ranks, and a mesh of shard 2 has a whole multiple of 2: start as many"),
+        (["strategy=pipeline", "mesh.pipeline=2"], "a mesh of pipeline 2 has a whole multiple of 2"),
+        (["strategy=ddp", "mesh.shard=2"], "'mesh.shard' is an option of strategies zero1, zero2, zero3 and fsdp, not"),
+    ]
+    for options, said in wrong:
+        done = call("train", "tiny", "device=cpu", "nprocs=3", *options)
+        assert done.returncode == 2, (options, done)
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+    with pytest.raises(ConfigError, match="has 4"):
+        launch_training(TaskConfig.model_validate(BASE | HYBRIDS["zero3-2x2"] | {"nprocs": 2}))
+    assert list(workdir.iterdir()) == []
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_a_mesh_has_each_rank_once_in_a_row_and_once_in_a_column(copies: int, span: int) -> None:
+    mesh, ranks = make_mesh(MeshConfig(replicate=copies, shard=span), copies * span, "shard"), range(copies * span)
+    assert mesh == make_mesh(MeshConfig(shard=span), copies * span, "shard")
+    assert mesh == make_mesh(MeshConfig(replicate=copies), copies * span, "shard")
+    for groups in (mesh.rows, mesh.columns):
+        assert sorted(rank for group in groups for rank in group) == list(ranks)
+    for rank in ranks:
+        row, place = mesh.row_and_place(rank)
+        assert mesh.rows[row][place] == mesh.columns[place][row] == rank
+    assert make_mesh(MeshConfig(), copies * span, "shard") == (1, copies * span)
+
+
+def recorded_in_a_step(world: World) -> dict[str, tuple[int, float, float]]:
     """Parameters, those of them outside of blocks, and bytes that this rank sends, by what torch has noted that it
     entered: of an all-reduce, each byte twice but for its own share; of the others, once."""
     found = {}
@@ -548,7 +766,7 @@ def sent_in_a_step(world: World) -> dict[str, tuple[int, float, float]]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_step_sends_the_bytes_that_the_formula_says(size: int) -> None:
     """On gloo too, whose own reduce-scatter would send those of an all-reduce."""
-    for rank in launch(sent_in_a_step, size, device="cpu", threads=1, echo=False):
+    for rank in launch(recorded_in_a_step, size, device="cpu", threads=1, echo=False):
         for kind, (parameters, rest, sent) in rank.items():
             expected = bytes_sent(kind, parameters, size)
             if kind == "zero3":  # what is in no block stays whole from forward to backward, and is gathered once
@@ -564,3 +782,7 @@ def test_a_dry_run_says_what_the_strategy_keeps_and_sends() -> None:
     assert four["optimizer"] == one["optimizer"] // 4
     assert four["gathered"] == one["weights"]  # of two blocks and the rest, all
     assert four["activations"] == one["activations"]
+    hybrid = memory(TaskConfig.model_validate(BASE | HYBRIDS["zero3-2x2"]), 1, ranks=4)
+    assert [hybrid[name] for name in ("weights", "gradients", "optimizer")] == [
+        one[name] // 2 for name in ("weights", "gradients", "optimizer")
+    ]

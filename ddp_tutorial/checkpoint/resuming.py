@@ -23,7 +23,7 @@ from ddp_tutorial.world import World
 # Settings that may differ from those of a checkpoint, because they do not change what is computed: a name stands for
 # itself and for all that is in it, as "profile" for "profile.steps".
 _FREE = (
-    *("name", "nprocs", "device", "backend", "collective_timeout"),
+    *("name", "nprocs", "mesh", "device", "backend", "collective_timeout"),
     *("resume", "resume_allow", "resume_without", "checkpoint"),
     *("log_every", "eval_every", "eval_samples", "best", "early_stopping", "best_model"),
     *("tensorboard", "memory_limit_mb", "oom_skips", "profile"),

@@ -115,6 +115,10 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
         return
     if joins and world.is_main:
         click.echo(str(world), err=True)
+    if not joins and settings.strategy not in {"ddp", "invariant"}:
+        from ddp_tutorial.training.tasks import check_world
+
+        check_world(settings, settings.nprocs)
     options = settings.group_options
     result = run(_train_on_a_rank, settings, attached, nprocs=settings.nprocs, echo=not as_json, **options)
     if world.is_main:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -97,7 +98,7 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     for rank in range(max((len(used) for _, used in points), default=0)):
         xs = [step for step, used in points if rank < len(used)]
         ys = [used[rank] for _, used in points if rank < len(used)]
-        look = {"color": COLORS[rank % len(COLORS)], "linestyle": DASHES[rank % len(DASHES)]}
+        look: dict[str, Any] = {"color": COLORS[rank % len(COLORS)], "linestyle": DASHES[rank % len(DASHES)]}
         axes.plot(xs, ys, marker="o", markersize=4, label=f"rank {rank}" if rank < len(COLORS) else None, **look)
     axes.set_title("MB of memory" + (" on the GPU" if kind == "cuda_mb" else ""))
     if points:

@@ -23,6 +23,7 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.mesh import Mesh, group_of
 from ddp_tutorial.phases import phase
 from ddp_tutorial.pipeline.runner import Runner
 from ddp_tutorial.pipeline.schedules import Name, Table, make_table
@@ -30,16 +31,33 @@ from ddp_tutorial.pipeline.stages import Stage, cut, even_cuts
 from ddp_tutorial.world import World, require_group
 
 
-class PipelineConfig(Config):
-    """How a model is cut into stages, and what they do in which order."""
+class StagesConfig(Config):
+    """How a model is cut into stages, and what they do in which order, on any number of ranks."""
 
-    ranks: int = Field(2, ge=1, description="of one pipeline; the world is a whole number of them")
     schedule: Name = "1f1b"
     micro_batches: int = Field(4, ge=1, description="of a step, through one pipeline")
     per_rank: int = Field(1, ge=1, description="stages on each rank; schedule interleaved has 2 or more")
     cuts: tuple[str, ...] = Field(
         (), strict=False, examples=[["blocks.2"]], description="modules that begin a stage; by default, evenly"
     )
+
+    def on(self, ranks: int) -> "PipelineConfig":
+        """The same on so many ranks. Raises `ConfigError` where it cannot be."""
+        self.check_on(ranks)
+        return PipelineConfig(ranks=ranks, **{name: getattr(self, name) for name in StagesConfig.model_fields})
+
+    def check_on(self, ranks: int) -> None:
+        """Raise `ConfigError` where it cannot be on so many ranks."""
+        make_table(self.schedule, ranks, self.micro_batches, self.per_rank)
+        stages = ranks * self.per_rank
+        if self.cuts and len(self.cuts) != stages - 1:
+            raise ConfigError(f"'cuts' should name {stages - 1} modules, for {stages} stages; found {self.cuts}")
+
+
+class PipelineConfig(StagesConfig):
+    """The stages, and on how many ranks they are."""
+
+    ranks: int = Field(2, ge=1, description="of one pipeline; the world is a whole number of them")
 
     @property
     def stages(self) -> int:
@@ -48,11 +66,7 @@ class PipelineConfig(Config):
 
     @model_validator(mode="after")
     def _is_a_schedule(self) -> "PipelineConfig":
-        self.table()
-        if self.cuts and len(self.cuts) != self.stages - 1:
-            raise ValueError(
-                f"'cuts' should name {self.stages - 1} modules, for {self.stages} stages; found {self.cuts}"
-            )
+        self.check_on(self.ranks)
         return self
 
     def table(self) -> Table:
@@ -99,15 +113,16 @@ class Pipeline:
         stages = check_pipeline(model, config, world.size, world.backend)
         sync_initial_state(model, world)
         self.world, self.config, self.all_stages = world, config, stages
-        self.mesh = torch.arange(world.size).view(-1, config.ranks).tolist()  # [pipelines, ranks of each]
-        self.number, self.place = divmod(world.rank, config.ranks)  # of this pipeline, and of this rank in it
+        mesh = Mesh(world.size // config.ranks, config.ranks)
+        self.mesh = mesh.rows  # [pipelines, ranks of each]
+        self.number, self.place = mesh.row_and_place(world.rank)  # of this pipeline, and of this rank in it
         self.stages = {s: stage for s, stage in enumerate(stages) if s % config.ranks == self.place}
         for stage in self.stages.values():
             stage.to(world.device)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.named = {names[id(p)]: p for stage in self.stages.values() for p in stage.parameters()}
         self.shared = self._groups_of_shared(stages, names)
-        self.across = _group_of([[row[place] for row in self.mesh] for place in range(config.ranks)], world)
+        self.across = group_of(mesh.columns, world)
         self.runner = Runner(
             config.table(),
             self.stages,
@@ -165,21 +180,11 @@ class Pipeline:
                 if parameter.requires_grad:
                     places.setdefault(names[id(parameter)], set()).add(number % self.config.ranks)
         groups = {
-            name: _group_of([[row[place] for place in sorted(of)] for row in self.mesh], self.world)
+            name: group_of([[row[place] for place in sorted(of)] for row in self.mesh], self.world)
             for name, of in places.items()
             if len(of) > 1
         }
         return {name: group for name, group in groups.items() if group is not None}
-
-
-def _group_of(groups: Sequence[Sequence[int]], world: World) -> Any:
-    """The process group of this rank among these; None if it is in none. Every rank makes all of them."""
-    mine = None
-    for ranks in groups if world.size > 1 else ():
-        group = dist.new_group(list(ranks))
-        if world.rank in ranks:
-            mine = group
-    return mine
 
 
 def _add_up(parameters: Sequence[nn.Parameter], group: Any) -> None:

@@ -22,6 +22,7 @@ from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.checkpoint.components import State
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.link import Link
+from ddp_tutorial.mesh import group_of
 from ddp_tutorial.phases import phase
 from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
 from ddp_tutorial.world import World
@@ -45,8 +46,7 @@ class PipelineStrategy:
         self.per_rank = require_even_micro_batches(config)
         self.module, self.world, self.config = model, world, config
         self.pipeline = Pipeline(model, world, loss, config, precision=precision, seed=seed)
-        groups = [dist.new_group(ranks) for ranks in self.pipeline.mesh] if world.size > 1 else []
-        self.group = groups[self.pipeline.number] if groups else None
+        self.group = group_of(self.pipeline.mesh, world)
         owners: dict[str, int] = {}  # the first rank of a pipeline that has a parameter or buffer
         names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
         for number, stage in enumerate(self.pipeline.all_stages):
@@ -127,7 +127,7 @@ def require_even_micro_batches(config: PipelineConfig) -> int:
     """How many micro-batches each rank reads. Raises `ConfigError` where they cannot be shared out."""
     if config.micro_batches % config.ranks:
         raise ConfigError(
-            f"'pipeline.micro_batches' {config.micro_batches} should be a multiple of 'pipeline.ranks' {config.ranks}: "
-            "each of them reads as many"
+            f"'pipeline.micro_batches' {config.micro_batches} should be a multiple of the {config.ranks} ranks of a "
+            "pipeline: each of them reads as many"
         )
     return config.micro_batches // config.ranks

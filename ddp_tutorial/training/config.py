@@ -15,7 +15,8 @@ from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.variants import DDPConfig
 from ddp_tutorial.local.rounds import OPTIONS as LOCAL
 from ddp_tutorial.local.rounds import LocalConfig, require_rounds
-from ddp_tutorial.pipeline.parallel import PipelineConfig
+from ddp_tutorial.mesh import MeshConfig
+from ddp_tutorial.pipeline.parallel import StagesConfig
 from ddp_tutorial.processes.slurm import SlurmConfig
 from ddp_tutorial.sharding.sources import SourceConfig
 from ddp_tutorial.training.stopping import Mode
@@ -71,8 +72,9 @@ class TrainConfig(Config):
     accumulation: int = Field(
         1, ge=1, description="all strategies but invariant: micro-batches of a step, on each rank"
     )
-    pipeline: PipelineConfig = PipelineConfig()
     local: LocalConfig = LocalConfig()
+    mesh: MeshConfig = MeshConfig()
+    pipeline: StagesConfig = StagesConfig()
     precision: PrecisionConfig = PrecisionConfig()
 
     steps: int = Field(200, ge=1)
@@ -130,9 +132,9 @@ class TrainConfig(Config):
             raise ValueError("'accumulation' is not of strategy invariant, which has 'micro_batches', over all ranks")
         if self.strategy == "pipeline" and self.accumulation != 1:
             raise ValueError("'accumulation' is not of strategy pipeline, which has 'pipeline.micro_batches'")
-        default = PipelineConfig()
+        default = StagesConfig()
         of_pipeline = [
-            name for name in PipelineConfig.model_fields if getattr(self.pipeline, name) != getattr(default, name)
+            name for name in StagesConfig.model_fields if getattr(self.pipeline, name) != getattr(default, name)
         ]
         if of_pipeline and self.strategy != "pipeline":
             raise ValueError(f"'pipeline.{of_pipeline[0]}' is an option of strategy pipeline, not of {self.strategy}")
@@ -145,6 +147,19 @@ class TrainConfig(Config):
         require_rounds(self.strategy, self.local, self.steps)
         if self.strategy != "ddp" and self.oom_skips:
             raise ValueError(f"'oom_skips' is of strategy ddp, not of {self.strategy}")
+        return self
+
+    @model_validator(mode="after")
+    def _mesh_belongs_to_the_strategy(self) -> "TrainConfig":
+        along = {"pipeline": "pipeline"} | dict.fromkeys(("zero1", "zero2", "zero3", "fsdp"), "shard")
+        known = {"replicate", along[self.strategy]} if self.strategy in along else set()
+        of = {"shard": "strategies zero1, zero2, zero3 and fsdp", "pipeline": "strategy pipeline"}
+        for name in MeshConfig.model_fields:
+            if getattr(self.mesh, name) is not None and name not in known:
+                whose = of.get(name, f"{of['shard']}, and pipeline")
+                raise ValueError(f"'mesh.{name}' is an option of {whose}, not of {self.strategy}")
+        if self.strategy == "pipeline" and self.mesh.pipeline:
+            self.pipeline.check_on(self.mesh.pipeline)
         return self
 
     @model_validator(mode="after")

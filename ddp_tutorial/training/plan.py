@@ -14,13 +14,15 @@ from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.local.rounds import OPTIONS as LOCAL
 from ddp_tutorial.local.rounds import Rounds
+from ddp_tutorial.pipeline.memory import rank_costs, stage_costs
 from ddp_tutorial.training.config import TaskConfig
-from ddp_tutorial.training.strategies import micro_batches_per_rank
+from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.tasks import check_start, task_of
 from ddp_tutorial.world import World, choose_backend, choose_device, joins_others
 from ddp_tutorial.zero.memory import bytes_gathered, bytes_kept, bytes_sent
 
 DEFAULT = "default"
+OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # for each parameter: two averages, or one, in float32
 
 
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -38,7 +40,8 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
     parts = micro_batches_per_rank(config, size)
     check_start(config, size)
     samples = math.ceil(config.batch_size / size / parts)
-    needed = memory(config, samples, size)
+    needed, mesh = memory(config, samples, size), mesh_of(config, size)
+    stages = stages_of_ranks(config, samples, size) if config.strategy == "pipeline" else []
     task = task_of(config)
     units = config.batch_size * task.units_per_sample(config)
     return {
@@ -49,7 +52,8 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
             "device": device.type,
             "backend": "none" if size == 1 else choose_backend(config.backend, device),
             "started_by": "torchrun or Slurm" if joins else "train, on this machine",
-        },
+        }
+        | ({"copies": mesh.replicate, "ranks_per_copy": mesh.span} if mesh.span > 1 else {}),
         "batch": {
             "samples": config.batch_size,
             task.unit: units,
@@ -63,7 +67,10 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
             "checkpoints": math.ceil(config.steps / config.checkpoint.every) if config.checkpoint.every else 0,
         },
         "memory_per_rank": needed,
-        "sent_per_rank_and_step": sent(config, needed["parameters"], size, parts),
+        "sent_per_rank_and_step": max(rank["sent"] for rank in stages)
+        if stages
+        else sent(config, needed["parameters"], size, parts),
+        **({"ranks_of_a_pipeline": stages} if stages else {}),
         "memory_here": {"ranks": here, "needed": here * needed["total"], "there": memory_of(device.type, here)},
         "directory": str(RUNS / (config.name or f"(time)-{config.label}-{size}x")),
     }
@@ -82,8 +89,9 @@ def settings(config: TaskConfig, layers: Iterable[Layer]) -> dict[str, dict[str,
 
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
     """Bytes of one rank, as estimated: four for each parameter and for its gradient, and what the optimizer keeps,
-    divided by the number of ranks where the strategy shares it out; weights that are whole for a while then; and what
-    forward leaves for backward with `samples` in a micro-batch, computed on torch's meta device, without data.
+    divided by the number of ranks that have a copy of the model where the strategy shares it out; weights that are
+    whole for a while then; and what forward leaves for backward with `samples` in a micro-batch, computed on torch's
+    meta device, without data. Of a pipeline, it is the rank that needs the most. `parameters` are all of the model.
 
     Attention may need less than that says. Python and torch themselves come on top: about 300 MB on a CPU.
     """
@@ -93,19 +101,41 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         with activations.bytes_kept(model) as kept:
             task.loss(model, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    kept_for_each = {"adamw": 8, "sgd": 4}[config.optimizer]  # two averages, or one, in float32
-    kind = "ddp" if config.strategy in LOCAL else config.strategy  # a rank that steps by itself has all, too
-    held = bytes_kept(kind, parameters, ranks, kept_for_each)
-    held |= {"gathered": bytes_gathered(kind, model) if ranks > 1 else 0, "activations": kept.nbytes}
+    if config.strategy == "pipeline":
+        held = max((rank["memory"] for rank in stages_of_ranks(config, samples, ranks)), key=_total)
+    else:
+        span = mesh_of(config, ranks).span
+        kind = "ddp" if config.strategy in LOCAL else config.strategy  # a rank that steps by itself has all, too
+        held = bytes_kept(kind, parameters, span, OPTIMIZER_BYTES[config.optimizer])
+        held |= {"gathered": bytes_gathered(kind, model) if span > 1 else 0, "activations": kept.nbytes}
     if config.strategy == "diloco":
         held["outer"] = 8 * parameters  # where the round began, and the velocity
-    return {"parameters": parameters, **held, "total": sum(held.values())}
+    return {"parameters": parameters, **held, "total": _total(held)}
+
+
+def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[str, Any]]:
+    """Of each rank of a pipeline: its parameters, bytes that it keeps, by what they are for, and bytes that it sends in
+    a step, with `samples` in a micro-batch."""
+    task, stages = task_of(config), pipeline_of(config, ranks)
+    with torch.device("meta"):
+        costs = stage_costs(task.model(config), task.loss, task.batch_like(config, samples), stages)
+    found = []
+    for cost in rank_costs(costs, stages.table(), ranks // stages.ranks):
+        held = bytes_kept("ddp", cost.parameters, 1, OPTIMIZER_BYTES[config.optimizer])
+        held |= {"gathered": 0, "activations": cost.activations}
+        found.append({"parameters": cost.parameters, "memory": held, "sent": cost.sent})
+    return found
+
+
+def _total(held: Mapping[str, int]) -> int:
+    return sum(held.values())
 
 
 def sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) -> int:
     """Bytes that one rank sends in a step for gradients and weights; on average, where that is not in each step."""
+    mesh = mesh_of(config, ranks)
     if config.strategy not in LOCAL:
-        return bytes_sent(config.strategy, parameters, ranks, micro_batches)
+        return bytes_sent(config.strategy, parameters, mesh.span, micro_batches, mesh.replicate)
     rounds = Rounds(config.local.round, config.local.begin)
     return bytes_sent("ddp", parameters, ranks) * rounds.all_reduces(config.steps) // config.steps
 
@@ -138,20 +168,29 @@ def as_text(found: Mapping[str, Any]) -> str:
     unit = found["unit"]
     world, batch, work, memory = (found[key] for key in ("world", "batch", "work", "memory_per_rank"))
     ranks = "1 rank" if world["ranks"] == 1 else f"{world['ranks']} ranks"
+    mesh = f"; copies of the model: {world['copies']}, of {world['ranks_per_copy']} ranks" if "copies" in world else ""
     parts, samples = batch["micro_batches_per_rank"], batch["samples_per_micro_batch"]
     micro = f"{samples} samples" if parts == 1 else f"{parts} micro-batches of {samples} samples"
-    here = found["memory_here"]
+    here, stages = found["memory_here"], found.get("ranks_of_a_pipeline")
+    who, most = ("the rank that needs most", "at most") if stages else ("each rank", "about")
     lines += [
         "",
-        f"world    {ranks} on {world['device']}, {world['backend']}, started by {world['started_by']}",
+        f"world    {ranks} on {world['device']}, {world['backend']}, started by {world['started_by']}{mesh}",
         f"batch    {batch['samples']} samples, {batch[unit]:,} {unit}; on each rank {micro}",
         f"work     {work['steps']:,} steps, {work[unit]:,} {unit}, {work['evaluations']} evaluations, "
         f"{work['checkpoints']} checkpoints",
-        f"memory   about {readable(memory['total'])} for each rank: {memory['parameters']:,} parameters, "
+        f"memory   about {readable(memory['total'])} for {who}: {memory['parameters']:,} parameters, "
         f"{readable(memory['activations'])} of activations; this machine has {readable(here['there'])}",
-        f"sends    about {readable(found['sent_per_rank_and_step'])} from each rank in each step",
+        f"sends    {most} {readable(found['sent_per_rank_and_step'])} from each rank in each step",
         f"writes   {found['directory']}/ (nothing now: this is a dry run)",
     ]
+    if stages:
+        of_ranks = [
+            f"rank {place}: {rank['parameters']:,} parameters, {readable(_total(rank['memory']))}, sends "
+            f"{readable(rank['sent'])}"
+            for place, rank in enumerate(stages)
+        ]
+        lines.insert(-1, f"stages   {'; '.join(of_ranks)}")
     if here["needed"] > here["there"]:
         who = "its rank" if here["ranks"] == 1 else f"its {here['ranks']} ranks"
         lines.append(

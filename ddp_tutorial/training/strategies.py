@@ -7,7 +7,10 @@ from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
 from ddp_tutorial.ddp.variants import make_link
+from ddp_tutorial.local.rounds import OPTIONS as LOCAL
 from ddp_tutorial.local.strategies import DiLoCo, LocalSGD, PostLocalSGD
+from ddp_tutorial.mesh import Mesh, make_mesh
+from ddp_tutorial.pipeline.parallel import PipelineConfig
 from ddp_tutorial.pipeline.strategy import PipelineStrategy, require_even_micro_batches
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
@@ -22,7 +25,7 @@ def make_strategy(
         case "invariant":
             return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
         case "pipeline":
-            return PipelineStrategy(model, world, loss, config.pipeline, config.seed, precision)
+            return PipelineStrategy(model, world, loss, pipeline_of(config, world.size), config.seed, precision)
         case "local_sgd" | "post_local_sgd" | "diloco" as name:
             kind = {"local_sgd": LocalSGD, "post_local_sgd": PostLocalSGD, "diloco": DiLoCo}[name]
             link = make_link(config.ddp, world)
@@ -30,19 +33,27 @@ def make_strategy(
         case "zero2":
             from ddp_tutorial.zero.strategies import Zero2Strategy
 
-            return Zero2Strategy(model, world, loss, config.accumulation, precision)
+            return Zero2Strategy(model, world, loss, config.accumulation, precision, mesh_of(config, world.size))
         case "zero3":
             from ddp_tutorial.zero.strategies import Zero3Strategy
 
-            return Zero3Strategy(model, world, loss, config.accumulation, precision)
+            return Zero3Strategy(model, world, loss, config.accumulation, precision, mesh_of(config, world.size))
         case "fsdp":
             from ddp_tutorial.zero.fsdp import FSDPStrategy  # these rooms take a while to import
 
-            return FSDPStrategy(model, world, loss, config.accumulation, precision)
+            return FSDPStrategy(model, world, loss, config.accumulation, precision, mesh_of(config, world.size))
         case "zero1":
             from ddp_tutorial.zero.strategies import Zero1Strategy
 
-            return Zero1Strategy(model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision)
+            return Zero1Strategy(
+                model,
+                world,
+                loss,
+                config.ddp,
+                accumulation=config.accumulation,
+                precision=precision,
+                mesh=mesh_of(config, world.size),
+            )
         case "ddp":
             return DDPStrategy(
                 model,
@@ -55,11 +66,24 @@ def make_strategy(
             )
 
 
+def mesh_of(config: TrainConfig, world_size: int) -> Mesh:
+    """How many copies of the model so many ranks have, and how many ranks each copy. Raises `ConfigError` where these
+    ranks are not those of the config's mesh."""
+    if config.strategy in {"ddp", "invariant", *LOCAL}:
+        return Mesh(world_size, 1)
+    return make_mesh(config.mesh, world_size, "pipeline" if config.strategy == "pipeline" else "shard")
+
+
+def pipeline_of(config: TrainConfig, world_size: int) -> PipelineConfig:
+    """The stages of strategy pipeline on so many ranks. Raises `ConfigError` where they cannot be."""
+    return config.pipeline.on(mesh_of(config, world_size).span)
+
+
 def micro_batches_per_rank(config: TrainConfig, world_size: int) -> int:
     """How many micro-batches of a step each rank computes, known without a model. Raises `ConfigError` where they
     cannot be shared out."""
     if config.strategy == "pipeline":
-        return require_even_micro_batches(config.pipeline)
+        return require_even_micro_batches(pipeline_of(config, world_size))
     if config.strategy != "invariant":
         return config.accumulation
     require_even_shares(config.micro_batches, world_size)

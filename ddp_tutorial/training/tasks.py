@@ -28,6 +28,7 @@ from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.sharding.sources import check_source, make_source
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.trainer import Trainer, TrainResult
 from ddp_tutorial.world import World, choose_backend, choose_device
 
@@ -102,13 +103,20 @@ def check_start(config: TaskConfig, ranks: int) -> None:
         train, _ = samples_of(config, World())
         if isinstance(train, TokenBlocks):
             check_source(train, config.batch_size, World(0, ranks, 0, ranks), config.source)
+    check_world(config, ranks)
+    settings = config.model_dump(mode="json")
+    find_start(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
+
+
+def check_world(config: TaskConfig, ranks: int) -> None:
+    """Raise `ConfigError` where the mesh or the stages of `config` are not for so many ranks. Takes no time."""
+    micro_batches_per_rank(config, ranks)
+    mesh_of(config, ranks)
     if config.strategy == "pipeline":
         with torch.device("meta"):
             model = task_of(config).model(config)
         device = choose_device(config.device, local_size=ranks, backend=config.backend)
-        check_pipeline(model, config.pipeline, ranks, choose_backend(config.backend, device))
-    settings = config.model_dump(mode="json")
-    find_start(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
+        check_pipeline(model, pipeline_of(config, ranks), ranks, choose_backend(config.backend, device))
 
 
 def model_of(config: TaskConfig) -> nn.Module:
@@ -135,6 +143,7 @@ def launch_training(config: TaskConfig, **options: Any) -> TrainResult:
 
     `options` go to `launch`. There is no time limit unless one is given: training may take as long as it takes.
     """
+    check_world(config, config.nprocs)
     defaults = {"timeout": None, "pass_on": SIGNALS, **config.group_options}
     results = launch(train, config.nprocs, config, **(defaults | options))
     return results[0]

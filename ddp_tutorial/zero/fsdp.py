@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -17,8 +16,9 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
-from ddp_tutorial.zero.state import Groups, ModelState, OptimizerState, with_parameters
+from ddp_tutorial.zero.state import Groups, ModelState, OptimizerState, device_mesh, with_parameters
 from ddp_tutorial.zero.strategies import Sharded
 from ddp_tutorial.zero.units import units_of
 
@@ -31,9 +31,15 @@ class FSDPStrategy(Sharded):
     """
 
     def __init__(
-        self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
+        self,
+        model: nn.Module,
+        world: World,
+        loss: Loss,
+        accumulation: int = 1,
+        precision: Precision | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        super().__init__(model, world, loss, accumulation, precision)
+        super().__init__(model, world, loss, accumulation, precision, mesh)
         self.times = float(world.size)  # torch averages
         if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
             raise ConfigError(f"strategy fsdp cuts parameters into rows, and {scalars[0]!r} is one number: use zero3")
@@ -46,7 +52,7 @@ class FSDPStrategy(Sharded):
         self.unsharded = self.module
         if self.world.size > 1:
             self.unsharded = deepcopy(self.module).to("meta")  # without memory, for `whole`
-            mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+            mesh = device_mesh(self.world, self.mesh)
             for unit in units_of(self.module).values():
                 fully_shard(unit, mesh=mesh)
         sharded = dict(self.module.named_parameters())

@@ -44,15 +44,27 @@ def bytes_gathered(strategy: str, model: nn.Module) -> int:
     return rest + sum(sorted(blocks)[-2:])
 
 
-def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 1) -> int:
-    """Bytes that one rank sends in a step, for gradients and weights in float32. `micro_batches` are those of a rank.
+def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 1, copies: int = 1) -> int:
+    """Bytes that one rank sends in a step, for gradients and weights in float32. `micro_batches` are those of a rank,
+    `ranks` those of one of the `copies` of the model.
 
     A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W, and an all-reduce is one of each. Where gradients
-    are divided, each micro-batch has a reduction of its own; where weights are, two gathers too. With invariant, a rank
-    sends all of its sums in each of log2 W rounds.
+    are divided, each micro-batch has a reduction of its own; where weights are, two gathers too. With several copies
+    (HSDP), a rank's piece of the gradient is added up over them after each reduction; what is not divided is added up
+    over all ranks at once. With invariant, a rank sends all of its sums in each of log2 W rounds.
     """
-    nbytes, k = 4 * parameters, micro_batches
+    nbytes, k, world = 4 * parameters, micro_batches, ranks * copies
     if strategy == "invariant":
-        return nbytes * (ranks.bit_length() - 1)
-    passes = {"ddp": 2, "zero1": 3, "zero2": k + 1, "zero3": 3 * k, "fsdp": 3 * k}[strategy]
-    return passes * nbytes * (ranks - 1) // ranks
+        return nbytes * (world.bit_length() - 1)
+    whole = nbytes * (ranks - 1) // ranks  # of a gather, or a reduce-scatter, within a copy
+    over_copies = 2 * (nbytes // ranks) * (copies - 1) // copies
+    match strategy:
+        case "ddp":
+            return 2 * nbytes * (world - 1) // world
+        case "zero1":
+            return 2 * nbytes * (world - 1) // world + whole
+        case "zero2":
+            return k * (whole + over_copies) + whole
+        case "zero3" | "fsdp":
+            return k * (3 * whole + over_copies)
+    raise ValueError(f"strategy {strategy!r} is not one of {', '.join(DIVIDED)}")

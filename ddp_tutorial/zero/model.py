@@ -31,9 +31,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.mesh import Mesh, group_of
 from ddp_tutorial.world import World
-from ddp_tutorial.zero.gradients import Reduction, used_somewhere
+from ddp_tutorial.zero.gradients import Reduction, cross, used_somewhere
 from ddp_tutorial.zero.pieces import Layout, mark_as_piece
+from ddp_tutorial.zero.shards import Shards
 from ddp_tutorial.zero.units import units_of
 
 
@@ -45,23 +47,23 @@ class Unit:
     saved of it for backward is that tensor, and finds the values there again.
     """
 
-    def __init__(self, named: dict[str, nn.Parameter], world: World, dtype: torch.dtype | None, group: Any) -> None:
-        self.parameters, self.world, self.group = list(named.values()), world, group
+    def __init__(self, named: dict[str, nn.Parameter], shards: Shards, dtype: torch.dtype | None, group: Any) -> None:
+        self.parameters, self.shards, self.group = list(named.values()), shards, group
         kinds = {parameter.dtype: name for name, parameter in named.items()}
         if len(kinds) > 1:
             told = " and ".join(f"{name!r} of {dtype}" for dtype, name in kinds.items())
             raise ConfigError(f"parameters that are gathered together should be of one type; found {told}")
         [master] = kinds
         self.dtype = dtype or master
-        self.layout = Layout([parameter.shape for parameter in self.parameters], world.size)
-        rows = torch.zeros(world.size, self.layout.length, dtype=master, device=world.device)
+        self.layout = Layout([parameter.shape for parameter in self.parameters], shards.size)
+        rows = torch.zeros(shards.size, self.layout.length, dtype=master, device=shards.device)
         for index, parameter in enumerate(self.parameters):
             self.layout.pack(rows, index, parameter.detach())
-        self.row = rows[world.rank].clone()  # the masters: what the optimizer steps
-        self.pieces = self.layout.pieces(self.row, world.rank)
-        self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=world.device) for p in self.parameters]
+        self.row = rows[shards.rank].clone()  # the masters: what the optimizer steps
+        self.pieces = self.layout.pieces(self.row, shards.rank)
+        self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=shards.device) for p in self.parameters]
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.reduction = Reduction(list(self.trained.values()), master, world)
+        self.reduction = Reduction(list(self.trained.values()), master, shards)
         for parameter in self.parameters:
             mark_as_piece(parameter)
         self.is_whole = self.in_backward = False
@@ -76,9 +78,9 @@ class Unit:
 
     def _gathered(self, row: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """All ranks' rows, when the work is done."""
-        if self.world.size == 1:
+        if self.shards.size == 1:
             return row[None], None
-        rows = row.new_empty(self.world.size, self.layout.length)
+        rows = row.new_empty(self.shards.size, self.layout.length)
         return rows, dist.all_gather_into_tensor(rows.view(-1), row, group=self.group, async_op=True)
 
     @torch.no_grad()
@@ -127,14 +129,23 @@ class ShardedModel:
 
     `module` is called as before, by its `forward`, on all ranks alike: a gather is collective. `compute_dtype` is what
     whole parameters are gathered in, and floating-point inputs of a unit cast to; pieces, and the sums of gradients,
-    stay in the parameters' own. A unit with frozen parameters is freed when backward has ended.
+    stay in the parameters' own. A unit with frozen parameters is freed when backward has ended. With a `mesh` there are
+    several copies, and each rank keeps a piece of that of its row.
     """
 
-    def __init__(self, module: nn.Module, world: World, *, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         sync_initial_state(module, world)
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
+        self.shards = Shards(world, mesh)
         # Gathers and reductions interleave as each rank's backward has it: two groups, each with an order of its own.
-        group = dist.new_group(backend=world.backend, timeout=world.timeout) if world.size > 1 else None
+        group = group_of(self.shards.mesh.rows, world)
         self.names = [name for name, _ in module.named_parameters()]
         self.units: list[Unit] = []
         self._is_pinned = False
@@ -148,7 +159,7 @@ class ShardedModel:
             for parameter in of_it.values():
                 names.pop(parameter)
             if of_it:
-                self._add(submodule, Unit(of_it, world, compute_dtype, group))
+                self._add(submodule, Unit(of_it, self.shards, compute_dtype, group))
         module.register_forward_hook(self._recorded)
         self._turns = self.units[::-1]
 
@@ -221,6 +232,7 @@ class ShardedModel:
         if (unit := self._turns[self._started]).trained:
             unit.reduction.start()
         self._started += 1
+        cross([unit.reduction for unit in self._turns[: self._started] if unit.trained])
 
     def reduce(self) -> None:
         """After each backward: reduce what has not been reduced, wait, and free what is whole. Collective."""

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World, require_group
+from ddp_tutorial.zero.shards import Shards
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -25,15 +27,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `param_groups` are those of all parameters, for schedulers and for clipping; a group may be added later. Parameters
     are dealt out from the largest to the smallest, each to the rank that has least: so no rank has more than 1/W of all
     elements and one parameter. `step` and `state_dict` are collective. The bits are those of the unsharded optimizer.
+    With a `mesh`, they are dealt out among the ranks of a row, in each row alike.
     """
 
-    def __init__(self, of_all: torch.optim.Optimizer, world: World) -> None:
+    def __init__(self, of_all: torch.optim.Optimizer, world: World, mesh: Mesh | None = None) -> None:
         require_group(world)
         if of_all.state:
             raise ValueError("the optimizer has been stepped, or loaded: shard it before it has a state")
-        self.mine, self.world = of_all, world
-        self.owner: dict[torch.Tensor, int] = {}
-        self.elements = [0] * world.size  # of each rank's parameters
+        self.mine, self.world, self.shards = of_all, world, Shards(world, mesh)
+        self.owner: dict[torch.Tensor, int] = {}  # by its place in the row
+        self.elements = [0] * self.shards.size  # of each rank's parameters
         groups, of_all.param_groups = of_all.param_groups, []
         super().__init__(groups, of_all.defaults)
         self.state = of_all.state
@@ -45,7 +48,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             rank = self.elements.index(min(self.elements))
             self.owner[parameter] = rank
             self.elements[rank] += parameter.numel()
-        self.mine.add_param_group(_options(group) | {"params": self._owned(group["params"], self.world.rank)})
+        self.mine.add_param_group(_options(group) | {"params": self._owned(group["params"], self.shards.rank)})
 
     def _owned(self, parameters: Iterable[torch.Tensor], rank: int) -> list[torch.Tensor]:
         return [parameter for parameter in parameters if self.owner[parameter] == rank]
@@ -60,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, mine in zip(self.param_groups, self.mine.param_groups, strict=True):
             mine.update(_options(group))  # a scheduler has changed the learning rate of all
         self.mine.step()
-        if self.world.size > 1:
+        if self.shards.size > 1:
             self._exchange()
         return loss
 
@@ -70,17 +73,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter in self.owner:
             kinds[parameter.dtype].append(parameter)
         for dtype, parameters in kinds.items():
-            of_ranks = [self._owned(parameters, rank) for rank in range(self.world.size)]
+            of_ranks = [self._owned(parameters, rank) for rank in range(self.shards.size)]
             longest = max(sum(map(torch.numel, owned)) for owned in of_ranks)
-            rows = torch.zeros(self.world.size, longest, dtype=dtype, device=self.world.device)
-            mine = [parameter.reshape(-1) for parameter in of_ranks[self.world.rank]]
+            rows = torch.zeros(self.shards.size, longest, dtype=dtype, device=self.shards.device)
+            mine = [parameter.reshape(-1) for parameter in of_ranks[self.shards.rank]]
             row = rows.new_zeros(longest)
             if mine:
                 torch.cat(mine, out=row[: sum(map(len, mine))])
-            dist.all_gather_into_tensor(rows.view(-1), row)
+            dist.all_gather_into_tensor(rows.view(-1), row, group=self.shards.inside)
             for rank, owned in enumerate(of_ranks):
                 pieces = rows[rank].split([*map(torch.numel, owned), longest - sum(map(torch.numel, owned))])
-                for parameter, piece in zip(owned, pieces, strict=False) if rank != self.world.rank else ():
+                for parameter, piece in zip(owned, pieces, strict=False) if rank != self.shards.rank else ():
                     parameter.copy_(piece.view(parameter.shape))
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of what `state_dict` returns, here or of an unsharded optimizer."""
         super().load_state_dict(state_dict)
-        of_mine = {p: state for p, state in self.state.items() if self.owner[p] == self.world.rank}
+        of_mine = {p: state for p, state in self.state.items() if self.owner[p] == self.shards.rank}
         self.mine.state = self.state = defaultdict(dict, of_mine)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ddp_tutorial.checkpoint.components import State, Stored
+from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
 
 
@@ -87,21 +88,30 @@ class OptimizerStateOfPieces(OptimizerState):
 
 
 class Pieces:
-    """Says of a rank's piece of a parameter which part of the whole it is: as a DTensor, a vector cut evenly."""
+    """Says of a rank's piece of a parameter which part of the whole it is: as a DTensor, a vector cut evenly; where
+    there are copies of the model, each row of the mesh has it."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, mesh: Mesh | None = None) -> None:
         """`model` is whole."""
         self.counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.mesh: DeviceMesh | None = None
         if world.size > 1:
-            self.mesh = init_device_mesh(world.device.type, (world.size,))
+            self.mesh = device_mesh(world, mesh)
 
     def of_whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """Without a copy: what is read into it is in the piece."""
         if self.mesh is None:
             return piece
         shape = torch.Size([self.counts[name]])
-        return DTensor.from_local(piece, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+        placements = [Shard(0)] if self.mesh.ndim == 1 else [Replicate(), Shard(0)]
+        return DTensor.from_local(piece, self.mesh, placements, run_check=False, shape=shape, stride=(1,))
+
+
+def device_mesh(world: World, mesh: Mesh | None) -> DeviceMesh:
+    """torch's word for it: of one dimension where there is one copy. Collective."""
+    if mesh is None or mesh.replicate == 1:
+        return init_device_mesh(world.device.type, (world.size,))
+    return init_device_mesh(world.device.type, tuple(mesh), mesh_dim_names=("replicate", "shard"))
 
 
 class ModelState:
@@ -112,9 +122,10 @@ class ModelState:
         self.module, self.of_whole = module, of_whole
 
     def state_dict(self) -> State:
+        names = list(self.module.state_dict())  # first: torch's FSDP lets go here of what an evaluation left whole
         kept = {name: self.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
         buffers = dict(self.module.named_buffers())
-        return kept | {name: buffers[name] for name in self.module.state_dict() if name in buffers}
+        return kept | {name: buffers[name] for name in names if name in buffers}
 
     def load_state_dict(self, state: State) -> None:
         """Nothing is left to do."""

@@ -16,11 +16,13 @@ from ddp_tutorial.accumulation.strategies import DDPStrategy, Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.gradients import ShardedGradients
 from ddp_tutorial.zero.model import ShardedModel
 from ddp_tutorial.zero.optimizer import ShardedOptimizer
+from ddp_tutorial.zero.shards import Shards
 from ddp_tutorial.zero.state import (
     Groups,
     ModelState,
@@ -34,12 +36,16 @@ from ddp_tutorial.zero.state import (
 class Zero1Strategy(DDPStrategy):
     """Gradients are averaged as with DDP; each rank has the optimizer's state of its parameters."""
 
+    def __init__(self, *args: Any, mesh: Mesh | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mesh = mesh
+
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return ShardedOptimizer(optimizer, self.model.world)
+        return ShardedOptimizer(optimizer, self.model.world, self.mesh)
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         assert isinstance(optimizer, ShardedOptimizer), "it is the one that share_out has returned"
-        rank = self.model.world.rank
+        rank = optimizer.shards.rank
         mine = {name: p for name, p in self.module.named_parameters() if optimizer.owner.get(p) == rank}
         parts = super().parts(optimizer) | {"optimizer": (OptimizerState(optimizer.mine, mine), "sharded")}
         return parts | {"groups": (Groups(optimizer), "replicated")}
@@ -51,11 +57,18 @@ class Sharded(ABC):
 
     link: Link | None = None  # gradients travel by torch's own collectives
     times = 1.0  # the factor of the loss, where gradients are averaged over ranks and not added up
+    shards: Shards
 
     def __init__(
-        self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
+        self,
+        model: nn.Module,
+        world: World,
+        loss: Loss,
+        accumulation: int = 1,
+        precision: Precision | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.module, self.world, self.accumulation = model, world, accumulation
+        self.module, self.world, self.accumulation, self.mesh = model, world, accumulation, mesh
         self.loss = StepLoss(loss, world, precision)
 
     @property
@@ -97,10 +110,10 @@ class Sharded(ABC):
             return self.loss.finish(self.stepped().values())
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The squares of all elements add up, whoever has them."""
+        """The squares of all elements add up, whoever of the ranks of a copy has them."""
         squares = get_total_norm(gradients).to(self.world.device, torch.float64).square()
-        if self.world.size > 1:
-            dist.all_reduce(squares)
+        if self.shards.size > 1:
+            dist.all_reduce(squares, group=self.shards.inside)
         return squares.sqrt().float()
 
     def sync_buffers(self) -> None:
@@ -120,10 +133,17 @@ class Zero2Strategy(Sharded):
     """Every rank has the whole model, and its piece of each gradient and of the optimizer's state."""
 
     def __init__(
-        self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
+        self,
+        model: nn.Module,
+        world: World,
+        loss: Loss,
+        accumulation: int = 1,
+        precision: Precision | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        super().__init__(model, world, loss, accumulation, precision)
-        self.sharded, self.pieces = ShardedGradients(model, world), Pieces(model, world)
+        super().__init__(model, world, loss, accumulation, precision, mesh)
+        self.sharded, self.pieces = ShardedGradients(model, world, mesh=mesh), Pieces(model, world, mesh)
+        self.shards = self.sharded.shards
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         pieces: Mapping[Any, torch.Tensor] = self.sharded.pieces
@@ -156,17 +176,24 @@ class Zero3Strategy(Sharded):
     """
 
     def __init__(
-        self, model: nn.Module, world: World, loss: Loss, accumulation: int = 1, precision: Precision | None = None
+        self,
+        model: nn.Module,
+        world: World,
+        loss: Loss,
+        accumulation: int = 1,
+        precision: Precision | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        super().__init__(model, world, loss, accumulation, precision)
+        super().__init__(model, world, loss, accumulation, precision, mesh)
         self.compute_dtype = torch.bfloat16 if precision and precision.config.dtype == "bf16" else None
-        self.pieces = Pieces(model, world)
+        self.pieces = Pieces(model, world, mesh)
         sync_initial_state(model, world)  # now, so that an optimizer is made of the same weights on all ranks
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """From here on the parameters are pieces, the optimizer's too: they are the same."""
         with_parameters(optimizer, lambda parameter: parameter)
-        self.sharded = ShardedModel(self.module, self.world, compute_dtype=self.compute_dtype)
+        self.sharded = ShardedModel(self.module, self.world, compute_dtype=self.compute_dtype, mesh=self.mesh)
+        self.shards = self.sharded.shards
         return optimizer
 
     def stepped(self) -> dict[str, nn.Parameter]:
