@@ -1,14 +1,25 @@
 """`strategy: pipeline` through the trainer: the losses of one process, the same bits resumed, and refusals."""
 
+import gc
+import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddp_tutorial.checkpoint.manifest import name_of
+from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
-from ddp_tutorial.training.tasks import check_start, launch_training
+from ddp_tutorial.training.export import load
+from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.plan import plan
+from ddp_tutorial.training.tasks import check_start, launch_training, make_trainer
+from ddp_tutorial.world import World
+from ranks import error_of
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -56,6 +67,90 @@ def test_a_resumed_pipeline_ends_with_the_same_bits() -> None:
     resumed = launch_training(config_of(name="resumed", resume=str(at), **values), echo=False)
     assert resumed.losses == whole.losses
     assert resumed.weights == whole.weights
+    alone = config_of(name="alone", nprocs=1, resume=str(at), **values, resume_allow=["pipeline"])
+    assert launch_training(alone, echo=False).losses[:2] == whole.losses[:2]  # each part is read by who has it now
+    shutil.rmtree("runs/whole/model")  # as if it had not ended
+    assert digest(load("runs/whole").state_dict()) == whole.weights
+
+
+def held(world: World, values: dict[str, Any]) -> dict[str, Any]:
+    """What a rank has of the model and of the optimizer's state: when it is built, in evaluation, and in the end."""
+    trainer = make_trainer(config_of(strategy="pipeline", **values), world)
+    model, pipeline = trainer.model, trainer.train_step.strategy.pipeline  # type: ignore[attr-defined]
+    seen: list[int] = []
+
+    def elements(*_: Any) -> int:
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: None if model.training else seen.append(elements()))
+    built = elements()
+    trainer.train()
+    state = trainer.train_step.optimizer.state.values()
+    return {
+        "built": built,
+        "evaluating": seen,
+        "ended": elements(),
+        "memory": sum(p.untyped_storage().nbytes() for p in model.parameters()) // 4,
+        "state": sum(value.numel() for each in state for key, value in each.items() if key != "step"),
+        "own": {name: parameter.numel() for name, parameter in pipeline.named.items()},
+        "place": pipeline.place,
+    }
+
+
+@pytest.mark.timeout(240)
+def test_each_rank_keeps_the_weights_and_the_optimizers_state_of_its_own_stages_only() -> None:
+    values = {"mesh": {"replicate": 2}, "pipeline": {"micro_batches": 2}, "checkpoint": {"every": 2}, "name": "held"}
+    ranks = launch(held, 4, values, device="cpu", threads=1, echo=False, timeout=120)
+    model = GPT(**BASE["model"].model_dump())
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    root = sum(sizes.values()) - 3 * block
+    for rank in ranks:
+        own = sum(rank["own"].values())
+        assert own < sum(sizes.values())
+        assert rank["built"] == rank["ended"] == rank["memory"] == own
+        assert rank["state"] == 2 * own
+        assert rank["evaluating"]  # a block at a time, beside what is in no block
+        assert max(rank["evaluating"]) <= own + root + block
+    first, second = ranks[0]["own"], ranks[1]["own"]
+    assert first | second == sizes
+    assert set(first) & set(second) == {"tokens.weight"}  # tied: one use on each
+    assert [rank["own"] for rank in ranks[2:]] == [first, second]
+    dry = plan(config_of(strategy="pipeline", nprocs=4, **values), [])
+    told = [rank["parameters"] for rank in dry["ranks_of_a_pipeline"]]
+    assert told == [sum(first.values()), sum(second.values())]
+    assert dry["memory_per_rank"]["weights"] == 4 * max(told)
+
+
+def not_finite(world: World) -> str:
+    def loss(model: Any, batch: Any) -> Any:
+        total, count = next_token_loss(model, batch)
+        return total * float("nan"), count
+
+    trainer = make_trainer(config_of(strategy="pipeline", pipeline={"micro_batches": 4}), world)
+    trainer.train_step.loss = trainer.train_step.strategy.pipeline.runner.loss = loss  # type: ignore[attr-defined]
+    return error_of(trainer.train)
+
+
+def test_a_gradient_that_is_not_finite_is_found_where_it_comes_from_also_when_weights_are_elsewhere() -> None:
+    for told in launch(not_finite, 2, device="cpu", threads=1, echo=False, timeout=60):
+        assert told.startswith("NotFiniteError: step 1: the gradient is not finite. On rank 0, the loss of micro-batch")
+
+
+def left_of(world: World) -> tuple[list[str], list[str]]:
+    """Which parameters are there when only the pipeline is kept, and which are its own."""
+    model: Any = GPT(**BASE["model"].model_dump())
+    pipeline = Pipeline(model, world, next_token_loss, PipelineConfig(micro_batches=2))
+    there = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    del model
+    gc.collect()
+    return [name for name, each in there.items() if each() is not None], sorted(pipeline.named)
+
+
+def test_a_pipeline_that_is_kept_without_its_model_keeps_its_own_stages_only() -> None:
+    for left, own in launch(left_of, 2, device="cpu", threads=1, echo=False):
+        assert sorted(left) == own
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Pipeline:
         require_group(world)
         stages = check_pipeline(model, config, world.size, world.backend)
         sync_initial_state(model, world)
-        self.world, self.config, self.all_stages = world, config, stages
+        self.world, self.config = world, config
         mesh = Mesh(world.size // config.ranks, config.ranks)
         self.mesh = mesh.rows  # [pipelines, ranks of each]
         self.number, self.place = mesh.row_and_place(world.rank)  # of this pipeline, and of this rank in it
@@ -122,6 +122,7 @@ class Pipeline:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.named = {names[id(p)]: p for stage in self.stages.values() for p in stage.parameters()}
         self.shared = self._groups_of_shared(stages, names)
+        self.owners = self._owners(model, stages)
         self.across = group_of(mesh.columns, world)
         self.runner = Runner(
             config.table(),
@@ -171,6 +172,15 @@ class Pipeline:
         *numbers, votes = values.tolist()
         sums, counts = (dict(zip(self._metrics, numbers[i::2], strict=True)) for i in range(2))
         return Totals(sums, counts, votes)
+
+    def _owners(self, model: nn.Module, stages: Sequence[Stage]) -> dict[str, int]:
+        """The first place in a pipeline that has each parameter and each buffer, by its name."""
+        names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        owners: dict[str, int] = {}
+        for number, stage in enumerate(stages):
+            for tensor in [*stage.parameters(), *stage.buffers()]:
+                owners.setdefault(names[id(tensor)], number % self.config.ranks)
+        return owners
 
     def _groups_of_shared(self, stages: Sequence[Stage], names: dict[int, str]) -> dict[str, Any]:
         """For each parameter of this rank that others of its pipeline have too: the group of those that do."""

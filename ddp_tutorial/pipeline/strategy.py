@@ -3,12 +3,12 @@
 Sources deal samples out to all ranks. The ranks of a pipeline need the same micro-batches, so each gives its own to the
 others of its pipeline: a step has `pipeline.micro_batches` of them, of which each rank has read an equal share.
 
-Activations, gradients and the optimizer's state are those of a rank's own stages. The weights of the others stay where
-they are, and are out of date from the first step on; before the model is judged or saved, every rank gets them anew.
+Weights, activations, gradients and the optimizer's state are those of a rank's own stages. Where the model is judged or
+written as a whole, a rank gets what it lacks for as long as it needs it; see `weights`.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.mesh import group_of
 from ddp_tutorial.phases import phase
 from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
+from ddp_tutorial.pipeline.weights import OwnWeights, StageWeights
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.state import Groups, OptimizerState
 
@@ -47,18 +48,14 @@ class PipelineStrategy:
         self.module, self.world, self.config = model, world, config
         self.pipeline = Pipeline(model, world, loss, config, precision=precision, seed=seed)
         self.group = group_of(self.pipeline.mesh, world)
-        owners: dict[str, int] = {}  # the first rank of a pipeline that has a parameter or buffer
-        names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-        for number, stage in enumerate(self.pipeline.all_stages):
-            for tensor in [*stage.parameters(), *stage.buffers()]:
-                owners.setdefault(names[id(tensor)], number % config.ranks)
-        self.owners = owners
+        self.weights = StageWeights(model, self.pipeline, self.group)
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Each group of parameters keeps those of this rank's stages."""
+        """Each group of parameters keeps those of this rank's stages. From here on, this rank has no others."""
         own = {id(parameter) for parameter in self.pipeline.parameters()}
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+        self.weights.free()
         return optimizer
 
     def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
@@ -67,7 +64,8 @@ class PipelineStrategy:
             if self.group is not None and self.config.ranks > 1:
                 of_ranks = [None] * self.config.ranks
                 dist.all_gather_object(of_ranks, list(batches), group=self.group)
-        return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], votes)
+        with self.weights.training():
+            return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], votes)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The squares of all elements add up; those of a tied parameter count on one of its ranks."""
@@ -79,28 +77,25 @@ class PipelineStrategy:
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Give every rank the weights and buffers of all stages, as they are in the first pipeline."""
-        if self.world.size == 1:
-            return
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            dist.broadcast(tensor.detach(), src=self.pipeline.mesh[0][self.owners[name]])
+        """Give every rank the buffers of its stages as they are in the first pipeline."""
+        if len(self.pipeline.mesh) > 1:
+            for buffer in [buffer for stage in self.pipeline.stages.values() for buffer in stage.buffers()]:
+                dist.broadcast(buffer, src=self.pipeline.mesh[0][self.pipeline.place], group=self.pipeline.across)
 
     def judged(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def whole(self) -> AbstractContextManager[nn.Module]:
-        self.sync_buffers()
-        return nullcontext(self.module)
+        return self.weights.whole()
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        """The model is whole when it is saved, since `sync_buffers` comes before that."""
-        written = {name for name in self.pipeline.named if self._is_first(name)} if self.pipeline.number == 0 else set()
-        state = _StagesState(optimizer, self.pipeline.named, written)
-        parts: dict[str, Part] = {"model": (self.module, "replicated"), "optimizer": (state, "sharded")}
+        written = {name for name in self.weights.own if self._is_first(name)} if self.pipeline.number == 0 else set()
+        state, model = _StagesState(optimizer, self.pipeline.named, written), OwnWeights(self.weights, written)
+        parts: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
         return parts | {"groups": (Groups(optimizer), "replicated")}
 
     def _is_first(self, name: str) -> bool:
-        return self.owners[name] == self.pipeline.place
+        return self.pipeline.owners[name] == self.pipeline.place
 
     def state_dict(self) -> Mapping[str, float]:
         """How many steps there were, which dropout depends on."""
