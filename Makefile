@@ -17,8 +17,8 @@ $(READY): pyproject.toml constraints.txt
 run: $(READY)  ## train on two ranks and on one, on real text; two to three minutes
 	$(BIN)/python -m ddp_tutorial run
 
-lab: $(READY)  ## the notebooks in JupyterLab
-	$(BIN)/jupyter lab notebooks
+lab: $(READY)  ## the notebooks in JupyterLab, which opens at the first
+	$(BIN)/jupyter lab notebooks/00_quickstart.ipynb
 
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -41,7 +41,7 @@ book: $(READY)  ## the notebooks as a site to read, in book/_build/site; half a 
 bench: $(READY)  ## what the project claims about its own speed, measured
 	for name in launch overhead ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
-clean:  ## remove everything that the other targets have made, your runs too
+clean:  ## remove everything that the other targets have made, your runs and passed exercises too
 	rm -rf .venv runs notebooks/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list

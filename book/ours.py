@@ -24,7 +24,7 @@ EVERYDAY = {
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_post_transform(LinkFromText)
     app.add_html_math_renderer("mathml", (formula("inline"), leave), (formula("block"), leave))
-    app.connect("html-page-context", enlarge_figures)
+    app.connect("html-page-context", finish_body)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -172,9 +172,9 @@ def leave(writer: Any, node: nodes.Element) -> None:
     """Nothing: the visit has written all of it."""
 
 
-def enlarge_figures(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Each figure is a link to itself, which `book.js` shows over the page; without JavaScript it opens alone."""
+def finish_body(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Each figure is a link to itself, which `book.js` shows over the page; without JavaScript it opens alone. Links to
+    notebooks in a cell's output, which is HTML already, lead to the chapters."""
     if "body" in context:
-        context["body"] = re.sub(
-            r'(?<!">)<img [^>]*?src="([^"]+)"[^>]*>', r'<a class="figure" href="\1">\g<0></a>', context["body"]
-        )
+        linked = re.sub(r'<img [^>]*?src="([^"]+)"[^>]*>', r'<a class="figure" href="\1">\g<0></a>', context["body"])
+        context["body"] = re.sub(r'href="((?:\.\./)*[\w/]+)\.ipynb"', r'href="\1.html"', linked)
