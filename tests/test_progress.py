@@ -125,9 +125,15 @@ def test_a_fresh_clone_has_passed_nothing_and_says_so_in_text_and_html(workdir: 
     assert "deal_samples, <b>&#10003;&nbsp;mean_loss</b>" in progress()._repr_html_()
 
 
-def test_the_table_links_notebooks_from_where_it_is_shown(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(root / "notebooks")
-    assert '<a href="00_quickstart.ipynb">00_quickstart</a>' in progress()._repr_html_()
+def test_the_table_links_notebooks_from_where_it_is_shown(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, link in (("notebooks", ""), ("notebooks/experiments", "../"), (".", "notebooks/")):
+        monkeypatch.chdir(root / folder)
+        assert f'<a href="{link}00_quickstart.ipynb">00_quickstart</a>' in progress()._repr_html_()
+    monkeypatch.chdir(tmp_path)  # a copy of a notebook, without the others
+    assert "00_quickstart" in progress()._repr_html_()
+    assert "<a " not in progress()._repr_html_()
 
 
 def test_exercises_need_no_tools_for_notebooks() -> None:

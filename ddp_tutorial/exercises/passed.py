@@ -91,7 +91,8 @@ class Progress:
                 rows.append(f'<tr><th colspan="3" style="text-align: left">{html.escape(chapter.part)}</th></tr>')
                 part = chapter.part
             name = html.escape(chapter.name)
-            if chapter.path is not None:
+            # Elsewhere than in the repository, the front end's folder does not hold the notebook.
+            if chapter.path is not None and Path.cwd().is_relative_to(chapter.path.parents[1]):
                 name = f'<a href="{html.escape(Path(os.path.relpath(chapter.path)).as_posix())}">{name}</a>'
             each = ", ".join(
                 f"<b>&#10003;&nbsp;{each}</b>" if passed else each for each, passed in chapter.exercises.items()
