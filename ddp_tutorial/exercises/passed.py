@@ -41,9 +41,9 @@ def remember(name: str) -> None:
     try:
         FILE.parent.mkdir(parents=True, exist_ok=True)
         with FILE.open("ab+", buffering=0) as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 1))
-            half_a_line = file.read(1) not in {b"", b"\n"}  # of a write that was cut short
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            half_a_line = size > 0 and file.read(1) != b"\n"  # of a write that was cut short
             file.write(f"{chr(10) if half_a_line else ''}{name}\n".encode())
     except OSError as error:
         print(f"(Not noted for progress(): {FILE} cannot be written, {error.strerror}.)")
