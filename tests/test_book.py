@@ -139,7 +139,7 @@ def test_every_word_of_the_readme_is_in_the_glossary_and_linked_from_a_chapter_t
         pages = [site / f"notebooks/{name}.html" for name in re.findall(r"notebooks/([\w/]+)\.ipynb", shown)]
         linked += any(f'words.html#{place}"' in text_of(page) for place in places for page in pages)
     assert len(rows) > 50
-    assert linked > 0.7 * len(rows)  # the others stand in code, or in a heading, or in other words
+    assert linked > 0.6 * len(rows)  # the others stand in code, or in a heading, or in other words
 
 
 def test_a_word_is_linked_once_on_a_page_and_tells_its_meaning(site: Path) -> None:
