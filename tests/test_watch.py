@@ -98,6 +98,6 @@ def test_who_watches_for_a_time_goes_on_after_it(workdir: Path, monkeypatch: pyt
     shown = Shown(monkeypatch)
     monkeypatch.setattr("ddp_tutorial.runs.summaries.is_locked", lambda folder: True)
     began = time.monotonic()
-    watch(a_run(workdir / "endless", ROWS), seconds=0.5, every=0.2)
-    assert 0.5 <= time.monotonic() - began < 20
+    watch(a_run(workdir / "endless", ROWS), seconds=2, every=0.1)
+    assert 2 <= time.monotonic() - began < 30
     assert len(shown.pictures) >= 2

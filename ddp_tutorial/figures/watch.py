@@ -29,14 +29,16 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
     from IPython.display import Image, display  # only in a notebook
 
     handle, deadline = None, time.monotonic() + seconds
+    state = before = ""
     while True:
-        summary = read_run(Path(run))[1]  # before it is drawn: the last picture is of a run that has ended
+        before, state = state, read_run(Path(run))[1].state  # before it is drawn: the last picture is of its end
         picture = Image(as_png(dashboard(run)), format="png")
         if handle is None:
             handle = display(picture, display_id=True)
         else:
             handle.update(picture)
-        if summary.state != "running" or time.monotonic() >= deadline:
+        # One that has just begun has not locked its folder yet, and looks as if it had been killed.
+        if state not in {"running", "killed"} or state == before == "killed" or time.monotonic() >= deadline:
             return
         time.sleep(min(every, max(0.0, deadline - time.monotonic())))
 

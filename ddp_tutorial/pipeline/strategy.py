@@ -8,7 +8,7 @@ written as a whole, a rank gets what it lacks for as long as it needs it; see `w
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
