@@ -3,6 +3,8 @@
 import matplotlib.pyplot as plt
 
 from ddp_tutorial.figures import plots
+from ddp_tutorial.figures.lanes import lanes
+from ddp_tutorial.figures.timeline import Span
 
 
 def test_dots_of_all_groups_stand_on_one_logarithmic_axis_with_their_medians() -> None:
@@ -17,4 +19,19 @@ def test_dots_of_all_groups_stand_on_one_logarithmic_axis_with_their_medians() -
     assert [text.get_text() for text in reading.texts] == ["1,000", "1,000,000"]
     assert [text.get_text() for text in training.texts] == ["95"]
     assert [list(line.get_xdata()) for line in reading.lines] == [[900, 5000], [1000], [9e5, 1.1e6], [1e6]]
+    plt.close(figure)
+
+
+def test_lanes_of_all_panels_are_on_one_axis_and_each_box_is_where_its_span_was() -> None:
+    quick = [Span("computes", "forward 0", 5.0, 5.02), Span("link", "gather 1", 5.01, 5.03)]
+    slow = [Span("computes", "backward 0", 7.0, 7.1), Span("link", "scatter rest", 7.05, 7.051)]
+    figure = lanes({"quick": quick, "slow": slow}, "title")
+    first, second = figure.axes
+    assert first.get_xlim() == second.get_xlim()
+    assert [round(box.get_x(), 6) for box in first.patches] == [0, 10]
+    assert [round(box.get_width(), 6) for box in first.patches] == [20, 20]
+    assert [box.get_y() for box in first.patches] == [-0.42, 1 - 0.42]
+    assert [text.get_text() for text in first.texts] == ["0", "1"]
+    assert [text.get_text() for text in second.texts] == ["0"]  # the word would not fit into the other box
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "gather", "scatter"]
     plt.close(figure)
