@@ -1,0 +1,448 @@
+"""The exercises of 17_sharded_state: what fits, a reduce-scatter that sends no more than it has to, and a module that
+is whole only while it computes."""
+
+import gc
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from ddp_tutorial.accumulation.memory import bytes_kept as kept_for_backward
+from ddp_tutorial.debug.memory import live_tensors
+from ddp_tutorial.debug.recorder import calls
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
+from ddp_tutorial.world import World
+from ddp_tutorial.zero.memory import bytes_kept
+
+# ------------------------------------------------------------------------------------------------ 1. does it fit?
+
+_GB = 10**9
+_ASKED = [  # parameters, ranks, bytes on each
+    (1 * _GB, 8, 80 * _GB),
+    (7 * _GB, 8, 80 * _GB),
+    (7 * _GB, 4, 80 * _GB),
+    (13 * _GB, 8, 80 * _GB),
+    (30 * _GB, 8, 80 * _GB),
+    (70 * _GB, 8, 80 * _GB),
+    (70 * _GB, 64, 80 * _GB),
+    (3 * _GB, 1, 40 * _GB),
+    (2 * _GB, 2, 25 * _GB),
+]
+_STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def _test_fits(answer: Answer) -> str:
+    for parameters, ranks, there in _ASKED:
+        got = answer(parameters, ranks, there)
+        if got is not None and got not in _STAGES:
+            raise WrongAnswerError(f"Return one of {', '.join(map(repr, _STAGES))}, or None; you gave {got!r}.")
+        needed = {name: sum(bytes_kept(name, parameters, ranks).values()) for name in _STAGES}
+        right = next((name for name in _STAGES if needed[name] <= there), None)
+        told = ", ".join(f"{name} {nbytes / _GB:g}" for name, nbytes in needed.items())
+        expect(
+            got == right,
+            f"{parameters / _GB:g} billion parameters, {ranks} ranks with {there / _GB:g} GB each: expected {right!r}, "
+            f"you gave {got!r}. A rank needs, in GB: {told}.",
+        )
+    return "Computed, not measured; activations, and what is whole for a while, come on top."
+
+
+def _fits(parameters: int, ranks: int, there: int) -> str | None:
+    for name, divided in {"ddp": "", "zero1": "o", "zero2": "og", "zero3": "ogw"}.items():
+        sizes = {"w": 4, "g": 4, "o": 8}
+        if parameters * sum(size / (ranks if part in divided else 1) for part, size in sizes.items()) <= there:
+            return name
+    return None
+
+
+def _first(parameters: int, ranks: int, there: int, needed: Callable[[int], list[float]]) -> str | None:
+    """The first stage that fits, with bytes a parameter of each stage from `needed`."""
+    fits = [name for name, each in zip(_STAGES, needed(ranks), strict=True) if parameters * each <= there]
+    return fits[0] if fits else None
+
+
+def _without_averages(parameters: int, ranks: int, there: int) -> str | None:
+    return _first(parameters, ranks, there, lambda size: [8, 8, 4 + 4 / size, 8 / size])
+
+
+def _gradients_first(parameters: int, ranks: int, there: int) -> str | None:
+    return _first(parameters, ranks, there, lambda size: [16, 12 + 4 / size, 4 + 12 / size, 16 / size])
+
+
+def _one_average(parameters: int, ranks: int, there: int) -> str | None:
+    return _first(parameters, ranks, there, lambda size: [12, 8 + 4 / size, 4 + 8 / size, 12 / size])
+
+
+def _weights_stay(parameters: int, ranks: int, there: int) -> str | None:
+    return _first(parameters, ranks, there, lambda size: [16, 8 + 8 / size, 4 + 12 / size, 4 + 12 / size])
+
+
+def _the_last_that_fits(parameters: int, ranks: int, there: int) -> str | None:
+    return "zero3" if 16 * parameters / ranks <= there else None
+
+
+first_that_fits = Exercise(
+    task=(
+        "first_that_fits(parameters, ranks, there): the first of 'ddp', 'zero1', 'zero2', 'zero3' with which "
+        "parameters, gradients and the state of Adam, all in float32, fit into the `there` bytes of each rank; None if "
+        "none does."
+    ),
+    test=_test_fits,
+    solution=_fits,
+    wrong={
+        "forgets the optimizer's state": _without_averages,
+        "divides the gradients before the optimizer's state": _gradients_first,
+        "counts one average of Adam's two": _one_average,
+        "never divides the weights": _weights_stay,
+        "gives the last one that fits": _the_last_that_fits,
+    },
+    hints=(
+        "A parameter takes 4 bytes, its gradient 4, Adam's two averages 8. Which of them does each stage divide?",
+        "zero1 needs 4 + 4 + 8 / ranks bytes for each parameter, zero2 4 + (4 + 8) / ranks, zero3 (4 + 4 + 8) / ranks.",
+        "Go through the stages in order and return the first whose bytes are at most `there`.",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------- 2. a real reduce-scatter
+
+_LENGTH = 5_000  # elements of a row
+
+
+def _test_scatter(answer: Answer) -> str:
+    for size in (2, 3):
+        on_ranks(_scatter, size, answer, stuck="Your reduce-scatter did not end.", timeout=30)
+    return "Each rank has the sum of its row, and has sent each other rank one row."
+
+
+def _scatter(world: World, answer: Answer) -> None:
+    rows = (torch.arange(float(world.size)) + 1)[:, None] * 10.0**world.rank + torch.zeros(world.size, _LENGTH)
+    expected = torch.full((_LENGTH,), (world.rank + 1) * sum(10.0**rank for rank in range(world.size)))
+    dist.barrier()
+    before = len(calls(2_000))
+    got = answer(rows)
+    entered = calls(2_000)[before:]
+    shape = torch.Size([_LENGTH])
+    if not isinstance(got, torch.Tensor) or got.shape != shape:
+        what = list(got.shape) if isinstance(got, torch.Tensor) else repr(got)
+        raise WrongAnswerError(f"Return a tensor of shape {list(shape)}, as a row has; rank {world.rank} got {what}.")
+    expect(
+        torch.equal(got, expected),
+        f"On {world.size} ranks, rank {world.rank} should have the sum of row {world.rank} of all ranks: "
+        f"{numbers(expected[:1])}, found {numbers(got[:1])}.",
+    )
+    each = {"all_reduce": 2 / world.size, "all_gather": 1.0}  # how often a byte goes to each other rank
+    sent = sum((world.size - 1) * each.get(call.op, 1 / world.size) * _elements(call.sizes) for call in entered)
+    least = (world.size - 1) * _LENGTH
+    expect(
+        sent <= 1.01 * least,
+        f"The sum is right. But rank {world.rank} has sent {sent / least:.1f} times what it has to, by what torch's "
+        f"flight recorder says that it entered: {', '.join(call.what for call in entered)}.",
+    )
+
+
+def _elements(sizes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(torch.Size(each).numel() for each in sizes)
+
+
+def _reduce_scatter(rows: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    return received.sum(0)
+
+
+def _all_reduced(rows: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(rows)
+    return rows[dist.get_rank()]
+
+
+def _torchs_own(rows: torch.Tensor) -> torch.Tensor:
+    row = torch.empty_like(rows[0])
+    dist.reduce_scatter_tensor(row, rows.flatten())
+    return row
+
+
+def _gathers_everything(rows: torch.Tensor) -> torch.Tensor:
+    everything = rows.new_empty(dist.get_world_size(), *rows.shape)
+    dist.all_gather_into_tensor(everything.view(-1), rows.flatten())
+    return everything[:, dist.get_rank()].sum(0)
+
+
+def _adds_its_own_rows(rows: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    return rows.sum(0)
+
+
+def _takes_one(rows: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    return received[dist.get_rank()]
+
+
+def _averages(rows: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    return received.mean(0)
+
+
+reduce_scatter = Exercise(
+    task=(
+        "reduce_scatter(rows): `rows` is [W, n] on each of W ranks. Return, on rank r, the sum of row r over all "
+        "ranks, [n], and send each other rank no more than one row: gloo's own reduce-scatter sends twice as much."
+    ),
+    test=_test_scatter,
+    solution=_reduce_scatter,
+    wrong={
+        "all-reduces everything, and takes its row": _all_reduced,
+        "uses torch's own on gloo": _torchs_own,
+        "gathers everything": _gathers_everything,
+        "adds up its own rows": _adds_its_own_rows,
+        "takes one of the rows it received": _takes_one,
+        "averages": _averages,
+    },
+    hints=(
+        "Rank r needs row r of every rank, and nothing else. Which collective gives each rank something else of each?",
+        "dist.all_to_all_single(received, rows): row k of `rows` goes to rank k; row k of `received` came from rank k.",
+        "Then add up what came: received.sum(0).",
+    ),
+)
+
+# ------------------------------------------------------------------------- 3. whole only while it computes (an evening)
+
+
+def _test_sharded(answer: Answer) -> str:
+    for size in (2, 3):
+        on_ranks(_sharded_module, size, answer, stuck="Your sharded module did not come to an end.", timeout=60)
+    return "Gradients of one process, and between uses no rank holds more than its piece."
+
+
+def _module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(31, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 31))
+
+
+def _sharded_module(world: World, answer: Answer) -> None:
+    truth, generator = _module(), torch.Generator().manual_seed(0)
+    sizes = [parameter.numel() for parameter in truth.parameters()]
+    each, whole = -(-sum(sizes) // world.size), 4 * sum(sizes)
+    before = _live()
+    made = answer(deepcopy(truth), world)
+    try:
+        piece, forward = made
+    except (TypeError, ValueError):
+        raise WrongAnswerError(f"Return two things, (piece, forward); you gave {made!r}.") from None
+    told = f"rank {world.rank} of {world.size}"
+    expect(isinstance(piece, nn.Parameter), f"piece should be an nn.Parameter; {told} gave {type(piece).__name__}.")
+    expect(piece.shape == (each,), f"piece should be a vector of {each} elements, found {list(piece.shape)} on {told}.")
+    for step in (1, 2):
+        inputs = torch.randn(world.size, 2, 31, generator=generator)
+        all_x, x = inputs.clone().requires_grad_(), inputs[world.rank].clone().requires_grad_()
+        right = truth(all_x)
+        right.square().sum().backward()
+        gradient = _flat([parameter.grad for parameter in truth.parameters()])
+        truth.zero_grad()
+        with kept_for_backward(nn.ParameterList([piece])) as kept:
+            y = forward(x)
+        same = torch.allclose(y, right[world.rank], atol=1e-5)
+        expect(same, f"In step {step}, {told}: forward gave another output.")
+        expect(kept.nbytes < whole / 4, f"After forward, autograd keeps {_part(kept.nbytes, whole)} for backward.")
+        _expect_piece(_live() - before - gradient.nbytes, whole, world, "Between forward and backward")
+        y.square().sum().backward()
+        _expect_gradients(piece.grad, x.grad, gradient, all_x.grad, world)
+        with torch.no_grad():  # the piece is what is trained; the next forward is to use what has become of it
+            piece.sub_(0.01 * _piece_of(gradient, world))
+            for parameter, part in zip(truth.parameters(), gradient.split(sizes), strict=True):
+                parameter.sub_(0.01 * part.view_as(parameter))
+            del part  # a view of the whole gradient, which would live on with it
+        piece.grad = None
+        _expect_piece(_live() - before - gradient.nbytes, whole, world, "After backward")
+
+
+def _flat(tensors: list[torch.Tensor | None]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors if tensor is not None])
+
+
+def _piece_of(flat: torch.Tensor, world: World) -> torch.Tensor:
+    return F.pad(flat, (0, -len(flat) % world.size)).view(world.size, -1)[world.rank]
+
+
+def _live() -> int:
+    gc.collect()
+    return sum(live.nbytes for kind, live in live_tensors().items() if kind.device != "meta")  # which has no memory
+
+
+def _part(nbytes: float, whole: int) -> str:
+    return f"{nbytes / whole:.1f} times the bytes of all parameters"
+
+
+def _expect_piece(held: int, whole: int, world: World, when: str) -> None:
+    expect(
+        held <= whole / world.size + whole / 4,
+        f"{when}, rank {world.rank} of {world.size} holds {_part(held, whole)}; its piece is "
+        f"{_part(whole / world.size, whole)}.",
+    )
+
+
+def _expect_gradients(
+    got: torch.Tensor | None, of_x: torch.Tensor | None, gradient: torch.Tensor, all_x: Any, world: World
+) -> None:
+    right = _piece_of(gradient, world)
+    told = f"On {world.size} ranks, rank {world.rank}"
+    if got is None or of_x is None:
+        missing = "piece.grad" if got is None else "the gradient of the input, x.grad,"
+        raise WrongAnswerError(f"{told}: after backward {missing} is None.")
+    expect(
+        torch.allclose(got, right, atol=1e-4),
+        f"{told}: piece.grad should be its piece of the gradient, summed over ranks: {numbers(right[:3])}, ..., found "
+        f"{numbers(got[:3])}, ...",
+    )
+    expect(torch.allclose(of_x, all_x[world.rank], atol=1e-4), f"{told}: the gradient of the input is another.")
+
+
+def _sharded(module: nn.Module, world: World) -> tuple[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    sizes = [shape.numel() for shape in shapes.values()]
+    flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    rows = F.pad(flat, (0, -len(flat) % world.size)).view(world.size, -1)
+    piece = nn.Parameter(rows[world.rank].clone())
+    module.to("meta")  # no memory any more: only the structure
+
+    def gather(piece: torch.Tensor) -> torch.Tensor:
+        whole = piece.new_empty(world.size * len(piece))
+        dist.all_gather_into_tensor(whole, piece.detach())
+        return whole
+
+    def run(x: torch.Tensor, whole: torch.Tensor) -> Any:
+        parts = whole[: sum(sizes)].split(sizes)
+        named = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        return torch.func.functional_call(module, named, x)
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, piece: torch.Tensor) -> Any:
+            ctx.save_for_backward(x, piece)
+            return run(x, gather(piece))  # without grad: nothing of this is kept
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            x, piece = ctx.saved_tensors
+            with torch.enable_grad():  # compute it once more, with parameters gathered once more
+                x, whole = x.detach().requires_grad_(), gather(piece).requires_grad_()
+                of_x, of_whole = torch.autograd.grad(run(x, whole), (x, whole), gradient)
+            mine = torch.empty_like(piece)
+            dist.reduce_scatter_tensor(mine, of_whole)
+            return of_x, mine
+
+    return piece, lambda x: Gathered.apply(x, piece)
+
+
+def _mistaken(
+    module: nn.Module,
+    world: World,
+    *,
+    keeps: str = "",
+    reduce: str = "sum",
+    leave: bool = False,
+    of_input: bool = True,
+    stale: bool = False,
+) -> Any:
+    """The solution, but for a mistake."""
+    named = dict(module.named_parameters())
+    shapes, sizes = [p.shape for p in named.values()], [p.numel() for p in named.values()]
+    flat = torch.cat([parameter.detach().flatten() for parameter in named.values()])
+    piece = nn.Parameter(F.pad(flat, (0, -len(flat) % world.size)).view(world.size, -1)[world.rank].clone())
+    names = list(named)
+    del named, flat
+    if not leave:
+        module.to("meta")
+    first: list[torch.Tensor] = []
+
+    def gather(piece: torch.Tensor) -> torch.Tensor:
+        if stale and first:
+            return first[0]
+        whole = piece.new_empty(world.size * len(piece))
+        dist.all_gather_into_tensor(whole, piece.detach())
+        first.extend([whole] if stale else [])
+        return whole
+
+    def scattered(of_whole: torch.Tensor) -> torch.Tensor:
+        mine = torch.empty_like(piece)
+        if reduce == "none":
+            return of_whole.view(world.size, -1)[world.rank].clone()
+        dist.reduce_scatter_tensor(mine, of_whole)
+        return mine / world.size if reduce == "mean" else mine
+
+    def run(x: torch.Tensor, whole: torch.Tensor) -> Any:
+        parts = whole[: sum(sizes)].split(sizes)
+        given = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        return torch.func.functional_call(module, given, x)
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, piece: torch.Tensor) -> Any:
+            ctx.save_for_backward(x, piece)
+            whole = gather(piece)
+            ctx.whole = whole if keeps == "whole" else None
+            return run(x, whole)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            x, piece = ctx.saved_tensors
+            whole = gather(piece) if ctx.whole is None else ctx.whole
+            with torch.enable_grad():
+                x, whole = x.detach().requires_grad_(), whole.detach().requires_grad_()
+                of_x, of_whole = torch.autograd.grad(run(x, whole), (x, whole), gradient)
+            return of_x if of_input else None, scattered(of_whole)
+
+    class Whole(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, piece: torch.Tensor) -> torch.Tensor:
+            return gather(piece)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return scattered(gradient)
+
+    if keeps == "autograd":
+        return piece, lambda x: run(x, Whole.apply(piece))
+    return piece, lambda x: Gathered.apply(x, piece)
+
+
+def _with(**mistake: Any) -> Answer:
+    def sharded(module: nn.Module, world: World) -> Any:
+        return _mistaken(module, world, **mistake)
+
+    return sharded
+
+
+sharded_module = Exercise(
+    task=(
+        "sharded_module(module, world): return (piece, forward). `piece` is an nn.Parameter, a vector: this rank's 1/W "
+        "of all parameters of `module`, one after another, padded with zeros. forward(x) is what module(x) would be; "
+        "after backward, piece.grad is the rank's piece of the gradient summed over ranks. Between uses, and between "
+        "forward and backward, a rank holds its piece only."
+    ),
+    test=_test_sharded,
+    solution=_sharded,
+    wrong={
+        "gathers, and lets autograd keep what came": _with(keeps="autograd"),
+        "remembers in forward what backward will need": _with(keeps="whole"),
+        "leaves the module its parameters": _with(leave=True),
+        "gathers once for all steps": _with(stale=True),
+        "keeps its own gradient, and adds up nothing": _with(reduce="none"),
+        "averages": _with(reduce="mean"),
+        "forgets the gradient of the input": _with(of_input=False),
+    },
+    hints=(
+        "What autograd saves in forward lives until backward. In a torch.autograd.Function of your own, you decide.",
+        "forward: save x and the piece, gather, compute. backward: gather again, compute forward again with grad.",
+        "torch.func.functional_call(module, named, x) computes with the parameters that you give; module.to('meta') "
+        "gives up the module's own. torch.autograd.grad(y, (x, whole), gradient) has both gradients at once.",
+        "A vector of all parameters: torch.cat of the flattened ones, F.pad to a multiple of W, row r for rank r. "
+        "dist.all_gather_into_tensor and dist.reduce_scatter_tensor are each other's opposite on it.",
+    ),
+)
