@@ -51,7 +51,8 @@ def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 
     A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W, and an all-reduce is one of each. Where gradients
     are divided, each micro-batch has a reduction of its own; where weights are, two gathers too. With several copies
     (HSDP), a rank's piece of the gradient is added up over them after each reduction; what is not divided is added up
-    over all ranks at once. With invariant, a rank sends all of its sums in each of log2 W rounds.
+    over all ranks at once. With invariant, a rank sends all of its sums in each of log2 W rounds. On
+    gloo, fsdp sends more: torch's reduce-scatter is an all-reduce there.
     """
     nbytes, k, world = 4 * parameters, micro_batches, ranks * copies
     if strategy == "invariant":
