@@ -1,0 +1,260 @@
+"""The exercises of 16_other_trainers: a loss that is fair to ragged batches, the place in the data, random numbers."""
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
+from ddp_tutorial.world import World
+
+_STUCK = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
+
+# --------------------------------------------------------------------------------------------- 1. a loss that is fair
+
+_COUNTS = [(5, 5), (7, 2), (1, 9)]  # tokens of rank 0 and of rank 1
+
+
+def _test_fair(answer: Answer) -> str:
+    found = on_ranks(_fair_on_rank, 2, answer, stuck=_STUCK, timeout=30)[0]
+    for (first, second), (got, right) in zip(_COUNTS, found, strict=True):
+        expect(
+            torch.allclose(got, right, rtol=1e-4, atol=1e-6),
+            f"Rank 0 has {first} tokens, rank 1 has {second}. Under DDP the gradient is {numbers(got, 4)}, and one "
+            f"process with all {first + second} has {numbers(right, 4)}.",
+        )
+    return "The gradient is that of one process, however the tokens lie."
+
+
+def _fair_on_rank(world: World, answer: Answer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [_two_gradients(world, answer, counts) for counts in _COUNTS]
+
+
+def _two_gradients(world: World, answer: Answer, counts: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient under DDP, and that of one process."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1, bias=False), torch.randn(sum(counts), 3) + torch.arange(sum(counts))[:, None]
+    one = copy.deepcopy(model)
+    one(x).sum().div(len(x)).backward()
+    own = x.split(list(counts))[world.rank]
+    ddp = DistributedDataParallel(model)  # with a name: without one it would be gone before backward
+    loss = answer(ddp(own).sum(), torch.tensor(len(own)))
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise WrongAnswerError(f"Return a loss of one element that has a backward; you gave {loss!r}.")
+    loss.backward()
+    gradients = model.weight.grad, one.weight.grad
+    assert gradients[0] is not None
+    assert gradients[1] is not None
+    return gradients[0][0], gradients[1][0]
+
+
+def _fair_loss(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    everywhere = count.clone()
+    dist.all_reduce(everywhere)  # the tokens of all ranks
+    return total * dist.get_world_size() / everywhere  # DDP divides by the ranks
+
+
+def _mean_of_means(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return total / count
+
+
+def _forgets_ddps_mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    everywhere = count.clone()
+    dist.all_reduce(everywhere)
+    return total / everywhere
+
+
+def _by_the_largest(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    largest = count.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return total / largest
+
+
+fair_loss = Exercise(
+    task=(
+        "fair_loss(total, count): `total` is the sum of the losses of this rank's tokens, `count` their number, a "
+        "tensor. Return what to call backward() on, so that DDP's mean over ranks is the gradient of one process that "
+        "has the tokens of all ranks."
+    ),
+    test=_test_fair,
+    solution=_fair_loss,
+    wrong={
+        "takes the mean over its own tokens": _mean_of_means,
+        "forgets that DDP divides by the ranks": _forgets_ddps_mean,
+        "divides by the largest count of a rank": _by_the_largest,
+    },
+    hints=(
+        "One process divides the sum over all tokens by their number. What does DDP do to the sum of each rank?",
+        "Add up the counts of all ranks with dist.all_reduce, in a copy: it writes into the tensor that it is given.",
+        "DDP divides by the number of ranks. To take that back, multiply by dist.get_world_size().",
+    ),
+)
+
+# ------------------------------------------------------------------------------------------- 2. the place in the data
+
+_SAMPLES, _PER_RANK, _STEPS = 24, 3, 11  # two ranks: an epoch has four steps
+_ASK_FOR = 40  # batches, before an answer that goes on for ever is left
+
+
+def _test_place(answer: Answer) -> str:
+    whole = on_ranks(_batches_on_rank, 2, answer, list(range(_STEPS)), stuck=_STUCK, timeout=30)
+    for rank, of_rank in enumerate(whole):
+        right = [list(batch) for batch in islice(_right_order(rank), _STEPS + 4)]
+        for step, got in enumerate(of_rank):
+            expect(
+                got == right[step : step + 4],
+                f"Rank {rank} goes on after step {step} (an epoch has 4): the next batches should be "
+                f"{right[step : step + 4]}, and are {got}.",
+            )
+    return f"Resumed after each of {_STEPS} steps, on two ranks: the same batches as without the interruption."
+
+
+def _sampler(rank: int) -> DistributedSampler[int]:
+    return DistributedSampler(range(_SAMPLES), 2, rank, shuffle=True)  # type: ignore[arg-type]
+
+
+def _batches_on_rank(world: World, answer: Answer, steps: list[int]) -> list[list[list[int]]]:
+    return [[list(batch) for batch in islice(answer(_sampler(world.rank), _PER_RANK, step), 4)] for step in steps]
+
+
+def _right_order(rank: int) -> Iterator[list[int]]:
+    return _batches_from(_sampler(rank), _PER_RANK, 0)
+
+
+def _batches_from(sampler: Any, per_rank: int, step: int) -> Iterator[list[int]]:
+    in_epoch = len(sampler) // per_rank
+    while True:
+        sampler.set_epoch(step // in_epoch)
+        numbers = list(sampler)
+        for first in range(step % in_epoch * per_rank, in_epoch * per_rank, per_rank):
+            yield numbers[first : first + per_rank]
+            step += 1
+
+
+def _begins_the_epoch_again(sampler: Any, per_rank: int, step: int) -> Iterator[list[int]]:
+    in_epoch = len(sampler) // per_rank
+    return _batches_from(sampler, per_rank, step // in_epoch * in_epoch)
+
+
+def _counts_epochs_since_the_start(sampler: Any, per_rank: int, step: int) -> Iterator[list[int]]:
+    in_epoch = len(sampler) // per_rank
+    return _batches_from(sampler, per_rank, step % in_epoch)
+
+
+def _skips_in_each_epoch(sampler: Any, per_rank: int, step: int) -> Iterator[list[int]]:
+    in_epoch = len(sampler) // per_rank
+    epoch, done = divmod(step, in_epoch)
+    for each in range(epoch, epoch + _ASK_FOR):
+        sampler.set_epoch(each)
+        numbers = list(sampler)[done * per_rank :]
+        yield from (numbers[first : first + per_rank] for first in range(0, len(numbers), per_rank))
+
+
+def _never_sets_the_epoch(sampler: Any, per_rank: int, step: int) -> Iterator[list[int]]:
+    numbers = list(sampler)
+    for each in range(step, step + _ASK_FOR):
+        first = each * per_rank % len(numbers)
+        yield numbers[first : first + per_rank]
+
+
+batches_from = Exercise(
+    task=(
+        "batches_from(sampler, per_rank, step): a generator of batches, lists of sample numbers, for a rank that goes "
+        "on after `step` steps, through one epoch after another, for ever. `sampler` is a DistributedSampler; an epoch "
+        "has len(sampler) // per_rank steps, without a rest."
+    ),
+    test=_test_place,
+    solution=_batches_from,
+    wrong={
+        "begins the epoch again": _begins_the_epoch_again,
+        "counts epochs since the last start": _counts_epochs_since_the_start,
+        "skips batches in each epoch": _skips_in_each_epoch,
+        "never tells the sampler the epoch": _never_sets_the_epoch,
+    },
+    hints=(
+        "The step says both which epoch it is and how many batches of it are done.",
+        "sampler.set_epoch(epoch) before list(sampler): the order depends on the seed and the epoch, on nothing else.",
+        "Only the first epoch begins in the middle.",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------- 3. the random numbers
+
+
+def _test_random(answer: Answer) -> str:
+    ranks = on_ranks(_random_on_rank, 2, answer, stuck=_STUCK, timeout=30)
+    for rank, (right, got) in enumerate(ranks):
+        said = f"Rank {rank} would have drawn {numbers(right, 4)} next; after the resume it draws {numbers(got, 4)}"
+        other = numbers(ranks[1 - rank][0], 4)
+        expect(torch.equal(right, got), f"{said}." + (f" Those are rank {1 - rank}'s." * (numbers(got, 4) == other)))
+    return "Each rank goes on with its own numbers."
+
+
+def _random_on_rank(world: World, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(100 + world.rank)  # dropout should differ from rank to rank
+    torch.rand(7 + world.rank)
+    keep = answer(world)
+    saved: list[Any] = [keep.state_dict()]
+    dist.broadcast_object_list(saved)  # there is one checkpoint, which rank 0 writes and all read
+    right = torch.rand(3)
+    torch.manual_seed(0)  # a new life
+    answer(world).load_state_dict(saved[0])
+    return right, torch.rand(3)
+
+
+class _RandomNumbers:
+    def __init__(self, world: World) -> None:
+        self.rank, self.size = world.rank, world.size
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [None] * self.size
+        dist.all_gather_object(states, torch.get_rng_state())
+        return {"torch": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"][self.rank])
+
+
+class _OwnStateOnly(_RandomNumbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": [torch.get_rng_state()] * self.size}
+
+
+class _SeedsAgain(_RandomNumbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.initial_seed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.manual_seed(state["torch"] + self.rank)
+
+
+class _LoadsRankZeros(_RandomNumbers):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"][0])
+
+
+random_numbers = Exercise(
+    task=(
+        "class RandomNumbers, made of `world`, with state_dict() and load_state_dict(state): what a checkpoint needs "
+        "so that each rank goes on with its own random numbers of torch. All ranks call both; rank 0 writes what its "
+        "state_dict returned, and all ranks load that."
+    ),
+    test=_test_random,
+    solution=_RandomNumbers,
+    wrong={
+        "saves the state of rank 0 only": _OwnStateOnly,
+        "saves the seed": _SeedsAgain,
+        "loads the state of rank 0 on all ranks": _LoadsRankZeros,
+    },
+    hints=(
+        "torch.get_rng_state() and torch.set_rng_state(state) are this rank's. Whose are in a file that rank 0 writes?",
+        "All ranks call state_dict, so it may be collective: dist.all_gather_object(states, mine).",
+        "A list of states, one for each rank; in load_state_dict each takes its own, by world.rank.",
+    ),
+)
