@@ -29,8 +29,10 @@ _MS_BIND, _MNT_DETACH = 4096, 2
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _FASTEST = 30e9  # bits a second; the kernel keeps bytes a second in 32 bits
 # What a bucket holds, and so what may leave at once after a pause. The kernel lets go of packets when its timer says
-# so, which is some 10 us late: a bucket that is smaller than what goes out meanwhile would slow the link.
-_BURST_SECONDS, _SMALLEST_BURST = 150e-6, 4_000
+# so, some 10 us late, or 100 on a busy core: what would have flowed into a full bucket meanwhile is lost, and the link
+# slower. So a bucket has room for two of the largest frames that go out: while it fills up for one, it is not full.
+_FRAME_SECONDS, _SMALLEST_FRAME = 150e-6, 4_000
+_BURST_SECONDS, _SMALLEST_BURST = 300e-6, 6_000
 # What arrives at a host comes at the sender's rate already, and should not be held up by a second late timer; only what
 # several send to it at a time is more. So the bucket there is larger.
 _ARRIVING = 8
@@ -57,6 +59,16 @@ def bits_per_second(rate: str) -> float:
     if not 8e3 <= bits <= _FASTEST:
         raise ConfigError(f"rate={rate!r}: should be from 8kbit to {_FASTEST / 1e9:.0f}gbit, or none for no limit")
     return bits
+
+
+def _bucket(rate: float) -> int:
+    """Bytes that may leave a host at once, at `rate` bytes a second."""
+    return max(_SMALLEST_BURST, int(rate * _BURST_SECONDS))
+
+
+def _largest_frame(rate: float) -> int:
+    """Bytes that the kernel cuts into packets only at the end of the way, at `rate` bytes a second."""
+    return min(65536, max(_SMALLEST_FRAME, int(rate * _FRAME_SECONDS)))
 
 
 @dataclass
@@ -121,9 +133,9 @@ class Network:
             return
         self.shaped = True
         rate = int((self.bits or _FASTEST) / 8)
-        burst = larger * max(_SMALLEST_BURST, int(rate * _BURST_SECONDS))
-        # a packet that is larger than the bucket would be cut, at a cost; so the sender does not make larger ones
-        kernel.link("set", index=index, gso_max_size=min(65536, burst))
+        burst = larger * _bucket(rate)
+        # a frame that is larger than the bucket would be cut, at a cost; so the sender does not make larger ones
+        kernel.link("set", index=index, gso_max_size=_largest_frame(rate))
         _ask(kernel.tc, "a token bucket (tbf)", "replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
 
     def set_rate(self, rate: str | None) -> None:
