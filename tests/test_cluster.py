@@ -18,6 +18,8 @@ import torch.distributed as dist
 from ddp_tutorial import cluster as clusters
 from ddp_tutorial import hosts
 from ddp_tutorial.cluster import Cluster
+from ddp_tutorial.cluster import delay as delays
+from ddp_tutorial.cluster.delay import seconds_of
 from ddp_tutorial.cluster.network import address_of, bits_per_second
 from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
@@ -69,6 +71,28 @@ def test_a_rate_that_is_none_is_told_in_one_line_with_one_that_is(rate: str) -> 
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(("delay", "seconds"), [("0.5ms", 5e-4), ("20us", 2e-5), ("1 S", 1.0), ("50ms", 0.05)])
+def test_a_delay_is_a_number_with_a_unit(delay: str, seconds: float) -> None:
+    assert seconds_of(delay) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("delay", ["1", "soon", "-1ms", "0ms", "11s", "1m", ""])
+def test_a_delay_that_is_none_is_told_in_one_line_with_one_that_is(delay: str) -> None:
+    with pytest.raises(ConfigError, match=r"delay=.*such as delay='0.5ms'|delay=.*at most 10s") as told:
+        Cluster(2, "1gbit", delay)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rate", "at_most"),
+    [(2, None, 1000), (2, "10gbit", 1000), (3, "200mbit", 160), (8, "100mbit", 60), (32, "20mbit", 15)],
+)
+def test_more_than_can_be_delayed_is_refused_with_the_rate_that_can(nodes: int, rate: str | None, at_most: int) -> None:
+    with pytest.raises(ConfigError, match=f"at most rate='{at_most}mbit' of each"):
+        Cluster(nodes, rate, "1ms")
+    Cluster(nodes, f"{at_most}mbit", "1ms")
+
+
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nodes": True}, {"nodes": 251}, {"folder": "nowhere"}])
 def test_settings_that_cannot_be_used_are_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -96,10 +120,11 @@ def test_a_system_that_does_not_allow_namespaces_says_so_in_one_line(
 
 
 def test_the_command_line_refuses_with_exit_code_2(tmp_path: Path) -> None:
-    done = command("cluster", "run", "--rate", "1", "--", "true", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: rate='1': should be a number with a unit")
-    assert done.stderr.count("\n") == 1
+    for option in ("rate", "delay"):
+        done = command("cluster", "run", f"--{option}", "1", "--", "true", folder=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {option}='1': should be a number with a unit")
+        assert done.stderr.count("\n") == 1
 
 
 def command(*args: str, folder: Path) -> "subprocess.CompletedProcess[str]":
@@ -149,6 +174,7 @@ def test_the_command_line_tells_who_printed_what_and_who_failed(allowed: None, t
 OWNER = """
 import sys, time
 from ddp_tutorial.cluster import Cluster
+from ddp_tutorial.cluster.delay import seconds_of
 with Cluster(2, "1gbit") as cluster:
     several = [cluster.start("sh", "-c", "trap '' TERM INT HUP; sleep 4321.25 & wait", node=node) for node in (0, 1)]
     print("up", flush=True)
@@ -212,6 +238,33 @@ def test_ranks_talk_through_the_link_as_fast_as_it_was_shaped(cluster: Cluster) 
     finally:
         cluster.set_rate(f"{RATE / 1e6:.0f}mbit")
     assert slower > 9 * wire[2**18]
+
+
+def test_a_delay_is_added_to_each_way_and_the_rate_stays(allowed: None, tmp_path: Path) -> None:
+    """Two ranks send to one another at once, in two rounds."""
+    late, small, large = 0.02, 4, 2**20
+    with Cluster(3, "100mbit", f"{late * 1e3:.0f}ms", folder=tmp_path) as cluster:
+        told = cluster.launch(look, (small, large), nodes=2)
+        assert [each["host"] for each in told] == ["n0", "n1"], "the third has no rank"
+        seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in (small, large)}
+        with pytest.raises(ConfigError, match="at most rate='160mbit'"):
+            cluster.set_rate("1gbit")
+        cluster.cut(1)
+        ping = "import socket, sys; socket.create_connection(('n1', 9), float(sys.argv[1]))"
+        assert "timed out" in cluster.start(sys.executable, "-c", ping, "0.3", node=0).wait(20).output
+        cluster.mend(1)
+        assert "refused" in cluster.start(sys.executable, "-c", ping, "10", node=0).wait(20).output, (
+            "it has no way back"
+        )
+    assert 2 * late <= seconds[small] < 2 * late + 0.015, seconds
+    wire = large / cluster.bytes_per_second
+    assert 2 * late + 0.9 * wire < seconds[large] < 2 * (2 * late + wire), (seconds, wire)
+
+
+def test_without_tap_devices_a_delay_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delays, "_DEVICE", "/dev/net/none")
+    with pytest.raises(ConfigError, match=r"^no delay: this system refuses a TAP device \(/dev/net/none: No such file"):
+        delays.open_wire()
 
 
 def settings(*overrides: str) -> TaskConfig:

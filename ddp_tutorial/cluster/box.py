@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from ddp_tutorial.cluster.delay import hold
 from ddp_tutorial.cluster.network import Network
 from ddp_tutorial.config import ConfigError
 
@@ -43,6 +44,7 @@ class Box:
         self.network: Network
         self.running: dict[int, int] = {}  # process -> the file to which its exit code goes
         self.off: set[int] = set()
+        self.holder: int | None = None  # the process that delays frames
 
     def serve(self) -> None:
         """Answer requests, and reap what has ended, until the parent hangs up."""
@@ -78,6 +80,8 @@ class Box:
                 return
             if pid == 0:
                 return
+            if pid == self.holder:
+                os._exit(1)  # no host reaches another any more
             if (fd := self.running.pop(pid, None)) is not None:
                 with suppress(OSError):  # nobody listens any more
                     os.write(fd, str(os.waitstatus_to_exitcode(status)).encode())
@@ -88,8 +92,19 @@ class Box:
     def do_hello(self, fds: list[int]) -> None:
         pass
 
-    def do_build(self, nodes: int, rate: str | None, fds: list[int]) -> None:
+    def do_build(self, nodes: int, rate: str | None, delay: float, fds: list[int]) -> None:
+        """`delay`, in seconds; 0 for none."""
         self.network = Network(nodes, rate)
+        if delay:
+            wire = self.network.detour()
+            self.holder = os.fork()
+            if self.holder == 0:
+                self.channel.close()
+                try:
+                    hold(wire, delay)
+                finally:
+                    os._exit(1)
+            os.close(wire)
 
     def do_start(self, node: int, argv: list[str], env: dict[str, str], cwd: str, fds: list[int]) -> int:
         """Start a command on a host: its id."""

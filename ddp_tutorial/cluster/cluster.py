@@ -8,7 +8,7 @@
         cluster.cut(1)
 
 Each node has a host name (n0, n1, ...), an address (10.0.0.1, ...), a loopback interface and processes of its own, and
-reaches the others over a network with a real rate: the kernel delays packets, nothing is simulated. What the nodes
+reaches the others over a network with a real rate: the kernel holds packets back, nothing is simulated. What the nodes
 share is the machine: its cores, its memory and its disk, and so its files. Nothing outside of the cluster can connect
 to it.
 
@@ -32,6 +32,7 @@ from typing import IO, Any, TypeVar
 
 from ddp_tutorial.cluster import network
 from ddp_tutorial.cluster.box import receive, send
+from ddp_tutorial.cluster.delay import seconds_of
 from ddp_tutorial.cluster.running import Ended, Process, wait
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError, lost_connection
@@ -47,7 +48,10 @@ class Cluster:
     """`nodes` hosts, for the length of a `with` block.
 
     `rate` is what each may send, and receive, a second: "10gbit", "1gbit", "100mbit"; None for as fast as the machine
-    is. All of them work in `folder` (by default the one where you are), as with a file system in the network, or, with
+    is. `delay` is how much longer each message is on its way, in one direction, such as "0.5ms". A process holds it;
+    that needs a rate, of at most 1gbit for two nodes, and of 480mbit over their number for more (see `delay`).
+
+    All of them work in `folder` (by default the one where you are), as with a file system in the network, or, with
     `shared_folder=False`, in a folder of its own there: n0/, n1/.
 
     When the block ends, and when the process that made the cluster is killed, all processes of all nodes are killed.
@@ -60,6 +64,7 @@ class Cluster:
         self,
         nodes: int = 2,
         rate: str | None = None,
+        delay: str | None = None,
         *,
         shared_folder: bool = True,
         folder: str | os.PathLike[str] = ".",
@@ -68,9 +73,12 @@ class Cluster:
             raise ConfigError(f"nodes={nodes!r}: should be a whole number from 1 to {network.MOST_NODES}")
         if rate is not None:
             network.bits_per_second(rate)
+        self._delay = seconds_of(delay) if delay is not None else 0.0
+        if delay is not None:
+            network.check_delayed(nodes, rate)
         if not Path(folder).is_dir():
             raise ConfigError(f"folder={str(folder)!r} is not there")
-        self.rate = rate
+        self.rate, self.delay = rate, delay
         self.names = [network.name_of(node) for node in range(nodes)]
         self.addresses = [network.address_of(node) for node in range(nodes)]
         root = Path(folder).resolve()
@@ -85,7 +93,7 @@ class Cluster:
         return len(self.names)
 
     def __repr__(self) -> str:
-        return f"Cluster(nodes={len(self)}, rate={self.rate!r})"
+        return f"Cluster(nodes={len(self)}, rate={self.rate!r}, delay={self.delay!r})"
 
     def __enter__(self) -> "Cluster":
         _look_at_the_system()
@@ -97,7 +105,7 @@ class Cluster:
         else:
             raise ConfigError(f"no cluster: this system does not allow namespaces ({refused[-1]})")
         try:
-            self._ask("build", len(self), self.rate)
+            self._ask("build", len(self), self.rate, self._delay)
             for folder in self.folders:
                 folder.mkdir(exist_ok=True)
         except BaseException:
@@ -236,6 +244,7 @@ class Cluster:
         self,
         fn: Callable[..., Result],
         *args: Any,
+        nodes: int | None = None,
         ranks_per_node: int = 1,
         threads: int = 1,
         timeout: float | None = 60,
@@ -243,7 +252,8 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Result]:
-        """Call `fn(world, *args)` on every rank of every node, with the process group up; the results, by rank.
+        """Call `fn(world, *args)` on every rank of the first `nodes` nodes (by default of all), with the process group
+        up; the results, by rank.
 
         The ranks are forks of one process that has imported torch, so that they are up at once. `meanwhile` is called
         here as soon as all have met and begun, to pull a cable for example. Raises `RankError` for the first that
@@ -251,7 +261,9 @@ class Cluster:
         """
         from ddp_tutorial.processes.transport import dump_call
 
-        size = len(self) * ranks_per_node
+        if nodes is not None:
+            self._check(nodes - 1)
+        size = (nodes or len(self)) * ranks_per_node
         port, self._port = self._port, self._port + 1
         with ExitStack() as stack:
             call = stack.enter_context(tempfile.TemporaryFile())
@@ -379,6 +391,8 @@ class Cluster:
         """Give all links another rate, from now on."""
         if rate is not None:
             network.bits_per_second(rate)
+        if self.delay is not None:
+            network.check_delayed(len(self), rate)
         self._ask("set_rate", rate)
         self.rate = rate
 

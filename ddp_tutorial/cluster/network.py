@@ -7,12 +7,14 @@
      eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2
 
 Both ends of a pair are shaped by a token bucket (tbf, see tc-tbf(8)): what leaves a host, and what arrives there. So a
-host sends at most `rate`, and receives at most `rate`, as with a network card of that speed and a switch.
+host sends at most `rate`, and receives at most `rate`, as with a network card of that speed and a switch. A delay is a
+detour of what comes into the bridge, through a process: see `delay`.
 
 To be called inside of namespaces of the caller's own, where it may do all this; see `box`.
 """
 
 import ctypes
+import math
 import os
 import re
 import socket
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ddp_tutorial.cluster.delay import MOST_BITS, MOST_FRAMES, WIRE, open_wire
 from ddp_tutorial.config import ConfigError
 
 _NEWNET, _NEWUTS, _NEWNS = 0x40000000, 0x04000000, 0x00020000  # <sched.h>
@@ -36,6 +39,8 @@ _BURST_SECONDS, _SMALLEST_BURST = 300e-6, 6_000
 # What arrives at a host comes at the sender's rate already, and should not be held up by a second late timer; only what
 # several send to it at a time is more. So the bucket there is larger.
 _ARRIVING = 8
+_INGRESS, _ALL_PROTOCOLS = 0xFFFF0000, 3  # <linux/pkt_sched.h>, <linux/if_ether.h>
+_FRAMES = 20_000  # that wait for the process that delays them
 _QUEUE = 8 * 2**20  # bytes that wait for their turn, before packets are lost
 MOST_NODES = 250
 
@@ -71,6 +76,20 @@ def _largest_frame(rate: float) -> int:
     return min(65536, max(_SMALLEST_FRAME, int(rate * _FRAME_SECONDS)))
 
 
+def check_delayed(nodes: int, rate: str | None) -> None:
+    """Raise `ConfigError` where the hosts may send more than the process that delays it can carry."""
+    bits = bits_per_second(rate) if rate else math.inf
+    most = MOST_BITS / nodes
+    if nodes / _FRAME_SECONDS > MOST_FRAMES:  # then only as many small frames, at a lower rate
+        most = min(most, MOST_FRAMES * _SMALLEST_FRAME * 8 / nodes)
+    if bits > most:
+        found = f"rate={rate!r}" if rate else "no rate"
+        raise ConfigError(
+            f"{nodes} nodes with a delay and {found}: a process holds what they send, and can do so for at most "
+            f"rate='{most / 1e6:.0f}mbit' of each"
+        )
+
+
 @dataclass
 class Host:
     """A node: the namespaces that it is, kept by open files, and its end of the bridge."""
@@ -79,6 +98,7 @@ class Host:
     net: int
     uts: int
     port: int  # index of the interface
+    mac: str  # of eth0
 
 
 class Network:
@@ -124,9 +144,27 @@ class Network:
                 inside.addr("add", index=eth0, address=address_of(node), prefixlen=24)
                 inside.link("set", index=eth0, state="up")
                 self._shape(inside, eth0)
+                mac = inside.get_links(eth0)[0].get("address")
         finally:
             _libc("setns", self.home, 0)
-        return Host(name_of(node), net, uts, index)
+        return Host(name_of(node), net, uts, index, mac)
+
+    def detour(self) -> int:
+        """From now on, all that comes into the bridge from a host goes to the file returned, and no further; and what
+        is written there goes on from the bridge."""
+        wire = open_wire()
+        with _rtnl() as kernel:
+            index = _index(kernel, WIRE)
+            kernel.link("set", index=index, master=self.bridge, txqlen=_FRAMES, state="up")
+            kernel.brport("set", index=index, learning=0)  # all frames come from there now; who is where, we say
+            for host in self.hosts:
+                kernel.fdb("replace", ifindex=host.port, lladdr=host.mac, state="noarp")
+                _ask(kernel.tc, "a filter of what arrives (ingress)", "add", "ingress", index=host.port)
+                action = {"kind": "mirred", "direction": "egress", "action": "redirect", "ifindex": index}
+                everything = {"keys": ["0x0/0x0+0"], "protocol": _ALL_PROTOCOLS, "parent": _INGRESS, "prio": 1}
+                what = "a detour (u32 and mirred)"
+                _ask(kernel.tc, what, "add-filter", "u32", index=host.port, target=1, action=action, **everything)
+        return wire
 
     def _shape(self, kernel: Any, index: int, larger: int = 1) -> None:
         if self.bits is None and not self.shaped:

@@ -17,9 +17,10 @@ def cluster() -> None:
 @cluster.command(context_settings={"ignore_unknown_options": True})
 @click.option("--nodes", type=int, default=2, show_default=True, help="Hosts: n0, n1, and so on.")
 @click.option("--rate", metavar="RATE", help="Of each host's link, such as 1gbit or 100mbit; unlimited if not given.")
+@click.option("--delay", metavar="TIME", help="Of each message, such as 0.5ms, in one direction; none if not given.")
 @click.option("--separate-folders", is_flag=True, help="Each host works in a folder of its own: n0/, n1/.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(nodes: int, rate: str | None, separate_folders: bool, command: tuple[str, ...]) -> None:
+def run(nodes: int, rate: str | None, delay: str | None, separate_folders: bool, command: tuple[str, ...]) -> None:
     """Run COMMAND on every host, and print what each prints.
 
     \b
@@ -33,7 +34,7 @@ def run(nodes: int, rate: str | None, separate_folders: bool, command: tuple[str
     from ddp_tutorial.cluster import Cluster
 
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # torchrun is there, too
-    with Cluster(nodes, rate, shared_folder=not separate_folders) as hosts:
+    with Cluster(nodes, rate, delay, shared_folder=not separate_folders) as hosts:
         env_of = [{**hosts.torchrun_env(node), "NODE_RANK": str(node), "PATH": path} for node in range(nodes)]
         ended = hosts.run(*command, env_of=env_of, line=lambda node, text: click.echo(f"[{node}] {text}"))
     if failed := [each for each in ended if each.code]:
