@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddp_tutorial.benches.scaling import BATCH, FOUR_RANK_ARMS, Setup, arm_of, r
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.experiments.arms import Arm
 from ddp_tutorial.experiments.scaling import BACKWARD, NETWORKS, StepModel, bootstrap, fit_step
+from ddp_tutorial.experiments.sleeping import Sleeper, SleepingModel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
@@ -146,6 +148,25 @@ def test_a_bootstrap_band_holds_the_statistic_and_grows_with_the_spread() -> Non
     assert bootstrap([1, 2, 9], statistic=statistics.mean).middle == 4
     with pytest.raises(ValueError, match="no values"):
         bootstrap([])
+
+
+# ------------------------------------------------------------------------------------------------ ranks that sleep
+
+
+def test_a_rank_that_sleeps_takes_as_long_as_was_asked_and_has_a_gradient_of_each_layer() -> None:
+    sleeper = Sleeper(fixed=0.05, per_sample=0.01, nbytes=2**19, layers=4)
+    assert sleeper.seconds(5) == pytest.approx(0.1)
+    model = SleepingModel(sleeper)
+    assert sum(weight.nbytes for weight in model.parameters()) == sleeper.nbytes
+    began = time.perf_counter()
+    lost = model(5)
+    forward = time.perf_counter() - began
+    lost.backward()
+    both = time.perf_counter() - began
+    assert 0.1 / 3 <= forward < both, "a third of it is forward"
+    assert 0.1 <= both < 0.5
+    assert all(bool((weight.grad == 1).all()) for weight in model.parameters() if weight.grad is not None)
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------- the benchmark
