@@ -1,10 +1,12 @@
-"""Two hosts in the kernel, at two rates: is a step as long as the scaling model says, and ours as fast as torch's DDP?
+"""Hosts in the kernel: is a step as long as the scaling model says, and ours as fast as torch's DDP?
 
 The model is fitted to one host: to computing, alone and side by side, measured in the same turns as the steps between
 the hosts; to the part of the communication that is hidden, on a simulated link; and to what a message costs there. Of
-the network it is told the rate only.
+the network it is told the rate only. With a delay between the hosts as well, bare all-reduces have a time that follows
+from the two numbers alone. More hosts, whose ranks sleep, are in `hosts`.
 """
 
+import time
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.benches import Samples, hosts, report
 from ddp_tutorial.benches.scaling import Setup, arm_of
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.ddp.link import LinkModel
@@ -24,7 +26,10 @@ from ddp_tutorial.world import World
 
 RATES = ("1gbit", "100mbit")
 BATCH, SMALL_BATCH = 32, 8  # samples of a step, over both ranks
-SIZES = {"1kB": 2**10, "256kB": 2**18, "16MB": 2**24}  # of bare all-reduces
+SIZES = {"1kB": 2**10, "256kB": 2**18, "1MB": 2**20, "16MB": 2**24}  # of bare all-reduces
+DELAY, DELAY_SECONDS = "1ms", 1e-3
+MESSAGES = 4  # one after another, in an all-reduce of gloo over two ranks: two pieces of each half, there and back
+_FIT_SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes of all-reduces on one host
 _TURNS, _STEPS = 2, 2  # turns of an arm in a repeat, steps in a turn
 _SLOW = LinkConfig(latency_ms=1, megabytes_per_second=20)
 _BUCKETS = DDPConfig(variant="bucket")
@@ -38,7 +43,8 @@ _HIDING = {"slow": Setup(2, BATCH, ddp=DDPConfig(variant="bucket", simulated_lin
 
 
 class Measured(NamedTuple):
-    """On rank 0: seconds of a step of each arm in each repeat, and of all-reduces by their bytes; and the gradient."""
+    """On rank 0: seconds of a step of each arm in each repeat, and of all-reduces by their bytes; and the gradient. On
+    several hosts all-reduces are measured for themselves."""
 
     steps: Samples
     all_reduces: dict[int, list[float]]
@@ -47,8 +53,8 @@ class Measured(NamedTuple):
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Milliseconds of steps, measured and predicted, and of bare all-reduces, measured and as the rate has them, at
-    each of `RATES`. Raises `ConfigError` where no cluster can be made."""
+    """Milliseconds of steps, measured and predicted, and of bare all-reduces, measured and as rate and delay have them,
+    at each of `RATES`; and of steps on many hosts. Raises `ConfigError` where no cluster can be made."""
     samples: Samples = {}
     ratios: dict[str, tuple[str, str]] = {}
     with Cluster(2) as cluster:
@@ -57,7 +63,12 @@ def measure(repeats: int) -> dict[str, Any]:
             cluster.set_rate(rate)
             there = cluster.launch(_measure, _COMPUTING | _BETWEEN, repeats, timeout=400)[0]
             _add(samples, ratios, rate, cluster.bytes_per_second, here, there)
-    return report("cluster", samples, "ms", ratios)
+    with Cluster(2, RATES[0], DELAY) as cluster:
+        for rate in RATES:
+            cluster.set_rate(rate)
+            _add_all_reduces(samples, ratios, rate, cluster.bytes_per_second, cluster.launch(_all_reduces, repeats))
+    many, of_many = hosts.measure(repeats)
+    return report("cluster", samples | many, "ms", ratios | of_many)
 
 
 def _add(
@@ -70,18 +81,27 @@ def _add(
     samples[f"predicted_{rate}"] = [1e3 * _model(here, there, i, bandwidth).seconds(BATCH, 2) for i in repeats]
     ratios[f"measured_vs_predicted_{rate}"] = f"bucket_{rate}", f"predicted_{rate}"
     ratios[f"bucket_vs_torch_{rate}"] = f"torch_{rate}", f"bucket_{rate}"
-    empty = there.all_reduces[4]
+
+
+def _add_all_reduces(
+    samples: Samples,
+    ratios: dict[str, tuple[str, str]],
+    rate: str,
+    bandwidth: float,
+    of_ranks: list[dict[int, list[float]]],
+) -> None:
+    """All-reduces with a delay, beside the time that they should take: each ends when both ranks have the sum."""
     for size, nbytes in SIZES.items():
-        name = f"all_reduce_{size}_{rate}"
-        samples[name] = [1e3 * each for each in there.all_reduces[nbytes]]
-        samples[f"{name}_as_shaped"] = [1e3 * (each + nbytes / bandwidth) for each in empty]
+        name = f"all_reduce_{size}_{rate}_{DELAY}"
+        samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]
+        samples[f"{name}_as_shaped"] = [1e3 * (MESSAGES * DELAY_SECONDS + nbytes / bandwidth)] * len(samples[name])
         ratios[f"{name}_vs_shaped"] = name, f"{name}_as_shaped"
 
 
 def _model(here: Measured, there: Measured, repeat: int, bandwidth: float) -> StepModel:
     """The model for one repeat: its computing, this host's hiding and cost of a message, and the rate."""
     at = {name: there.steps[name][repeat] for name in _COMPUTING}
-    all_reduces = {nbytes: median(each) for nbytes, each in here.all_reduces.items() if nbytes > 4}
+    all_reduces = {nbytes: median(each) for nbytes, each in here.all_reduces.items()}
     buckets = here.buckets + 1  # one more, of a few bytes, says which parameters are in use
 
     def fitted(steps: dict[str, float]) -> StepModel:
@@ -98,10 +118,25 @@ def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
     arms = {name: arm_of(setup, world) for name, setup in setups.items()}
     turns = take_turns(world, {name: each or idle for name, each in arms.items()}, _STEPS, repeats * _TURNS)
     steps = {name: by_repeat(taken, repeats) for name, taken in turns.items()}
-    tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in (4, 2**16, 2**20, *SIZES.values())}
-    calls = {nbytes: lambda tensor=tensor: dist.all_reduce(tensor) for nbytes, tensor in tensors.items()}
-    reduced = take_turns(world, calls, 1, repeats)
+    all_reduces: dict[int, list[float]] = {}
+    if "slow" in setups:  # on one host, to fit the model to
+        tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _FIT_SIZES}
+        calls = {nbytes: lambda tensor=tensor: dist.all_reduce(tensor) for nbytes, tensor in tensors.items()}
+        reduced = take_turns(world, calls, 1, repeats)
+        all_reduces = {nbytes: [turn["step"] for turn in taken] for nbytes, taken in reduced.items()}
     ours: Any = arm_of(Setup(world.size, BATCH, ddp=_BUCKETS), world)
     buckets = [bucket.buffer.nbytes for bucket in ours.step.strategy.model.buckets]
-    all_reduces = {nbytes: [turn["step"] for turn in taken] for nbytes, taken in reduced.items()}
     return Measured(steps, all_reduces, sum(buckets), len(buckets))
+
+
+def _all_reduces(world: World, repeats: int) -> dict[int, list[float]]:
+    """Bytes -> seconds of an all-reduce on this rank, in each repeat; the first is not counted."""
+    tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in SIZES.values()}
+    taken: dict[int, list[float]] = {nbytes: [] for nbytes in tensors}
+    for _ in range(repeats + 1):
+        for nbytes, tensor in tensors.items():
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            taken[nbytes].append(time.perf_counter() - began)
+    return {nbytes: seconds[1:] for nbytes, seconds in taken.items()}

@@ -1,0 +1,77 @@
+"""A part of `bench cluster`: 8, 16 and 32 hosts whose ranks sleep instead of computing, on a slow network, against the
+model that was fitted to one and two of them."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.benches import Samples
+from ddp_tutorial.cluster import Cluster
+from ddp_tutorial.ddp.variants import DDPConfig
+from ddp_tutorial.experiments.arms import idle, take_turns
+from ddp_tutorial.experiments.scaling import StepModel, fit_step
+from ddp_tutorial.experiments.sleeping import Sleeper, sleeping_step
+from ddp_tutorial.sharding.sources import ALONE
+from ddp_tutorial.world import World
+
+# Slow enough that the link is what all wait for: at 10 Mbit/s a step of 32 hosts takes a second, in which all of their
+# ranks together compute for about half a second, on two cores.
+RATE = "10mbit"
+HOSTS = (8, 16, 32)
+BATCH, SMALL_BATCH = 64, 16  # samples of a step, over all ranks
+SLEEPER = Sleeper(fixed=0.02, per_sample=0.01, nbytes=2**19)
+_DDP = DDPConfig(variant="bucket", bucket_cap_mb=0.25)
+_BUCKETS = 3  # two of gradients, and one, of a few bytes, that says which parameters are in use
+_SIZES = (2**10, 2**16, 2**18)  # bytes of all-reduces to fit the link to
+_TURNS = 2
+
+
+def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
+    """Milliseconds of a step on each number of `HOSTS`, measured and predicted; and the ratios of both."""
+    samples: Samples = {}
+    ratios = {}
+    with Cluster(max(HOSTS), RATE) as cluster:
+        model = _fitted(cluster.launch(_one_and_two, nodes=2, timeout=100)[0])
+        for hosts in HOSTS:
+            told = cluster.launch(_steps, repeats, nodes=hosts, timeout=200)
+            name = f"sleeping_{hosts}_hosts"
+            samples[name] = [1e3 * max(of_ranks) for of_ranks in zip(*told, strict=True)]
+            samples[f"{name}_predicted"] = [1e3 * model.seconds(BATCH, hosts)] * repeats
+            ratios[f"measured_vs_predicted_{hosts}_hosts"] = name, f"{name}_predicted"
+    return samples, ratios
+
+
+def _one_and_two(world: World) -> dict[str | int, float]:
+    """Seconds of steps on one rank and on two, and of all-reduces by their bytes."""
+    alone = world.rank == 0
+    tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _SIZES}
+    arms: dict[str | int, Callable[[], object]] = {
+        "alone": sleeping_step(SLEEPER, BATCH, ALONE, _DDP) if alone else idle,
+        "alone_small": sleeping_step(SLEEPER, SMALL_BATCH, ALONE, _DDP) if alone else idle,
+        "apart": sleeping_step(SLEEPER, BATCH // 2, ALONE, _DDP),
+        "two": sleeping_step(SLEEPER, BATCH, world, _DDP),
+    }
+    for nbytes, tensor in tensors.items():
+        arms[nbytes] = partial(dist.all_reduce, tensor)
+    return {name: median(turn["step"] for turn in turns) for name, turns in take_turns(world, arms, 1, _TURNS).items()}
+
+
+def _fitted(at: dict[str | int, float]) -> StepModel:
+    alone = {SMALL_BATCH: at["alone_small"], BATCH: at["alone"]}
+    all_reduces = {nbytes: at[nbytes] for nbytes in _SIZES}
+    return fit_step(alone, (BATCH, at["apart"]), all_reduces, (BATCH, at["two"]), SLEEPER.nbytes, _BUCKETS)
+
+
+def _steps(world: World, repeats: int) -> list[float]:
+    """Seconds from when all are ready until this rank has the mean of all gradients. The first step is not counted."""
+    step, taken = sleeping_step(SLEEPER, BATCH, world, _DDP), []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - began)
+    return taken[1:]
