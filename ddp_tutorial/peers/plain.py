@@ -35,6 +35,6 @@ def train(world: World, work: Work) -> nn.Module:
             optimizer.zero_grad()
             step += 1
             if step == work.save_after and world.rank == 0:
-                parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-                torch.save({name: part.state_dict() for name, part in parts.items()} | {"step": step}, "checkpoint.pt")
+                saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save({**saved, "scheduler": scheduler.state_dict()}, "checkpoint.pt")
     return model
