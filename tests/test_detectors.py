@@ -556,57 +556,6 @@ def test_a_rank_that_takes_fewer_steps_is_told_to_the_others() -> None:
     assert others == [f"steps: step 4: {message}"] * 2
 
 
-class OnOneRankOnly(Job):
-    """The gradient of one rank spoils after it was averaged: the others know nothing of it."""
-
-    at = 3
-
-    def spoil(self, step: int) -> None:
-        if step == self.at and self.rank == self.last:
-            self.net.last.weight.grad[0, 0] = float("nan")
-
-
-def weights_kept(world: World, kind: type[Job], at: int) -> tuple[str, bool, list[bool], list[bool]]:
-    """What was raised; whether the weights are finite then; of each step, whether it moved them and left gradients."""
-    kind.at = at
-    job, moved, has_gradients = kind(world), [], []
-    real = job.update
-
-    def update(step: int) -> None:
-        weights = nn.utils.parameters_to_vector(job.net.parameters()).clone()
-        real(step)
-        moved.append(not torch.equal(weights, nn.utils.parameters_to_vector(job.net.parameters())))
-        has_gradients.append(all(p.grad is not None for p in job.net.parameters()))
-
-    job.update, told = update, ""
-    try:
-        with checking(world, job.model, job.optimizer, [NonFinite()]):
-            job.steps = 4
-            job.train()
-    except CheckError as error:
-        told = f"{error.finding.ranks}, {error}"
-    finite = all(bool(p.isfinite().all()) for p in job.net.parameters())
-    dist.barrier()
-    return told, finite, moved, has_gradients
-
-
-def weights_of_all(world: World) -> list[Any]:
-    cases = [(NaNReduction, 3), (OnOneRankOnly, 3), (OnOneRankOnly, 4)]
-    return [weights_kept(world, kind, at) for kind, at in cases]
-
-
-def test_no_rank_updates_its_weights_with_a_gradient_that_is_not_finite() -> None:
-    first, last = launch(weights_of_all, 2, device="cpu", threads=1, echo=False, timeout=60)
-    for of_rank, was_hit in ((first, False), (last, True)):
-        (on_all, kept, moved, _), on_one, at_the_end = of_rank
-        assert on_all.startswith("(0, 1), step 3: the gradient is not finite")
-        assert (kept, moved) == (True, [True, True]), "raised before the update of the same step"
-        assert on_one[0].startswith("(1,), step 3: the gradient is not finite")
-        assert on_one[1:] == (True, [True, True, not was_hit], [True] * 3), "raised before the next update"
-        assert at_the_end[0].startswith("(1,), step 4: the gradient is not finite"), "nothing is lost of the last step"
-        assert at_the_end[1:] == (True, [True, True, True, not was_hit], [True] * 4)
-
-
 def test_the_error_of_a_rank_is_told_as_it_is() -> None:
     with pytest.raises(RankError, match="ZeroDivisionError") as caught:
         launch(lambda world: ends_differently(world, "raises"), 3, device="cpu", echo=False, timeout=60)

@@ -156,8 +156,8 @@ def _train_on_a_rank(world: "World", settings: "TaskConfig", attached: Attached)
             return trainer.train()
         model = getattr(trainer.train_step.strategy, "model", trainer.model)  # the wrapper knows what is allowed
         optimizer = trainer.train_step.optimizer
-        with checking(world, model, optimizer, after=lambda: trainer.number) as checks:
-            result = trainer.train()
+        checks = stack.enter_context(checking(world, model, optimizer, after=lambda: trainer.number))
+        result = trainer.train()
         if world.is_main and checks.program.taken:
             _note_in(trainer.run, checks.findings)
         return result

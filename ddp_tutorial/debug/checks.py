@@ -7,28 +7,21 @@
             optimizer.zero_grad()
     checks.findings                           # the warnings
 
-Nothing has to be called in the loop. Before each optimizer step every rank says a few numbers about the step, which go
-to all in one all-gather, and all judge them alike: so all raise, or none does. Nobody waits for that all-gather: it
-travels during the update and the next forward and backward, and is judged before the next update, or where the block
-ends. So an alarm comes one step later than what it tells of, and names the right step. One does not wait: where all
-ranks have a gradient that is not finite, all raise before the update. Where only some have, as with weights that are
-shared out, these leave their weights as they are, and all raise one step later.
+Nothing has to be called in the loop. Before each optimizer step every rank says a few numbers about the step, one line
+of them goes to all in one all-gather, and all judge them alike: so all raise, or none does. The ranks talk in a process
+group of their own. A rank that does not come to its optimizer step makes the others wait for it there, as it would in
+backward: put `watching` around it, which says where everybody is. Of a rank that has left the block the others hear
+in the same step.
 
-The ranks talk in a process group of their own. A rank that does not come to its optimizer step makes the others wait
-for it in the next one, as it would in backward: put `watching` around it, which says where everybody is. Of a rank that
-has left the block the others hear before they have taken two steps more.
-
-It is not free: the default set makes a step of 47 ms 5 % longer, and one of 4 ms 19 % (two ranks on two cores, 0.8
-million parameters in the first; medians of seven repeats, in which the longer step took 46 to 48 ms without and 47 to
-51 ms with it). What takes longer is done now and then, or after an alarm: `NonFinite` and `ReplicaDrift` say what is
-found later for that. `python -m ddp_tutorial bench debug` measures each.
+It is not free: the default set makes a step of 49 ms 3 % longer, and one of 6 ms 39 % (two ranks on two cores, 0.8
+million parameters in the first; medians of five repeats). Nearly half of it is for reading gradients twice, before and
+after they are averaged. What takes longer is done now and then, or after an alarm: `NonFinite` and
+`ReplicaDrift` say what is found later for that. `python -m ddp_tutorial bench debug` measures each.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -51,27 +44,6 @@ from ddp_tutorial.world import World, require_group
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Round:
-    """What the ranks say of one step: the rows are filled when `work` is done. The first number of a row is 1 where
-    that rank should not update its weights; then come `sizes` numbers of each detector."""
-
-    step: int
-    sizes: Sequence[int]
-    rows: torch.Tensor
-    work: dist.Work | None
-
-    def of_ranks(self) -> list[list[float]]:
-        if self.work is not None:
-            self.work.wait()
-        rows: list[list[float]] = self.rows.tolist()
-        return rows
-
-    def are_all_urgent(self) -> bool:
-        """Only the ranks that are urgent ask, and wait. So where all are, all know it."""
-        return all(row[0] for row in self.of_ranks())
-
-
 class Checks:
     """The detectors of one block on one rank, and what they have found so far, in `findings`."""
 
@@ -89,8 +61,6 @@ class Checks:
         self.detectors, self.strict = list(detectors), strict
         self.findings: list[Finding] = []
         self._store: dist.Store | None = None
-        self._round: Round | None = None  # said, and not judged yet
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and gradients kept from the update
         begins = [each for each in detectors if type(each).forward_begins is not Detector.forward_begins]
         ends = [each for each in detectors if type(each).forward_ends is not Detector.forward_ends]
         self._taps = Taps(
@@ -127,7 +97,6 @@ class Checks:
                 stack.callback(hook.remove)
             try:
                 yield
-                self._judge()
             except RuntimeError as error:
                 self._account_for(error)
                 raise
@@ -142,50 +111,30 @@ class Checks:
             dist.destroy_process_group(group)
 
     def _before_update(self, *_: Any) -> None:
-        self._judge()
-        seen = self._taps.take()
-        said = [each.say(seen) for each in self.detectors]
-        is_urgent = any(each.is_urgent() for each in self.detectors)
-        mine = torch.tensor([float(is_urgent), *chain(*said)], dtype=torch.float64)
-        rows = torch.empty(self.program.world.size, len(mine), dtype=torch.float64)
-        work = None
-        if self.program.world.size > 1:
-            work = dist.all_gather(list(rows), mine, group=self.program.group, async_op=True)
-        else:
-            rows.copy_(mine)
-        self._round = Round(self.program.step, [len(each) for each in said], rows, work)
-        if is_urgent and not self._round.are_all_urgent():
-            self._hide_gradients()
-        elif is_urgent or work is None:
-            self._judge()
+        step, seen = self.program.step, self._taps.take()
+        said = [list(each.say(seen)) for each in self.detectors]
+        of_ranks = self._exchange([number for each in said for number in each])
+        place = 0
+        for each, numbers in zip(self.detectors, said, strict=True):
+            part = slice(place, place + len(numbers))
+            self._report(each.judge(step, [row[part] for row in of_ranks]))
+            place += len(numbers)
 
     def _after_update(self, *_: Any) -> None:
-        while self._hidden:
-            parameter, gradient = self._hidden.pop()
-            parameter.grad = gradient
         step = self.program.step
         for each in self.detectors:
             self._report(each.updated(step))
         self.program.taken += 1
 
-    def _judge(self) -> None:
-        """What all ranks have said last. All that they said is here by now, or on its way."""
-        said, self._round = self._round, None
-        if said is None:
-            return
-        of_ranks, place = said.of_ranks(), 1
-        for each, size in zip(self.detectors, said.sizes, strict=True):
-            part = slice(place, place + size)
-            self._report(each.judge(said.step, [row[part] for row in of_ranks]))
-            place += size
-
-    def _hide_gradients(self) -> None:
-        """An optimizer leaves a parameter without a gradient as it is."""
-        for group in self.program.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
+    def _exchange(self, numbers: list[float]) -> list[list[float]]:
+        """A row of numbers from each rank."""
+        if self.program.world.size == 1 or not numbers:
+            return [numbers] * self.program.world.size
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = torch.empty(self.program.world.size, len(numbers), dtype=torch.float64)
+        dist.all_gather(list(rows), mine, group=self.program.group)
+        of_ranks: list[list[float]] = rows.tolist()
+        return of_ranks
 
     def _account_for(self, error: RuntimeError) -> None:
         """Where a connection is lost because a rank has left the block, having taken fewer steps, say so."""
@@ -208,7 +157,6 @@ class Checks:
         self.findings += findings
         for finding in findings:
             if finding.severity == "error" or self.strict:
-                self._round = None  # it is over
                 raise CheckError(finding)
             if self.program.world.is_main:
                 LOG.warning("%s", finding)

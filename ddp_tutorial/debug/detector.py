@@ -94,14 +94,6 @@ class Program:
         """The number of the optimizer step that is under way, or comes next."""
         return (self._after() if callable(self._after) else self._after + self.taken) + 1
 
-    def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[n] of each rank, as many on all of them, of any type, on the CPU -> [ranks, n]. Collective."""
-        rows = numbers.new_empty(self.world.size, len(numbers))
-        if self.world.size == 1:
-            return rows.copy_(numbers)
-        dist.all_gather(list(rows), numbers, group=self.group)
-        return rows
-
     def gather(self, thing: Thing) -> list[Thing]:
         """What the ranks gave, rank 0's first. Collective; for small things that can be pickled."""
         if self.world.size == 1:
@@ -127,11 +119,8 @@ class Detector:
     - `sights`: what it wants to see of a step (see `Taps`).
     - `forward_begins`, `forward_ends`: around each forward that trains.
     - `say`: before the update, `size` numbers about this rank's step. Local, and cheap.
-    - `is_urgent`: after `say`; should this rank's weights not be updated with that gradient?
-    - `judge`: what the numbers of all ranks come to, before the next `say`. All ranks run it with the same numbers, so
-      they may answer with collectives, `self.program.gather`, as long as the numbers alone decide it. It comes in the
-      next step, before its update, or where the block ends; before the update of the same step where all ranks are
-      urgent.
+    - `judge`: what the numbers of all ranks come to. All ranks run it with the same numbers, so they may answer with
+      collectives, `self.program.gather`, as long as the numbers alone decide it.
     - `updated`: after the update; may be collective as well.
 
     A detector belongs to one block of `checking` at a time.
@@ -152,9 +141,6 @@ class Detector:
 
     def say(self, seen: Seen) -> Sequence[float]:
         return ()
-
-    def is_urgent(self) -> bool:
-        return False
 
     def judge(self, step: int, said: Said) -> list[Finding]:
         return []

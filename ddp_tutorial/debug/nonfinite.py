@@ -4,8 +4,8 @@ Once gradients are added up, all ranks have the NaN of one. So each notes the no
 An infinity on the way (a mask, or float16 overflowing under a `GradScaler`) is nothing wrong as long as it does not
 reach an update: only there an alarm is raised, and the notes say where it began. Outputs of modules are not noted:
 after an alarm, each rank computes its forwards of this step once more, with the same inputs, weights and random
-numbers, and looks at all outputs of that. The weights are still those of the step: a rank whose gradient is not finite
-does not update them.
+numbers, and looks at all outputs of that. The weights are still those of the step, for the alarm comes before the
+update.
 """
 
 import math
@@ -20,9 +20,7 @@ _PHASES = ("update", "forward", "loss", "backward")
 
 
 class NonFinite(Detector):
-    """Is the gradient finite that the weights are about to be updated with? Asked in each step; no rank updates its
-    weights with one that is not. The error comes before that update where all ranks have such a gradient, as they do
-    once it is averaged; one step later where only some have.
+    """Is the gradient finite that the weights are about to be updated with? The error comes before that, in each step.
 
     Until then the inputs of a step's forwards are kept. A model whose forward is another one the second time (it draws
     from Python's random numbers, or remembers its last batch) may be told of with its loss or a gradient instead of
@@ -35,17 +33,13 @@ class NonFinite(Detector):
 
     def say(self, seen: Seen) -> Sequence[float]:
         self._seen = seen
+        if math.isfinite(self.program.gradient()):
+            return [0.0]
         # Numbers above 1e19 are finite, and their norm is not.
-        self._is_finite = math.isfinite(self.program.gradient()) or all(
-            bool(each.isfinite().all()) for each in self.program.gradients()
-        )
-        return [0.0 if self._is_finite else 1.0]
-
-    def is_urgent(self) -> bool:
-        return not self._is_finite
+        return [0.0 if all(bool(each.isfinite().all()) for each in self.program.gradients()) else 1.0]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
-        seen, self._seen = self._seen, Seen()  # its inputs are not kept any longer
+        seen, self._seen = self._seen, Seen()  # its inputs are not kept through the next step
         if not any(numbers[0] for numbers in said):
             return []
         origins = self.program.gather(self._origin(seen))

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -25,7 +25,7 @@ Steps = Sequence[Sequence[int]]  # the samples of one rank, as hashes, step by s
 
 class DataOverlap(Detector):
     """Samples that two ranks see in the same step, or within an epoch. Compared after three steps, and then after each
-    `every`-th; told in the step after that.
+    `every`-th.
 
     A sample is a row of the model's inputs while it trains. Where an epoch ends need not be told: as long as no rank
     has seen a sample of its own again, none has ended since the comparison began, and no sample should come twice. A
@@ -34,7 +34,6 @@ class DataOverlap(Detector):
     """
 
     name: ClassVar[str] = "overlap"
-    size: ClassVar[int] = 1
 
     def __init__(self, every: int = 10) -> None:
         if every < 1:
@@ -44,8 +43,7 @@ class DataOverlap(Detector):
     def attach(self, program: Program) -> None:
         super().attach(program)
         self._now: list[torch.Tensor] = []
-        self._steps: list[torch.Tensor] = []
-        self._due: list[torch.Tensor] = []  # the steps of which the ranks have said how many samples they are
+        self._steps: list[list[torch.Tensor]] = []
         self._first = program.step
         self._seen = Epoch(program.world.size)
         self._is_done = program.world.size == 1
@@ -54,40 +52,21 @@ class DataOverlap(Detector):
         if self.program.module.training and not self._is_done:
             self._now.append(rows_hashed(inputs))
 
-    def say(self, seen: Seen) -> Sequence[float]:
+    def updated(self, step: int) -> list[Finding]:
         if self._is_done:
-            return [0.0]
-        self._steps.append(torch.cat(self._now) if self._now else torch.empty(0, dtype=torch.int64))
-        self._now = []
-        step = self.program.step
-        if step % self.every and step != self._first + _STEPS - 1:
-            return [0.0]
-        self._due, self._steps = self._steps, []
-        return [float(sum(map(len, self._due)))]
-
-    def judge(self, step: int, said: Said) -> list[Finding]:
-        if self._is_done or not self._due:
             return []
-        found = self._seen.add(self._of_ranks(int(max(number for [number] in said))))
-        self._due = []
+        self._steps.append(self._now)
+        self._now = []
+        if step % self.every and step != self._first + _STEPS - 1:
+            return []
+        mine = [torch.cat(hashes).tolist() if hashes else [] for hashes in self._steps]
+        self._steps = []
+        found = self._seen.add(self.program.gather(mine))
         if found is None:
             return []
         self._is_done = True
         ranks, message = found
         return [Finding(self.name, step, ranks, message, "warning", "data")]
-
-    def _of_ranks(self, most: int) -> list[Steps]:
-        """The samples of all ranks. Collective. A row is how many a rank has in each step, and then these, of all ranks
-        as long as that with `most`."""
-        lengths = [len(each) for each in self._due]
-        numbers = torch.zeros(len(lengths) + most, dtype=torch.int64)
-        filled = torch.cat([torch.tensor(lengths), *(each.cpu() for each in self._due)])
-        numbers[: len(filled)] = filled
-        of_ranks: list[Steps] = []
-        for row in self.program.gather_numbers(numbers).tolist():
-            samples = iter(row[len(lengths) :])
-            of_ranks.append([list(islice(samples, length)) for length in row[: len(lengths)]])
-        return of_ranks
 
 
 class Epoch:

@@ -2,8 +2,8 @@
 
 Replicas begin equal and get the same gradient, so they stay equal, bit for bit: there is no tolerance here. Each rank
 sends one number that is made from all bits; only where those differ, the ranks compare tensor by tensor. Reading all
-bits takes longer than all else that is checked, so that is done now and then, and at once after a step in which the
-ranks have gradients of different lengths.
+bits takes longer than all else that is checked, so that is done now and then, and at once in a step in which the ranks
+have gradients of different lengths.
 """
 
 import zlib
@@ -30,9 +30,8 @@ class ReplicaDrift(Detector):
     """Parameters, optimizer state and options such as the learning rate, after each `every`-th step and the first one;
     buffers at the beginning of such a step's first forward, where DDP has just broadcast them.
 
-    What comes by the gradient is found one step later, and the step that is named is that of the gradient: one that
-    differs after it was averaged has another norm on each rank, and norms are compared in each step. What comes
-    otherwise, as by an option or an update that one rank alone has
+    What comes by the gradient is found in the same step: an averaged gradient that differs has another norm on each
+    rank, and that is compared in each step. What comes otherwise, as by an option or an update that one rank alone has
     changed, is found up to `every - 1` steps later, and the step that is named is the one in which it was found.
 
     Parameters and optimizer differing is an error, buffers only a warning: training goes on right, but what is saved is
@@ -54,8 +53,8 @@ class ReplicaDrift(Detector):
     def attach(self, program: Program) -> None:
         super().attach(program)
         self._first, self._buffers = program.step, {}
-        self._said, self._together = self._buffers, float(together(self._buffers))
-        self._is_telling, self._has_begun = True, False
+        self._has_doubts, self._is_telling = False, True
+        self._has_begun = False
 
     def _is_due(self, step: int) -> bool:
         return step == self._first or step % self.every == 0
@@ -66,26 +65,14 @@ class ReplicaDrift(Detector):
             self._buffers = checksums(self._kept(dict(self.program.module.named_buffers())))
 
     def say(self, seen: Seen) -> Sequence[float]:
-        if self._has_begun:
-            self._said, self._together = self._buffers, float(together(self._buffers))
-            self._has_begun = False
-        return [self._together, self.program.gradient()]
+        self._has_begun = False
+        return [float(together(self._buffers)), self.program.gradient()]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
-        found = self._compare_buffers(step) if len({sums for sums, _ in said}) > 1 else []
-        if self._is_telling and len({norm.hex() for _, norm in said}) > 1:
-            drifted = self._compare(step)
-            # Each rank may have gradients of its own, where it is the weights that are averaged.
-            self._is_telling = bool(drifted)
-            found += drifted
-        return found
-
-    def updated(self, step: int) -> list[Finding]:
-        return self._compare(step) if self._is_due(step) else []
-
-    def _compare_buffers(self, step: int) -> list[Finding]:
-        """Those that the ranks have said to be different; told once."""
-        found = first_difference(self.program.gather(self._said))
+        self._has_doubts = self._is_telling and len({norm.hex() for _, norm in said}) > 1
+        if len({sums for sums, _ in said}) == 1:
+            return []
+        found = first_difference(self.program.gather(self._buffers))
         if found is None or found[0] in self._told:
             return []
         name, ranks = found
@@ -97,11 +84,14 @@ class ReplicaDrift(Detector):
         )
         return [Finding(self.name, step, ranks, message, "warning", name)]
 
-    def _compare(self, step: int) -> list[Finding]:
-        """All bits of parameters and optimizer."""
+    def updated(self, step: int) -> list[Finding]:
+        if not (self._is_due(step) or self._has_doubts):
+            return []
         sums = checksums(self._kept(dict(self._state())))
-        of_ranks = self.program.gather_numbers(torch.tensor([together(sums)])).tolist()
-        if all(each == of_ranks[0] for each in of_ranks):
+        of_ranks = self.program.gather(together(sums))
+        if len(set(of_ranks)) == 1:
+            # Each rank may have gradients of its own, where it is the weights that are averaged.
+            self._is_telling = self._is_telling and not self._has_doubts
             return []
         found = first_difference(self.program.gather(sums))
         assert found is not None, "a checksum of them all differs, so that of one does"

@@ -34,8 +34,8 @@ class GradientSpike(Detector):
         self._norms, self._losses = deque[float](maxlen=self.window), deque[float](maxlen=self.window)
 
     def say(self, seen: Seen) -> Sequence[float]:
-        self._gradients = seen.gradients
-        norm, loss = math.hypot(*self._gradients.values()), abs(seen.loss)
+        self._gradients = seen.of("backward")
+        norm, loss = math.hypot(*(norm for _, norm in self._gradients)), abs(seen.loss)
         higher = [ratio_to_median(norm, self._norms), ratio_to_median(loss, self._losses)]
         for value, kept in ((norm, self._norms), (loss, self._losses)):
             if math.isfinite(value):
@@ -47,7 +47,7 @@ class GradientSpike(Detector):
         ranks = tuple(rank for rank, ratio in enumerate(higher) if ratio > self.times)
         if not ranks or (len(said) > 1 and _is_another_scale(higher, losses_higher)):
             return []
-        largest = self.program.gather(max(self._gradients, key=self._gradients.__getitem__, default=""))
+        largest = self.program.gather(max(self._gradients, key=lambda each: each[1], default=("", 0.0))[0])
         told = "; ".join(
             f"on rank {rank} {higher[rank]:.0f} times its median, most of it in {largest[rank]!r}" for rank in ranks
         )

@@ -118,21 +118,15 @@ class Seen:
             marks[forward.place : forward.place] = forward.again(module, device)
         return [(mark.phase, mark.name, float(mark.norm)) for mark in marks]
 
-    @cached_property
+    @property
     def loss(self) -> float:
         """The mean of what backward was called on, over the micro-batches; NaN without any."""
-        marks = zip(self.trace, self.norms, strict=True)
-        values = [norm for (phase, name, _), norm in marks if phase == "loss" and not name]
+        values = [norm for name, norm in self.of("loss") if not name]
         return sum(values) / len(values) if values else math.nan
 
-    @cached_property
-    def gradients(self) -> dict[str, float]:
-        """The norm of this rank's own gradient for each parameter that got one, over all micro-batches."""
-        norms: dict[str, float] = {}
-        for (phase, name, _), norm in zip(self.trace, self.norms, strict=True):
-            if phase == "backward":
-                norms[name] = math.hypot(norms[name], norm) if name in norms else norm
-        return norms
+    def of(self, phase: str) -> list[tuple[str, float]]:
+        """Names and norms of one phase."""
+        return [(mark.name, norm) for mark, norm in zip(self.trace, self.norms, strict=True) if mark.phase == phase]
 
 
 class Taps:
@@ -182,14 +176,13 @@ class Taps:
             hooks.append(self.module.register_forward_pre_hook(self._forward_begins, with_kwargs=True))
         if self._ends or self.sights & {"forwards", "seconds"}:
             hooks.append(self.module.register_forward_hook(self._forward_ends))
-        if "gradients" in self.sights:
+        if self.sights & {"gradients", "seconds"}:
             hooks += [self._gradient_hook(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         for hook in hooks:
             stack.callback(hook.remove)
         if "losses" in self.sights:
             stack.enter_context(_seeing_losses(self._loss))
         if "seconds" in self.sights:
-            stack.enter_context(_seeing_backwards(self._backward_will_end))
             stack.enter_context(_seeing_loaders(self._waits_for_data))
             stack.enter_context(observe(self._phase))
 
@@ -234,22 +227,18 @@ class Taps:
 
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
         """The hook for one parameter. It is called for each in each step, so it does little."""
+        is_noted, is_timed = "gradients" in self.sights, "seconds" in self.sights
         usual, norm = torch.float32, torch.linalg.vector_norm
 
         def arrives(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient = gradients[0]
-            if gradient is not None:
+            if is_noted and gradient is not None:
                 is_plain = gradient.dtype is usual and not (gradient.requires_grad or gradient.is_sparse)
                 self._seen.trace.append(Mark("backward", name, norm(gradient) if is_plain else norm_of(gradient)))
+            if is_timed:
+                self._arrived = time.perf_counter()
 
         return arrives
-
-    def _backward_will_end(self, _: torch.Tensor) -> None:
-        """Backward begins. What is queued now is called before what DDP queues later, to wait for the others."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._gradients_have_come)
-
-    def _gradients_have_come(self) -> None:
-        self._arrived = time.perf_counter()
 
     def _backward_has_ended(self) -> None:
         """Count it, until its last gradient."""
@@ -347,27 +336,6 @@ def _seeing_losses(see: Callable[[torch.Tensor], object]) -> Iterator[None]:
         torch.autograd.backward = real
         torch.amp.GradScaler.scale = real_scale  # type: ignore[method-assign]
         StepLoss.forward = real_forward  # type: ignore[method-assign]
-
-
-@contextmanager
-def _seeing_backwards(begins: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """`begins` is called in each backward, by the first gradient in it."""
-    real = torch.autograd.backward
-
-    def backward(tensors: Any, *args: Any, **named: Any) -> None:
-        first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
-        hook = first.register_hook(begins) if isinstance(first, torch.Tensor) and first.requires_grad else None
-        try:
-            real(tensors, *args, **named)
-        finally:
-            if hook is not None:
-                hook.remove()
-
-    torch.autograd.backward = backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = real
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class UnusedParameters(Detector):
         self._mine: list[str] = []
 
     def say(self, seen: Seen) -> Sequence[float]:
-        arrived = seen.gradients.keys()
+        arrived = {mark.name for mark in seen.trace if mark.phase == "backward"}
         if self._is_allowed or not arrived or self._trained.keys() <= arrived:
             return [0.0]
         self._mine = [name for name, p in self._trained.items() if p.requires_grad and name not in arrived]

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.debug import CheckError, Detector, checking
+from ddp_tutorial.debug import Detector, checking
 from ddp_tutorial.debug.checks import Checks
 from ddp_tutorial.debug.hangs import Diagnosis, Standing, diagnose
 from ddp_tutorial.debug.recorder import calls
@@ -266,8 +266,7 @@ def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around
             if torch.is_grad_enabled() and not models:
                 models.append(module)
 
-        # What they raise as the block ends is among their findings, or tells that others have gone before.
-        with suppress(CheckError, RuntimeError), ExitStack() as stack:
+        with ExitStack() as stack:
 
             def step(optimizer: Optimizer, *_: Any) -> None:
                 if not checks and models:
@@ -277,6 +276,6 @@ def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around
             for hook in (register_module_forward_pre_hook(forward), register_optimizer_step_pre_hook(step)):
                 stack.callback(hook.remove)
             yield
-        outcome.findings = [(finding.detector, str(finding)) for each in checks for finding in each.findings]
+            outcome.findings = [(finding.detector, str(finding)) for each in checks for finding in each.findings]
 
     return around
