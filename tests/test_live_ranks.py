@@ -332,11 +332,12 @@ def test_cells_become_a_script_that_torchrun_runs(tmp_path):
     ]
     script = tmp_path / "out.py"
     script.write_text(script_of(steps, "out.py", 2, 1, "cpu", "gloo"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    whole_lines = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=whole_lines)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    files = ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # ranks that print at a time would share lines
+    done = subprocess.run([*command, *files, script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0.5", "[rank 1] (9, 'one\\n  two')", "[rank 1] 0.5"]
+    said = [path.read_text().splitlines() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
+    assert said == [["[rank 0] 0.5"], ["[rank 1] 0.5", "[rank 1] (9, 'one\\n  two')"]]
 
 
 def test_lines_inside_of_strings_are_not_indented():

@@ -114,7 +114,7 @@ class Torchrun:
         return used
 
     def _stood(self) -> str:
-        lines = self.printed().splitlines()
+        lines = [line for line in self.printed().splitlines() if line]  # ranks that print at a time share lines
         return f"Your script printed {f'{lines[-1]!r} last' if lines else 'nothing'}"
 
     def error(self) -> str:
