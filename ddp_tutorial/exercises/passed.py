@@ -7,12 +7,12 @@ Answers that a program gives, such as nbval, papermill or a test, are not noted:
 
 import html
 import os
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_tutorial.files import RUNS
+from ddp_tutorial.processes.console import ipython_shell
 
 FILE = RUNS / "exercises.txt"  # below the folder that the notebook's kernel works in
 
@@ -20,8 +20,7 @@ FILE = RUNS / "exercises.txt"  # below the folder that the notebook's kernel wor
 def a_person_is_there() -> bool:
     """Did a person run this cell? A front end such as JupyterLab says with each cell that its user can be asked for
     input; programs that execute notebooks say that nobody can. Without a kernel, as in a script: no."""
-    ipython = sys.modules.get("IPython")
-    kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython else None
+    kernel = getattr(ipython_shell(), "kernel", None)
     return kernel is not None and bool(kernel.get_parent().get("content", {}).get("allow_stdin"))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.processes.console import ipython_shell
 from ddp_tutorial.processes.marks import kill_marked
 
 # How long ranks have to end when they are asked to.
@@ -141,9 +142,7 @@ def cell_sources() -> dict[str, list[str]]:
 
 def name_cells(trace: str) -> str:
     """Call a cell what the notebook calls it: `File "ipykernel_7/3.py", line 2` -> `Cell In[4], line 2`."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    known_as = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)
+    known_as = getattr(getattr(ipython_shell(), "compile", None), "format_code_name", lambda name: None)
     return re.sub(r'File "([^"]+)"', lambda match: " ".join(known_as(match[1]) or [match[0]]), trace)
 
 

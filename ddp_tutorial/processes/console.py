@@ -155,9 +155,13 @@ def describe(numbers: dict[str, Any]) -> str:
 
 def in_notebook() -> bool:
     """True inside a Jupyter kernel (JupyterLab, papermill, nbval), false in a terminal, IPython's too."""
+    return getattr(ipython_shell(), "kernel", None) is not None
+
+
+def ipython_shell() -> Any:
+    """The IPython that this process runs cells in, in a Jupyter kernel or a terminal; None where it is neither."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return getattr(shell, "kernel", None) is not None
+    return ipython.get_ipython() if ipython else None
 
 
 def make_console(echo: bool) -> Console:
