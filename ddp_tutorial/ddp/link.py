@@ -47,6 +47,11 @@ class LinkModel:
         return self.seconds(rounds * nbytes, rounds)
 
 
+def bytes_all_reduced(nbytes: int, size: int) -> int:
+    """Bytes that each of `size` ranks sends in a ring all-reduce of `nbytes`: 2 (N - 1) chunks of nbytes / N."""
+    return 2 * nbytes * (size - 1) // size
+
+
 def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> LinkModel:
     """The latency and bandwidth that fit measurements best: `seconds[i]` for `rounds[i]` messages one after another,
     with `nbytes[i]` in all of them together.

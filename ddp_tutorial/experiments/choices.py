@@ -132,7 +132,7 @@ def cost(choice: Choice, work: Work, network: Network, batch: int) -> Cost:
         return _pipeline(choice, work, network, batch, mesh)
     samples = math.ceil(batch / network.ranks / choice.micro_batches)
     computing = work.fixed / choice.micro_batches + work.per_sample * samples  # of a micro-batch
-    kept = "zero3" if choice.kind == "zero3" else choice.kind if choice.kind.startswith("zero") else "ddp"
+    kept = choice.kind if choice.kind.startswith("zero") else "ddp"
     memory = sum(bytes_kept(kept, round(work.parameters), mesh.span, work.optimizer).values())
     memory += round(work.activations * samples)
     total = choice.micro_batches * computing
@@ -145,8 +145,6 @@ def cost(choice: Choice, work: Work, network: Network, batch: int) -> Cost:
     if kept == "zero3" and mesh.span > 1:
         memory += round(work.nbytes * min(1.0, 2 / work.units))  # whole for a while: a unit, and the next one
     sent = bytes_sent(kept, round(work.parameters), mesh.span, choice.micro_batches, mesh.replicate)
-    if kept == "ddp":
-        sent = bytes_sent("ddp", round(work.parameters), network.ranks)
     return Cost(seconds, total, memory, sent)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.futures import Future
 
 from ddp_tutorial.collectives import copy_from_flat
-from ddp_tutorial.ddp.link import Link, Transfer
+from ddp_tutorial.ddp.link import Link, Transfer, bytes_all_reduced
 from ddp_tutorial.world import World
 
 
@@ -31,7 +31,7 @@ class CountingLink:
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
         """Start summing `tensor` over all ranks, in place."""
-        self.sent += 2 * tensor.nbytes * (self.world.size - 1) // self.world.size
+        self.sent += bytes_all_reduced(tensor.nbytes, self.world.size)
         return self.link.all_reduce(tensor, name)
 
 

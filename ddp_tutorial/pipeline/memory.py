@@ -11,6 +11,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.memory import bytes_kept
+from ddp_tutorial.ddp.link import bytes_all_reduced
 from ddp_tutorial.pipeline.parallel import PipelineConfig
 from ddp_tutorial.pipeline.schedules import FORWARD, Table
 from ddp_tutorial.pipeline.stages import Stage, cut, even_cuts
@@ -90,12 +91,8 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1) -> lis
             if 0 <= to < len(costs) and to % ranks != place:
                 sent += costs[min(action.stage, to)].output
         own = of_ranks[place]
-        sent += _all_reduced(4 * sum(own.values()), copies)
+        sent += bytes_all_reduced(4 * sum(own.values()), copies)
         for tensor, count in own.items():
-            sent += _all_reduced(4 * count, sum(tensor in each for each in of_ranks))
+            sent += bytes_all_reduced(4 * count, sum(tensor in each for each in of_ranks))
         found.append(RankCost(sum(own.values()), most, sent))
     return found
-
-
-def _all_reduced(nbytes: int, ranks: int) -> int:
-    return 2 * nbytes * (ranks - 1) // ranks

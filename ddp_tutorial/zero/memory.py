@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from ddp_tutorial.ddp.link import bytes_all_reduced
 from ddp_tutorial.zero.units import units_of
 
 # What is divided by W.
@@ -51,19 +52,19 @@ def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 
     A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W, and an all-reduce is one of each. Where gradients
     are divided, each micro-batch has a reduction of its own; where weights are, two gathers too. With several copies
     (HSDP), a rank's piece of the gradient is added up over them after each reduction; what is not divided is added up
-    over all ranks at once. With invariant, a rank sends all of its sums in each of log2 W rounds. On
-    gloo, fsdp sends more: torch's reduce-scatter is an all-reduce there.
+    over all ranks at once. With invariant, a rank sends all of its sums in each of log2 W rounds. On gloo,
+    fsdp sends more: torch's reduce-scatter is an all-reduce there.
     """
     nbytes, k, world = 4 * parameters, micro_batches, ranks * copies
     if strategy == "invariant":
         return nbytes * (world.bit_length() - 1)
     whole = nbytes * (ranks - 1) // ranks  # of a gather, or a reduce-scatter, within a copy
-    over_copies = 2 * (nbytes // ranks) * (copies - 1) // copies
+    over_copies = bytes_all_reduced(nbytes // ranks, copies)
     match strategy:
         case "ddp":
-            return 2 * nbytes * (world - 1) // world
+            return bytes_all_reduced(nbytes, world)
         case "zero1":
-            return 2 * nbytes * (world - 1) // world + whole
+            return bytes_all_reduced(nbytes, world) + whole
         case "zero2":
             return k * (whole + over_copies) + whole
         case "zero3" | "fsdp":
