@@ -31,8 +31,9 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
     handle, deadline = None, time.monotonic() + seconds
     state = before = ""
     while True:
-        before, state = state, read_run(Path(run))[1].state  # before it is drawn: the last picture is of its end
-        picture = Image(as_png(dashboard(run)), format="png")
+        rows, summary = read_run(Path(run))
+        before, state = state, summary.state
+        picture = Image(as_png(_drawn(Path(run), rows, summary)), format="png")
         if handle is None:
             handle = display(picture, display_id=True)
         else:
@@ -43,14 +44,17 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
         time.sleep(min(every, max(0.0, deadline - time.monotonic())))
 
 
-@styled
 def dashboard(run: str | Path) -> Figure:
     """A run as it is now: losses and rate by step; memory of each rank, as often as it was evaluated, and the seconds
     of each phase since the last but one evaluation.
 
     Raises `ConfigError` where `run` is not the folder of a run.
     """
-    rows, summary = read_run(Path(run))
+    return _drawn(Path(run), *read_run(Path(run)))
+
+
+@styled
+def _drawn(run: Path, rows: Sequence[Row], summary: Summary) -> Figure:
     figure, grid = plt.subplots(2, 2, figsize=(10, 5.2))
     _losses(grid[0][0], rows)
     _rate(grid[0][1], rows, summary)
@@ -64,9 +68,7 @@ def dashboard(run: str | Path) -> Figure:
         if not axes.has_data():
             axes.annotate("nothing yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
     ranks = "1 rank" if summary.ranks == 1 else f"{summary.ranks} ranks"
-    figure.suptitle(
-        f"{Path(run).name}: {summary.state}, step {summary.step} of {summary.steps}, {ranks}", x=0.01, ha="left"
-    )
+    figure.suptitle(f"{run.name}: {summary.state}, step {summary.step} of {summary.steps}, {ranks}", x=0.01, ha="left")
     return figure
 
 
