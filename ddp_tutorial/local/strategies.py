@@ -105,6 +105,9 @@ class LocalSGD:
 
     def end_round(self) -> None:
         """All ranks get the same weights, and rank 0's buffers. Collective."""
+        self._meet()
+
+    def _meet(self) -> None:
         average(self.world, self.counted, self._parameters)
         broadcast_tensors(self.world, list(self.module.buffers()))
 
@@ -126,8 +129,7 @@ class LocalSGD:
             return
         tensors = [*self._parameters, *self.module.buffers()]
         own = [tensor.detach().clone() for tensor in tensors]
-        average(self.world, self.counted, self._parameters)
-        broadcast_tensors(self.world, list(self.module.buffers()))
+        self._meet()
         self._is_mean = True
         try:
             yield self.module
