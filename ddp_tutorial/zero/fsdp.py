@@ -11,14 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from ddp_tutorial.accumulation.loss import Loss
-from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.variants import sync_initial_state
-from ddp_tutorial.mesh import Mesh
-from ddp_tutorial.world import World
-from ddp_tutorial.zero.state import Groups, ModelState, OptimizerState, device_mesh, with_parameters
+from ddp_tutorial.zero.state import ModelState, OptimizerState, device_mesh, with_parameters
 from ddp_tutorial.zero.strategies import Sharded
 from ddp_tutorial.zero.units import units_of
 
@@ -30,20 +26,11 @@ class FSDPStrategy(Sharded):
     use the same parameters. One rank alone has nothing to shard.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        loss: Loss,
-        accumulation: int = 1,
-        precision: Precision | None = None,
-        mesh: Mesh | None = None,
-    ) -> None:
-        super().__init__(model, world, loss, accumulation, precision, mesh)
-        self.times = float(world.size)  # torch averages
-        if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+    def begin(self) -> None:
+        self.times = float(self.world.size)  # torch averages
+        if scalars := [name for name, parameter in self.module.named_parameters() if not parameter.dim()]:
             raise ConfigError(f"strategy fsdp cuts parameters into rows, and {scalars[0]!r} is one number: use zero3")
-        sync_initial_state(model, world)
+        sync_initial_state(self.module, self.world)
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -58,9 +45,6 @@ class FSDPStrategy(Sharded):
         sharded = dict(self.module.named_parameters())
         with_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
         return optimizer
-
-    def stepped(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def reduce(self) -> None:
         """torch's backward ends when all is reduced."""
@@ -90,7 +74,5 @@ class FSDPStrategy(Sharded):
                 module._buffers[each] = buffers[f"{name}.{each}".lstrip(".")]
         yield model
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        model, state = ModelState(self.module, lambda _, own: own), OptimizerState(optimizer, self.stepped())
-        parts: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
-        return parts | {"groups": (Groups(optimizer), "replicated")}
+    def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        return (ModelState(self.module, lambda _, own: own), "sharded"), OptimizerState(optimizer, self.stepped())

@@ -70,6 +70,11 @@ class Sharded(ABC):
     ) -> None:
         self.module, self.world, self.accumulation, self.mesh = model, world, accumulation, mesh
         self.loss = StepLoss(loss, world, precision)
+        self.begin()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Give all ranks the same weights, and make what there is to make before an optimizer. Collective."""
 
     @property
     def per_rank(self) -> int:
@@ -78,9 +83,13 @@ class Sharded(ABC):
     @abstractmethod
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer: ...
 
-    @abstractmethod
     def stepped(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer steps, by name."""
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    @abstractmethod
+    def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        """What a checkpoint keeps of the model, and the state of this rank's optimizer."""
 
     @abstractmethod
     def reduce(self) -> None:
@@ -122,6 +131,10 @@ class Sharded(ABC):
     def judged(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        model, state = self.kept(optimizer)
+        return {"model": model, "optimizer": (state, "sharded"), "groups": (Groups(optimizer), "replicated")}
+
     def state_dict(self) -> Mapping[str, float]:
         return self.loss.state_dict()
 
@@ -132,17 +145,9 @@ class Sharded(ABC):
 class Zero2Strategy(Sharded):
     """Every rank has the whole model, and its piece of each gradient and of the optimizer's state."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        loss: Loss,
-        accumulation: int = 1,
-        precision: Precision | None = None,
-        mesh: Mesh | None = None,
-    ) -> None:
-        super().__init__(model, world, loss, accumulation, precision, mesh)
-        self.sharded, self.pieces = ShardedGradients(model, world, mesh=mesh), Pieces(model, world, mesh)
+    def begin(self) -> None:
+        self.sharded = ShardedGradients(self.module, self.world, mesh=self.mesh)
+        self.pieces = Pieces(self.module, self.world, self.mesh)
         self.shards = self.sharded.shards
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -163,10 +168,8 @@ class Zero2Strategy(Sharded):
     def whole(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        state = OptimizerStateOfPieces(optimizer, self.pieces, self.stepped())
-        parts: dict[str, Part] = {"model": (self.module, "replicated"), "optimizer": (state, "sharded")}
-        return parts | {"groups": (Groups(optimizer), "replicated")}
+    def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        return (self.module, "replicated"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped())
 
 
 class Zero3Strategy(Sharded):
@@ -175,19 +178,11 @@ class Zero3Strategy(Sharded):
     With precision bf16, parameters are gathered in bfloat16, and computed with as such: half the bytes of a gather.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        loss: Loss,
-        accumulation: int = 1,
-        precision: Precision | None = None,
-        mesh: Mesh | None = None,
-    ) -> None:
-        super().__init__(model, world, loss, accumulation, precision, mesh)
-        self.compute_dtype = torch.bfloat16 if precision and precision.config.dtype == "bf16" else None
-        self.pieces = Pieces(model, world, mesh)
-        sync_initial_state(model, world)  # now, so that an optimizer is made of the same weights on all ranks
+    def begin(self) -> None:
+        self.compute_dtype = torch.bfloat16 if self.loss.precision.config.dtype == "bf16" else None
+        self.pieces = Pieces(self.module, self.world, self.mesh)
+        # now, so that an optimizer is made of the same weights on all ranks
+        sync_initial_state(self.module, self.world)
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """From here on the parameters are pieces, the optimizer's too: they are the same."""
@@ -195,9 +190,6 @@ class Zero3Strategy(Sharded):
         self.sharded = ShardedModel(self.module, self.world, compute_dtype=self.compute_dtype, mesh=self.mesh)
         self.shards = self.sharded.shards
         return optimizer
-
-    def stepped(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def reduce(self) -> None:
         self.sharded.reduce()
@@ -208,10 +200,6 @@ class Zero3Strategy(Sharded):
     def whole(self) -> AbstractContextManager[nn.Module]:
         return self.sharded.whole()
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        model, state = (
-            ModelState(self.module, self.pieces.of_whole),
-            OptimizerStateOfPieces(optimizer, self.pieces, self.stepped()),
-        )
-        parts: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
-        return parts | {"groups": (Groups(optimizer), "replicated")}
+    def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        model = ModelState(self.module, self.pieces.of_whole)
+        return (model, "sharded"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped())
