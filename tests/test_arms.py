@@ -1,7 +1,8 @@
 """Arms that take turns: the steps of the trainer, and where their time goes."""
 
 import time
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,8 +20,16 @@ pytestmark = pytest.mark.usefixtures("workdir")
 TINY = load("tiny", TaskConfig, ["warmup_steps=0", "final_lr_fraction=1"])
 
 
-def compared(world: World) -> tuple[list[str], dict[str, Any], bool]:
-    """All arms in one world, turns of theirs, and whether they and the trainer have the same weights at the end."""
+class Step(NamedTuple):
+    """A step of an arm; times are in seconds of the monotonic clock, which all ranks of a machine share."""
+
+    arm: str
+    began: float
+    ended: float
+
+
+def compared(world: World) -> tuple[list[Step], dict[str, Any], bool]:
+    """All arms in one world: their steps, turns of theirs, and whether they and the trainer have the same weights."""
     kinds = ("sharded", "dispatched", "streamed", "fast_stream")
     ddp = DDPConfig(variant="bucket")
     arms: dict[str, Any] = {
@@ -28,9 +37,14 @@ def compared(world: World) -> tuple[list[str], dict[str, Any], bool]:
         for kind in kinds
     }
     arms["alone"] = Arm(make_step(TINY, ALONE)) if world.is_main else idle
-    order: list[str] = []
-    watched = {name: (lambda name=name: (order.append(name), arms[name]())) for name in arms}
-    turns = take_turns(world, watched, steps=2, turns=2)
+    steps: list[Step] = []
+
+    def watched(name: str) -> None:
+        began = time.monotonic()
+        arms[name]()
+        steps.append(Step(name, began, time.monotonic()))
+
+    turns = take_turns(world, {name: partial(watched, name) for name in arms}, steps=2, turns=2)
     trainer = make_trainer(TINY.model_copy(update={"ddp": ddp}), world)
     for _ in range(6):
         trainer.step()
@@ -38,13 +52,14 @@ def compared(world: World) -> tuple[list[str], dict[str, Any], bool]:
     equal = all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True))
     for kind in kinds:
         arms[kind].close()
-    return order, turns, equal
+    return steps, turns, equal
 
 
 def test_arms_take_turns_take_the_trainers_steps_and_tell_where_the_time_went() -> None:
-    (order, turns, equal), (_, of_rank_1, _) = launch(compared, 2, device="cpu", threads=1, echo=False)
+    (steps, turns, equal), (of_rank_1, waited, _) = launch(compared, 2, device="cpu", threads=1, echo=False)
     names = list(turns)
-    assert order[::2] == [*names, *names[::-1], *names]
+    order = [*names, *names[::-1], *names]
+    assert [step.arm for step in steps] == [step.arm for step in of_rank_1] == [name for name in order for _ in "12"]
     assert equal
     for name, each in turns.items():
         assert len(each) == 2  # the first is not counted
@@ -52,8 +67,13 @@ def test_arms_take_turns_take_the_trainers_steps_and_tell_where_the_time_went() 
             assert set(turn) == {"step", "data", "compute", "sync", "other"}
             assert turn["compute"] > 0
             assert turn["step"] == pytest.approx(sum(turn.values()) - turn["step"], rel=1e-6), name
-    assert of_rank_1["alone"][0]["compute"] == 0  # it was idle
-    assert of_rank_1["alone"][0]["step"] >= turns["alone"][0]["compute"] * 0.9  # until rank 0 was done
+    for last, following in zip(range(1, len(steps), 2), range(2, len(steps), 2), strict=False):
+        ended = max(steps[last].ended, of_rank_1[last].ended)
+        assert ended <= min(steps[following].began, of_rank_1[following].began), "a turn began before another was over"
+    assert waited["alone"][0]["compute"] == 0  # rank 1 was idle
+    first = order.index("alone", len(names)) * 2  # of the first turn that is counted
+    until = steps[first + 1].ended - of_rank_1[first].began  # busy machines may wake rank 1 late, then it waits less
+    assert waited["alone"][0]["step"] >= until / 2 - 1e-6, "a turn lasts until rank 0 is done"
 
 
 def test_medians_are_taken_part_by_part() -> None:
@@ -68,20 +88,36 @@ def test_a_repeat_is_the_median_of_its_turns() -> None:
     assert by_repeat(turns, repeats=3) == [1.5, 6.5, 5.5]
 
 
-def _slow_rank(world: World) -> tuple[float, float]:
+class Slow(NamedTuple):
+    step: float  # seconds, as `take_turns` has it
+    began: float  # the first step that is counted, on the monotonic clock
+    ended: float
+    all: float  # seconds that the turns took, the one that is not counted included
+    used: float  # seconds of a core
+
+
+def _slow_rank(world: World) -> Slow:
+    moments = []
+
     def sleep() -> None:
+        began = time.monotonic()
         if world.rank == 1:
             time.sleep(0.05)
+        moments.append((began, time.monotonic()))
 
-    used = time.process_time()
+    used, start = time.process_time(), time.monotonic()
     turns = take_turns(world, {"sleep": sleep}, steps=4, turns=1)
-    return turns["sleep"][0]["step"], time.process_time() - used
+    took = time.monotonic() - start
+    return Slow(turns["sleep"][0]["step"], moments[4][0], moments[-1][1], took, time.process_time() - used)
 
 
 def test_a_turn_lasts_until_the_slowest_rank_is_done_and_waiting_takes_no_core() -> None:
-    for seconds, used in launch(_slow_rank, 2, device="cpu", threads=1, echo=False):
-        assert 0.05 <= seconds < 0.5
-        assert used < 0.1, "a rank that waits in a barrier should sleep, or it takes cores from those who work"
+    ranks = launch(_slow_rank, 2, device="cpu", threads=1, echo=False)
+    slowest = ranks[1].ended
+    for each in ranks:
+        assert slowest - each.began - 1e-6 <= 4 * each.step <= each.all - 4 * 0.05, "a turn is not what it lasted"
+        assert each.used < 0.1, "a rank that waits in a barrier should sleep, or it takes cores from those who work"
+    assert ranks[1].step >= 0.05
 
 
 def _threads(world: World) -> list[int]:
