@@ -289,6 +289,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[StepLog]:
     log = StepLog(World(), tmp_path / "log.jsonl", "tokens")
+    log.open()
     yield log
     log.close()
 
@@ -337,6 +338,7 @@ def test_a_flush_writes_every_step_so_far(log: StepLog, tmp_path: Path) -> None:
 
 def test_only_rank_zero_writes_the_log(tmp_path: Path) -> None:
     log = StepLog(World(1, 2, 1, 2), tmp_path / "log.jsonl")
+    log.open()
     add(log, 1)
     log.close()
     assert log.losses == [1.0]
@@ -387,6 +389,7 @@ def test_time_spent_while_paused_does_not_count(log: StepLog) -> None:
 def test_a_log_that_exists_is_added_to(tmp_path: Path) -> None:
     for step in (1, 2):
         log = StepLog(World(), tmp_path / "log.jsonl")
+        log.open()
         add(log, step)
         log.close()
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [1, 2]

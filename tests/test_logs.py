@@ -118,6 +118,12 @@ def test_a_run_is_running_as_long_as_its_folder_is_held_whatever_an_earlier_one_
         assert state_of(folder) == "finished"
 
 
+def test_a_run_that_goes_on_while_it_is_looked_at_is_not_taken_for_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, True])  # it takes away what an earlier life has left, between the two
+    monkeypatch.setattr("ddp_tutorial.runs.summaries.is_locked", lambda folder: next(answers))
+    assert state_of(made("mine", result=None)) == "running"
+
+
 @pytest.mark.parametrize(
     ("result", "failed", "state"),
     [

@@ -27,6 +27,7 @@ from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.processes.signals import EXIT_CODE, StoppedError, exit_code, stopped_by_signals
 from ddp_tutorial.runs.folder import RunFolder, request_stop
+from ddp_tutorial.runs.summaries import find_runs, state_of
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.stopping import Stopping
 from ddp_tutorial.training.tasks import make_trainer, train
@@ -274,6 +275,16 @@ def test_two_runs_in_one_folder_are_refused() -> None:
     assert rows_of(Path("runs/mine")) == before
     assert json.loads(Path("runs/mine/config.json").read_text())["learning_rate"] == 0.003
     assert part.exists(), "it may be what the other run is writing"
+
+
+def test_a_run_that_has_just_begun_is_seen_as_running_by_whoever_sees_it() -> None:
+    trainer = make_trainer(config_of(name="mine"), World())
+    assert find_runs() == []
+    states = set()
+    with observe_disk(lambda operation, path: states.update(state_of(each) for each in find_runs())):
+        trainer.train()
+    assert states == {"running"}
+    assert state_of(Path("runs/mine")) == "finished"
 
 
 def test_the_manifest_has_what_the_run_was_and_how_it_did() -> None:

@@ -29,17 +29,14 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
     from IPython.display import Image, display  # only in a notebook
 
     handle, deadline = None, time.monotonic() + seconds
-    state = before = ""
     while True:
         rows, summary = read_run(Path(run))
-        before, state = state, summary.state
         picture = Image(as_png(_drawn(Path(run), rows, summary)), format="png")
         if handle is None:
             handle = display(picture, display_id=True)
         else:
             handle.update(picture)
-        # One that has just begun has not locked its folder yet, and looks as if it had been killed.
-        if state not in {"running", "killed"} or state == before == "killed" or time.monotonic() >= deadline:
+        if summary.state != "running" or time.monotonic() >= deadline:
             return
         time.sleep(min(every, max(0.0, deadline - time.monotonic())))
 

@@ -1,7 +1,7 @@
 """What is kept of one run, as one context manager: its folder, its log, what each rank says and uses, how it failed.
 
-record = RunRecord(world, folder)
-with record.alone():     # locked; now look whether the run can go on, and refuse where it cannot
+record = RunRecord(world, folder, config)
+with record.alone():     # locked, and a run for all to see; now look whether it can go on, and refuse where it cannot
     with record:
         record.reopen()
         record.log.add(...)
@@ -30,16 +30,15 @@ from ddp_tutorial.world import World
 _MARK = "shared"  # the name, for an instant, of the file by which ranks see that they share a folder
 
 
-def open_folder(
-    world: World, name: str, label: str, config: Mapping[str, Any], *, again: bool, shared: bool = False
-) -> RunFolder:
+def open_folder(world: World, name: str, label: str, *, again: bool, shared: bool = False) -> RunFolder:
     """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide. Collective.
+    It is empty; `RunRecord.alone` makes it the folder of a run.
 
     It is called `name`, or by the time and `label`. With `again` it is the folder of that name, whoever made it; else a
     name that is taken gets a number. Where it has to be `shared`, as checkpoints do, and some rank does not see it, or
     sees another one of that name, raises `ConfigError` on all ranks, and there is no new folder.
     """
-    made, is_new = decided_by_rank_zero(world, lambda: _made_folder(name, f"{label}-{world.size}x", config, again))
+    made, is_new = decided_by_rank_zero(world, lambda: _made_folder(name, f"{label}-{world.size}x", again))
     folder = RunFolder(made)
     others = _not_seeing(world, made) if shared else []
     if others:
@@ -75,21 +74,19 @@ def _marked(folder: Path) -> Path:
     return mark
 
 
-def _made_folder(name: str, label: str, config: Mapping[str, Any], again: bool) -> tuple[Path, bool]:
+def _made_folder(name: str, label: str, again: bool) -> tuple[Path, bool]:
     """The folder, and whether it is a new one."""
-    if again:
-        run = RUNS / name
-        is_new = not run.exists()
-        run.mkdir(parents=True, exist_ok=True)
-    else:
-        run, is_new = new_directory(RUNS, name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), True
-    if not RunFolder(run).exists():  # else it may be that of a run which is going on
-        write_json(RunFolder(run).config, config)
+    if not again:
+        return new_directory(RUNS, name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), True
+    run = RUNS / name
+    is_new = not run.exists()
+    run.mkdir(parents=True, exist_ok=True)
     return run, is_new
 
 
 class RunRecord:
-    """What is kept of a run, on one rank. Enter it once, inside of `alone`, for the length of the run.
+    """What is kept of a run, on one rank: of one with the settings of `config`. Enter it once, inside of `alone`, for
+    the length of the run.
 
     Inside, what the rank says goes to its log, phases are timed, and an exception leaves a note.
     """
@@ -98,12 +95,13 @@ class RunRecord:
         self,
         world: World,
         folder: RunFolder,
+        config: Mapping[str, Any],
         *,
         unit: str = "samples",
         events: bool = False,
         memory_limit_mb: float = 0,
     ) -> None:
-        self.world, self.folder = world, folder
+        self.world, self.folder, self.config = world, folder, config
         self.log = StepLog(world, folder.metrics, unit, events=events)
         self.usage = Usage(world, memory_limit_mb)
         self.watch = Stopwatch(world.device)
@@ -112,10 +110,21 @@ class RunRecord:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, no other run may use the folder, in which nothing has been touched yet. Collective."""
+        """Inside, no other run may use the folder. One that is new has its config by now; in that of an earlier life
+        nothing has been touched yet. Raises `FolderInUseError`, on all ranks, where another run uses it. Collective.
+
+        First it is locked: whoever sees the config or the log of a run that has just begun, sees that it is running.
+        """
         with ExitStack() as stack:
             stack.callback(self.log.close_file)  # also when a step fails
-            stack.enter_context(locked_by_rank_zero(self.world, self.folder.path))
+
+            def begin() -> None:
+                stack.enter_context(locked(self.folder.path))
+                if not self.folder.exists():
+                    write_json(self.folder.config, self.config)
+                self.log.open()
+
+            decided_by_rank_zero(self.world, begin)
             yield
 
     def __enter__(self) -> "RunRecord":
@@ -148,11 +157,3 @@ class RunRecord:
         """`result.json`, the last thing that a run writes, with the environment; on rank 0."""
         if self.world.is_main:
             write_json(self.folder.result, {"schema": 1, **content, "environment": describe_environment()})
-
-
-@contextmanager
-def locked_by_rank_zero(world: World, folder: Path) -> Iterator[None]:
-    """Inside, no other run may use `folder`. Raises `FolderInUseError`, on all ranks, where one does. Collective."""
-    with ExitStack() as stack:
-        decided_by_rank_zero(world, lambda: stack.enter_context(locked(folder)))
-        yield

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ class StepLog:
 
     What it is given is the same on all ranks already, so nothing here is collective. A step costs an entry in a list;
     `flush` writes them, in one write of whole lines, so a killed run's file is valid. `unit` is what the loss counts,
-    "samples" or "tokens", say: the log has how many it were so far, and how many a second.
+    "samples" or "tokens", say: the log has how many it were so far, and how many a second. There is no file before
+    `open`.
     """
 
     def __init__(self, world: World, path: Path, unit: str = "samples", *, events: bool = False) -> None:
@@ -33,12 +35,18 @@ class StepLog:
         self.rates: list[float] = []  # of `unit` per second, between flushes
         self.count = 0  # of `unit`, since the run began
         self._path = path
-        self._file = path.open("ab", buffering=0) if world.is_main else None
+        self._is_main = world.is_main
+        self._file: FileIO | None = None
         self._pending: list[tuple[dict[str, Any], torch.Tensor]] = []
         self._events = Events(path.parent) if events and world.is_main else None
         self._began = time.monotonic()
         self._flushed = time.monotonic()
         self._flushed_count = 0
+
+    def open(self) -> None:
+        """Make the file, on rank 0, or go on at its end where it is there."""
+        if self._is_main:
+            self._file = self._path.open("ab", buffering=0)
 
     def add(
         self,
@@ -88,7 +96,7 @@ class StepLog:
             self.rates = rates_of(kept, self.unit)
             self._file.close()
             write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-            self._file = self._path.open("ab", buffering=0)
+            self.open()
         if self._events is not None:
             self._events.go_back(step)
 

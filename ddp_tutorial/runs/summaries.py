@@ -90,7 +90,9 @@ def state_of(folder: Path) -> RunState:
     result = read_object(RunFolder(folder).result)
     if result is not None:
         return "stopped" if result.get("status") == "stopped" else "finished"
-    return "failed" if RunFolder(folder).failure.is_file() else "killed"
+    if RunFolder(folder).failure.is_file():
+        return "failed"
+    return "running" if is_locked(folder) else "killed"  # it may have gone on meanwhile, which takes such words away
 
 
 # ---------------------------------------------------------------------------------------------------- numbers of a log

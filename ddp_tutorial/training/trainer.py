@@ -101,12 +101,11 @@ class Trainer:
             world,
             config.name,
             config.label,
-            self.settings,
             again=config.resume == "auto",
             shared=bool(config.checkpoint.every),
         )
         self.record = RunRecord(
-            world, self.run, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
+            world, self.run, self.settings, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
         )
         self.log, self.best = self.record.log, Best(world, self.run, config)
         first, last = config.profile.first_step, config.profile.first_step + config.profile.steps - 1
