@@ -1,17 +1,20 @@
 """Every exercise accepts its solution, and rejects each wrong answer with a reason. The same check serves learners."""
 
 import ast
+import builtins
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import nbformat
 import pytest
 
 import ddp_tutorial.exercises
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
-from ddp_tutorial.exercises import Exercise, WrongAnswerError, expect
+from ddp_tutorial.exercises import Exercise, WrongAnswerError, expect, globals_in
 from ddp_tutorial.experiments.notebooks import find_notebooks
 from ddp_tutorial.processes.launcher import launch
 
@@ -101,7 +104,9 @@ def test_there_are_hints_wrong_answers_and_a_solution_to_show(name, capsys):
     exercise.hint()
     assert "show_solution()" in capsys.readouterr().out
     exercise.show_solution()
-    beginning = '"""torchrun ' if isinstance(exercise.solution, Path) else r"(def _\w+\(|class _\w+:)"
+    beginning = (
+        '"""torchrun ' if isinstance(exercise.solution, Path) else r"((from|import) .*\n)*\n*(def _\w+\(|class _\w+:)"
+    )
     assert re.match(beginning, capsys.readouterr().out)
 
 
@@ -125,18 +130,35 @@ def test_a_solution_is_shown_without_types_and_with_its_comments(capsys):
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_a_solution_as_shown_can_be_pasted_into_its_notebook(name, capsys):
-    """Its definition needs nothing that the notebook has not imported; what it calls, the solution's own test runs."""
+def test_a_solution_as_shown_can_be_pasted_into_its_notebook(name, capsys, monkeypatch):
+    """It needs nothing that the notebook has not imported: neither to be defined nor when it is called."""
     module = name.partition(".")[0]
     chapters = [path for path in find_notebooks() if path.parent.name != "experiments"]
     [path] = [path for path in chapters if re.fullmatch(rf"(\d\d_)?{module}", path.stem)]
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     imports = ast.parse(next(source for source in cells if "from ddp_tutorial" in source)).body
     imported = ast.Module([each for each in imports if isinstance(each, ast.Import | ast.ImportFrom)], [])
+    notebook = ModuleType("__main__")
+    exec(compile(imported, str(path), "exec"), vars(notebook))
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
     EXERCISES[name].show_solution()
-    notebook = {"__name__": "notebook"}
-    exec(compile(imported, str(path), "exec"), notebook)
-    exec(capsys.readouterr().out, notebook)
+    solution = capsys.readouterr().out
+    if not isinstance(EXERCISES[name].solution, Path):  # a script has imports of its own
+        exec(solution, vars(notebook))
+        assert globals_in(solution) <= vars(notebook).keys() | vars(builtins).keys()
+
+
+def test_a_solution_is_shown_with_the_imports_that_the_notebook_lacks(capsys, monkeypatch):
+    notebook = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    EXERCISES["plain_torch.ragged_step"].show_solution()
+    lacking = ["from contextlib import nullcontext", "import torch", "import torch.distributed as dist"]
+    lacking += ["from torch import nn", "from torch.nn import functional as F", "", "", "def _ragged_step("]
+    shown = capsys.readouterr().out.splitlines()
+    assert [line[:16] for line in shown[:8]] == [line[:16] for line in lacking]
+    exec("from contextlib import nullcontext\nimport torch\nfrom torch import nn", vars(notebook))
+    EXERCISES["plain_torch.ragged_step"].show_solution()
+    assert capsys.readouterr().out.startswith(f"{lacking[2]}\n{lacking[4]}\n\n\ndef ")
 
 
 def test_a_check_explains_and_never_raises(capsys):

@@ -15,6 +15,8 @@ module of its name. `progress()` shows which of them you have passed.
 """
 
 import ast
+import builtins
+import dis
 import importlib
 import inspect
 import pkgutil
@@ -23,6 +25,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -93,12 +96,15 @@ class Exercise:
             print("These were all the hints. show_solution() shows one way to do it.")
 
     def show_solution(self) -> None:
-        """Print the source of a right answer, as one would type it into a cell: without annotations."""
+        """Print the source of a right answer, as one would type it into a cell: without annotations, and with the
+        imports that the notebook does not have."""
         if isinstance(self.solution, Path):
             source = self.solution.read_text(encoding="utf-8")
         else:
             source = textwrap.dedent(inspect.getsource(self.solution))
-        print(without_annotations(source.rstrip()))
+        source = without_annotations(source.rstrip())
+        lacking = imports_for(source, self.solution) if not isinstance(self.solution, Path) else []
+        print("\n\n\n".join(["\n".join(lacking), source] if lacking else [source]))
 
 
 def progress() -> Progress:
@@ -130,6 +136,29 @@ def without_annotations(source: str) -> str:
     for (line, column), (last, end) in sorted(spans, reverse=True):
         lines[line - 1 : last] = [lines[line - 1][:column] + lines[last - 1][end:]]
     return "\n".join(lines)
+
+
+def imports_for(source: str, solution: Answer) -> list[str]:
+    """The imports, from the module of `solution`, of the names that `source` calls and `__main__`, which is the
+    notebook, does not have."""
+    lacking = globals_in(source) - vars(sys.modules["__main__"]).keys() - vars(builtins).keys()
+    lines = []
+    for node in ast.parse(inspect.getsource(sys.modules[solution.__module__])).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [each for each in node.names if (each.asname or each.name.partition(".")[0]) in lacking]
+            lines += [ast.unparse(node)] if node.names else []
+    return lines
+
+
+def globals_in(source: str) -> set[str]:
+    """The names that functions in `source` look for outside of themselves when they are called."""
+    found: set[str] = set()
+    codes = [compile(source, "solution", "exec")]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        found |= {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return found
 
 
 def _end(node: ast.expr) -> tuple[int, int]:

@@ -88,8 +88,7 @@ def _test_mean_loss(answer: Answer) -> str:
 
 
 def _mean_loss(world: World, loss_sum: torch.Tensor, count: int) -> float:
-    both = torch.stack([loss_sum, torch.tensor(float(count))])
-    dist.all_reduce(both)  # adds up sums and counts of all ranks
+    both = total(world, torch.stack([loss_sum, torch.tensor(float(count))]))  # of the sums and counts of all ranks
     return float(both[0] / both[1])
 
 
@@ -128,7 +127,8 @@ mean_loss = Exercise(
     hints=(
         "A mean of means counts the tokens of the rank that has few of them too much.",
         "Sums can be added up, and counts can be added up. Divide once, at the end.",
-        "Put both numbers into one tensor and call dist.all_reduce(tensor): it adds up in place, on every rank.",
+        "Put both numbers into one tensor and call total(world, tensor), as `add_up` above does: it returns the sum "
+        "over all ranks, on every rank.",
     ),
 )
 

@@ -238,7 +238,8 @@ def _step_together(
     world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float
 ) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    overflow = any_rank(world, not all(bool(gradient.isfinite().all()) for gradient in gradients))
+    overflow = torch.tensor(0.0 if all(bool(gradient.isfinite().all()) for gradient in gradients) else 1.0)
+    dist.all_reduce(overflow, dist.ReduceOp.MAX)  # 1 on all ranks, where it is 1 on any
     if not overflow:
         for gradient in gradients:
             gradient.div_(scale)
@@ -312,7 +313,8 @@ step_together = Exercise(
     },
     hints=(
         "Two questions: has my part overflowed, and has that of any rank? Only the second one decides.",
-        "gradient.isfinite().all() answers the first. `any_rank(world, flag)` the second; every rank has to call it.",
+        "gradient.isfinite().all() answers the first. `any_rank(world, flag)`, or an all-reduce of 0 or 1 with "
+        "dist.ReduceOp.MAX, the second; every rank has to enter it.",
         "Decide once, and let step, scale and zero_grad follow: after an overflow the gradients have to go as well.",
     ),
 )
