@@ -28,7 +28,9 @@ RATES = ("1gbit", "100mbit")
 BATCH, SMALL_BATCH = 32, 8  # samples of a step, over both ranks
 SIZES = {"1kB": 2**10, "256kB": 2**18, "1MB": 2**20, "16MB": 2**24}  # of bare all-reduces
 DELAY, DELAY_SECONDS = "1ms", 1e-3
-MESSAGES = 4  # one after another, in an all-reduce of gloo over two ranks: two pieces of each half, there and back
+# Delays one after another in an all-reduce of gloo over two ranks. It has two rounds, and in each the receiver first
+# sends word that it is ready, and only then the data leave. (Over three and four ranks, in 4 and 6 rounds, 8 and 12.)
+MESSAGES = 4
 _FIT_SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes of all-reduces on one host
 _TURNS, _STEPS = 2, 2  # turns of an arm in a repeat, steps in a turn
 _SLOW = LinkConfig(latency_ms=1, megabytes_per_second=20)
