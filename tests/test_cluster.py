@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster import delay as delays
 from ddp_tutorial.cluster.delay import seconds_of
 from ddp_tutorial.cluster.network import address_of, bits_per_second
-from ddp_tutorial.config import ConfigError, load
+from ddp_tutorial.config import ConfigError, FailedError, load
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
@@ -265,6 +266,63 @@ def test_without_tap_devices_a_delay_is_refused_in_one_line(monkeypatch: pytest.
     monkeypatch.setattr(delays, "_DEVICE", "/dev/net/none")
     with pytest.raises(ConfigError, match=r"^no delay: this system refuses a TAP device \(/dev/net/none: No such file"):
         delays.open_wire()
+
+
+def test_where_the_machine_has_no_tap_device_the_command_line_refuses_a_delay_and_leaves_nothing(
+    allowed: None, tmp_path: Path
+) -> None:
+    """As in many containers: here in a mount namespace in which /dev/net is empty."""
+    whom = () if os.geteuid() == 0 else ("-U", "-r")
+    hide = ["unshare", *whom, "--mount", "sh", "-c", 'mount -t tmpfs none /dev/net && exec "$@"', "sh"]
+    line = [sys.executable, "-m", "ddp_tutorial", "cluster", "run", "--rate", "1gbit", "--delay", "1ms", "--", "true"]
+    env, before = os.environ | {"PYTHONPATH": str(ROOT)}, boxes()
+    done = subprocess.run(
+        [*hide, *line], capture_output=True, text=True, timeout=60, check=False, env=env, cwd=tmp_path
+    )
+    refused = "error: no delay: this system refuses a TAP device (/dev/net/tun: No such file or directory)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", refused)
+    assert boxes() == before
+
+
+def boxes() -> set[int]:
+    """The processes that hold clusters, and what they have forked."""
+    found = psutil.process_iter(["cmdline"])
+    return {each.pid for each in found if "ddp_tutorial.cluster.box" in (each.info["cmdline"] or [])}
+
+
+def who_delays() -> psutil.Process:
+    """The process that has the TAP device open."""
+
+    def has_it(process: psutil.Process) -> bool:
+        with suppress(OSError):  # others open and close files meanwhile, or end
+            return any(str(fd.readlink()) == "/dev/net/tun" for fd in Path(f"/proc/{process.pid}/fd").iterdir())
+        return False
+
+    [found] = [each for each in psutil.Process().children(recursive=True) if has_it(each)]
+    return found
+
+
+def test_when_the_process_that_delays_messages_dies_the_cluster_ends_and_says_why(
+    allowed: None, tmp_path: Path
+) -> None:
+    before, killed, said = boxes(), 0.0, "^the cluster has ended: the process that delays its messages is gone$"
+
+    def kill_it() -> None:
+        nonlocal killed
+        time.sleep(0.3)
+        killed = time.monotonic()
+        who_delays().kill()
+
+    with Cluster(2, "100mbit", "1ms", folder=tmp_path) as cluster:
+        beside = cluster.start("sleep", "4321.25", node=1)
+        with pytest.raises(FailedError, match=said):
+            cluster.launch(talk_on, collective_timeout=60, meanwhile=kill_it)
+        assert time.monotonic() - killed < 10, "ranks waited for messages that nobody carries"
+        with pytest.raises(FailedError, match=said):
+            cluster.finish([beside], 10)
+        with pytest.raises(FailedError, match=said):
+            cluster.run("true")
+        assert (boxes(), sleepers()) == (before, [])
 
 
 def settings(*overrides: str) -> TaskConfig:

@@ -19,6 +19,7 @@ from ddp_tutorial.cluster.network import Network
 from ddp_tutorial.config import ConfigError
 
 LARGEST = 2**17  # bytes of a request or a reply
+NO_DELAY = 3  # the box's exit code where the process that delays frames has ended: no host reaches another any more
 DESCRIPTORS = 8
 
 
@@ -81,7 +82,7 @@ class Box:
             if pid == 0:
                 return
             if pid == self.holder:
-                os._exit(1)  # no host reaches another any more
+                os._exit(NO_DELAY)
             if (fd := self.running.pop(pid, None)) is not None:
                 with suppress(OSError):  # nobody listens any more
                     os.write(fd, str(os.waitstatus_to_exitcode(status)).encode())

@@ -18,6 +18,7 @@ It needs Linux. Root may always make one; others may where the system lets them 
 import math
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from ddp_tutorial.cluster import network
-from ddp_tutorial.cluster.box import receive, send
+from ddp_tutorial.cluster.box import NO_DELAY, receive, send
 from ddp_tutorial.cluster.delay import seconds_of
 from ddp_tutorial.cluster.running import Ended, Process, wait
 from ddp_tutorial.config import ConfigError, FailedError
@@ -164,7 +165,10 @@ class Cluster:
                 send(self._channel, (name, args), list(fds))
                 (error, answer), _ = receive(self._channel)
         except (EOFError, OSError):
-            raise FailedError("the cluster has ended: the process that holds it is gone") from None
+            with suppress(subprocess.TimeoutExpired):
+                self._box.wait(_GRACE_SECONDS)
+            holder = "delays its messages" if self._box.returncode == NO_DELAY else "holds it"
+            raise FailedError(f"the cluster has ended: the process that {holder} is gone") from None
         if error is not None:
             raise ConfigError(error)
         return answer
@@ -379,6 +383,8 @@ class Cluster:
             process.kill()
         with suppress(TimeoutError):
             wait(running, _GRACE_SECONDS)
+        if any(process.code == -signal.SIGKILL for process in processes):
+            self._ask("hello")  # raises if all of them have been killed because the cluster has ended
 
     # ----------------------------------------------------------------------------------------------- the network
 
@@ -427,10 +433,11 @@ class Cluster:
             raise ConfigError(f"node={node!r} is not one of 0 to {len(self) - 1}")
 
 
-def why_not() -> str:
-    """Why no cluster can be made here, in one line; empty where it can. Makes one, of one node, to find out."""
+def why_not(delay: str | None = None) -> str:
+    """Why no cluster can be made here, or none with such a delay, in one line; empty where it can. Makes one, of one
+    node, to find out."""
     try:
-        with Cluster(1, "1gbit"):
+        with Cluster(1, "1gbit", delay):
             return ""
     except ConfigError as error:
         return str(error)
