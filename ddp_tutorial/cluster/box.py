@@ -95,7 +95,7 @@ class Box:
 
     def do_build(self, nodes: int, rate: str | None, delay: float, fds: list[int]) -> None:
         """`delay`, in seconds; 0 for none."""
-        self.network = Network(nodes, rate)
+        self.network = Network(nodes, rate, delayed=delay > 0)
         if delay:
             wire = self.network.detour()
             self.holder = os.fork()

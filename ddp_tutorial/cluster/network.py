@@ -35,7 +35,10 @@ _FASTEST = 30e9  # bits a second; the kernel keeps bytes a second in 32 bits
 # so, some 10 us late, or 100 on a busy core: what would have flowed into a full bucket meanwhile is lost, and the link
 # slower. So a bucket has room for two of the largest frames that go out: while it fills up for one, it is not full.
 _FRAME_SECONDS, _SMALLEST_FRAME = 150e-6, 4_000
-_BURST_SECONDS, _SMALLEST_BURST = 300e-6, 6_000
+_FRAMES_IN_BUCKET, _SMALLEST_BURST = 2, 6_000
+# A process that delays frames has as much work with a small one as with a large one: so there they are larger. Not by
+# more, as what a bucket lets go at once makes messages of some 100 kB faster than the rate.
+_DELAYED_FRAME_SECONDS = 200e-6
 # What arrives at a host comes at the sender's rate already, and should not be held up by a second late timer; only what
 # several send to it at a time is more. So the bucket there is larger.
 _ARRIVING = 8
@@ -66,14 +69,14 @@ def bits_per_second(rate: str) -> float:
     return bits
 
 
-def _bucket(rate: float) -> int:
+def _bucket(rate: float, frame_seconds: float) -> int:
     """Bytes that may leave a host at once, at `rate` bytes a second."""
-    return max(_SMALLEST_BURST, int(rate * _BURST_SECONDS))
+    return max(_SMALLEST_BURST, int(_FRAMES_IN_BUCKET * rate * frame_seconds))
 
 
-def _largest_frame(rate: float) -> int:
+def _largest_frame(rate: float, frame_seconds: float) -> int:
     """Bytes that the kernel cuts into packets only at the end of the way, at `rate` bytes a second."""
-    return min(65536, max(_SMALLEST_FRAME, int(rate * _FRAME_SECONDS)))
+    return min(65536, max(_SMALLEST_FRAME, int(rate * frame_seconds)))
 
 
 def check_delayed(nodes: int, rate: str | None) -> None:
@@ -104,8 +107,9 @@ class Host:
 class Network:
     """`nodes` hosts on one bridge. Raises `ConfigError` where the kernel cannot do what is needed."""
 
-    def __init__(self, nodes: int, rate: str | None) -> None:
+    def __init__(self, nodes: int, rate: str | None, delayed: bool = False) -> None:
         self.bits = bits_per_second(rate) if rate else None
+        self.frame_seconds = _DELAYED_FRAME_SECONDS if delayed else _FRAME_SECONDS
         self.shaped = False
         self.home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self.uts = os.open("/proc/self/ns/uts", os.O_RDONLY)
@@ -171,9 +175,9 @@ class Network:
             return
         self.shaped = True
         rate = int((self.bits or _FASTEST) / 8)
-        burst = larger * _bucket(rate)
+        burst = larger * _bucket(rate, self.frame_seconds)
         # a frame that is larger than the bucket would be cut, at a cost; so the sender does not make larger ones
-        kernel.link("set", index=index, gso_max_size=_largest_frame(rate))
+        kernel.link("set", index=index, gso_max_size=_largest_frame(rate, self.frame_seconds))
         _ask(kernel.tc, "a token bucket (tbf)", "replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
 
     def set_rate(self, rate: str | None) -> None:
