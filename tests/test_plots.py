@@ -1,10 +1,13 @@
 """Figures that could mislead: what is compared stands on one axis, and nothing is drawn that was not given."""
 
 import matplotlib.pyplot as plt
+import pytest
 
 from ddp_tutorial.figures import plots
 from ddp_tutorial.figures.lanes import lanes
-from ddp_tutorial.figures.timeline import Span
+from ddp_tutorial.figures.schedule_plots import schedules
+from ddp_tutorial.figures.timeline import COMPUTE, LINK, Span, Timeline
+from ddp_tutorial.pipeline.schedules import gpipe, simulate
 
 
 def test_dots_of_all_groups_stand_on_one_logarithmic_axis_with_their_medians() -> None:
@@ -34,4 +37,32 @@ def test_lanes_of_all_panels_are_on_one_axis_and_each_box_is_where_its_span_was(
     assert [text.get_text() for text in first.texts] == ["0", "1"]
     assert [text.get_text() for text in second.texts] == ["0"]  # the word would not fit into the other box
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "gather", "scatter"]
+    plt.close(figure)
+
+
+def test_one_point_of_a_sweep_is_marked_below_its_timeline_on_an_axis_that_holds_all_of_them() -> None:
+    def step(seconds: float) -> Timeline:
+        spans = [Span(COMPUTE, "backward", 3.0, 3.0 + seconds), Span(LINK, "bucket 0", 3.01, 3.02)]
+        return Timeline([spans], "a link")
+
+    timelines, several = {0.5: step(0.08), 2.0: step(0.05)}, {0.5: [80.0, 90.0, 85.0], 2.0: [50.0, 70.0, 51.0]}
+    figures = [
+        plots.one_of_sweep(timelines, x, several, ([0.5, 1, 2], [78, 60, 49]), "title", "MiB") for x in timelines
+    ]
+    for figure, x, middle, length in zip(figures, timelines, (85.0, 51.0), (80, 50), strict=True):
+        above, below = figure.axes
+        assert above.get_xlim() == pytest.approx((0, 100))  # of the longest, and room for words
+        assert max(bar.get_width() for bar in above.patches) == pytest.approx(length)
+        lines = [[list(line.get_xdata()), list(line.get_ydata())] for line in below.lines]
+        assert lines[-1] == [[x], [middle]]
+        assert lines[0] == [[0.5, 1, 2], [78, 60, 49]]
+        assert [[0.5, 2.0], [80.0, 50.0]] in lines  # the quickest
+        assert [label.get_text() for label in below.get_xticklabels()] == ["0.5", "2"]
+        plt.close(figure)
+
+
+@pytest.mark.parametrize(("micro_batches", "numbered"), [(8, 64), (16, 64)])
+def test_a_number_stands_only_in_boxes_that_have_room_for_the_longest(micro_batches: int, numbered: int) -> None:
+    figure = schedules({"plan": simulate(gpipe(4, micro_batches), 1, 2).ranks}, "title")
+    assert len(figure.axes[0].texts) == numbered
     plt.close(figure)

@@ -25,6 +25,8 @@ def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlab
     size = (10, 0.9 + sum(0.45 + 0.34 * height for height in heights))
     figure, grid = plt.subplots(len(plans), 1, figsize=size, squeeze=False, sharex=True, height_ratios=heights)
     last = max(end - _zero(ranks) for ranks in plans.values() for rank in ranks for _, _, end in rank)
+    largest = max(m for ranks in plans.values() for rank in ranks for (_, _, m), _, _ in rank)
+    room = 0.006 * (1 + len(str(largest))) * last  # for a number
     for axes, (name, ranks) in zip(grid[:, 0], plans.items(), strict=True):
         zero = _zero(ranks)
         for row, rank in enumerate(ranks):
@@ -33,7 +35,7 @@ def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlab
                 color = (SKY if later else BLUE) if kind == "F" else (_YELLOW if later else ORANGE)
                 box = Rectangle((start - zero, row - 0.42), end - start, 0.84, facecolor=color, edgecolor="white")
                 axes.add_patch(box)
-                if end - start > 0.012 * last:
+                if end - start > room:
                     ink = "white" if kind == "F" and not later else INK
                     axes.text((start + end) / 2 - zero, row, str(m), ha="center", va="center", color=ink, fontsize=8)
         axes.set(xlim=(0, 1.005 * last), ylim=(len(ranks) - 0.5, -0.5))
