@@ -17,7 +17,17 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.benches.pipeline import Sleeper
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.ddp.link import LinkModel
-from ddp_tutorial.experiments.choices import Choice, Network, Work, as_text, choices_for, compare, cost, overlapped
+from ddp_tutorial.experiments.choices import (
+    Choice,
+    Network,
+    Work,
+    as_text,
+    choices_for,
+    compare,
+    cost,
+    overlapped,
+    simulated,
+)
 from ddp_tutorial.experiments.scaling import NETWORKS, StepModel
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.training.config import TrainConfig
@@ -128,7 +138,58 @@ def test_what_is_tried_fits_the_ranks_and_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="units 1 or more"):
         Work(parameters=1, per_sample=1, units=0)
     step = StepModel(fixed=1, per_sample=2, nbytes=40, link=LinkModel(0, 1))
-    assert Work.of(step, units=3) == Work(parameters=10, per_sample=2, fixed=1, units=3)
+    assert Work.of(step, units=3) == Work(parameters=10, per_sample=2, fixed=1, units=3, overlap=0)
+
+
+def test_where_only_a_part_is_hidden_a_step_lies_between_all_and_nothing() -> None:
+    def seconds(kind: Any, overlap: float) -> float:
+        work = Work(parameters=2, per_sample=3, units=2, overlap=overlap)
+        return cost(Choice(kind), work, FOUR, batch=4).seconds
+
+    assert seconds("ddp", 0) == 3 + 6
+    assert seconds("ddp", 1) == 2 + 6  # the first unit's all-reduce begins a second before the end of backward
+    assert seconds("ddp", 0.25) == 8.75
+    for kind in ("ddp", "zero1", "zero2", "zero3"):
+        assert seconds(kind, 0.25) == pytest.approx(0.75 * seconds(kind, 0) + 0.25 * seconds(kind, 1))
+    with pytest.raises(ValueError, match="overlap is from 0 to 1"):
+        Work(parameters=2, per_sample=3, overlap=1.5)
+
+
+FITTED = StepModel(fixed=0.004, per_sample=0.004, nbytes=3.3e6, link=LinkModel(1e-4, 1e9), buckets=4, overlap=0.6)
+KINDS: list[Any] = ["ddp", "zero1", "zero2", "zero3", "pipeline", "local", "diloco"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_a_fitted_model_one_rank_computes_alone_and_more_are_never_more_than_efficient(kind: Any) -> None:
+    assert simulated(kind, FITTED, 1, 32).seconds == pytest.approx(FITTED.seconds(32))
+    for ranks in (2, 8, 64):
+        for samples in (1, 32):
+            weak = simulated(kind, FITTED, ranks, samples * ranks, handed_on=1e4).seconds
+            assert weak > FITTED.seconds(samples) * (1 - 1e-9), (ranks, samples)
+            strong = simulated(kind, FITTED, ranks, samples, handed_on=1e4).seconds
+            assert ranks * strong > FITTED.seconds(samples) * (1 - 1e-9), (ranks, samples)
+
+
+def test_data_parallelism_with_a_fitted_model_is_what_that_model_says_of_it() -> None:
+    """But for the last bucket, behind which there is nothing to hide."""
+    for network in NETWORKS.values():
+        step = FITTED.on(network)
+        for ranks in (2, 64, 1024):
+            assert simulated("ddp", step, ranks, 32 * ranks).seconds == pytest.approx(
+                step.seconds(32 * ranks, ranks), rel=0.15
+            )
+
+
+def test_a_pipeline_has_as_many_micro_batches_as_samples_and_no_fewer_than_stages() -> None:
+    def slots(batch: int) -> float:  # of one sample on one of two stages
+        step = StepModel(fixed=0, per_sample=1, nbytes=8, link=LinkModel(0, 1e12), buckets=2)
+        return 2 * simulated("pipeline", step, 2, batch).seconds
+
+    assert slots(2) == pytest.approx(2 + 1)
+    assert slots(8) == slots(1) + 6 == pytest.approx(8 + 1)
+    assert slots(16) == pytest.approx(2 * (8 + 1))
+    with pytest.raises(ValueError, match="'pipeline' cannot be on 3 ranks"):
+        simulated("pipeline", FITTED, 3, 32)
 
 
 # --------------------------------------------------------------------------------------------------- and measured

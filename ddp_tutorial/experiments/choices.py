@@ -41,7 +41,8 @@ class Work:
 
     `fixed` seconds in a step, and `per_sample` for each sample, forward and backward. `activations` bytes that a sample
     leaves for its backward, `handed_on` bytes that go from one part of the model to the next. `units` are its parts
-    (blocks), taken for equal. `optimizer` bytes for each parameter: 8 with AdamW, 4 with momentum.
+    (blocks), taken for equal. `optimizer` bytes for each parameter: 8 with AdamW, 4 with momentum. Of the sending that
+    can go on while something is computed, the part `overlap` does, 0 to 1.
     """
 
     parameters: float
@@ -51,15 +52,18 @@ class Work:
     handed_on: float = 0.0
     units: int = 1
     optimizer: int = 8
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         if self.parameters <= 0 or self.per_sample < 0 or self.units < 1:
             raise ValueError(f"parameters should be above 0, per_sample 0 or more, units 1 or more; found {self}")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap is from 0 to 1; found {self}")
 
     @staticmethod
     def of(step: StepModel, **others: Any) -> "Work":
-        """With the parameters and the computing of a fitted model of a step."""
-        return Work(step.nbytes / FLOAT, step.per_sample, step.fixed, **others)
+        """With the parameters, the computing and the overlap of a fitted model of a step."""
+        return Work(step.nbytes / FLOAT, step.per_sample, step.fixed, **{"overlap": step.overlap} | others)
 
     @property
     def nbytes(self) -> float:
@@ -157,10 +161,17 @@ def _sharded_seconds(choice: Choice, work: Work, network: Network, mesh: Mesh, c
     all_reduce = 2 * _ring(network.row(network.ranks), unit, network.ranks)
     at_the_end = work.units * one_pass if choice.kind in {"zero1", "zero2"} else 0.0  # what has been stepped
     if choice.kind in {"ddp", "zero1"}:
-        last = overlapped(work.units, computing, 0.0, all_reduce)
+        last = _partly_overlapped(work, computing, 0.0, all_reduce)
         return (parts - 1) * computing + last + at_the_end
     gather = one_pass if choice.kind == "zero3" else 0.0
-    return parts * overlapped(work.units, computing, gather, network.scatter * one_pass + over_copies) + at_the_end
+    reduce = network.scatter * one_pass + over_copies
+    return parts * _partly_overlapped(work, computing, gather, reduce) + at_the_end
+
+
+def _partly_overlapped(work: Work, computing: float, gather: float, reduce: float) -> float:
+    one_by_one = computing + work.units * (2 * gather + reduce)
+    hidden = one_by_one - overlapped(work.units, computing, gather, reduce)
+    return one_by_one - work.overlap * hidden
 
 
 def overlapped(units: int, computing: float, gather: float, reduce: float) -> float:
@@ -203,6 +214,25 @@ def _pipeline(choice: Choice, work: Work, network: Network, batch: int, mesh: Me
     directions = 0 if stages == 1 else 1 if stages == 2 else 2  # a stage in the middle sends both ways
     sent = directions * parts * samples * work.handed_on + bytes_sent("ddp", round(own), mesh.replicate)
     return Cost(plan.makespan + over_copies, parts * seconds, memory, sent)
+
+
+def simulated(kind: Kind, step: StepModel, ranks: int, batch: int, handed_on: float = 0.0) -> Cost:
+    """A step of `batch` samples with a fitted model of a step, on `ranks` machines with one rank each and the `link` of
+    that model between them. Its buckets are the units; a sample hands on `handed_on` bytes from stage to stage. `kind`
+    has the numbers of `choices_for`, but a pipeline no more micro-batches than samples. One rank has nobody to talk to:
+    all kinds are "ddp" there.
+
+    Raises `ValueError` for a kind that cannot be on so many ranks.
+    """
+    network, work = Network(ranks, step.link), Work.of(step, units=step.buckets, handed_on=handed_on)
+    found = [choice for choice in choices_for(network, work.units) if choice.kind == (kind if ranks > 1 else "ddp")]
+    if not found:
+        raise ValueError(f"{kind!r} cannot be on {ranks} ranks with a model in {work.units} units")
+    choice = found[0]
+    if choice.kind == "pipeline":
+        of_each = max(ranks, batch) // choice.copies  # samples of a pipeline, one for each stage at least
+        choice = replace(choice, micro_batches=min(choice.micro_batches, of_each))
+    return cost(choice, work, network, batch)
 
 
 def choices_for(network: Network, units: int = 1) -> list[Choice]:
