@@ -408,16 +408,15 @@ def one_of_sweep(
     of a step, for each x; the axis of the timeline has room for all of them."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), height_ratios=[1, 1.7])
     _gantt(above, {"": timelines[x]}, rank)
-    above.set(title=title)
-    above.set_xlim(0, 1.25 * max(_milliseconds(_seen(timeline, rank)) for timeline in timelines.values()))
+    lengths = {each: _milliseconds(_seen(timeline, rank)) for each, timeline in timelines.items()}
+    above.set(title=title, xlim=(0, 1.25 * max(lengths.values())), yticks=[])
     _sweep(below, list(several), list(several.values()), model)
-    middle = statistics.median(several[x])
     below.axvline(x, color=RED, linewidth=6, alpha=0.25, zorder=0)
-    below.plot(x, middle, "D", color=RED, markersize=8, markeredgecolor="white", zorder=3)
+    below.plot(x, lengths[x], "D", color=RED, markersize=8, markeredgecolor="white", zorder=3)
     below.set(xlabel=xlabel, ylabel="milliseconds a step")
     handles, _ = above.get_legend_handles_labels()
     handles += [Line2D([], [], label=label, **look) for label, look in _OF_SWEEP.items()]
-    handles.append(Line2D([], [], color=RED, marker="D", linestyle="", label="the step above, a median one"))
+    handles.append(Line2D([], [], color=RED, marker="D", linestyle="", label="the step above"))
     figure.legend(handles=handles, ncols=4, loc="outside lower center", fontsize=9)
     return figure
 
