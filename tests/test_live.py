@@ -7,46 +7,37 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from ddp_tutorial.experiments.notebooks import tidy
-from ddp_tutorial.figures.live import explore, slider
+from ddp_tutorial.figures.live import explore
 
 PNG = b"\x89PNG"
 
 
-def figures(*heights):
-    frames = {}
-    for height in heights:
-        frames[f"{height} high"], axes = plt.subplots(figsize=(2, 2))
-        axes.bar([0], [height])
-        axes.set_ylim(0, 10)
-    return frames
+def bar(height):
+    figure, axes = plt.subplots(figsize=(2, 2))
+    axes.bar([0], [height])
+    axes.set_ylim(0, 10)
+    return figure
 
 
 def test_the_picture_follows_the_slider():
-    choice, picture = slider(figures(1, 5, 9), "bar").children
-    assert choice.description == "bar"
-    assert choice.options == ("1 high", "5 high", "9 high")
+    choice, _, picture = explore(bar, height=[1, 5, 9]).children
+    assert choice.description == "height"
+    assert choice.options == (1, 5, 9)
     seen = []
-    for name in ("1 high", "9 high", "5 high", "1 high"):
-        choice.value = name
+    for height in (1, 9, 5, 1):
+        choice.value = height
         seen.append(bytes(picture.value))
     assert all(each.startswith(PNG) for each in seen)
     assert len(set(seen)) == 3
     assert seen[0] == seen[3]
 
 
-def test_figures_are_closed_and_the_notebook_shows_none_of_them_itself():
-    before = plt.get_fignums()
-    frames = figures(1, 2)
-    slider(frames, "bar")
-    assert plt.get_fignums() == before
+def test_what_the_widget_says_of_itself_does_not_hold_the_picture():
+    assert len(repr(explore(bar, height=range(1, 9)))) < 3000
 
 
-def test_what_the_widget_says_of_itself_does_not_hold_the_pictures():
-    assert len(repr(slider(figures(*range(1, 9)), "bar"))) < 3000
-
-
-def test_where_no_kernel_runs_the_first_figure_stands_in_its_place():
-    widget = slider(figures(1, 5), "bar")
+def test_where_no_kernel_runs_the_figure_that_it_begins_with_stands_in_its_place():
+    widget = explore(bar, start={"height": 5}, height=[1, 5])
     shown = widget._repr_mimebundle_()
     assert base64.b64decode(shown["image/png"]) == bytes(widget.children[-1].value)
     cell = new_code_cell("x", outputs=[new_output("display_data", data=shown)])
@@ -54,15 +45,10 @@ def test_where_no_kernel_runs_the_first_figure_stands_in_its_place():
     assert cell.outputs[0].data == {"image/png": shown["image/png"]}
 
 
-def test_without_a_figure_it_says_so():
-    with pytest.raises(ValueError, match="at least one figure"):
-        slider({}, "bar")
-
-
 def draw(height, width):
     if height * width > 50:
         raise ValueError(f"{height} x {width} is too large")
-    return figures(height)[f"{height} high"]
+    return bar(height)
 
 
 def test_sliders_begin_with_the_first_values_and_draw_anew_when_one_is_moved():

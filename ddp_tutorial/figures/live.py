@@ -21,27 +21,6 @@ class _Choice(widgets.VBox):  # type: ignore[misc]  # of ipywidgets, which has n
         return super()._repr_mimebundle_(**kwargs) | {"image/png": picture}
 
 
-def slider(frames: Mapping[str, Figure], label: str) -> _Choice:
-    """A slider over the names of `frames`, and the figure of the one it is at; it begins with the first.
-
-    `label` stands before the slider. Each figure is drawn once, here, and closed, so that the notebook does not show it
-    a second time. The slider only works while the notebook has a running kernel.
-    """
-    if not frames:
-        raise ValueError("a slider needs at least one figure")
-    pictures = {name: as_png(figure) for name, figure in frames.items()}
-    names = list(pictures)
-    picture = widgets.Image(value=pictures[names[0]], format="png")
-    choice = widgets.SelectionSlider(options=names, description=label, layout={"width": "600px"})
-    choice.style.description_width = "initial"
-
-    def show(change: Mapping[str, Any]) -> None:
-        picture.value = pictures[change["new"]]
-
-    choice.observe(show, names="value")
-    return _Choice([choice, picture])
-
-
 def explore(
     draw: Callable[..., Figure], *, start: Mapping[str, Any] | None = None, **choices: Sequence[Any]
 ) -> _Choice:
