@@ -26,11 +26,15 @@ check: $(READY)  ## lint, format, types
 test: check  ## all of it: check, unit and process tests, experiments through papermill, every notebook through nbval
 	$(MAKE) --jobs=2 --keep-going test-python test-notebooks
 
+# Tests that execute notebooks, answer their exercises or need Jupyter: they follow the notebooks, so that both sides of
+# `make test` take about as long.
+LAB := $(patsubst %,tests/test_%.py,book browser exercises kernel live live_ranks notebooks sweeps watch)
+
 test-python: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(LAB:%=--ignore=%)
 
 test-notebooks: $(READY)  # beside the tests, as both wait more than they compute; what it says comes at its end
-	mkdir -p runs && $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 --timeout=330 notebooks > runs/test-notebooks.txt 2>&1; code=$$?; cat runs/test-notebooks.txt; exit $$code
+	mkdir -p runs && $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 --timeout=330 notebooks $(LAB) > runs/test-notebooks.txt 2>&1; code=$$?; cat runs/test-notebooks.txt; exit $$code
 
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
