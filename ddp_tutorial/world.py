@@ -136,6 +136,10 @@ def choose_backend(backend: str, device: torch.device) -> str:
 def process_group(world: World) -> Iterator[World]:
     """The process group of `world`, for the length of the block. One process needs none and gets none.
 
+    A group that is up already, as in a worker of Ray Train, is used as it is: its time limit stays that of whoever has
+    started it, who also ends it. Raises `RuntimeError` where it is of another size or rank, and `ConfigError` where its
+    backend is another one than that of `world`.
+
     The first `import torch._dynamo` of a process (DistributedDataParallel does it) takes hold of the group that is
     there, and gloo's threads then run on after the block; torch 2.13. Import it before, where that matters.
 
@@ -148,6 +152,10 @@ def process_group(world: World) -> Iterator[World]:
         return
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    if dist.is_initialized():
+        _require_same(world)
+        yield world
+        return
     across = world.size > world.local_size and world.backend == "gloo"
     if across:
         hosts.choose_interface(_meeting_place(world))
@@ -172,6 +180,18 @@ def process_group(world: World) -> Iterator[World]:
         hosts.raise_if_lost(error, peers, world.rank)
         raise
     dist.destroy_process_group()
+
+
+def _require_same(world: World) -> None:
+    """Raise an error where the group that is up is not the one that `world` describes."""
+    require_group(world)
+    if dist.get_rank() != world.rank:
+        raise RuntimeError(f"this is rank {world.rank}, and in the process group that is up rank {dist.get_rank()}")
+    if dist.get_backend() != world.backend:
+        raise ConfigError(
+            f"the process group that is up talks through {dist.get_backend()}, and backend={world.backend!r} is asked "
+            f"for, on {world.device}. Start that group with the same backend, or set backend and device alike here."
+        )
 
 
 def _meeting_place(world: World) -> str:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -280,6 +281,32 @@ def test_one_process_gets_no_group():
     with process_group(world) as same:
         assert same is world
         assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_group_that_somebody_else_has_started_is_used_and_left_as_it_is(monkeypatch, fails):
+    """As the workers of Ray Train find one. It must be the one that the environment describes."""
+    found = {"is_initialized": True, "get_world_size": 3, "get_rank": 1, "get_backend": "gloo"}
+    for name, value in found.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
+    here = World(1, 3, 1, 3)
+    entered = []
+    with pytest.raises(KeyError) if fails else nullcontext(), process_group(here) as world:
+        entered.append(world)
+        if fails:
+            raise KeyError
+    assert entered == [here]
+    refused = [
+        (replace(here, size=2, local_size=2), RuntimeError, "2 ranks, but the process group has 3"),
+        (replace(here, rank=2), RuntimeError, "rank 2, and in the process group that is up rank 1"),
+        (replace(here, device=torch.device("cuda", 1), backend="nccl"), ConfigError, "talks through gloo, and backend='nccl'"),
+    ]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for other, error, message in refused:
+        with pytest.raises(error, match=message), process_group(other):
+            pytest.fail("the block was entered")
 
 
 GROUPS = """
