@@ -156,7 +156,7 @@ class Slurm:
             timeout=100,
         )
 
-    def until(self, holds: Callable[[], object], what: str, seconds: float = 60) -> None:
+    def until(self, holds: Callable[[], object], what: str, seconds: float = 150) -> None:
         """Wait; where it takes too long, what the daemons have to say is in the error."""
         deadline = time.monotonic() + seconds
         while not holds():

@@ -3,6 +3,7 @@
 The ranks are started once for each world size and work through all cases; each test looks at what all of them report.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -477,7 +478,10 @@ def test_gradients_are_views_of_the_buckets_and_stay_so(size: int, variant: str,
 
 
 class _Slow(torch.autograd.Function):
-    """Nothing, but backward takes its time over it."""
+    """Nothing, but backward waits in it for the first transfer to have arrived, for at most so many seconds."""
+
+    arrived = threading.Event()
+    seconds = 0.0
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -485,7 +489,7 @@ class _Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.25)
+        _Slow.arrived.wait(_Slow.seconds)
         return gradient
 
 
@@ -507,9 +511,16 @@ def overlap(world: World) -> dict[str, Any]:
             cap = {"bucket_cap_mb": 80 / MIB} if variant == "bucket" else {}
             model: Any = data_parallel(Slow(), world, DDPConfig(variant=variant, simulated_link=link, **cap))
             transfers: list[Transfer] = []
-            model.link.observer = transfers.append
+
+            def note(transfer: Transfer, transfers: list[Transfer] = transfers) -> None:
+                transfers.append(transfer)
+                _Slow.arrived.set()
+
+            model.link.observer = note
+            _Slow.seconds = 30 if variant == "bucket" else 0.1  # the others send nothing before backward is over
             for step in range(2):
                 transfers.clear()
+                _Slow.arrived.clear()
                 loss = model(inputs_of(world.rank)).sum()
                 mean(world, torch.zeros(1))  # all begin together
                 began = time.monotonic()
@@ -528,11 +539,10 @@ def overlap(world: World) -> dict[str, Any]:
 def test_the_first_bucket_has_arrived_while_backward_still_runs(size: int, kind: str, step: int) -> None:
     for each in heard_of(size):
         began, ended, transfers = each["overlap"][kind, "bucket", step]
-        assert ended - began >= 0.25
         assert [transfer.name for transfer in transfers] == ["bucket 0", "bucket 1", "who uses what"]
         first, second, _ = transfers
-        assert began < first.issued <= first.start < first.end < ended - 0.05
-        assert second.issued >= first.issued + 0.25  # the layer below was not ready before
+        assert began < first.issued <= first.start < first.end
+        assert first.end <= second.issued <= ended  # the layer below was not ready before
 
 
 @two_or_three
@@ -965,7 +975,7 @@ def test_different_models_end_a_launch_within_seconds() -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks have different models: at place 0, rank 0 has parameter 'weight'"):
         launch(wrap, 2, device="cpu", threads=1, echo=False, timeout=60)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50  # seconds, and not the half hour that gloo waits
 
 
 # -------------------------------------------------------------------------------------------------------- the config
@@ -1142,4 +1152,4 @@ def test_a_simulated_link_of_one_process_costs_nothing() -> None:
     began = time.monotonic()
     model(torch.ones(1, 2)).sum().backward()
     model.finish()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 20  # over that link these 24 bytes would take as many seconds

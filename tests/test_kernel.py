@@ -38,7 +38,7 @@ def pids_in(folder, count=2):
     raise TimeoutError("the ranks did not start")
 
 
-def gone(pids, within=5.0):
+def gone(pids, within=30.0):
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         if not any(psutil.pid_exists(pid) for pid in pids):

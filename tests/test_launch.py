@@ -484,7 +484,7 @@ def test_at_the_time_limit_every_rank_tells_where_it_stands():
     start = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
         launch(hang, 3, device="cpu", timeout=timeout, echo=False)
-    assert timeout <= time.monotonic() - start < timeout + 5
+    assert timeout <= time.monotonic() - start < timeout + 25
     assert isinstance(caught.value, TimeoutError)
     assert "did not end within 12 s (still running: rank 0, 1, 2)" in str(caught.value)
     first, second, third = re.split(r"^rank \d was still running\n", str(caught.value), flags=re.MULTILINE)[1:]
@@ -500,8 +500,8 @@ def test_a_rank_that_has_returned_but_does_not_end_is_named_at_the_time_limit():
     def linger(world):
         threading.Thread(target=time.sleep, args=(1000,)).start()  # not a daemon: Python waits for it
 
-    with pytest.raises(RankTimeoutError, match="rank 0 did not end within 7 s") as caught:
-        launch(linger, 1, device="cpu", timeout=7, echo=False)
+    with pytest.raises(RankTimeoutError, match="rank 0 did not end within 12 s") as caught:
+        launch(linger, 1, device="cpu", timeout=12, echo=False)
     assert "had returned" in str(caught.value)
 
 
@@ -509,7 +509,7 @@ def test_a_flood_of_output_does_not_put_off_the_time_limit():
     start = time.monotonic()
     with pytest.raises(RankTimeoutError):
         launch(lambda world: os.system("timeout 20 yes"), 1, device="cpu", timeout=4, echo=False)
-    assert time.monotonic() - start < 4 + 5
+    assert time.monotonic() - start < 4 + 14, "it waited for the end of what the rank does outside of Python"
 
 
 @pytest.mark.parametrize("how", ["hangs", "raises", "is killed"])

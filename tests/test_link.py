@@ -79,12 +79,12 @@ def compute_meanwhile(world: World) -> dict[str, Any]:
     together(world)
     began = time.monotonic()
     future = link.all_reduce(torch.ones(4))
-    returned = time.monotonic() - began
+    is_under_way = not future.done()
     done = 0
     while not future.done():
         weight @ weight
         done += 1
-    return {"returned": returned, "done": done, "seconds": time.monotonic() - began}
+    return {"under way": is_under_way, "done": done, "seconds": time.monotonic() - began}
 
 
 def count_overruns(world: World) -> dict[str, int]:
@@ -217,7 +217,7 @@ def test_transfers_queue_one_after_another(heard: list[dict[str, Any]], nprocs: 
         first, second, third = transfers
         assert second.start >= first.start + TAKES[nprocs] - 1e-9
         assert third.start >= second.start + TAKES[nprocs] - 1e-9
-        assert third.issued < first.start + TAKES[nprocs]  # it did wait in a queue
+        assert third.issued < third.start  # it did wait in a queue
         assert 3 * TAKES[nprocs] - EARLY <= third.end - first.start < 3 * TAKES[nprocs] + SLACK
 
 
@@ -247,7 +247,7 @@ def test_a_transfer_begins_when_the_last_rank_joins_in(heard: list[dict[str, Any
 def test_computing_goes_on_meanwhile(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         said = each["compute_meanwhile"]
-        assert said["returned"] < 0.25
+        assert said["under way"], "all_reduce should return at once, and not when it is done"
         assert said["seconds"] >= 0.5 - EARLY
         assert said["done"] > 100
 

@@ -47,7 +47,7 @@ def ranks(one_pool):
     return one_pool
 
 
-def gone(pids, within=5.0):
+def gone(pids, within=30.0):
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids if pid):

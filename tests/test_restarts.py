@@ -150,7 +150,7 @@ def test_two_agents_that_lose_sight_of_one_another_never_write_one_folder_at_a_t
         assert steps(workdir) > before
         first.kill()
         first.wait()
-        until(lambda: not any(map(psutil.pid_exists, workers(workdir))), "no rank is left", 10)
+        until(lambda: not any(map(psutil.pid_exists, workers(workdir))), "no rank is left")
         other, before = server(), steps(workdir)
         agents.append(agent(workdir, other.port, "third.log"))
         until(lambda: steps(workdir) > before + 2, "the folder is free")

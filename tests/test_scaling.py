@@ -164,7 +164,7 @@ def test_a_rank_that_sleeps_takes_as_long_as_was_asked_and_has_a_gradient_of_eac
     lost.backward()
     both = time.perf_counter() - began
     assert 0.1 / 3 <= forward < both, "a third of it is forward"
-    assert 0.1 <= both < 0.5
+    assert 0.1 <= both < 5
     assert all(bool((weight.grad == 1).all()) for weight in model.parameters() if weight.grad is not None)
     assert all(weight.grad is not None for weight in model.parameters())
 

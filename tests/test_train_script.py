@@ -247,8 +247,8 @@ def test_what_is_no_script_is_refused_before_anything_is_started(text, said, tmp
 
 SLEEPS = """
 import os, subprocess, sys, time
-print("step 1", flush=True)
 worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
+print("step 1", flush=True)
 if sys.argv[1] == "raise" and os.environ["RANK"] == "1":
     raise ValueError("on purpose")
 time.sleep(300)

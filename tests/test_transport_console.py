@@ -203,11 +203,11 @@ def test_a_runaway_print_keeps_the_last_lines_and_counts_the_rest():
 # Were all its states since the last newline kept, and copied at each update, this would take ten seconds.
 def test_a_bar_that_is_redrawn_for_long_costs_little():
     log = RankLog(0, lambda rank, line: None)
-    start = time.perf_counter()
+    start = time.process_time()  # not of the machine, which may be busy
     for step in range(20_000):
         log.feed(f"\r{step:6} {'=' * 80}".encode())
     log.feed(b"", final=True)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 4.0
     assert list(log.lines) == [f" 19999 {'=' * 80}"]
 
 
@@ -215,10 +215,10 @@ def test_output_without_a_newline_is_shown_in_pieces_and_costs_no_more_for_being
     """Kept whole, and copied with each piece that comes, 32 MB took ten seconds, and stayed in memory."""
     pieces = []
     log = RankLog(0, lambda rank, line: pieces.append(line))
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(512):
         log.feed(b"x" * (1 << 16))
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 4.0
     assert sum(map(len, pieces)) > 31 << 20, "shown as it comes"
     log.feed(b"the end", final=True)
     assert {len(piece) for piece in pieces[:-1]} == {LONGEST_LINE}
