@@ -301,7 +301,11 @@ def test_a_group_that_somebody_else_has_started_is_used_and_left_as_it_is(monkey
     refused = [
         (replace(here, size=2, local_size=2), RuntimeError, "2 ranks, but the process group has 3"),
         (replace(here, rank=2), RuntimeError, "rank 2, and in the process group that is up rank 1"),
-        (replace(here, device=torch.device("cuda", 1), backend="nccl"), ConfigError, "talks through gloo, and backend='nccl'"),
+        (
+            replace(here, device=torch.device("cuda", 1), backend="nccl"),
+            ConfigError,
+            "talks through gloo, and backend='nccl'",
+        ),
     ]
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     for other, error, message in refused:
