@@ -4,5 +4,6 @@
     torchrun --nproc-per-node 2 -m ddp_tutorial.examples.NAME       the ranks that torchrun has started
 
 `digits` is a convolutional net with synchronised BatchNorm on images, `finetune` a Hugging Face language model on text
-of varying length. `plain` is the training of `digits` once more, in torch alone, without this package.
+of varying length. `plain` is the training of `digits` once more, in torch alone, without this package. `ray_train` is
+it as well, on ranks that Ray Train starts and watches.
 """
