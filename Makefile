@@ -11,7 +11,7 @@ setup: $(READY)  ## the virtual environment, .venv
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,examples,peers,book,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,examples,peers,ray,book,dev]'
 	touch $@
 
 run: $(READY)  ## train on two ranks and on one, on real text; two to three minutes
