@@ -23,6 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ADVICE = (
     "notebooks are not tried in a browser, as there is none: install the package chromium (apt-get install chromium)"
 )
+SETTINGS = Path(__file__).parent.parent / "notebooks" / ".jupyter"  # as `make lab` says too
 NEWS = "@jupyterlab/apputils-extension/notification.jupyterlab-settings"  # a dialog about them would cover the page
 # In the page: the notebook that is shown, its cells and its kernel.
 HERE = "const panel = window.jupyterapp.shell.currentWidget, nb = panel.content, kernel = panel.sessionContext;"
@@ -36,6 +37,7 @@ def jupyterlab(folder: Path) -> Iterator[str]:
     own = Path(tempfile.mkdtemp(prefix="lab"))
     places = {name: own / name.lower() for name in ("CONFIG_DIR", "RUNTIME_DIR")}
     environment = os.environ | {f"JUPYTER_{name}": str(path) for name, path in places.items()}
+    environment["JUPYTER_CONFIG_PATH"] = str(SETTINGS)
     environment |= {f"JUPYTERLAB_{name}_DIR": str(own / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
     settings = own / "settings" / NEWS
     settings.parent.mkdir(parents=True)

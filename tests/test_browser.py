@@ -25,6 +25,17 @@ def wait(world):
 
 launch(wait, 2, device="cpu")
 """.strip()
+SLIDERS = """
+import matplotlib.pyplot as plt
+from ddp_tutorial.figures.live import explore
+
+def bar(height):
+    figure, axes = plt.subplots()
+    axes.bar([0], [height])
+    return figure
+
+explore(bar, height=[1, 5, 9])
+""".strip()
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
 WITH_WIDGETS = "07_sharding_data"
 
@@ -38,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.ipynb").write_text(text.replace("steps: int = 100 ", "steps: int = 40 "))
     live = ["%load_ext ddp_tutorial", "%ranks start -n 2", "%%ranks\nmine = world.rank + 10\nmine"]
     live += ["%%ranks\nimport time\nprint('asleep')\ntime.sleep(1000)", "%ranks get mine", "%ranks stop"]
-    for name, cells in {"launch": [WAIT], "live": live}.items():
+    for name, cells in {"launch": [WAIT], "live": live, "sliders": [SLIDERS]}.items():
         notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata=KERNEL)
         nbformat.write(notebook, folder / f"{name}.ipynb")
     return folder
@@ -120,6 +131,23 @@ def test_a_notebook_with_sliders_runs_whole_and_a_slider_that_is_moved_changes_i
     notebook.page.keyboard.press("ArrowRight")
     notebook.page.wait_for_function("was => document.querySelector('img.widget-image').src !== was", arg=before[0])
     assert said.nth(2).inner_text() != before[1]
+
+
+@pytest.mark.timeout(180)
+def test_sliders_that_were_saved_are_shown_with_their_figure_when_the_notebook_is_opened_again(opened) -> None:
+    """With the settings of `make lab`; without them, JupyterLab shows "Error displaying widget" in their place."""
+    notebook = opened("sliders")
+    notebook.run(0)
+    before = notebook.page.locator("img.widget-image").get_attribute("src")
+    notebook.page.locator(".noUi-handle").focus()
+    notebook.page.keyboard.press("ArrowRight")
+    notebook.page.wait_for_function("was => document.querySelector('img.widget-image').src !== was", arg=before)
+    notebook.ask("(await panel.context.save(), await kernel.shutdown(), true)")
+
+    again = opened("sliders")
+    again.page.locator("img.widget-image").wait_for()
+    assert again.page.locator(".widget-readout").inner_text() == "5"
+    assert again.page.get_by_text("Error displaying widget").count() == 0
 
 
 @pytest.mark.timeout(180)
