@@ -121,6 +121,7 @@ def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_pat
     reply = kernel.client.get_shell_msg(timeout=10)
     assert reply["parent_header"]["msg_id"] == request
     assert reply["content"]["ename"] == "KeyboardInterrupt"
+    assert reply["content"]["traceback"] == ["KeyboardInterrupt: interrupted; all ranks have been ended"]
     assert gone(pids)
     said = kernel.run("print(launch(lambda world: world.rank, 2, device='cpu'))")
     assert (said["printed"], said["error"]) == ("[0, 1]\n", "")

@@ -28,7 +28,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
 from ddp_tutorial.processes.console import Console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError
-from ddp_tutorial.processes.launcher import GRACE_SECONDS, launch
+from ddp_tutorial.processes.launcher import GRACE_SECONDS, START_SECONDS, _Ranks, launch
 from ddp_tutorial.processes.rank import progress
 
 LOCK = threading.Lock()  # cannot be pickled
@@ -467,6 +467,25 @@ def test_a_rank_that_returns_early_is_told_that_every_rank_must_enter_every_coll
     assert "dist.all_reduce(torch.ones(1))" in caught.value.traceback
     assert "Meanwhile rank 1 had returned." in str(caught.value)
     assert "every rank must enter every collective" in str(caught.value)
+
+
+def test_the_time_limit_begins_when_all_ranks_have_started(monkeypatch):
+    left, listen = [], _Ranks._listen_until
+
+    def noted(self, deadline):
+        left.append(deadline - time.monotonic())
+        return listen(self, deadline)
+
+    monkeypatch.setattr(_Ranks, "_listen_until", noted)
+    launch(lambda world: None, 2, device="cpu", timeout=60)
+    assert left[0] > START_SECONDS  # nobody has said yet that it is up
+    assert any(30 < each <= 60 for each in left)
+
+
+def test_a_function_that_does_not_take_world_is_refused_before_anything_starts():
+    for fn, args in ((lambda: 1, ()), (lambda world: 1, (2,)), (lambda world, *, key: 1, ())):
+        with pytest.raises(TypeError, match=r"What ranks run takes `world` first"):
+            launch(fn, 2, *args, device="cpu")
 
 
 def test_at_the_time_limit_every_rank_tells_where_it_stands():

@@ -17,6 +17,7 @@ The processes are started by `torch.multiprocessing.spawn`. This module adds wha
 - A rank never outlives its parent.
 """
 
+import inspect
 import os
 import pickle
 import secrets
@@ -64,6 +65,8 @@ Result = TypeVar("Result")
 GRACE_SECONDS = 0.3
 # When ranks have only heard that rank 0 has failed, it has this long to say how. It may still be closing files.
 RANK_ZERO_SECONDS = 5.0
+# How long ranks have to start, beside their time limit: Python has to import torch, on a machine that may be busy.
+START_SECONDS = 120.0
 # How long ranks have to say where they stand when the time is up.
 REPORT_SECONDS = 2.0
 # A pipe holds 64 KiB on Linux; what is left in that of a rank that has ended is read in a few pieces of that size. More
@@ -91,7 +94,8 @@ def launch(
 
     - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
     - `backend`: "gloo", "nccl" or "auto": what fits the device. With device "cuda" and gloo, ranks may share a GPU.
-    - `timeout`: seconds until every rank must have returned; None for no limit.
+    - `timeout`: seconds until every rank must have returned, counted from when all have started, for which they have
+      two minutes; None for no limit.
     - `collective_timeout`: seconds that a rank waits in a collective for the others.
     - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
     - `echo`: show what the ranks print, their progress, and which device was chosen.
@@ -106,6 +110,7 @@ def launch(
     `TypeError` for arguments that cannot be used, before anything is started.
     """
     _check(fn, nprocs, timeout, collective_timeout, threads, in_process)
+    _check_call(fn, args)
     kind = choose_device(device, local_size=nprocs, backend=backend)
     carrier = choose_backend(backend, kind)
     console = make_console(echo)
@@ -116,10 +121,15 @@ def launch(
         return [fn(World.detect({}, device=kind.type, backend=carrier), *args)]
     call = dump_call(fn, args)
     ranks = _Ranks(nprocs, console)
-    with handling(pass_on, ranks.pass_on), ranks:
-        ranks.start(call, kind.type, carrier, collective_timeout, threads or max(1, cores() // nprocs))
-        ranks.wait(timeout)
-        return ranks.results()
+    try:
+        with handling(pass_on, ranks.pass_on), ranks:
+            ranks.start(call, kind.type, carrier, collective_timeout, threads or max(1, cores() // nprocs))
+            ranks.wait(timeout)
+            return ranks.results()
+    except KeyboardInterrupt as interrupt:  # a notebook shows this, and none of the frames in here
+        told = "KeyboardInterrupt: interrupted; all ranks have been ended"
+        interrupt._render_traceback_ = lambda: [told]  # type: ignore[attr-defined]
+        raise
 
 
 def _check(
@@ -142,6 +152,22 @@ def _check(
         raise ValueError(f"threads={threads!r}: should be 1 or more, or None to share out the cores")
     if in_process and nprocs != 1:
         raise ValueError(f"in_process=True runs one rank, found nprocs={nprocs}. Use nprocs=1, or leave it out.")
+
+
+def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of some built-in functions nobody knows it
+        return
+    try:
+        signature.bind(None, *args)
+    except TypeError as error:
+        name = getattr(fn, "__name__", repr(fn))
+        given = "".join(f", {type(arg).__name__}" for arg in args)
+        raise TypeError(
+            f"a rank calls {name}(world{given}), and {name}{signature} cannot be called so: {error}. What ranks run "
+            "takes `world` first, then what launch is given after the number of ranks."
+        ) from None
 
 
 @dataclass
@@ -265,8 +291,11 @@ class _Ranks:
 
     def wait(self, timeout: float | None) -> None:
         """Listen until all ranks have returned and ended; raise for the first that fails."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + START_SECONDS + timeout
+        are_up = False
         while self._running() and not any(rank.failed for rank in self.ranks):
+            if timeout is not None and not are_up and all(rank.started for rank in self.ranks):
+                are_up, deadline = True, time.monotonic() + timeout
             if not self._listen_until(deadline):
                 raise self._timed_out(timeout)
         self._listen_while(lambda: True, GRACE_SECONDS)
@@ -381,7 +410,10 @@ class _Ranks:
         others = [f"rank {rank.rank} {rank.reason}" for rank in self.ranks if rank is not first]
         note = f"Meanwhile {', '.join(others)}." if others else ""
         if first.lost_connection and any(rank.result is not None for rank in self.ranks):
-            note += " A rank that returns closes its connections: every rank must enter every collective."
+            note += (
+                " A rank that returns closes its connections: every rank must enter every collective, with tensors of "
+                "one size. With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, torch names sizes that differ."
+            )
         trace = without_noise(first.traceback)
         return RankError(first.rank, first.reason, trace, first.log.tail(), note, first.raised)
 
