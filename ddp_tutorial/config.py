@@ -14,7 +14,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -37,6 +37,18 @@ class Config(BaseModel):
     """Base of all configs: frozen, no unknown keys, no silent conversion of types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """The same with other values for the settings in `update`, which are checked like those of a file: pydantic's
+        own does not, and would take `nproc` for a setting. Raises `ConfigError`."""
+        if not update:
+            return super().model_copy(deep=deep)
+        try:
+            changed = type(self).model_validate(dict(self) | dict(update))
+        except ValidationError as error:
+            raise ConfigError(f"model_copy: {_explain(type(self), error.errors()[0], typed=False)}") from None
+        object.__setattr__(changed, "__pydantic_fields_set__", self.model_fields_set | update.keys())
+        return changed
 
 
 SomeConfig = TypeVar("SomeConfig", bound=Config)

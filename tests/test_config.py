@@ -1,5 +1,6 @@
 """Configs: what is read, in which order, and what is said about a bad one."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from ddp_tutorial.config import CONFIGS, Config, ConfigError, did_you_mean, find, group_of, load, merge, names
+from ddp_tutorial.ddp.variants import DDPConfig
 from ddp_tutorial.training.config import TaskConfig
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -121,6 +123,21 @@ def test_a_config_is_frozen_at_every_depth() -> None:
         config.steps = 5  # type: ignore[misc]
     with pytest.raises(ValidationError, match="frozen"):
         config.model.layers = 5  # type: ignore[misc]
+
+
+def test_a_copy_with_other_values_is_checked_like_a_file() -> None:
+    config = TaskConfig(steps=7)
+    copy = config.model_copy(update={"nprocs": 1, "ddp": DDPConfig(variant="flat")})
+    assert (copy.steps, copy.nprocs, copy.ddp.variant, config.nprocs) == (7, 1, "flat", 2)
+    assert copy.model_fields_set == {"steps", "nprocs", "ddp"}
+    assert config.model_copy() == config
+    for wrong, told in (
+        ({"nproc": 1}, "model_copy: unknown key 'nproc'. Did you mean 'nprocs'?"),
+        ({"steps": -5}, "model_copy: 'steps' should be greater than or equal to 1, found -5"),
+        ({"steps": "20"}, "model_copy: 'steps' should be a valid integer, found '20'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            config.model_copy(update=wrong)
 
 
 def test_merge_changes_neither_of_its_arguments() -> None:
