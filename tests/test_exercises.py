@@ -5,6 +5,7 @@ import builtins
 import importlib
 import pkgutil
 import re
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -170,13 +171,47 @@ def test_a_check_explains_and_never_raises(capsys):
     exercise.check(lambda x: x // 2)
     exercise.check(lambda x: x)
     exercise.check(lambda x: x / 0)
-    assert capsys.readouterr().out.splitlines() == [
+    *said, line = capsys.readouterr().out.splitlines()
+    assert said == [
         "Right. Well halved.",
         "Not yet. half of 4 is 2",
         "Not yet. Your answer raised ZeroDivisionError: division by zero",
     ]
+    assert re.fullmatch(r'It was at File "\S+test_exercises.py", line \d+: exercise.check\(lambda x: x / 0\)', line)
     with pytest.raises(WrongAnswerError, match="half of 4"):
         halves(lambda x: x)
+
+
+def test_an_answer_that_returns_nothing_is_asked_for_its_return(capsys):
+    EXERCISES["quickstart.deal_samples"].check(lambda indices, rank, size: None)
+    assert capsys.readouterr().out.endswith("A function without a `return` returns None. Is one missing?\n")
+
+
+def test_an_answer_that_computes_for_ever_is_ended_and_told_its_line(monkeypatch, capsys):
+    def deal(indices, rank, size):
+        while True:
+            try:
+                sum(indices)
+            except Exception:
+                return indices
+
+    monkeypatch.setattr(ddp_tutorial.exercises, "_SECONDS", 0.2)
+    EXERCISES["quickstart.deal_samples"].check(deal)
+    said = capsys.readouterr().out
+    assert said.startswith("Not yet. Your answer has computed for 60 seconds and has not ended")
+    assert re.search(r"It was at File .*test_exercises.py\", line \d+: (while True|try|sum\(indices\))", said)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_what_an_answer_prints_on_ranks_is_shown(capsys):
+    def mean_loss(world, loss_sum, count):
+        print(f"{count} tokens")
+        return float(loss_sum / count)
+
+    EXERCISES["quickstart.mean_loss"].check(mean_loss)
+    said = capsys.readouterr().out
+    assert {"[rank 0] 1 tokens", "[rank 1] 3 tokens"} <= set(said.splitlines())
+    assert "Not yet. " in said
 
 
 def test_every_notebook_that_teaches_has_exercises_and_checks_each_of_them():

@@ -20,9 +20,13 @@ import dis
 import importlib
 import inspect
 import pkgutil
+import signal
 import sys
 import textwrap
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -31,10 +35,13 @@ from typing import Any
 import torch
 
 from ddp_tutorial.exercises.passed import Progress, progress_in, remember
+from ddp_tutorial.processes.children import name_cells
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 
 Answer = Callable[..., Any]
+# Beginnings of the names of files that no learner has written.
+_NOT_OWN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), sys.prefix, sys.base_prefix, "<frozen")
 
 
 class WrongAnswerError(AssertionError):
@@ -73,7 +80,8 @@ class Exercise:
     def verdict(self, answer: Answer | Path) -> tuple[bool, str]:
         """Whether `answer` is right, and what `check` prints about it."""
         try:
-            return True, f"Right. {self.test(answer)}"
+            with _ending():
+                return True, f"Right. {self.test(answer)}"
         except WrongAnswerError as wrong:
             return False, f"Not yet. {wrong}"
         except NotImplementedError:
@@ -83,9 +91,11 @@ class Exercise:
                 return False, f"Your turn. {self.task}"
             if error.is_a(WrongAnswerError):
                 return False, f"Not yet. {error.message}"
-            return False, f"Not yet. When your answer ran on real ranks, {error}"
+            return False, f"Not yet. When your answer ran on real ranks, {error}{_of_none(error)}"
+        except _EndlessError as error:
+            return False, f"Not yet. {_ENDLESS}{_own_line(error)}"
         except Exception as error:
-            return False, f"Not yet. Your answer raised {type(error).__name__}: {error}"
+            return False, f"Not yet. Your answer raised {type(error).__name__}: {error}{_own_line(error)}"
 
     def hint(self) -> None:
         """Print the next hint; after the last one, say where the solution is."""
@@ -105,6 +115,46 @@ class Exercise:
         source = without_annotations(source.rstrip())
         lacking = imports_for(source, self.solution) if not isinstance(self.solution, Path) else []
         print("\n\n\n".join(["\n".join(lacking), source] if lacking else [source]))
+
+
+class _EndlessError(BaseException):
+    """An answer computes for ever. No `except Exception` of an answer catches it."""
+
+
+_SECONDS = 60.0  # of this process's own computing; what it waits for ranks does not count
+_ENDLESS = f"Your answer has computed for {_SECONDS:.0f} seconds and has not ended: is there a loop without an end?"
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """Raises `_EndlessError` in a block that computes for too long. In the main thread only, as signals are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise _EndlessError
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _own_line(error: BaseException) -> str:
+    """The line of the answer at which it was, and what it says; where it had returned, what may be wrong with that."""
+    own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_OWN)]
+    if not own:
+        return _of_none(error)
+    place = name_cells(f'File "{own[-1].filename}", line {own[-1].lineno}')
+    return f"\nIt was at {place}: {own[-1].line}"
+
+
+def _of_none(error: BaseException) -> str:
+    return "\nA function without a `return` returns None. Is one missing?" if "NoneType" in str(error) else ""
 
 
 def progress() -> Progress:
@@ -177,7 +227,7 @@ def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeo
     """Run the check on real ranks. Raises `WrongAnswerError`, which begins with `stuck`, where some rank has not
     returned after `timeout` seconds."""
     try:
-        return launch(run, nprocs, *args, device="cpu", echo=False, timeout=timeout)
+        return launch(run, nprocs, *args, device="cpu", timeout=timeout)  # what an answer prints is shown
     except RankTimeoutError as error:
         raise WrongAnswerError(f"{stuck}\n{error}") from None
 

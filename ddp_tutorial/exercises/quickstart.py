@@ -77,7 +77,7 @@ def _uneven_loss(world: World, answer: Answer) -> tuple[float, float]:
 
 
 def _test_mean_loss(answer: Answer) -> str:
-    results = launch(_uneven_loss, 2, answer, device="cpu", echo=False, timeout=20)
+    results = launch(_uneven_loss, 2, answer, device="cpu", timeout=20)
     for rank, (got, true) in enumerate(results):
         expect(
             abs(got - true) < 1e-6,
