@@ -3,7 +3,7 @@ left alone."""
 
 import time
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -94,12 +94,12 @@ class Job:
             self.optimizer.zero_grad()
 
 
-def run_job(world: World, kind: type[Job], detectors: list[Detector] | None) -> list[Finding] | str:
+def run_job(world: World, kind: type[Job], detectors: list[Detector] | None, every: int = 1) -> list[Finding] | str:
     """All that was found; an error of the program's own as text."""
     job = kind(world)
     checks = None
     try:
-        with checking(world, job.model, job.optimizer, detectors) as checks:
+        with checking(world, job.model, job.optimizer, detectors, every=every) as checks:
             job.train()
     except CheckError as error:
         if checks is None or checks.findings[-1] != error.finding:
@@ -313,12 +313,13 @@ def run_all(world: World, jobs: dict[type[Job], list[Detector] | None]) -> dict[
 
 @cache
 def found_by_ranks(nprocs: int) -> list[dict[str, Any]]:
+    """Each step is judged at once."""
     return launch(run_all, nprocs, WRONG, device="cpu", threads=1, echo=False, timeout=120)
 
 
 @pytest.mark.parametrize("nprocs", [2, 3])
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
-def test_a_fault_is_found_on_all_ranks_with_step_rank_and_name(kind: type[Job], nprocs: int) -> None:
+def test_a_fault_is_found_on_all_ranks_in_its_step_with_rank_and_name(kind: type[Job], nprocs: int) -> None:
     of_ranks = [found[kind.__name__] for found in found_by_ranks(nprocs)]
     assert all(each == of_ranks[0] for each in of_ranks), "all ranks are told the same"
     step, at_fault, where, message = EXPECTED[kind]
@@ -493,12 +494,12 @@ def small(**settings: Any) -> TaskConfig:
     return TaskConfig.model_validate(values | settings)
 
 
-def trained(world: World, config: TaskConfig, *faults: Fault) -> list[Finding]:
+def trained(world: World, config: TaskConfig, *faults: Fault, every: int = 1) -> list[Finding]:
     trainer = make_trainer(config, world)
     optimizer = trainer.train_step.optimizer
     with (
         inject(world, *faults, model=trainer.model),
-        checking(world, trainer.model, optimizer, always(), after=lambda: trainer.number) as checks,
+        checking(world, trainer.model, optimizer, always(), after=lambda: trainer.number, every=every) as checks,
     ):
         try:
             trainer.train()
@@ -521,6 +522,7 @@ def trainers(world: World) -> dict[str, list[Finding]]:
     }
     found = {name: trained(world, config) for name, config in {**variants, **others}.items()}
     corrupt = Fault(action="corrupt", rank=1, step=7, phase="update")
+    found["by default"] = trained(world, small(name="default", steps=25), every=10)
     return found | {"corrupt": trained(world, small(name="corrupt"), corrupt)}
 
 
@@ -531,6 +533,118 @@ def test_the_trainer_is_checked_without_knowing_of_it() -> None:
     assert {name: found for name, found in of_ranks[0].items() if found} == {}
     assert (corrupt.detector, corrupt.step) == ("drift", 7)
     assert 1 in corrupt.ranks
+
+
+# ------------------------------------------------------------------------------------- told once in several steps
+
+
+class CorruptLater(Corrupt):
+    """A tensor in the middle; by the time that all are told, all tensors differ."""
+
+    def spoil(self, step: int) -> None:
+        if step == 5 and self.rank == self.last:
+            self.net.last.weight.grad[0, 0] += 1
+
+
+class NaNLater(NaNInput):
+    steps = 8
+
+    def batch(self, number: int) -> torch.Tensor:
+        return super().batch(3 if number == 7 else 100 + number)
+
+
+class OwnRateLater(Job):
+    steps = 25
+
+    def spoil(self, step: int) -> None:
+        if step == 13 and self.rank == self.last:
+            self.optimizer.param_groups[0]["lr"] /= 2
+
+
+class UnusedOnce(Job):
+    def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
+        self.net.with_extra = step != 6
+        return super().loss(step, x)
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.model = self.net  # DDP refuses the next step; one that averages gradients by itself need not
+
+
+class OnOneRankOnly(Job):
+    """The gradient of one rank spoils after it was averaged: the others know nothing of it."""
+
+    steps, at = 12, 5
+
+    def spoil(self, step: int) -> None:
+        if step == self.at and self.rank == self.last:
+            self.net.last.weight.grad[0, 0] = float("nan")
+
+
+class InTheLastStep(OnOneRankOnly):
+    at = 12
+
+
+# Kind -> step, step in which it is seen, where, detector
+LATER: dict[type[Job], tuple[int, int, str, str]] = {
+    CorruptLater: (5, 10, "last.weight", "drift"),
+    NaNLater: (7, 0, "first", "nonfinite"),
+    OwnRateLater: (20, 0, "lr of the optimizer's group 0", "drift"),
+    Spike: (25, 30, "", "spike"),
+    UnusedOnce: (6, 10, "extra.weight", "unused"),
+    SameDropout: (1, 0, "forward", "same_random"),
+    OnOneRankOnly: (5, 10, "reduction", "nonfinite"),
+    InTheLastStep: (12, 0, "reduction", "nonfinite"),
+}
+
+
+class Kept(NamedTuple):
+    """What a rank has found in a program, whether its weights are finite then, and the steps that moved them."""
+
+    findings: list[Finding] | str
+    is_finite: bool
+    moved: list[int]
+
+
+def run_later(world: World, kinds: list[type[Job]]) -> list[Kept]:
+    return [run_with_weights(world, kind) for kind in kinds]
+
+
+def run_with_weights(world: World, kind: type[Job]) -> Kept:
+    moved: list[int] = []
+    last: list[Job] = []
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def update(self, step: int) -> None:
+            last[:] = [self]
+            weights = nn.utils.parameters_to_vector(self.net.parameters()).clone()
+            super().update(step)
+            if not torch.equal(weights, nn.utils.parameters_to_vector(self.net.parameters())):
+                moved.append(step)
+            assert all(p.grad is not None for p in self.net.last.parameters()), "gradients are given back"
+
+    detectors = [each for each in default_detectors() if each.name == LATER[kind][3]]
+    findings = run_job(world, Watched, detectors, every=10)
+    return Kept(findings, all(bool(p.isfinite().all()) for p in last[0].net.parameters()), moved)
+
+
+def test_what_is_told_once_in_ten_steps_names_its_own_step_and_no_weight_is_spoilt_meanwhile() -> None:
+    ranks = launch(run_later, 2, list(LATER), device="cpu", threads=1, echo=False, timeout=120)
+    for place, (kind, (step, seen, where, detector)) in enumerate(LATER.items()):
+        of_ranks = [kept[place] for kept in ranks]
+        assert of_ranks[0].findings == of_ranks[1].findings, "all ranks are told the same"
+        [finding] = of_ranks[0].findings
+        assert (finding.detector, finding.step, finding.seen) == (detector, step, seen), finding
+        assert where in {"", finding.where}, finding
+        assert str(finding).endswith(f"(seen in step {seen})") == bool(seen)
+        if detector == "nonfinite":
+            assert all(kept.is_finite for kept in of_ranks), kind
+    by_kind = {kind: [kept[place] for kept in ranks] for place, kind in enumerate(LATER)}
+    assert "After step 1 all was the same" in by_kind[OwnRateLater][0].findings[0].message
+    assert [kept.moved for kept in by_kind[NaNLater]] == [[*range(1, 7)]] * 2, "all raise before the update"
+    assert by_kind[OnOneRankOnly][0].moved == [*range(1, 10)]
+    assert by_kind[OnOneRankOnly][1].moved == [1, 2, 3, 4, 6, 7, 8, 9], "the rank that has it leaves that update out"
+    assert by_kind[InTheLastStep][1].moved == [*range(1, 12)]
 
 
 # ------------------------------------------------------------------------------------------------- the front door

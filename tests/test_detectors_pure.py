@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_tutorial.debug.detector import Program
+from ddp_tutorial.debug.detector import Finding, Program
 from ddp_tutorial.debug.memory import Kind, _own_memory, growth_per_step, live_tensors, more
 from ddp_tutorial.debug.overlap import Epoch, rows_hashed
 from ddp_tutorial.debug.pace import slow_rank
@@ -140,26 +140,40 @@ def test_a_forward_is_computed_once_more_with_the_same_numbers_and_nothing_is_ch
 def drift_of_two(other: int) -> ReplicaDrift:
     """One of two ranks, the other of which has checksums that are larger by `other`."""
     module = nn.Linear(2, 1)
-    program = Program(World(), module, torch.optim.SGD(module.parameters()), after=1)
-    program.gather = lambda thing: [thing, thing + other if isinstance(thing, int) else thing]  # type: ignore
+    program = Program(World(), module, torch.optim.SGD(module.parameters()), after=lambda: program.taken + 1)
+    program.gather_numbers = lambda numbers: torch.stack([numbers, numbers + other])  # type: ignore
+    program.gather = lambda thing: [thing, thing]  # type: ignore
     detector = ReplicaDrift(every=1000)
+    program.taken = 1
     detector.attach(program)
     return detector
 
 
+def one_step(detector: ReplicaDrift, norms: list[float]) -> list[Finding]:
+    """Judged in its own step."""
+    detector.program.taken += 1
+    step = detector.program.step
+    return detector.judge(step, [[0.0, norm] for norm in norms]) + detector.updated(step)
+
+
 def test_gradients_of_different_lengths_have_all_bits_compared_in_the_same_step() -> None:
     detector = drift_of_two(other=1)
-    assert detector.judge(3, [[0.0, 1.5], [0.0, 1.5]]) == detector.updated(3) == []
-    assert detector.judge(4, [[0.0, math.nan], [0.0, float("nan")]]) == detector.updated(4) == []
-    assert detector.judge(5, [[0.0, 1.5], [0.0, 1.75]]) == []
+    assert one_step(detector, [1.5, 1.5]) == []
+    assert one_step(detector, [math.nan, float("nan")]) == []
     with pytest.raises(AssertionError, match="a checksum of them all differs"):
-        detector.updated(5)  # here no single one does: this is where the ranks would be told
+        one_step(detector, [1.5, 1.75])  # here no single one does: this is where the ranks would be told
+
+
+def test_gradients_that_had_different_lengths_in_a_step_before_have_all_bits_compared_at_once() -> None:
+    detector = drift_of_two(other=1)
+    detector.program.taken += 3
+    with pytest.raises(AssertionError, match="a checksum of them all differs"):
+        detector.judge(detector.program.step - 1, [[0.0, 1.5], [0.0, 1.75]])
 
 
 def test_ranks_that_have_gradients_of_their_own_and_the_same_weights_are_compared_now_and_then_only() -> None:
     detector = drift_of_two(other=0)
-    detector.judge(5, [[0.0, 1.5], [0.0, 1.75]])
-    assert detector._has_doubts
-    assert detector.updated(5) == []
-    detector.judge(6, [[0.0, 1.5], [0.0, 1.75]])
-    assert not detector._has_doubts
+    compared: list[int] = []
+    detector.program.gather_numbers = lambda numbers: compared.append(1) or numbers.repeat(2, 1)  # type: ignore
+    assert [one_step(detector, [1.5, 1.75]) for _ in range(3)] == [[]] * 3
+    assert len(compared) == 1

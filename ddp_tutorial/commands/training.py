@@ -140,7 +140,8 @@ def _train_on_a_rank(world: "World", settings: "TaskConfig", attached: Attached)
     """Training, with what is to be watched, checked or to go wrong attached to it from outside.
 
     A check that ends the run raises on all ranks in the same step: the run's `failed.json` and the ranks' logs tell it,
-    as they tell any failure. What is only a warning is in the log, and in `result.json`.
+    as they tell any failure. What is only a warning is in the log, and in `result.json`; so is what is found when the
+    run has ended, of its last steps.
     """
     from ddp_tutorial.debug.checks import checking
     from ddp_tutorial.debug.faults import inject
@@ -156,10 +157,14 @@ def _train_on_a_rank(world: "World", settings: "TaskConfig", attached: Attached)
             return trainer.train()
         model = getattr(trainer.train_step.strategy, "model", trainer.model)  # the wrapper knows what is allowed
         optimizer = trainer.train_step.optimizer
-        checks = stack.enter_context(checking(world, model, optimizer, after=lambda: trainer.number))
-        result = trainer.train()
-        if world.is_main and checks.program.taken:
-            _note_in(trainer.run, checks.findings)
+        has_ended = False
+        try:
+            with checking(world, model, optimizer, after=lambda: trainer.number) as checks:
+                result = trainer.train()
+                has_ended = True
+        finally:
+            if has_ended and world.is_main and checks.program.taken:
+                _note_in(trainer.run, checks.findings)
         return result
 
 

@@ -27,6 +27,7 @@ class Finding:
     """What a detector has found in the optimizer step `step`, which counts from 1; the same on all ranks.
 
     `ranks` are those with which something is wrong, `where` is the name of the tensor, parameter, module or phase.
+    `seen` is the step in which the ranks told one another of it, where that was a later one than `step`; else 0.
     """
 
     detector: str
@@ -35,9 +36,10 @@ class Finding:
     message: str
     severity: Literal["error", "warning"] = "warning"
     where: str = ""
+    seen: int = 0
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.message}"
+        return f"step {self.step}: {self.message}" + (f" (seen in step {self.seen})" if self.seen else "")
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -75,24 +77,45 @@ class Program:
         self.taken = 0  # steps since the block began
         self._after = after
         self._gradient_of, self._gradient = -1, 0.0  # of which step, and what it was
+        self._norms: list[torch.Tensor] = []
 
     def gradient(self) -> float:
         """The sum of the norms of all gradients that the update will use, so after they were averaged; looked at once
         for each step. Not finite where one of them is not, or has numbers above 1e19."""
         if self._gradient_of != self.taken:
-            self._gradient_of, self._gradient = self.taken, _sum_of_norms(self.gradients())
+            gradients = self.gradients()
+            # One call for all, as in torch's clip_grad_norm_: a call for each would be many kernels on a GPU.
+            self._norms = list(torch._foreach_norm(gradients)) if gradients else []
+            self._gradient_of, self._gradient = self.taken, _sum(self._norms)
         return self._gradient
+
+    def gradient_norms(self) -> list[torch.Tensor]:
+        """The norms that `gradient` has added up, in the order of `named_gradients`."""
+        self.gradient()
+        return self._norms
 
     def gradients(self) -> list[torch.Tensor]:
         """Those, or of sparse ones what they hold."""
-        groups = self.optimizer.param_groups
-        found = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         return [each._values() if each.is_sparse else each for each in found]
+
+    def named_gradients(self) -> list[str]:
+        """The names of the parameters that have a gradient."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [self.names.get(p, "a parameter that is not the model's") for p in trained]
 
     @property
     def step(self) -> int:
         """The number of the optimizer step that is under way, or comes next."""
         return (self._after() if callable(self._after) else self._after + self.taken) + 1
+
+    def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[n] of each rank, on the CPU, the same n and type on all -> [ranks, n]. Collective."""
+        rows = numbers.new_empty(self.world.size, len(numbers))
+        if self.world.size == 1:
+            return rows.copy_(numbers)
+        dist.all_gather(list(rows), numbers, group=self.group)
+        return rows
 
     def gather(self, thing: Thing) -> list[Thing]:
         """What the ranks gave, rank 0's first. Collective; for small things that can be pickled."""
@@ -103,10 +126,9 @@ class Program:
         return things
 
 
-def _sum_of_norms(tensors: list[torch.Tensor]) -> float:
-    if not tensors:
+def _sum(norms: list[torch.Tensor]) -> float:
+    if not norms:
         return 0.0
-    norms = torch._foreach_norm(tensors)
     try:
         return float(torch.stack(norms).sum())
     except RuntimeError:  # they are on several devices
@@ -118,10 +140,12 @@ class Detector:
 
     - `sights`: what it wants to see of a step (see `Taps`).
     - `forward_begins`, `forward_ends`: around each forward that trains.
-    - `say`: before the update, `size` numbers about this rank's step. Local, and cheap.
-    - `judge`: what the numbers of all ranks come to. All ranks run it with the same numbers, so they may answer with
-      collectives, `self.program.gather`, as long as the numbers alone decide it.
-    - `updated`: after the update; may be collective as well.
+    - `say`: before each update, `size` numbers about this rank's step. Local, and cheap.
+    - `is_urgent`: after `say`; should the ranks not wait, and this rank's weights not be updated with that gradient?
+    - `judge`: what the numbers of all ranks come to, for one step after the other, when the ranks have exchanged them:
+      before the update of `self.program.step`, which is `step` or a later one. All ranks run it with the same numbers,
+      so they may answer with collectives, `self.program.gather`, as long as the numbers alone decide it.
+    - `updated`: after each update; may be collective as well.
 
     A detector belongs to one block of `checking` at a time.
     """
@@ -141,6 +165,9 @@ class Detector:
 
     def say(self, seen: Seen) -> Sequence[float]:
         return ()
+
+    def is_urgent(self) -> bool:
+        return False
 
     def judge(self, step: int, said: Said) -> list[Finding]:
         return []

@@ -54,7 +54,7 @@ class MemoryGrowth(Detector):
         self._told: set[int] = set()
         self._before: dict[Kind, Live] = {}  # what lived when a slope had shown
         self._slopes: dict[int, float] = {}  # of the ranks that are looked at: MB a step
-        self._tell_at = 0
+        self._listed_at = 0
 
     def say(self, seen: Seen) -> Sequence[float]:
         device = self.program.world.device
@@ -76,12 +76,13 @@ class MemoryGrowth(Detector):
         self._slopes = {rank: growth for rank, growth in slopes.items() if rank not in self._told}
         if self.program.world.rank in self._slopes:
             self._before = live_tensors()
-        self._tell_at = step + _EVERY
+        self._listed_at = self.program.step
         return []
 
     def _look_again(self, step: int) -> list[Finding]:
         """What grows, when there has been some time for it. The same on all ranks, but for what lives."""
-        if step < self._tell_at:
+        between = self.program.step - self._listed_at
+        if between < _EVERY:
             return []
         slopes, self._slopes = self._slopes, {}
         ranks = tuple(slopes)
@@ -94,7 +95,7 @@ class MemoryGrowth(Detector):
         where = next((of_ranks[rank][0] for rank in ranks if of_ranks[rank]), "memory")
         message = (
             f"{named(ranks)} {'keeps' if len(ranks) == 1 else 'keep'} more memory after each step: {told}, over "
-            f"{self.window} steps. Of the tensors that Python's garbage collector knows there are more than {_EVERY} "
+            f"{self.window} steps. Of the tensors that Python's garbage collector knows there are more than {between} "
             f"steps ago: {kinds}. Often it is a loss that is kept with its graph: keep loss.item() or loss.detach()"
         )
         return [Finding(self.name, step, ranks, message, "warning", where)]

@@ -5,14 +5,14 @@ An infinity on the way (a mask, or float16 overflowing under a `GradScaler`) is 
 reach an update: only there an alarm is raised, and the notes say where it began. Outputs of modules are not noted:
 after an alarm, each rank computes its forwards of this step once more, with the same inputs, weights and random
 numbers, and looks at all outputs of that. The weights are still those of the step, for the alarm comes before the
-update.
+update. Where only some ranks have such a gradient, the alarm comes later, and the notes alone say where it began.
 """
 
 import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ddp_tutorial.debug.detector import Detector, Finding, Said
+from ddp_tutorial.debug.detector import Detector, Finding, Program, Said
 from ddp_tutorial.debug.taps import OUTPUT, Seen, Sight
 
 # In this order within a step: of ranks that see one in the same step, those where it came first have it of their own.
@@ -20,7 +20,9 @@ _PHASES = ("update", "forward", "loss", "backward")
 
 
 class NonFinite(Detector):
-    """Is the gradient finite that the weights are about to be updated with? The error comes before that, in each step.
+    """Is the gradient finite that the weights are about to be updated with? Asked in each step; no rank updates its
+    weights with one that is not. The error comes before that update where all ranks have such a gradient, as they do
+    once it is averaged; and when the ranks exchange their numbers where only some have.
 
     Until then the inputs of a step's forwards are kept. A model whose forward is another one the second time (it draws
     from Python's random numbers, or remembers its last batch) may be told of with its loss or a gradient instead of
@@ -31,18 +33,34 @@ class NonFinite(Detector):
     size: ClassVar[int] = 1
     sights: ClassVar[frozenset[Sight]] = frozenset({"forwards", "losses", "gradients"})
 
+    def attach(self, program: Program) -> None:
+        super().attach(program)
+        self._seen, self._is_finite = Seen(), True
+        self._noted: dict[int, tuple[str, str] | None] = {}  # step -> phase and name of the first, by the notes
+
     def say(self, seen: Seen) -> Sequence[float]:
         self._seen = seen
-        if math.isfinite(self.program.gradient()):
-            return [0.0]
         # Numbers above 1e19 are finite, and their norm is not.
-        return [0.0 if all(bool(each.isfinite().all()) for each in self.program.gradients()) else 1.0]
+        self._is_finite = math.isfinite(self.program.gradient()) or all(
+            bool(each.isfinite().all()) for each in self.program.gradients()
+        )
+        if not (self._is_finite and math.isfinite(sum(seen.norms))):
+            self._noted[self.program.step] = self._spoilt() or seen.first_not_finite()
+        return [0.0 if self._is_finite else 1.0]
+
+    def is_urgent(self) -> bool:
+        return not self._is_finite
+
+    def updated(self, step: int) -> list[Finding]:
+        self._seen = Seen()  # its inputs are not kept through the next step
+        return []
 
     def judge(self, step: int, said: Said) -> list[Finding]:
-        seen, self._seen = self._seen, Seen()  # its inputs are not kept through the next step
+        noted = self._noted.pop(step, None)
         if not any(numbers[0] for numbers in said):
             return []
-        origins = self.program.gather(self._origin(seen))
+        is_now = step == self.program.step
+        origins = self.program.gather(self._origin(self._seen) if is_now else noted)
         phases = [phase for phase in _PHASES for origin in origins if origin and origin[0] == phase]
         if not phases:
             everyone = tuple(rank for rank, numbers in enumerate(said) if numbers[0])
@@ -58,14 +76,15 @@ class NonFinite(Detector):
         return [Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {told}", "error", where)]
 
     def _origin(self, seen: Seen) -> tuple[str, str] | None:
-        """Phase and name of the first on this rank. Weights that were not finite when the step began are the fault of
-        the update before."""
+        """Phase and name of the first on this rank."""
         # All ranks compute forward, whatever they find: there may be collectives in it.
         trace = seen.in_full(self.program.module, self.program.world.device)
-        spoilt = [name for parameter, name in self.program.names.items() if not bool(parameter.isfinite().all())]
-        if spoilt:
-            return "update", spoilt[0]
-        return next(((phase, name) for phase, name, norm in trace if not math.isfinite(norm)), None)
+        return self._spoilt() or next(((phase, name) for phase, name, norm in trace if not math.isfinite(norm)), None)
+
+    def _spoilt(self) -> tuple[str, str] | None:
+        """Weights that were not finite when the step began are the fault of the update before."""
+        names = self.program.names.items()
+        return next((("update", name) for parameter, name in names if not bool(parameter.isfinite().all())), None)
 
 
 def _told(phase: str, name: str) -> str:

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -35,7 +35,7 @@ class DataOverlap(Detector):
 
     name: ClassVar[str] = "overlap"
 
-    def __init__(self, every: int = 10) -> None:
+    def __init__(self, every: int = 20) -> None:
         if every < 1:
             raise ValueError(f"every={every}: should be 1 step or more")
         self.every = every
@@ -43,7 +43,7 @@ class DataOverlap(Detector):
     def attach(self, program: Program) -> None:
         super().attach(program)
         self._now: list[torch.Tensor] = []
-        self._steps: list[list[torch.Tensor]] = []
+        self._steps: list[torch.Tensor] = []
         self._first = program.step
         self._seen = Epoch(program.world.size)
         self._is_done = program.world.size == 1
@@ -55,18 +55,25 @@ class DataOverlap(Detector):
     def updated(self, step: int) -> list[Finding]:
         if self._is_done:
             return []
-        self._steps.append(self._now)
+        self._steps.append(torch.cat(self._now) if self._now else torch.empty(0, dtype=torch.int64))
         self._now = []
         if step % self.every and step != self._first + _STEPS - 1:
             return []
-        mine = [torch.cat(hashes).tolist() if hashes else [] for hashes in self._steps]
-        self._steps = []
-        found = self._seen.add(self.program.gather(mine))
+        mine, self._steps = self._steps, []
+        found = self._seen.add(self._of_ranks(mine))
         if found is None:
             return []
         self._is_done = True
         ranks, message = found
         return [Finding(self.name, step, ranks, message, "warning", "data")]
+
+    def _of_ranks(self, mine: Sequence[torch.Tensor]) -> list[Steps]:
+        """The samples of all ranks, of as many steps each. Collective."""
+        lengths = self.program.gather_numbers(torch.tensor([len(each) for each in mine])).tolist()
+        samples = torch.zeros(max(map(sum, lengths)), dtype=torch.int64)
+        samples[: sum(map(len, mine))] = torch.cat(list(mine)).cpu()
+        rows = [iter(row) for row in self.program.gather_numbers(samples).tolist()]
+        return [[list(islice(row, length)) for length in each] for row, each in zip(rows, lengths, strict=True)]
 
 
 class Epoch:
@@ -186,11 +193,14 @@ class SameRandomNumbers(Detector):
 @torch.no_grad()
 def rows_hashed(inputs: Any) -> torch.Tensor:
     """A number of 64 bits for each row of a batch [rows], made from that row of all its tensors; empty without any."""
-    leaves = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):  # most often, so it is made short
+        leaves = [inputs[0].detach()] if inputs[0].dim() else []
+    else:
+        leaves = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     alike = [leaf for leaf in leaves if len(leaf) == len(leaves[0]) and leaf.layout == torch.strided]
     if not alike or not alike[0].numel():
         return torch.empty(0, dtype=torch.int64)
-    words = torch.cat([_words(leaf) for leaf in alike], 1)
+    words = _words(alike[0]) if len(alike) == 1 else torch.cat([_words(leaf) for leaf in alike], 1)
     if words.shape[1] > _NUMBERS:
         words = words[:, :: -(-words.shape[1] // _NUMBERS)]
     return (words * _weights(words.device, words.shape[1])).sum(1)

@@ -2,8 +2,8 @@
 
 Replicas begin equal and get the same gradient, so they stay equal, bit for bit: there is no tolerance here. Each rank
 sends one number that is made from all bits; only where those differ, the ranks compare tensor by tensor. Reading all
-bits takes longer than all else that is checked, so that is done now and then, and at once in a step in which the ranks
-have gradients of different lengths.
+bits takes longer than all else that is checked, so that is done now and then, and at once where the ranks have told
+one another of averaged gradients of different lengths.
 """
 
 import zlib
@@ -30,9 +30,10 @@ class ReplicaDrift(Detector):
     """Parameters, optimizer state and options such as the learning rate, after each `every`-th step and the first one;
     buffers at the beginning of such a step's first forward, where DDP has just broadcast them.
 
-    What comes by the gradient is found in the same step: an averaged gradient that differs has another norm on each
-    rank, and that is compared in each step. What comes otherwise, as by an option or an update that one rank alone has
-    changed, is found up to `every - 1` steps later, and the step that is named is the one in which it was found.
+    What comes by the gradient is found when the ranks next exchange their numbers, and told with its own step: an
+    averaged gradient that differs has another norm on each rank, and the norms of each step are compared. What comes
+    otherwise, as by an option or an update that one rank alone has changed, is found up to `every - 1` steps later; the
+    step that is named is the one in which it was found, and the message says after which step all was the same.
 
     Parameters and optimizer differing is an error, buffers only a warning: training goes on right, but what is saved is
     rank 0's. `ignore` has patterns for names of what may differ. What each rank has a part of is left out: DTensors,
@@ -53,8 +54,12 @@ class ReplicaDrift(Detector):
     def attach(self, program: Program) -> None:
         super().attach(program)
         self._first, self._buffers = program.step, {}
-        self._has_doubts, self._is_telling = False, True
-        self._has_begun = False
+        self._said = float(together(self._buffers))
+        self._has_begun, self._is_telling = False, True
+        self._norms: dict[int, list[torch.Tensor]] = {}  # of the gradients of a step, until they are judged
+        self._doubts: tuple[int, dict[str, str]] | None = None  # a step in which they differ, and these norms
+        self._same_after: int | None = None
+        self._compared: tuple[float, ...] = ()  # what was said of buffers when they were last compared
 
     def _is_due(self, step: int) -> bool:
         return step == self._first or step % self.every == 0
@@ -63,15 +68,28 @@ class ReplicaDrift(Detector):
         if not self._has_begun and self.program.module.training and self._is_due(self.program.step):
             self._has_begun = True
             self._buffers = checksums(self._kept(dict(self.program.module.named_buffers())))
+            self._said = float(together(self._buffers))
 
     def say(self, seen: Seen) -> Sequence[float]:
         self._has_begun = False
-        return [float(together(self._buffers)), self.program.gradient()]
+        if self._is_telling:
+            self._norms[self.program.step] = self.program.gradient_norms()
+        return [self._said, self.program.gradient()]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
-        self._has_doubts = self._is_telling and len({norm.hex() for _, norm in said}) > 1
-        if len({sums for sums, _ in said}) == 1:
-            return []
+        norms = self._norms.pop(step, [])
+        buffers, found = tuple(sums for sums, _ in said), list[Finding]()
+        if buffers != self._compared and len(set(buffers)) > 1:
+            found, self._compared = self._compare_buffers(step), buffers
+        if self._doubts is None and self._is_telling and len({norm.hex() for _, norm in said}) > 1:
+            values = [float(each).hex() for each in norms]
+            self._doubts = step, dict(zip(self.program.named_gradients(), values, strict=False))
+            if step < self.program.step:  # else the weights do not have it yet
+                found += self._compare(self.program.step)
+        return found
+
+    def _compare_buffers(self, step: int) -> list[Finding]:
+        """Those that differ, each told once. Collective."""
         found = first_difference(self.program.gather(self._buffers))
         if found is None or found[0] in self._told:
             return []
@@ -85,19 +103,28 @@ class ReplicaDrift(Detector):
         return [Finding(self.name, step, ranks, message, "warning", name)]
 
     def updated(self, step: int) -> list[Finding]:
-        if not (self._is_due(step) or self._has_doubts):
-            return []
+        return self._compare(step) if self._is_due(step) or self._doubts else []
+
+    def _compare(self, step: int) -> list[Finding]:
+        """All bits of parameters and optimizer. Collective."""
         sums = checksums(self._kept(dict(self._state())))
-        of_ranks = self.program.gather(together(sums))
-        if len(set(of_ranks)) == 1:
+        of_ranks = self.program.gather_numbers(torch.tensor([together(sums)])).tolist()
+        if all(each == of_ranks[0] for each in of_ranks):
             # Each rank may have gradients of its own, where it is the weights that are averaged.
-            self._is_telling = self._is_telling and not self._has_doubts
+            self._is_telling = self._is_telling and not self._doubts
+            self._doubts, self._same_after = None, step
             return []
         found = first_difference(self.program.gather(sums))
         assert found is not None, "a checksum of them all differs, so that of one does"
+        since = ""
+        if self._doubts and self._doubts[0] < step:  # by now all may differ: which gradient did in that step?
+            step, norms = self._doubts
+            found = first_difference(self.program.gather(self._kept(norms))) or found
+        elif self._same_after is not None and self._same_after < step - 1:
+            since = f". After step {self._same_after} all was the same"
         name, ranks = found
         differ = _differ(ranks, self.program.world.size)
-        message = f"the replicas have drifted apart: {name} is not the same on all ranks, {differ}"
+        message = f"the replicas have drifted apart: {name} is not the same on all ranks, {differ}{since}"
         return [Finding(self.name, step, ranks, message, "error", name)]
 
     def _state(self) -> Iterator[tuple[str, Any]]:
@@ -124,7 +151,7 @@ class ReplicaDrift(Detector):
         }
 
 
-def first_difference(of_ranks: Sequence[Mapping[str, int]]) -> tuple[str, tuple[int, ...]] | None:
+def first_difference(of_ranks: Sequence[Mapping[str, object]]) -> tuple[str, tuple[int, ...]] | None:
     """The first name whose value is not the same on all ranks, and the ranks that differ from most of the others;
     all of them where no value is that of most."""
     for name in dict.fromkeys(name for each in of_ranks for name in each):

@@ -32,11 +32,13 @@ class GradientSpike(Detector):
     def attach(self, program: Program) -> None:
         super().attach(program)
         self._norms, self._losses = deque[float](maxlen=self.window), deque[float](maxlen=self.window)
+        self._largest: dict[int, str] = {}  # step in which the gradient has jumped -> the parameter with most of it
 
     def say(self, seen: Seen) -> Sequence[float]:
-        self._gradients = seen.of("backward")
-        norm, loss = math.hypot(*(norm for _, norm in self._gradients)), abs(seen.loss)
+        norm, loss = math.hypot(*seen.gradients.values()), abs(seen.loss)
         higher = [ratio_to_median(norm, self._norms), ratio_to_median(loss, self._losses)]
+        if higher[0] > self.times:
+            self._largest[self.program.step] = max(seen.gradients, key=seen.gradients.__getitem__)
         for value, kept in ((norm, self._norms), (loss, self._losses)):
             if math.isfinite(value):
                 kept.append(value)
@@ -44,10 +46,11 @@ class GradientSpike(Detector):
 
     def judge(self, step: int, said: Said) -> list[Finding]:
         higher, losses_higher = zip(*said, strict=True)
+        mine = self._largest.pop(step, "")
         ranks = tuple(rank for rank, ratio in enumerate(higher) if ratio > self.times)
         if not ranks or (len(said) > 1 and _is_another_scale(higher, losses_higher)):
             return []
-        largest = self.program.gather(max(self._gradients, key=lambda each: each[1], default=("", 0.0))[0])
+        largest = self.program.gather(mine)
         told = "; ".join(
             f"on rank {rank} {higher[rank]:.0f} times its median, most of it in {largest[rank]!r}" for rank in ranks
         )

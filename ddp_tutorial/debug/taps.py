@@ -118,15 +118,26 @@ class Seen:
             marks[forward.place : forward.place] = forward.again(module, device)
         return [(mark.phase, mark.name, float(mark.norm)) for mark in marks]
 
-    @property
+    @cached_property
     def loss(self) -> float:
         """The mean of what backward was called on, over the micro-batches; NaN without any."""
-        values = [norm for name, norm in self.of("loss") if not name]
+        marks = zip(self.trace, self.norms, strict=True)
+        values = [norm for (phase, name, _), norm in marks if phase == "loss" and not name]
         return sum(values) / len(values) if values else math.nan
 
-    def of(self, phase: str) -> list[tuple[str, float]]:
-        """Names and norms of one phase."""
-        return [(mark.name, norm) for mark, norm in zip(self.trace, self.norms, strict=True) if mark.phase == phase]
+    @cached_property
+    def gradients(self) -> dict[str, float]:
+        """The norm of this rank's own gradient for each parameter that got one, over all micro-batches."""
+        norms: dict[str, float] = {}
+        for (phase, name, _), norm in zip(self.trace, self.norms, strict=True):
+            if phase == "backward":
+                norms[name] = math.hypot(norms[name], norm) if name in norms else norm
+        return norms
+
+    def first_not_finite(self) -> tuple[str, str] | None:
+        """Phase and name of the first mark that is not finite."""
+        marks = zip(self.trace, self.norms, strict=True)
+        return next(((phase, name) for (phase, name, _), norm in marks if not math.isfinite(norm)), None)
 
 
 class Taps:

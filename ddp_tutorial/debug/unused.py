@@ -29,21 +29,23 @@ class UnusedParameters(Detector):
         self._is_allowed = bool(getattr(program.model, "find_unused_parameters", False))
         self._known: set[tuple[float, ...]] = set()
         self._told: set[str] = set()
-        self._mine: list[str] = []
+        self._mine: dict[float, list[str]] = {}  # what was said -> the names
 
     def say(self, seen: Seen) -> Sequence[float]:
-        arrived = {mark.name for mark in seen.trace if mark.phase == "backward"}
+        arrived = seen.gradients.keys()
         if self._is_allowed or not arrived or self._trained.keys() <= arrived:
             return [0.0]
-        self._mine = [name for name, p in self._trained.items() if p.requires_grad and name not in arrived]
-        return [float(crc32(repr(self._mine).encode())) if self._mine else 0.0]
+        names = [name for name, p in self._trained.items() if p.requires_grad and name not in arrived]
+        said = float(crc32(repr(names).encode())) if names else 0.0
+        self._mine[said] = names
+        return [said]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
         key = tuple(number for [number] in said)
         if not any(key) or key in self._known or len(self._known) == _MOST:
             return []
         self._known.add(key)
-        of_ranks = self.program.gather(self._mine)
+        of_ranks = self.program.gather(self._mine.get(key[self.program.world.rank], []))
         names = [name for name in dict.fromkeys(name for each in of_ranks for name in each) if name not in self._told]
         if not names:
             return []

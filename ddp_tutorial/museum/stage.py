@@ -255,7 +255,7 @@ def a_sigterm(outcome: Outcome) -> Iterator[None]:
 
 
 def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around:
-    """`checking` is attached when the first optimizer makes its first step."""
+    """`checking` is attached when the first optimizer makes its first step. What is found is told in the same step."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
@@ -271,7 +271,7 @@ def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around
             def step(optimizer: Optimizer, *_: Any) -> None:
                 if not checks and models:
                     limit = replace(world, timeout=timedelta(seconds=LONG_PATIENCE))
-                    checks.append(stack.enter_context(checking(limit, models[0], optimizer, detectors())))
+                    checks.append(stack.enter_context(checking(limit, models[0], optimizer, detectors(), every=1)))
 
             for hook in (register_module_forward_pre_hook(forward), register_optimizer_step_pre_hook(step)):
                 stack.callback(hook.remove)
