@@ -2,7 +2,7 @@
 left alone."""
 
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -648,6 +648,53 @@ def test_what_is_told_once_in_ten_steps_names_its_own_step_and_no_weight_is_spoi
 
 
 # ------------------------------------------------------------------------------------------------- the front door
+
+
+def skips_an_update(world: World) -> list[str]:
+    """What a rank that leaves an update out, while it counts the step, makes the others hear, in the block or at its
+    end."""
+    told = []
+    for steps in (10, 8):
+        job, taken = Job(world), [0]
+        job.steps = steps
+
+        def update(step: int, job: Job = job, taken: list[int] = taken) -> None:
+            if step != 6 or world.is_main:
+                job.optimizer.step()
+            taken[0] = step
+
+        job.update = update
+        try:
+            with checking(world, job.model, job.optimizer, [NonFinite()], after=partial(taken.__getitem__, 0)):
+                job.train()
+        except CheckError as error:
+            told.append(str(error))
+        dist.barrier()
+    return told
+
+
+def test_a_rank_that_leaves_an_update_out_is_told_to_all() -> None:
+    message = "step 6: the ranks do not update their weights in the same steps: rank 0 in step 6, rank 1 in step 7"
+    assert launch(skips_an_update, 2, device="cpu", echo=False, timeout=60) == [[message] * 2] * 2
+
+
+def ends_late(world: World) -> list[Any]:
+    """One rank comes to the end of the block when the others no longer wait."""
+    from ddp_tutorial.debug import checks as module
+
+    module._PATIENCE_AT_THE_END = 0.2
+    job = Job(world)
+    job.steps = 5
+    began = time.monotonic()
+    with checking(world, job.model, job.optimizer, [NonFinite()]) as checks:
+        job.train()
+        if world.is_main:
+            time.sleep(1.5)
+    return [checks.findings, time.monotonic() - began < 30]
+
+
+def test_a_rank_that_comes_late_to_the_end_makes_nobody_wait_for_long() -> None:
+    assert launch(ends_late, 2, device="cpu", echo=False, timeout=60) == [[[], True]] * 2
 
 
 def ends_differently(world: World, kind: str) -> str:

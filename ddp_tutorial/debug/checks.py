@@ -162,15 +162,20 @@ class Checks:
         for rows in zip(*of_ranks, strict=True):  # of one step, a row of each rank
             steps = [row[0] for row in rows]
             if len(set(steps)) > 1:
-                told = ", ".join(f"rank {rank} is in step {step:.0f}" for rank, step in enumerate(steps) if step)
-                everyone = tuple(range(self.program.world.size))
-                message = f"the ranks do not take the same steps: {told}"
-                self._report([Finding("steps", self.program.step, everyone, message, "error")])
+                self._blame(steps)
             place = 1
             for each in self._says:
                 part = slice(place, place + each.size)
                 self._report(each.judge(int(steps[0]), [row[part] for row in rows]))
                 place += each.size
+
+    def _blame(self, steps: Sequence[float]) -> None:
+        """Where one rank has updated in a step, another has not: the next of their updates are of these steps."""
+        told = ", ".join(f"rank {rank} in step {step:.0f}" for rank, step in enumerate(steps) if step)
+        message = f"the ranks do not update their weights in the same steps: {told}"
+        finding = Finding("steps", int(min(filter(None, steps))), tuple(range(len(steps))), message, "error")
+        self.findings.append(finding)
+        raise CheckError(finding)
 
     def _exchange(self) -> list[list[list[float]]]:
         """Of each rank the rows since the last exchange, as many of all ranks: a row of zeros where a rank has none. As
