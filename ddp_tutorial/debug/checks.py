@@ -141,7 +141,7 @@ class Checks:
         self._rows.append(row)
         is_due = step < self._first + _FIRST or step % self.every == 0 or len(self._rows) >= self.every
         if not is_due and any(each.is_urgent() for each in self._says):
-            is_due = self._have_all_come(f"step {step}", _PATIENCE)
+            is_due = self._have_all_come(f"update {self.program.taken}", _PATIENCE)
             if not is_due:
                 self._hide_gradients()
         if is_due:
