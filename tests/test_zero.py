@@ -649,7 +649,15 @@ def test_each_stage_divides_one_more_by_the_number_of_ranks() -> None:
     psi, ranks = 7_500_000_000, 64
     found = {name: sum(bytes_kept(name, psi, ranks).values()) / 1e9 for name in DIVIDED}
     assert found == pytest.approx(
-        {"ddp": 120, "invariant": 120, "zero1": 60.9375, "zero2": 31.40625, "zero3": 1.875, "fsdp": 1.875}
+        {
+            "ddp": 120,
+            "invariant": 120,
+            "accelerate": 120,
+            "zero1": 60.9375,
+            "zero2": 31.40625,
+            "zero3": 1.875,
+            "fsdp": 1.875,
+        }
     )
     assert [bytes_sent(name, 1000, 4) for name in ("ddp", "zero1", "zero2", "zero3")] == [6000, 9000, 6000, 9000]
     assert bytes_sent("zero2", 1000, 4, micro_batches=2) == 9000

@@ -100,7 +100,7 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
     from ddp_tutorial.world import World, joins_others
 
     settings = configs.load(config, TaskConfig, overrides)
-    if attached.check and settings.strategy not in {"ddp", "invariant"}:
+    if attached.check and settings.strategy not in {"ddp", "invariant", "accelerate"}:
         own = "weights" if settings.strategy in {"local_sgd", "post_local_sgd", "diloco"} else "a part"
         raise configs.ConfigError(
             f"--check compares replicas, and with strategy {settings.strategy} each rank has {own} of its own: "

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ddp_tutorial.accumulation.accelerated import HANDED_ON
 from ddp_tutorial.accumulation.precision import PrecisionConfig
 from ddp_tutorial.checkpoint.replicas import Check
 from ddp_tutorial.config import Config
@@ -22,7 +23,17 @@ from ddp_tutorial.sharding.sources import SourceConfig
 from ddp_tutorial.training.stopping import Mode
 
 Kind = Literal[  # see strategies.make_strategy
-    "ddp", "invariant", "zero1", "zero2", "zero3", "fsdp", "pipeline", "local_sgd", "post_local_sgd", "diloco"
+    "ddp",
+    "invariant",
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp",
+    "pipeline",
+    "local_sgd",
+    "post_local_sgd",
+    "diloco",
+    "accelerate",
 ]
 
 
@@ -141,6 +152,11 @@ class TrainConfig(Config):
         changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
         if changed and self.strategy in {"zero2", "zero3", "fsdp", "pipeline"}:
             raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
+        if self.strategy == "accelerate" and (unknown := [name for name in changed if name not in HANDED_ON]):
+            raise ValueError(
+                f"'ddp.{unknown[0]}' is an option of strategies ddp and zero1; of 'ddp', accelerate has "
+                f"{', '.join(HANDED_ON)}"
+            )
         refused = [name for name in changed if name != "simulated_link"]
         if refused and self.strategy in LOCAL:
             raise ValueError(f"'ddp.{refused[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")

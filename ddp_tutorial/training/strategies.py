@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from ddp_tutorial.accumulation.accelerated import AccelerateStrategy
 from ddp_tutorial.accumulation.invariant import InvariantStrategy, require_even_shares
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.precision import Precision
@@ -54,6 +55,10 @@ def make_strategy(
                 precision=precision,
                 mesh=mesh_of(config, world.size),
             )
+        case "accelerate":
+            return AccelerateStrategy(
+                model, world, loss, config.ddp, accumulation=config.accumulation, precision=precision
+            )
         case "ddp":
             return DDPStrategy(
                 model,
@@ -69,7 +74,7 @@ def make_strategy(
 def mesh_of(config: TrainConfig, world_size: int) -> Mesh:
     """How many copies of the model so many ranks have, and how many ranks each copy. Raises `ConfigError` where these
     ranks are not those of the config's mesh."""
-    if config.strategy in {"ddp", "invariant", *LOCAL}:
+    if config.strategy in {"ddp", "invariant", "accelerate", *LOCAL}:
         return Mesh(world_size, 1)
     return make_mesh(config.mesh, world_size, "pipeline" if config.strategy == "pipeline" else "shard")
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_tutorial.accumulation.accelerated import require_accelerate
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.checkpoint.resuming import find_start
 from ddp_tutorial.collectives import rank_zero_first
@@ -109,7 +110,10 @@ def check_start(config: TaskConfig, ranks: int) -> None:
 
 
 def check_world(config: TaskConfig, ranks: int) -> None:
-    """Raise `ConfigError` where the mesh or the stages of `config` are not for so many ranks. Takes no time."""
+    """Raise `ConfigError` where the mesh or the stages of `config` are not for so many ranks, or the package that its
+    strategy is of is not installed. Takes no time."""
+    if config.strategy == "accelerate":
+        require_accelerate()
     micro_batches_per_rank(config, ranks)
     mesh_of(config, ranks)
     if config.strategy == "pipeline":

@@ -15,6 +15,7 @@ from ddp_tutorial.zero.units import units_of
 DIVIDED: dict[str, frozenset[str]] = {
     "ddp": frozenset(),
     "invariant": frozenset(),
+    "accelerate": frozenset(),
     "zero1": frozenset({"optimizer"}),
     "zero2": frozenset({"optimizer", "gradients"}),
     "zero3": frozenset({"optimizer", "gradients", "weights"}),
@@ -61,7 +62,7 @@ def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 
     whole = nbytes * (ranks - 1) // ranks  # of a gather, or a reduce-scatter, within a copy
     over_copies = bytes_all_reduced(nbytes // ranks, copies)
     match strategy:
-        case "ddp":
+        case "ddp" | "accelerate":
             return bytes_all_reduced(nbytes, world)
         case "zero1":
             return bytes_all_reduced(nbytes, world) + whole

@@ -1,0 +1,220 @@
+"""Accelerate as a strategy: the weights of strategy ddp, and all that a run of the trainer has."""
+
+import importlib.util
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from commands import call
+from ddp_tutorial import TrainConfig, Trainer, World, launch, make_source
+from ddp_tutorial.accumulation import accelerated
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.checkpoint import read_manifest
+from ddp_tutorial.collectives import digest
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.plan import memory, sent
+from ddp_tutorial.training.strategies import make_strategy
+from ranks import error_of
+
+needs_accelerate = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="an extra: pip install 'ddp-tutorial[peers]'"
+)
+
+
+class Toy(nn.Module):
+    """With tied and frozen parameters, one that only rank 0 uses, dropout, and BatchNorm's buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.again.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.shift = nn.Parameter(torch.ones(()))
+        self.norm, self.drop = nn.BatchNorm1d(7), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, shifted: bool) -> torch.Tensor:
+        x = self.drop(torch.tanh(self.norm(self.first(x))))
+        return self.again(x + self.shift if shifted else x)
+
+
+def batches_of(step: int, rank: int, parts: int) -> list[Any]:
+    """Ragged: 2 to 6 samples in each micro-batch."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    sizes = [2 + (step + rank + part) % 5 for part in range(parts)]
+    return [(*torch.randn(2, size, 7, generator=generator), rank == 0) for size in sizes]
+
+
+def steps_of(world: World, kind: str, parts: int, dtype: str) -> tuple[list[Any], list[Any]]:
+    """Totals and digests of the weights after each of five steps, and in which micro-batches DDP was to reduce."""
+    torch.manual_seed(0)
+    model, talks = Toy(), []
+    ddp = {"find_unused_parameters": True}
+    config = TrainConfig.model_validate(
+        {"strategy": kind, "accumulation": parts, "ddp": ddp, "precision": {"dtype": dtype}}
+    )
+    precision = Precision(config.precision, world)
+
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        x, y, shifted = batch
+        if len(x) == 1:
+            raise ValueError("one sample")
+        talks.append(getattr(model, "require_backward_grad_sync", None))
+        return ((model(x, shifted) - y) ** 2).sum(), len(x)
+
+    strategy = make_strategy(config, model, world, loss, precision)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    torch.manual_seed(world.rank)
+    found: list[Any] = []
+    for step in range(5):
+        totals = strategy.backward(batches_of(step, world.rank, parts), votes=world.rank)
+        made = precision.update(optimizer, 0.5, totals.sums["loss"], strategy.norm).made
+        found.append((totals.sums, totals.counts, totals.votes, made, digest(model.state_dict())))
+        if step == 2 and parts > 1:  # a step that fails on all ranks, before anybody talks, spoils none after it
+            one = batches_of(step, world.rank, 1)
+            broken = [*one, (torch.zeros(1, 7), torch.zeros(1, 7), False), *one]
+            assert "one sample" in error_of(lambda broken=broken: strategy.backward(broken))
+            optimizer.zero_grad()
+    strategy.sync_buffers()
+    return [*found, digest(model.state_dict())], talks
+
+
+CASES = [(1, "fp32"), (3, "fp32"), (2, "bf16"), (3, "fp16")]
+
+
+def in_all_cases(world: World) -> dict[Any, Any]:
+    before = dict(os.environ), torch.get_num_threads()
+    found = {(kind, *case): steps_of(world, kind, *case) for kind in ("ddp", "accelerate") for case in CASES}
+    assert (dict(os.environ), torch.get_num_threads()) == before
+    return found
+
+
+@needs_accelerate
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_the_weights_are_those_of_ddp_bit_for_bit_on_ragged_micro_batches(nprocs: int) -> None:
+    ranks = launch(in_all_cases, nprocs, threads=1, echo=False, timeout=120)
+    for case in CASES:
+        for rank in ranks:
+            (ddp, _), (ours, talks) = rank["ddp", *case], rank["accelerate", *case]
+            assert ours == ddp, case
+            parts = case[0]
+            # BatchNorm's statistics are those of the rank between steps; at the end, they are rank 0's
+            assert ours[-1] == ranks[0]["accelerate", *case][0][-1]
+            if nprocs > 1:  # ranks talk in the last micro-batch of each step only
+                whole = [talk for talk in talks if talk is not None]
+                step = [False] * (parts - 1) + [True]
+                failed = [False] if parts > 1 else []
+                assert whole == 3 * step + failed + 2 * step, case
+
+
+def loss_of(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y, reduction="sum"), len(x)
+
+
+def trained(world: World, name: str, strategy: str, steps: int) -> tuple[list[float], str, int | None]:
+    torch.manual_seed(0)
+    x = torch.randn(50, 8)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.GELU(), nn.Linear(16, 1))
+    settings = {"strategy": strategy, "accumulation": 3, "steps": steps, "schedule_steps": 6, "name": name}
+    settings |= {"resume": "auto", "resume_allow": ["steps"], "checkpoint": {"every": 2}, "tensorboard": False}
+    config = TrainConfig.model_validate(settings, strict=False)
+    data = TensorDataset(x, x[:, :1].sin())
+    result = Trainer(model, make_source(data, 11, world), loss_of, world, config, held_out=data).train()
+    return result.losses, result.weights, result.stopped_at
+
+
+def lives(world: World) -> list[Any]:
+    whole = [trained(world, strategy, strategy, 6) for strategy in ("ddp", "accelerate")]
+    return [*whole, trained(world, "cut", "accelerate", 4)]
+
+
+def goes_on(world: World) -> Any:
+    return trained(world, "cut", "accelerate", 6)
+
+
+@needs_accelerate
+def test_a_run_has_the_bits_of_ddp_and_keeps_them_when_it_is_resumed(workdir: Path) -> None:
+    options: dict[str, Any] = {"threads": 1, "echo": False, "timeout": 120}
+    (ddp, whole, cut), _ = launch(lives, 2, **options)
+    assert whole == ddp
+    assert cut[0] == whole[0][:4]
+    assert launch(goes_on, 2, **options) == [whole, whole]
+    components = [
+        set(read_manifest(Path("runs", name, "checkpoints", "step_00000006")).components) for name in ("ddp", "cut")
+    ]
+    assert components[0] == components[1]
+
+
+def test_a_dry_run_says_of_it_what_it_says_of_ddp() -> None:
+    of = {kind: TaskConfig(strategy=kind, accumulation=3) for kind in ("ddp", "accelerate")}
+    kept = {kind: memory(config, 4, 3) for kind, config in of.items()}
+    assert kept["accelerate"] == kept["ddp"]
+    parameters = kept["ddp"]["parameters"]
+    assert sent(of["accelerate"], parameters, 3, 3) == sent(of["ddp"], parameters, 3, 3) == 2 * 4 * parameters * 2 // 3
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"ddp": {"variant": "bucket"}},
+            "'ddp.variant' is an option of strategies ddp and zero1; of 'ddp', accelerate",
+        ),
+        ({"ddp": {"hook": "fp16"}}, "'ddp.hook' is an option of strategies ddp and zero1"),
+        ({"ddp": {"simulated_link": {}}}, "'ddp.simulated_link' is an option"),
+        ({"oom_skips": 1}, "'oom_skips' is of strategy ddp, not of accelerate"),
+        ({"mesh": {"shard": 2}}, "'mesh.shard' is an option of .*, not of accelerate"),
+        ({"local": {"round": 4}}, "'local.round' is an option of strategy local_sgd and post_local_sgd"),
+        ({"pipeline": {"per_rank": 2}}, "'pipeline.per_rank' is an option of strategy pipeline, not of accelerate"),
+    ],
+)
+def test_an_option_that_accelerate_does_not_have_is_refused_in_one_line(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrainConfig.model_validate({"strategy": "accelerate", **values})
+
+
+def test_without_the_package_one_line_says_what_to_type(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerated, "find_spec", lambda name: None)
+    for more in ((), ("--dry-run",)):
+        done = call("train", "tiny", "strategy=accelerate", "name=x", *more)
+        assert done.returncode == 2
+        [line] = done.stderr.splitlines()
+        assert "which is not installed: pip install -c constraints.txt -e '.[peers]'" in line
+    assert list(workdir.iterdir()) == []
+    with pytest.raises(ConfigError, match="which is not installed"):
+        accelerated.AccelerateStrategy(nn.Linear(1, 1), World(), loss_of)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            ("FSDP", 1, 2, "cpu"),
+            r"set up as FSDP for rank 1 of 2 on cpu, and .* needs MULTI_CPU for rank 1 of 2 on cpu",
+        ),
+        (("MULTI_CPU", 0, 1, "cpu"), "set up as MULTI_CPU for rank 0 of 1"),
+        (("MULTI_CPU", 1, 2, "cuda:0"), "on cuda:0, and strategy"),
+    ],
+)
+def test_an_accelerate_that_does_something_else_is_refused(found: tuple[Any, ...], said: str) -> None:
+    kind, rank, size, device = found
+    state = SimpleNamespace(
+        distributed_type=SimpleNamespace(value=kind), process_index=rank, num_processes=size, device=device
+    )
+    with pytest.raises(ConfigError, match=said):
+        accelerated._require_fit(state, World(1, 2, 1, 2))
+
+
+def test_ranks_that_share_a_gpu_are_refused() -> None:
+    state = SimpleNamespace(
+        distributed_type=SimpleNamespace(value="MULTI_GPU"), process_index=1, num_processes=2, device="cuda:0"
+    )
+    with pytest.raises(ConfigError, match="a GPU of its own: ranks that share one need strategy=ddp"):
+        accelerated._require_fit(state, World(1, 2, 1, 2, torch.device("cuda", 0), backend="gloo"))
