@@ -1,5 +1,5 @@
-"""The exercises of 15_cluster: how long the wire takes, how many micro-batches a slow network wants, and which host is
-lost."""
+"""The exercises of 15_cluster: how long the wire takes, and how long a far one; how many micro-batches a slow network
+wants; and which host is lost."""
 
 from collections.abc import Mapping
 
@@ -74,7 +74,70 @@ wire_seconds = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------------- 2. how many micro-batches
+# ---------------------------------------------------------------------------------------------------- 2. far away
+
+
+def _far_seconds(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
+    rounds = 2 * (ranks - 1)
+    return tensors * rounds * 2 * delay + rounds * nbytes / ranks / bytes_per_second
+
+
+def _data_unasked(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
+    return _far_seconds(nbytes, tensors, ranks, delay / 2, bytes_per_second)
+
+
+def _delayed_once(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
+    return _far_seconds(nbytes, 1, ranks, delay, bytes_per_second)
+
+
+def _all_for_each(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
+    return tensors * _far_seconds(nbytes, 1, ranks, delay, bytes_per_second)
+
+
+def _two_ranks(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
+    return _far_seconds(nbytes, tensors, 2, delay, bytes_per_second)
+
+
+_WHY_FAR = {
+    _data_unasked: "in each round word that the receiver is ready goes one way, and then the data come the other",
+    _delayed_once: "each tensor waits for the one before it, so each has its own delays",
+    _all_for_each: "nbytes are the bytes of all tensors together, so they are sent once",
+    _two_ranks: "this is right for two ranks; more have more rounds",
+}
+
+
+def _test_far(answer: Answer) -> str:
+    for case in [(3_318_784, 1, 2, 5e-3, 1.2e8), (3_318_784, 30, 2, 5e-3, 1.2e8), (2**20, 3, 8, 1e-3, 1.2e7)]:
+        right, got = _far_seconds(*case), _number(answer, *case)
+        why = next((f" Look again: {why}." for wrong, why in _WHY_FAR.items() if abs(wrong(*case) - got) < 1e-9), "")
+        nbytes, tensors, ranks, delay, bandwidth = case
+        said = f"{nbytes:,} bytes in {tensors} tensors, {ranks} ranks, {1e3 * delay:g} ms, {bandwidth:,.0f} bytes/s"
+        expect(abs(got / right - 1) < 1e-3, f"{said}: expected {right:.4f} s, got {got:.4f} s.{why}")
+    return "So far away, few large all-reduces: the bytes are the same, and the delays are not."
+
+
+far_seconds = Exercise(
+    task=(
+        "far_seconds(nbytes, tensors, ranks, delay, bytes_per_second): how long gloo's ring all-reduces of `tensors` "
+        "tensors take, one after another, which have nbytes bytes together. A message needs `delay` seconds more from "
+        "one host to another, and before data leave, word that the receiver is ready has come."
+    ),
+    test=_test_far,
+    solution=_far_seconds,
+    wrong={
+        "sends data unasked": _data_unasked,
+        "delays the tensors only once": _delayed_once,
+        "sends all bytes for each tensor": _all_for_each,
+        "has two rounds for any number of ranks": _two_ranks,
+    },
+    hints=(
+        "A ring of N ranks has 2 (N - 1) rounds. How many times does something travel in one, after something else?",
+        "A round: word that the receiver is ready, one delay; then an N-th of the bytes, one delay and their time.",
+        "tensors * 2 (N - 1) * 2 * delay, and 2 (N - 1) / N * nbytes / bytes_per_second.",
+    ),
+)
+
+# --------------------------------------------------------------------------------------- 3. how many micro-batches
 
 
 def _micro_batches(compute: float, communication: float, wanted: float) -> int:
@@ -135,7 +198,7 @@ micro_batches = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------ 3. who is lost
+# ------------------------------------------------------------------------------------------------ 4. who is lost
 
 Missed = Mapping[str, set[str]]
 
