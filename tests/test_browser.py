@@ -145,9 +145,11 @@ def test_sliders_that_were_saved_are_shown_with_their_figure_when_the_notebook_i
     notebook.ask("(await panel.context.save(), await kernel.shutdown(), true)")
 
     again = opened("sliders")
-    again.page.locator("img.widget-image").wait_for()
+    picture = again.page.locator("img.widget-image")
+    picture.wait_for()
     assert again.page.locator(".widget-readout").inner_text() == "5"
     assert again.page.get_by_text("Error displaying widget").count() == 0
+    assert picture.evaluate("image => image.clientWidth === image.naturalWidth"), "stretched"
 
 
 @pytest.mark.timeout(180)

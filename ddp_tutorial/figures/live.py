@@ -37,7 +37,8 @@ def explore(
         name: widgets.SelectionSlider(options=list(values), value=begin[name], description=name)
         for name, values in choices.items()
     }
-    picture, message = widgets.Image(format="png"), widgets.Label()
+    picture = widgets.Image(format="png", layout={"max_width": "100%", "align_self": "flex-start"})  # not stretched
+    message = widgets.Label()
 
     def show(_: Mapping[str, Any] | None) -> None:
         try:
