@@ -18,7 +18,7 @@ run: $(READY)  ## train on two ranks and on one, on real text; two to three minu
 	$(BIN)/python -m ddp_tutorial run
 
 lab: $(READY)  ## the notebooks in JupyterLab, which opens at the first
-	JUPYTER_CONFIG_PATH="$(CURDIR)/notebooks/.jupyter" $(BIN)/jupyter lab notebooks/00_quickstart.ipynb
+	JUPYTER_CONFIG_PATH="$(CURDIR)/notebooks/.jupyter" $(BIN)/jupyter lab $$(test $$(id -u) != 0 || echo --allow-root) notebooks/00_quickstart.ipynb  # root, as in a container
 
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
