@@ -78,7 +78,9 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], vote
             with phase("forward"):
                 # Gradients are averaged over ranks, which divides by their number; this is a part of a sum.
                 part = loss.forward(model, batch, times=model.world.size)
-            if is_last:
+            if is_last and model.carrier:
+                part = loss.send_with(model.carrier, part, votes)
+            elif is_last:
                 loss.reduce(votes)
             with phase("backward"):
                 part.backward()

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_tutorial.collectives import all_gather, broadcast_tensors, from_rank_zero
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
+from ddp_tutorial.ddp.carrier import Carrier
 from ddp_tutorial.ddp.hooks import Cast, Hook, Pending, Plain, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, Link, LinkModel, SimulatedLink
 from ddp_tutorial.world import World, require_group
@@ -100,6 +101,7 @@ class DataParallel(ABC):
 
     link: Link | None = None  # what carries the gradients; None where torch's C++ code sends them by itself
     kept: PowerSGD | None = None  # what this rank keeps of its own from one step to the next, if it compresses so
+    carrier: Carrier | None = None  # takes numbers along; then it has to be loaded before each backward with sync
 
     def __init__(
         self, module: nn.Module, world: World, *, find_unused_parameters: bool = False, sync_buffers: bool = True
@@ -288,7 +290,9 @@ def _arrive_at(arrive: WeakMethod[Callable[[int, nn.Parameter], None]], index: i
 class TorchDDP(DataParallel):
     """torch's own `DistributedDataParallel`. Its backward waits for the all-reduces, so `finish` does nothing."""
 
-    def __init__(self, module: nn.Module, world: World, config: DDPConfig, hook: Hook | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, config: DDPConfig, hook: Hook | None = None, *, room: int = 0
+    ) -> None:
         super().__init__(
             module,
             world,
@@ -300,6 +304,11 @@ class TorchDDP(DataParallel):
         if world.size == 1:
             return
         gpu = [world.device.index] if world.device.type == "cuda" else None
+        # A hook may round. And which parameters are used, torch looks up before there is a loss.
+        as_it_is = hook is None and not (config.find_unused_parameters or config.static_graph)
+        if room and as_it_is and Carrier.can_serve(module, world.size):
+            self.carrier = Carrier(room, world.size, world.device)
+            self.carrier.join(module)
         self.ddp = DistributedDataParallel(
             module,
             device_ids=config.device_ids or gpu,
@@ -310,6 +319,8 @@ class TorchDDP(DataParallel):
             forward_sync_buffers=config.sync_buffers,
             init_sync=False,  # sync_initial_state has done it, and names what differs
         )
+        if self.carrier is not None:
+            self.carrier.leave(module)
         if hook is not None:
             self.ddp.register_comm_hook(hook, _reduce_with)
 
@@ -336,8 +347,11 @@ def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     return future.then(lambda done: done.value())  # C++ sees an exception that Python has set only if value() raises it
 
 
-def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = None) -> DataParallel:
-    """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` says. Collective."""
+def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = None, *, room: int = 0) -> DataParallel:
+    """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` says. Collective.
+
+    With `room`, and where that can be (variant torch, without a hook), its `carrier` takes so many numbers along.
+    """
     config = config or DDPConfig()
     link = make_link(config, world)
     options = {"find_unused_parameters": config.find_unused_parameters, "sync_buffers": config.sync_buffers}
@@ -348,7 +362,7 @@ def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = No
     if config.variant == "bucket":
         return BucketDDP(module, world, make_hook(link, world, config), bucket_cap_mb=config.bucket_cap_mb, **options)
     as_it_is = config.hook == "none" and config.simulated_link is None
-    return TorchDDP(module, world, config, None if as_it_is else make_hook(link, world, config))
+    return TorchDDP(module, world, config, None if as_it_is else make_hook(link, world, config), room=room)
 
 
 def make_link(config: DDPConfig, world: World) -> Link:

@@ -1,0 +1,100 @@
+"""A few numbers that the ranks add up together with their gradients, so that they cost no all-reduce of their own.
+
+For torch's DDP they are the gradient of one parameter more, of which the model knows nothing. Gradients are float32
+and come back as their mean, so each number [float64] goes in three parts that add up to it, W times as large for W
+ranks. The first two have 12 bits of 24: what ranks of about equal numbers add up there is exact.
+"""
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Number = TypeVar("Number", float, torch.Tensor)
+
+_NAME = "_numbers_of_the_carrier"
+_PARTS = 3
+_SPLIT = 2.0**41 + 1  # of 53 bits, 12 are before the cut
+_MARK = 1 + 2**-12  # what rounds gradients to 16 bits makes 1 of it
+
+
+class Carrier:
+    """Up to `room` numbers for each backward in which the ranks of a `DistributedDataParallel` talk.
+
+    carrier = Carrier(room=64, ranks=world.size)
+    carrier.join(module)
+    ddp = DistributedDataParallel(module)      # it takes the parameter for one of the model's
+    carrier.leave(module)
+
+    carrier.load(loss(ddp(batch)), numbers).backward()
+    carrier.sums()                             # of all ranks
+    """
+
+    def __init__(self, room: int, ranks: int, device: torch.device) -> None:
+        self.room, self.ranks = room, ranks
+        self._parameter = nn.Parameter(torch.zeros(1 + _PARTS * room, device=device))
+        self._gradient = torch.zeros_like(self._parameter, requires_grad=False)
+        self._gradient[0] = _MARK * ranks
+        self._count = 0
+
+    @staticmethod
+    def can_serve(module: nn.Module, ranks: int) -> bool:
+        """Would the numbers share a bucket with the gradients, and come back whole?
+
+        DDP has one bucket or more for each dtype. And it divides by multiplying with 1 / ranks, which is rounded: of 7
+        times a number, a seventh may be another number.
+        """
+        if any(p.dtype != torch.float32 for p in module.parameters() if p.requires_grad):
+            return False
+        numbers = torch.arange(2**11, 2**12, dtype=torch.float32)
+        return torch.equal(numbers * ranks * (1.0 / ranks), numbers)
+
+    def join(self, module: nn.Module) -> None:
+        """Be a parameter of `module`, for as long as DDP lists them."""
+        module.register_parameter(_NAME, self._parameter)
+
+    def leave(self, module: nn.Module) -> None:
+        """Be none of its parameters any more: its state and its optimizer are the model's own."""
+        del module._parameters[_NAME]  # delattr would ask the inner module of a compiled one
+
+    def load(self, loss: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """`loss` as it is; its backward, the one in which ranks talk, takes `numbers` [n], in float64, along.
+
+        They are the gradient of the parameter, since its product with them, which is 0, is added to the loss.
+        """
+        self._count = len(numbers)
+        self._parameter.grad = None  # of a step before
+        if not loss.requires_grad:  # backward will say so
+            return loss
+        if numbers.device.type == "cpu":  # a tenth of the time that a dozen operations take, on tensors so small
+            parts = torch.tensor(
+                [part for number in numbers.tolist() for part in _in_parts(number)], dtype=torch.float64
+            )
+        else:
+            parts = torch.stack(_in_parts(numbers), dim=1).flatten()
+        self._gradient[1 : 1 + len(parts)] = parts.mul_(self.ranks)
+        return loss + torch.dot(self._parameter, self._gradient)
+
+    def sums(self) -> list[float]:
+        """Of the numbers of all ranks, after that backward.
+
+        Raises `RuntimeError` where a communication hook has rounded them.
+        """
+        assert self._parameter.grad is not None, "sums come after backward"
+        mark, *parts = self._parameter.grad[: 1 + _PARTS * self._count].tolist()
+        if not abs(mark - _MARK * self.ranks) < 2**-14 * self.ranks:
+            raise RuntimeError(
+                "a communication hook of the DistributedDataParallel rounds what travels with the gradients. Name it "
+                "in the config (ddp.hook) instead of registering it"
+            )
+        return [sum(parts[first : first + _PARTS]) for first in range(0, len(parts), _PARTS)]
+
+
+def _in_parts(number: Number) -> list[Number]:
+    """Three parts of float64 that add up to `number`, or to each of a tensor: twice 12 bits, then the rest (Dekker)."""
+    parts = []
+    for _ in range(_PARTS - 1):
+        scaled = number * _SPLIT
+        parts.append(scaled - (scaled - number))
+        number = number - parts[-1]
+    return [*parts, number]
