@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 
 def seed_of(*entropy: int) -> int:
@@ -77,10 +78,10 @@ class _NumPy:
 
     def put_aside(self) -> Callable[[], None]:
         """Exchange the generator; call what is returned to have it back as it was."""
-        before = np.random.get_bit_generator()
+        before = get_bit_generator()
         if type(before) is not np.random.MT19937 or before is self._other:  # somebody's own; a block inside of a block
             state = np.random.get_state(legacy=False)
-            np.random.set_bit_generator(np.random.MT19937(0))
+            set_bit_generator(np.random.MT19937(0))
             return lambda: _put_back(before, state)
         address = before.ctypes.state_address
         words = ctypes.string_at(address, self._BYTES)
@@ -88,12 +89,12 @@ class _NumPy:
         if ctypes.string_at(address, self._BYTES) != words:  # none was waiting: a new pair has been made
             ctypes.memmove(address, words, self._BYTES)
             second = None
-        np.random.set_bit_generator(self._other)
+        set_bit_generator(self._other)
         return lambda: _put_back(before, None if second is None else {"has_gauss": 1, "gauss": second})
 
 
 def _put_back(generator: np.random.BitGenerator, state: Mapping[str, Any] | None) -> None:
-    np.random.set_bit_generator(generator)
+    set_bit_generator(generator)
     if state:
         np.random.set_state({**np.random.get_state(legacy=False), **state})
 

@@ -91,10 +91,13 @@ class Carrier:
 
 
 def _in_parts(number: Number) -> list[Number]:
-    """Three parts of float64 that add up to `number`, or to each of a tensor: twice 12 bits, then the rest (Dekker)."""
-    parts = []
-    for _ in range(_PARTS - 1):
-        scaled = number * _SPLIT
-        parts.append(scaled - (scaled - number))
-        number = number - parts[-1]
-    return [*parts, number]
+    """Three that add up to `number`, or to each of a tensor of float64: twice its next 12 bits, then the rest."""
+    first = _twelve_bits(number)
+    second = _twelve_bits(number - first)
+    return [first, second, number - first - second]
+
+
+def _twelve_bits(number: Number) -> Number:
+    """The upper ones, rounded (Dekker, 1971)."""
+    scaled = number * _SPLIT
+    return scaled - (scaled - number)
