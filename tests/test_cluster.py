@@ -258,7 +258,7 @@ def test_a_delay_is_added_to_each_way_and_the_rate_stays(allowed: None, tmp_path
         assert "refused" in cluster.start(sys.executable, "-c", ping, "10", node=0).wait(20).output, (
             "it has no way back"
         )
-    assert 2 * late <= seconds[small] < 3.5 * late, seconds  # if it were added twice, it were 4 times
+    assert 0.99 * 2 * late <= seconds[small] < 3.5 * late, seconds  # if it were added twice, it were 4 times
     wire = large / cluster.bytes_per_second
     assert 2 * late + 0.9 * wire < seconds[large] < 2 * (2 * late + wire), (seconds, wire)
 
