@@ -132,8 +132,9 @@ def _environment_of(world: World) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name in [name for name in os.environ if name not in before]:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def _require_fit(accelerator: Any, world: World) -> None:
