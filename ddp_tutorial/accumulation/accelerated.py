@@ -92,9 +92,8 @@ class AccelerateStrategy(Replicas):
         self.accelerator.step, self.accelerator.gradient_accumulation_steps = 0, parts
         for number, batch in enumerate(batches):
             with self.accelerator.accumulate(self.wrapped):
-                with phase(
-                    "forward"
-                ):  # gradients are averaged over ranks and micro-batches, and this is a part of a sum
+                with phase("forward"):
+                    # Gradients are averaged over ranks and micro-batches, and this is a part of a sum.
                     part = self.loss.forward(self.wrapped, batch, times=self.world.size * parts)
                 if number == parts - 1:
                     self.loss.reduce(votes)
