@@ -184,6 +184,33 @@ def test_the_search_knows_every_page(site: Path) -> None:
     assert {f"notebooks/{path.relative_to(NOTEBOOKS).with_suffix('')}" for path in find_notebooks()} <= known
 
 
+@pytest.mark.timeout(300)
+def test_in_a_browser_it_turns_dark_enlarges_a_figure_follows_a_word_finds_and_asks_no_host(site: Path) -> None:
+    browser = pytest.importorskip("browser", reason="an extra: pip install 'ddp-tutorial[dev]'")
+    if browser.CHROMIUM is None:
+        pytest.skip(browser.ADVICE)
+    asked: set[str] = set()
+    with browser.chromium() as chromium:
+        page = chromium.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(60_000)
+        page.on("request", lambda request: asked.add(request.url.partition(":")[0]))
+        page.goto((site / "index.html").as_uri())
+        before = page.evaluate("document.body.dataset.theme")
+        page.locator(".theme-toggle").filter(visible=True).first.click()
+        assert page.evaluate("document.body.dataset.theme") != before
+        page.goto((site / "notebooks" / "04_ddp_from_scratch.html").as_uri())
+        page.locator("a.figure").first.click()
+        page.locator("dialog.enlarged img").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("dialog.enlarged").wait_for(state="detached")
+        page.locator("a.word").first.click()
+        page.wait_for_url("**/words.html#term-*")
+        page.goto((site / "search.html").as_uri() + "?q=rendezvous")
+        page.locator("#search-results a").first.wait_for()
+    assert "file" in asked
+    assert asked <= {"file", "data"}
+
+
 # -------------------------------------------------------------------------------------------------- nothing is missing
 
 

@@ -7,6 +7,7 @@ document.addEventListener("click", (event) => {
   dialog.className = "enlarged";
   dialog.append(link.querySelector("img").cloneNode());
   dialog.addEventListener("click", () => dialog.close());
+  dialog.addEventListener("keydown", (press) => press.key === "Escape" && dialog.close()); // not all browsers do it alone
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
   dialog.showModal();
