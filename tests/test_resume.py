@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ddp_tutorial.checkpoint.replicas import leaves
 from ddp_tutorial.collectives import digest, total
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import locked, observe_disk
-from ddp_tutorial.phases import observe
+from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.processes.signals import EXIT_CODE, StoppedError, exit_code, stopped_by_signals
 from ddp_tutorial.runs.folder import RunFolder, request_stop
@@ -345,17 +345,29 @@ def test_a_request_is_never_there_half_written(workdir: Path) -> None:
     assert set(asked) == {"", "save"}
 
 
+def asking(run: RunFolder, request: Any) -> AbstractContextManager[None]:
+    """Asks the run as soon as it is one, which is in its first step: so the second is the last."""
+    asked: list[bool] = []
+
+    def ask(_: Edge) -> None:
+        if not asked and run.exists():
+            asked.append(True)
+            request_stop(run.path, request)
+
+    return observe(ask)
+
+
 @pytest.mark.parametrize("request_", ["save", "stop"])
 def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> None:
     config = config_of(name="mine", resume="auto", checkpoint={"every": 100})
     trainer = make_trainer(config, World())
-    request_stop(trainer.run.path, request_)
-    result = trainer.train()
-    assert result.stopped_at == 1
+    with asking(trainer.run, request_):
+        result = trainer.train()
+    assert result.stopped_at == 2
     assert not trainer.run.stop_request.exists()
     told = json.loads(trainer.run.result.read_text())
     assert (told["status"], told["reason"], result.by_signal) == ("stopped", "a request", False)
-    assert [path.name for path in folders(trainer.run.checkpoints)] == ([name_of(1)] if request_ == "save" else [])
+    assert [path.name for path in folders(trainer.run.checkpoints)] == ([name_of(2)] if request_ == "save" else [])
     whole = train(World(), config_of(name="whole"))
     again = train(World(), config)
     assert again.weights == whole.weights
@@ -364,11 +376,11 @@ def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> No
 
 def test_a_request_to_save_that_comes_with_a_scheduled_save_does_not_save_the_step_twice() -> None:
     trainer = make_trainer(config_of(name="mine", checkpoint={"every": 1}), World())
-    request_stop(trainer.run.path, "save")
     saved: list[str] = []
-    with observe(lambda edge: saved.append(edge.name) if edge.entered and edge.name == "save: rename" else None):
-        assert trainer.train().stopped_at == 1
-    assert len(saved) == 1
+    note = observe(lambda edge: saved.append(edge.name) if edge.entered and edge.name == "save: rename" else None)
+    with note, asking(trainer.run, "save"):
+        assert trainer.train().stopped_at == 2
+    assert len(saved) == 2
 
 
 ENDLESS = ["name=mine", "resume=auto", "steps=3000", "checkpoint.every=1000", "eval_every=3000", "log_every=5"]
