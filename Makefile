@@ -28,7 +28,7 @@ test: check  ## all of it: check, unit and process tests, experiments through pa
 
 # Tests that execute notebooks, answer their exercises or need Jupyter: they follow the notebooks, so that both sides of
 # `make test` take about as long.
-LAB := $(patsubst %,tests/test_%.py,book browser exercises kernel live live_ranks notebooks sweeps watch)
+LAB := $(patsubst %,tests/test_%.py,book browser exercises kernel live notebooks watch)
 
 # Two cores for both sides: threads of a matrix product that wait for one another should sleep. By default they spin, and
 # where something else has one of the cores, two threads then took four to seven times as long as one.
