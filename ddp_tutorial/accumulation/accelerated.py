@@ -6,7 +6,7 @@ divides each loss by the number of micro-batches; so the loss is multiplied by t
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +17,6 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import Replicas
-from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.variants import DDPConfig, sync_initial_state
@@ -61,9 +60,9 @@ class AccelerateStrategy(Replicas):
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
 
-        super().__init__(model)
+        super().__init__(model, world)
         sync_initial_state(model, world)
-        self.world, self.accumulation = world, accumulation
+        self.accumulation = accumulation
         self.loss = StepLoss(loss, world, precision)
         config = config or DDPConfig()
         options = {name: getattr(config, name) for name in HANDED_ON}
@@ -101,15 +100,6 @@ class AccelerateStrategy(Replicas):
                     self.accelerator.backward(part)
         with phase("finish"):
             return self.loss.finish(each for each in self.module.parameters() if each.requires_grad)
-
-    def sync_buffers(self) -> None:
-        broadcast_tensors(self.world, list(self.module.buffers()))
-
-    def state_dict(self) -> Mapping[str, float]:
-        return self.loss.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.loss.load_state_dict(state)
 
 
 @contextmanager

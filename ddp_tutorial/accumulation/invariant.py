@@ -57,8 +57,7 @@ class InvariantStrategy(Replicas):
             raise ConfigError(f"the model has buffers, which each rank would change by itself: {names}")
         sync_initial_state(model, world)
         torch.set_num_threads(1)
-        super().__init__(model)
-        self.world = world
+        super().__init__(model, world)
         self.micro_batches, self.seed = micro_batches, seed
         self.loss = StepLoss(loss, world, precision)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -101,11 +100,11 @@ class InvariantStrategy(Replicas):
 
     def state_dict(self) -> Mapping[str, float]:
         """The step, which the random numbers depend on, and what the loss keeps."""
-        return {"step": self.step, **self.loss.state_dict()}
+        return {"step": self.step, **super().state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
         self.step = int(state["step"])
-        self.loss.load_state_dict(state)
+        super().load_state_dict(state)
 
     def _assign_grads(self, total: torch.Tensor) -> None:
         """Let each `.grad` be a view of the sum; a parameter that no rank used has none."""

@@ -79,8 +79,10 @@ class Strategy(Protocol):
 class Replicas:
     """What is the same for all strategies by which each rank has the whole `module` and steps it by itself."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    loss: StepLoss
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self.module, self.world = module, world
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
@@ -96,6 +98,16 @@ class Replicas:
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         return {"model": (self.module, "replicated"), "optimizer": (optimizer, "replicated")}
+
+    def sync_buffers(self) -> None:
+        # As the variants do within a step. After the last one, each rank's BatchNorm has statistics of its own.
+        broadcast_tensors(self.world, list(self.module.buffers()))
+
+    def state_dict(self) -> Mapping[str, float]:
+        return self.loss.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loss.load_state_dict(state)
 
 
 class DDPStrategy(Replicas):
@@ -118,7 +130,7 @@ class DDPStrategy(Replicas):
     ) -> None:
         if agree_on_memory:
             require_local_forward(model)
-        super().__init__(model)
+        super().__init__(model, world)
         self.model = data_parallel(model, world, config, room=_ROOM)
         self.link, self.accumulation = self.model.link, accumulation
         self.loss = (AgreeingLoss if agree_on_memory else StepLoss)(loss, world, precision)
@@ -139,18 +151,8 @@ class DDPStrategy(Replicas):
                 "micro-batches (a larger 'accumulation'), or model.recompute"
             ) from error
 
-    def sync_buffers(self) -> None:
-        # As the variants do within a step. After the last one, each rank's BatchNorm has statistics of its own.
-        broadcast_tensors(self.model.world, list(self.module.buffers()))
-
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         parts = super().parts(optimizer)
         if self.model.kept is not None:  # what a rank has yet to send
             parts["compression"] = (self.model.kept, "per_rank")
         return parts
-
-    def state_dict(self) -> Mapping[str, float]:
-        return self.loss.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.loss.load_state_dict(state)
