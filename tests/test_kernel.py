@@ -1,11 +1,14 @@
 """`launch` in a Jupyter kernel, as JupyterLab runs it: cells, interrupts, the kernel's end."""
 
+import base64
+import io
 import re
 import time
 
 import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
+from PIL import Image
 
 from ddp_tutorial.experiments.notebooks import tidy
 from kernel import Kernel
@@ -86,6 +89,25 @@ def test_progress_is_a_bar_of_html_that_moves_and_is_not_saved_with_a_notebook_o
     cell = new_code_cell("x", outputs=[new_output("display_data", data=data, metadata=metadata)])
     tidy(new_notebook(cells=[cell]))
     assert cell.outputs == []
+
+
+@pytest.mark.parametrize("opacity", [255, 128])
+def test_a_picture_is_kept_in_fewer_bytes_with_the_same_pixels(opacity):
+    drawn = Image.new("RGBA", (300, 200), (255, 255, 255, opacity))
+    drawn.paste((0, 114, 178, 255), (40, 30, 250, 90))
+    buffer = io.BytesIO()
+    drawn.save(buffer, "PNG", compress_level=1)
+    cell = new_code_cell(
+        "x", outputs=[new_output("display_data", {"image/png": base64.b64encode(buffer.getvalue()).decode()})]
+    )
+    tidy(new_notebook(cells=[cell]))
+    kept = cell.outputs[0].data["image/png"]
+    picture = Image.open(io.BytesIO(base64.b64decode(kept)))
+    assert picture.mode == ("RGB" if opacity == 255 else "RGBA")
+    assert picture.convert("RGBA").tobytes() == drawn.tobytes()
+    assert len(base64.b64decode(kept)) < len(buffer.getvalue())
+    tidy(new_notebook(cells=[cell]))
+    assert cell.outputs[0].data["image/png"] == kept
 
 
 def test_an_error_names_the_rank_and_shows_the_line_of_the_cell(kernel):

@@ -199,7 +199,7 @@ def test_outputs_hold_nothing_of_the_machine_that_made_them(path):
     text = path.read_text()
     assert not re.findall(r"/(?:home|root|tmp|work|Users)/[\w.-]+", text)
     assert not STAMP.findall(json.dumps([cell.outputs for cell in code_cells(path)]))
-    assert len(text) < 640_000, "images weigh on the history"
+    assert len(text) < 600_000, "images weigh on the history"
     assert "widgets" not in json.loads(text)["metadata"]
     assert WIDGET not in text
 
