@@ -245,6 +245,26 @@ def test_cells_are_short(path):
     assert lengths[-1] <= 25
 
 
+def bare_assertions(path):
+    trees = [ast.parse(python_of(cell)) for cell in code_cells(path)]
+    bare = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert) and not node.msg]
+    return [ast.unparse(node) for node in bare]
+
+
+@each_notebook
+def test_an_assertion_says_what_was_expected(path):
+    """It fails in front of a learner who has changed a parameter, or whose machine is busy. Without a message all that
+    is read there is `AssertionError:`."""
+    assert bare_assertions(path) == []
+
+
+def test_an_assertion_without_a_message_is_found_where_there_is_one(tmp_path):
+    cells = ["x = 1\nassert x == 1, f'expected 1, not {x}'", "%%ranks\nfor _ in range(2):\n    assert x == 1"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbformat.write(notebook, tmp_path / "one.ipynb")
+    assert bare_assertions(tmp_path / "one.ipynb") == ["assert x == 1"]
+
+
 # What a learner meets in all of them counts once for all: how ranks are started, how a figure is drawn, and exercises.
 EVERYWHERE = {"launch", "plots"}
 AT_MOST = 12
