@@ -32,6 +32,7 @@ from ddp_tutorial.processes.children import (
 )
 from ddp_tutorial.processes.console import make_console
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
+from ddp_tutorial.processes.logs import logs_here
 from ddp_tutorial.processes.transport import Descriptor
 
 # How often ranks are asked how far they are, once a call has lasted for longer.
@@ -80,6 +81,7 @@ class Crew:
                     backend=self.backend,
                     collective_timeout=self.collective_timeout,
                     sources=cell_sources(),
+                    logs=logs_here(),
                     parent=os.getpid(),
                     dies_with_thread=threading.current_thread() is threading.main_thread(),
                 )

@@ -1,27 +1,19 @@
-"""A matplotlib backend for ranks: `plt.show()` sends the figures home, where a notebook shows them.
+"""The matplotlib backend of ranks that stay: figures are shown as all else that a cell shows."""
 
-It is named by MPLBACKEND, so that matplotlib is imported only on ranks that draw.
-"""
-
-from typing import Any
-
-from matplotlib._pylab_helpers import Gcf
-from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from ddp_tutorial.live import shown
+from ddp_tutorial.processes import figures
 
 
-class FigureManager(FigureManagerBase):
+class FigureManager(figures.FigureManager):
     """What pyplot asks to show its figures."""
 
-    @classmethod
-    def pyplot_show(cls, *, block: bool | None = None) -> None:
-        """Send all open figures home, and close them, as in a notebook."""
-        managers: list[Any] = Gcf.get_all_fig_managers()
-        for manager in managers:
-            shown.display(manager.canvas.figure)
-        Gcf.destroy_all()
+    @staticmethod
+    def show_at_home(figure: Figure) -> None:
+        """Show it as `display` does."""
+        shown.display(figure)
 
 
 class FigureCanvas(FigureCanvasAgg):

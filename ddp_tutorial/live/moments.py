@@ -6,6 +6,7 @@ from typing import Any
 
 from ddp_tutorial.debug.hangs import Standing
 from ddp_tutorial.processes.errors import Raised
+from ddp_tutorial.processes.logs import Logs
 from ddp_tutorial.processes.transport import Descriptor, Message, take_messages
 
 
@@ -27,6 +28,7 @@ class Seat:
     backend: str
     collective_timeout: float
     sources: dict[str, list[str]]
+    logs: Logs | None
     parent: int
     dies_with_thread: bool
 

@@ -1,6 +1,5 @@
 """What a cell shows on each rank: `display`, figures, the last expression; and how that is put together at home."""
 
-import io
 import sys
 from base64 import b64encode
 from collections.abc import Callable, Mapping
@@ -32,9 +31,9 @@ def bundle_of(value: Any) -> Bundle:
     """What a notebook would show of `value`."""
     figures = sys.modules.get("matplotlib.figure")
     if figures is not None and isinstance(value, figures.Figure):
-        picture = io.BytesIO()
-        value.savefig(picture, format="png", bbox_inches="tight", dpi=72)
-        return Bundle({"text/plain": repr(value), "image/png": b64encode(picture.getvalue()).decode()})
+        from ddp_tutorial.processes.figures import png_of  # it imports matplotlib, which is here already
+
+        return Bundle({"text/plain": repr(value), "image/png": b64encode(png_of(value)).decode()})
     formatter = _formatter()
     if formatter is None:
         return Bundle({"text/plain": repr(value)})

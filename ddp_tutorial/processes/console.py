@@ -5,12 +5,13 @@ ranks have ended, grouped by rank: a cell's output is then the same each time it
 compared in a test, and nothing lands in another cell.
 """
 
+import base64
 import codecs
 import html
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 # Lines of one rank that are kept for the notebook and for error messages; a runaway print must not fill memory.
 KEPT_LINES = 2_000
@@ -68,6 +69,8 @@ def _pieces(line: str) -> list[str]:
 class Console:
     """Where the output and the progress of ranks go. This base class shows nothing."""
 
+    environment: ClassVar[dict[str, str]] = {}  # variables for ranks that are shown here
+
     def line(self, rank: int, text: str) -> None:
         """One line that a rank printed."""
 
@@ -76,6 +79,9 @@ class Console:
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
         """Rank 0 says how far it is."""
+
+    def figure(self, rank: int, png: bytes) -> None:
+        """A rank shows a picture."""
 
     def close(self, logs: Iterable[RankLog]) -> None:
         """All ranks have ended."""
@@ -112,14 +118,17 @@ class TerminalConsole(Console):
 
 
 class NotebookConsole(Console):
-    """A bar while the ranks run; their lines, grouped by rank, at the end.
+    """A bar while the ranks run; their lines, and then their figures, grouped by rank, at the end.
 
     The bar is HTML and no widget: a widget's state is not saved with a notebook, which would show an error in its place
     when it is opened again.
     """
 
+    environment: ClassVar[dict[str, str]] = {"MPLBACKEND": "module://ddp_tutorial.processes.figures"}
+
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.figures: list[tuple[int, bytes]] = []
         self.bar: Any = None
 
     def say(self, text: str) -> None:
@@ -135,6 +144,9 @@ class NotebookConsole(Console):
         bar = f'<progress value="{done}" max="{total}"></progress> {html.escape(text)}'
         self.bar.update({"text/plain": text, "text/html": bar}, raw=True, metadata=PROGRESS)
 
+    def figure(self, rank: int, png: bytes) -> None:
+        self.figures.append((rank, png))
+
     def close(self, logs: Iterable[RankLog]) -> None:
         lines = list(self.said)
         for log in logs:
@@ -143,6 +155,12 @@ class NotebookConsole(Console):
             lines += [f"[rank {log.rank}] {line}" for line in log.lines]
         if lines:
             print("\n".join(lines))
+        for rank, png in sorted(self.figures, key=lambda each: each[0]):
+            from IPython.display import display
+
+            print(f"[rank {rank}]", flush=True)
+            picture = {"text/plain": "<Figure>", "image/png": base64.b64encode(png).decode()}
+            display(picture, raw=True)
 
 
 def describe(numbers: dict[str, Any]) -> str:

@@ -54,6 +54,7 @@ from ddp_tutorial.processes.children import (
 )
 from ddp_tutorial.processes.console import Console, RankLog, make_console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, lost_connection
+from ddp_tutorial.processes.logs import logs_here
 from ddp_tutorial.processes.rank import Job, run_rank
 from ddp_tutorial.processes.signals import StoppedError, handling
 from ddp_tutorial.processes.transport import Descriptor, dump_call, take_messages
@@ -244,6 +245,7 @@ class _Ranks:
     def start(self, call: bytes, device: str, backend: str, collective_timeout: float, threads: int) -> None:
         self.store = store = loopback_store(self.nprocs)  # it has to live as long as the ranks
         environ = {**rank_environment(self.nprocs, threads, store.port if store else 0), MARK: self.mark}
+        environ |= self.console.environment
         with ExitStack() as parents_copies, interrupts_held(), main_module_hidden(), environment(environ):
             outputs, messages = ([self._pipe(parents_copies) for _ in range(self.nprocs)] for _ in range(2))
             lifeline, self.lifeline = os.pipe()
@@ -261,6 +263,7 @@ class _Ranks:
                 backend=backend,
                 collective_timeout=timedelta(seconds=collective_timeout),
                 sources=cell_sources(),
+                logs=logs_here(),
                 parent=os.getpid(),
                 # the signal of a parent's death is bound to the thread that started the child
                 dies_with_thread=threading.current_thread() is threading.main_thread(),
@@ -370,6 +373,8 @@ class _Ranks:
                     rank.started = True
                 case "progress" if rank.rank == 0:
                     self.console.progress(*content)
+                case "figure":
+                    self.console.figure(rank.rank, content[0])
                 case "result":
                     rank.result = content[0]
                 case "raised":

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.processes.errors import Raised
+from ddp_tutorial.processes.logs import Logs, set_up
 from ddp_tutorial.processes.signals import die_with_parent
 from ddp_tutorial.processes.transport import Descriptor, Sender, dump_result
 from ddp_tutorial.world import World, process_group
@@ -50,6 +51,12 @@ def end_with(error: BaseException) -> NoReturn:
     os._exit(1)
 
 
+def send_figure(png: bytes) -> None:
+    """Let the parent show a picture under this rank's name, below the cell that has started it."""
+    if _send is not None:
+        _send("figure", png)
+
+
 @dataclass
 class Job:
     """What a rank is given when it is spawned; one object for all ranks.
@@ -67,6 +74,7 @@ class Job:
     backend: str
     collective_timeout: timedelta
     sources: dict[str, list[str]]
+    logs: Logs | None
     parent: int
     dies_with_thread: bool
 
@@ -96,11 +104,12 @@ def run_rank(rank: int, job: Job) -> None:
 
 
 class Origin(Protocol):
-    """What a process has to know to become a rank: `sources` are the lines of notebook cells by file name, `parent` the
-    process that has started it, which dies with it or with its thread."""
+    """What a process has to know to become a rank: `sources` are the lines of notebook cells by file name, `logs` what
+    its parent's `logging` shows, `parent` the process that has started it, which dies with it or with its thread."""
 
     threads: int
     sources: dict[str, list[str]]
+    logs: Logs | None
     parent: int
     dies_with_thread: bool
 
@@ -114,6 +123,7 @@ def become_rank(rank: int, output: Descriptor, messages: Descriptor, origin: Ori
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # the other variables were set when it was spawned
     torch.set_num_threads(origin.threads)
     know_sources(origin.sources)
+    set_up(origin.logs)
     _send = Sender(messages.fd)
     return _send
 
