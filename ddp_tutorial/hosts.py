@@ -76,12 +76,12 @@ def choose_interface(meeting_place: str) -> None:
 def peers(rank: int, size: int) -> list[Peer]:
     """Where all ranks are. Collective."""
     found: list[Any] = [None] * size
-    dist.all_gather_object(found, Peer(rank, socket.gethostname(), _own_address()))
+    dist.all_gather_object(found, Peer(rank, socket.gethostname(), own_address()))
     return found
 
 
-def _own_address() -> str:
-    """The address of the interface that gloo uses here."""
+def own_address() -> str:
+    """The address of the interface that gloo uses here, as GLOO_SOCKET_IFNAME names it; else this host's name."""
     name = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family == socket.AF_INET]
     return found[0] if found else socket.gethostname()

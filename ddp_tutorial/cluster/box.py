@@ -6,6 +6,7 @@ ends when the other end of the socket is closed, which the kernel does if the pa
 
 import os
 import pickle
+import pkgutil
 import select
 import signal
 import socket
@@ -107,7 +108,7 @@ class Box:
                     os._exit(1)
             os.close(wire)
 
-    def do_start(self, node: int, argv: list[str], env: dict[str, str], cwd: str, fds: list[int]) -> int:
+    def do_start(self, argv: list[str], node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
         """Start a command on a host: its id."""
 
         def become() -> None:
@@ -120,23 +121,23 @@ class Box:
 
         return self.fork(node, fds, become)
 
-    def do_rank(self, node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
-        """Call a function as a rank on a host. This process imports torch first, once for all ranks to come."""
-        from ddp_tutorial.cluster import rank
-
-        call, result = os.dup(fds[3]), os.dup(fds[4])
+    def do_fork(self, entry: str, node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
+        """Call a function on a host, with the files that came after the third. This process imports it first, and with
+        it torch, once for all forks to come."""
+        function = pkgutil.resolve_name(entry)
+        files = [os.dup(fd) for fd in fds[3:]]
 
         def become() -> None:
             os.environ.clear()
             os.environ.update(env)
             os.chdir(cwd)
-            rank.call_here(call, result)
+            function(*files)
 
         try:
             return self.fork(node, fds, become)
         finally:
-            os.close(call)
-            os.close(result)
+            for fd in files:
+                os.close(fd)
 
     def do_set_rate(self, rate: str | None, fds: list[int]) -> None:
         self.network.set_rate(rate)

@@ -31,6 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import psutil
+
 from ddp_tutorial.cluster import network
 from ddp_tutorial.cluster.box import NO_DELAY, receive, send
 from ddp_tutorial.cluster.delay import seconds_of
@@ -87,11 +89,23 @@ class Cluster:
         self._port = PORT
         self._lock = threading.Lock()  # one question at a time
         self._processes: list[Process] = []
-        self._off: set[str] = set()  # nodes without power
+        self.off: set[str] = set()  # nodes without power
+        self.unplugged: set[str] = set()  # nodes whose cable is out
         self._channel: socket.socket | None = None
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def is_up(self) -> bool:
+        """Are its nodes there? Not before the `with` block, not after it, and not if the process that holds them has
+        been killed."""
+        return self._channel is not None and self._box.poll() is None
+
+    @property
+    def in_words(self) -> str:
+        """Its links: `1gbit links, 0.5ms`."""
+        return (f"{self.rate} links" if self.rate else "links of any rate") + (f", {self.delay}" if self.delay else "")
 
     def __repr__(self) -> str:
         return f"Cluster(nodes={len(self)}, rate={self.rate!r}, delay={self.delay!r})"
@@ -105,6 +119,8 @@ class Cluster:
             refused.append(error)
         else:
             raise ConfigError(f"no cluster: this system does not allow namespaces ({refused[-1]})")
+        self.off.clear()
+        self.unplugged.clear()
         try:
             self._ask("build", len(self), self.rate, self._delay)
             for folder in self.folders:
@@ -122,6 +138,8 @@ class Cluster:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         python = [sys.executable, "-m", "ddp_tutorial.cluster.box", str(its.fileno())]
+        # Its forks are ranks. Where no name server answers, torch warns in each that it does not know who connects.
+        environ = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | _environment()
         with its, tempfile.TemporaryFile() as errors:
             self._box = subprocess.Popen(
                 ["unshare", *as_whom, *namespaces, *python],
@@ -129,7 +147,7 @@ class Cluster:
                 stdout=errors,
                 stderr=errors,
                 pass_fds=[its.fileno()],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=environ,
                 start_new_session=True,  # an interrupt is for this process to handle
             )
             self._channel = ours
@@ -184,7 +202,7 @@ class Cluster:
     ) -> Process:
         """Start a command on one node, and do not wait for it. `line(node, text)` is called for each line it prints,
         while somebody waits."""
-        return self._begin("start", node, [os.fspath(arg) for arg in argv], env, (), line)
+        return self._begin("start", [os.fspath(arg) for arg in argv], node, env, (), line)
 
     def run(
         self,
@@ -222,7 +240,7 @@ class Cluster:
     ) -> list[Process]:
         """As `torchrun`, without waiting."""
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}", *args]
-        port, self._port = self._port, self._port + 1
+        port = self.new_port()
         return [
             self.start(*command, node=node, env={**self.torchrun_env(node, port), **(env or {})}, line=line)
             for node in range(len(self))
@@ -268,7 +286,7 @@ class Cluster:
         if nodes is not None:
             self._check(nodes - 1)
         size = (nodes or len(self)) * ranks_per_node
-        port, self._port = self._port, self._port + 1
+        port = self.new_port()
         with ExitStack() as stack:
             call = stack.enter_context(tempfile.TemporaryFile())
             call.write(pickle.dumps((threads, collective_timeout, dump_call(fn, args))))
@@ -288,7 +306,7 @@ class Cluster:
                 }
                 files = (call.fileno(), results[rank].fileno())
                 environ = {name: str(value) for name, value in variables.items()} | dict(env or {})
-                ranks.append(self._begin("rank", node, None, environ, files, None))
+                ranks.append(self._begin("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files, None))
             try:
                 if meanwhile:
                     self._wait_until_up(ranks, results, timeout)
@@ -299,7 +317,7 @@ class Cluster:
             outcomes = [_read(result) for result in results]
         # the cause among several failures: that of a rank which heard of no other; a host without power says nothing
         failed = [
-            (ranks[rank].node in self._off, bool(outcome and lost_connection(str(outcome[1]))), rank)
+            (ranks[rank].node in self.off, bool(outcome and lost_connection(str(outcome[1]))), rank)
             for rank, outcome in enumerate(outcomes)
             if outcome is None or outcome[0] == "raised"
         ]
@@ -318,9 +336,9 @@ class Cluster:
 
     def _wait_for_ranks(self, ranks: list[Process], timeout: float | None, collective_timeout: float) -> None:
         try:
-            wait(ranks, timeout, until=lambda: any(rank.code for rank in ranks if rank.node not in self._off))
+            wait(ranks, timeout, until=lambda: any(rank.code for rank in ranks if rank.node not in self.off))
             with suppress(TimeoutError):  # where a host has gone in silence, the others wait in their collective
-                wait(ranks, _GRACE_SECONDS + (collective_timeout if self._off else 0))
+                wait(ranks, _GRACE_SECONDS + (collective_timeout if self.off else 0))
         except TimeoutError:
             printed = "\n".join(rank.output for rank in ranks)
             raise RankTimeoutError(0, f"was still running after {timeout} s", log=printed) from None
@@ -335,23 +353,57 @@ class Cluster:
             rank, f"on {node} {reason}", log=ranks[rank].output.strip(), others="\n".join(others), raised=raised
         )
 
+    def fork(self, entry: str, *, node: int, env: Mapping[str, str], files: Sequence[int]) -> int:
+        """Call a function, named as "package.module:function", in a new process of one node, and do not wait for it.
+
+        It is a fork of a process that has imported the module, and by that torch, once for all. It prints into
+        `files[0]`, its exit code is written to `files[1]` as text, and it is called with its own numbers of the others,
+        of which there may be five. Returns its number, for `send_signal`.
+        """
+        return self._fork("fork", entry, node, env, files)
+
+    def send_signal(self, number: int, signalled: int) -> None:
+        """Send a signal to what `fork` has started, unless that has ended."""
+        self._ask("signal", number, int(signalled))
+
+    def pid_of(self, number: int) -> int | None:
+        """The process id, outside of the cluster, of what `fork` has started; None where it has ended."""
+        for process in psutil.Process(self._box.pid).children(recursive=True):
+            with suppress(OSError, StopIteration):
+                status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                inside = next(line for line in status if line.startswith("NSpid:")).split()[-1]
+                if int(inside) == number:
+                    return int(process.pid)
+        return None
+
+    def new_port(self) -> int:
+        """A port at which ranks may meet, and at which nobody has met before."""
+        self._port += 1
+        return self._port - 1
+
+    def _fork(
+        self, kind: str, what: str | list[str], node: int, env: Mapping[str, str] | None, files: Sequence[int]
+    ) -> int:
+        self._check(node)
+        environ = _environment() | dict(env or {})
+        with open(os.devnull) as nothing:
+            fds = [nothing.fileno(), *files]
+            number: int = self._ask(kind, what, node, environ, str(self.folders[node]), fds=fds)
+        return number
+
     def _begin(
         self,
         kind: str,
+        what: str | list[str],
         node: int,
-        argv: list[str] | None,
         env: Mapping[str, str] | None,
         files: tuple[int, ...],
         line: Callable[[str, str], None] | None,
     ) -> Process:
-        self._check(node)
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(env or {})
-        args = (node, *([argv] if argv is not None else []), dict(environ), str(self.folders[node]))
         stdout, its_stdout = os.pipe()
         status, its_status = os.pipe()
         try:
-            with open(os.devnull) as nothing:
-                pid = self._ask(kind, *args, fds=[nothing.fileno(), its_stdout, its_status, *files])
+            pid = self._fork(kind, what, node, env, (its_stdout, its_status, *files))
         except BaseException:
             os.close(stdout)
             os.close(status)
@@ -406,11 +458,13 @@ class Cluster:
         """Pull the node's cable out: what is sent to it, and by it, is lost, and nobody is told."""
         self._check(node)
         self._ask("connect", node, False)
+        self.unplugged.add(self.names[node])
 
     def mend(self, node: int) -> None:
         """Plug it in again. TCP sends what was lost once more, after a while."""
         self._check(node)
         self._ask("connect", node, True)
+        self.unplugged.discard(self.names[node])
 
     @contextmanager
     def link_down(self, node: int) -> Iterator[None]:
@@ -425,7 +479,7 @@ class Cluster:
         """The node loses its power: all its processes are gone at once, and its cable is dead, so that the others get
         no farewell. It does not come back."""
         self._check(node)
-        self._off.add(self.names[node])
+        self.off.add(self.names[node])
         self._ask("kill", node)
 
     def _check(self, node: int) -> None:
@@ -455,6 +509,11 @@ def _look_at_the_system() -> None:
         import pyroute2  # noqa: F401
     except ImportError:
         raise ConfigError("no cluster: the package pyroute2 is missing. Try: pip install pyroute2") from None
+
+
+def _environment() -> dict[str, str]:
+    """That of this process, and Python finds the same modules in it."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _read(result: IO[bytes]) -> Any:

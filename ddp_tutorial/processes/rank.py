@@ -120,7 +120,8 @@ def become_rank(rank: int, output: Descriptor, messages: Descriptor, origin: Ori
     global _send
     _never_outlive_the_parent(origin)
     _redirect_output(output.fd)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # the other variables were set when it was spawned
+    local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])  # the other variables were set when it was started
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
     torch.set_num_threads(origin.threads)
     know_sources(origin.sources)
     set_up(origin.logs)
