@@ -4,36 +4,25 @@ A call ends when all ranks that take part have ended it. Until then they are ask
 one waits in a collective for a rank that does not come, all are asked where they stand, and the call is ended.
 """
 
-import os
 import secrets
 import selectors
 import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-
-import torch
-import torch.distributed as dist
-import torch.multiprocessing
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug.hangs import CollectiveError, Diagnosis, Standing, diagnose
-from ddp_tutorial.live.member import BUSY_SECONDS, serve
-from ddp_tutorial.live.moments import Answer, Look, Seat
+from ddp_tutorial.live.member import BUSY_SECONDS
+from ddp_tutorial.live.moments import Answer, Look
 from ddp_tutorial.live.person import Person, told_of
-from ddp_tutorial.processes.children import (
-    MARK,
-    cell_sources,
-    environment,
-    main_module_hidden,
-    rank_environment,
-)
+from ddp_tutorial.live.places import Place
+from ddp_tutorial.processes.children import MARK, cell_sources
 from ddp_tutorial.processes.console import make_console
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.logs import logs_here
-from ddp_tutorial.processes.transport import Descriptor
 
 # How often ranks are asked how far they are, once a call has lasted for longer.
 LOOK_SECONDS = 0.25
@@ -48,13 +37,21 @@ class Crew:
     """The ranks of a pool. `Ranks` adds what one does with them."""
 
     def __init__(
-        self, n: int, threads: int, device: str, backend: str, patience: float, collective_timeout: float, echo: bool
+        self,
+        n: int,
+        place: Place,
+        threads: int,
+        device: str,
+        backend: str,
+        patience: float,
+        collective_timeout: float,
+        echo: bool,
     ) -> None:
         self.n, self.patience, self.echo = n, patience, echo
         self.threads, self.collective_timeout = threads, collective_timeout
         self.device, self.backend = device, backend
+        self._place = place
         self._people: list[Person] = []
-        self._store: dist.TCPStore | None = None
         self._selector = selectors.DefaultSelector()
         self._mark = secrets.token_hex(8)
         self._busy = threading.Lock()
@@ -65,28 +62,17 @@ class Crew:
     # ---------------------------------------------------------------------------------------------------- starting
 
     def _start(self, people: Sequence[Person]) -> None:
-        port = self._store.port if self._store else 0
-        environ = {**rank_environment(self.n, self.threads, port), MARK: self._mark}
-        with ExitStack() as theirs, main_module_hidden(), environment(environ):
-            for each in people:
-                output, messages, requests, control = each.open_pipes(theirs)
-                seat = Seat(
-                    rank=each.rank,
-                    output=Descriptor(output),
-                    messages=Descriptor(messages),
-                    requests=Descriptor(requests),
-                    control=Descriptor(control),
-                    threads=self.threads,
-                    device=self.device,
-                    backend=self.backend,
-                    collective_timeout=self.collective_timeout,
-                    sources=cell_sources(),
-                    logs=logs_here(),
-                    parent=os.getpid(),
-                    dies_with_thread=threading.current_thread() is threading.main_thread(),
-                )
-                each.process = torch.multiprocessing.spawn(serve, (seat,), 1, join=False).processes[0]
-                each.register(self._selector)
+        settings = {
+            "threads": self.threads,
+            "device": self.device,
+            "backend": self.backend,
+            "collective_timeout": self.collective_timeout,
+            "sources": cell_sources(),
+            "logs": logs_here(),
+        }
+        self._place.start(people, settings, {MARK: self._mark})
+        for each in people:
+            each.register(self._selector)
 
     def _up(self) -> None:
         """Wait until all are up, then let them meet."""
@@ -106,7 +92,7 @@ class Crew:
     def _meet(self) -> None:
         """Let all ranks form a group, in place of the one there is."""
         self._has_group = False
-        everyone = self._begin("meet", on=self._people)
+        everyone = self._begin("meet", self._place.new_port(), on=self._people)
         deadline = time.monotonic() + MEET_SECONDS
         while any(each.is_busy for each in everyone) and not any(each.death or each.failure for each in everyone):
             if not self._hear(deadline - time.monotonic()):
@@ -158,7 +144,9 @@ class Crew:
             if death := self._people[rank].death:
                 raise RankError(rank, f"is dead: it {death}", others=self._advice())
         if not self._has_group and self.n > 1 and on is None:
-            raise RankError(ranks[0], "has no process group", others=self._advice())
+            if self._place.cut or any(each.death for each in self._people):
+                raise RankError(ranks[0], "has no process group", others=self._place.cut or self._advice())
+            self._meet()
         return [self._people[rank] for rank in ranks]
 
     def _advice(self) -> str:
@@ -195,6 +183,8 @@ class Crew:
             limit = min(ENDED_SECONDS, self.patience) if someone_ended else self.patience
             if now > slow_until and any(each.waited_for(now) > limit for each in busy):
                 found = diagnose(self._standings())
+                if found.kind == "none" and not someone_ended and self._place.cut:
+                    found = Diagnosis("absent", f"{self._place.cut}: {found.verdict}, and nothing comes through")
                 if found.kind in {"order", "shape", "absent", "failed"} and any(each.is_busy for each in people):
                     self._end_call([each for each in people if each.is_busy])
                     return found
@@ -279,9 +269,18 @@ class Crew:
         if self.n == 1 or self._are_in_step(people):
             return []
         kept = {each.rank: each.outcome for each in people}
-        self._meet()
+        if self._place.cut:
+            self._has_group = False
+            self._quietly("leave", self._people)
+        else:
+            self._meet()
         for each in people:
             each.outcome = kept[each.rank]
+        if not self._has_group:
+            return [
+                f"The ranks live on with their variables, and have no process group, as {self._place.cut}. "
+                "They form one with the first call after it is mended."
+            ]
         return [
             "The ranks live on with their variables, and have formed a new process group: what holds the old one, such "
             "as DistributedDataParallel, has to be made again."

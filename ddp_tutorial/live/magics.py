@@ -1,14 +1,4 @@
-"""Ranks that stay, in a notebook: `%load_ext ddp_tutorial`, then
-
-%ranks start -n 2 [--threads 1] [--patience 10] [--device cpu]
-%ranks status | stop | restart [--all]
-%ranks get NAME        the values of NAME, as a list: here, and as the result
-%ranks put NAME        gives all ranks this notebook's NAME
-%ranks script out.py   the cells so far, as a script for torchrun
-
-%%ranks                a cell for all ranks; %%ranks 0, %%ranks 1-3, %%ranks 0,2 for some; %%rank0 for rank 0
-%%ranks --raises       a cell that has to fail: its error is printed, and a notebook that is executed goes on
-"""
+"""Ranks that stay, in a notebook: `%load_ext ddp_tutorial`, then `%ranks` and `%%ranks`; `%ranks?` has all of them."""
 
 import argparse
 import re
@@ -21,14 +11,16 @@ from typing import Any, NoReturn
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
+from ddp_tutorial.cluster.cluster import Cluster
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.debug.hangs import CollectiveError
 from ddp_tutorial.live.pool import Ranks
-from ddp_tutorial.live.script import Step, put_step, script_of
+from ddp_tutorial.live.script import Step, command_of, put_step, script_of
 from ddp_tutorial.live.shown import Shown
+from ddp_tutorial.processes.children import interrupts_held
 from ddp_tutorial.processes.errors import RankError
 
-COMMANDS = ["start", "status", "stop", "restart", "get", "put", "script"]
+COMMANDS = ["start", "status", "stop", "restart", "get", "put", "rate", "script"]
 _ASKS = re.compile(r"([\w.\[\]'\"]+)(\?{1,2})")
 
 
@@ -56,13 +48,33 @@ class RankMagics(Magics):
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Any:
-        """A cell for living ranks, or, as `%ranks COMMAND`, one of: start, status, stop, restart, get, put, script."""
+        """Ranks that stay alive from cell to cell.
+
+        %ranks start -n 2      two ranks, in place of those there were. More of it:
+               [--threads 1] [--device cpu] [--backend gloo] [--patience 10]
+               [--nodes 2 [--rate 1gbit] [--delay 0.5ms]]
+                               on two hosts of their own, as many ranks on each, with a link of that
+                               speed between them (Linux; see ddp_tutorial.cluster)
+        %ranks status          who is alive, and where
+        %ranks restart [--all] the dead ones start anew; where there are none, all of them
+        %ranks stop
+        %ranks get NAME        the values of NAME, as a list: here, and as the result
+        %ranks put NAME        gives all ranks this notebook's NAME
+        %ranks rate 100mbit    another speed for the links between nodes
+        %ranks script out.py   the cells so far, as a script for torchrun
+
+        %%ranks                a cell for all ranks; %%ranks 0, %%ranks 1-3, %%ranks 0,2 for some; %%rank0 for rank 0
+        %%ranks --raises       a cell that has to fail: its error is printed, and a notebook that is executed goes on
+        """
         if cell is not None:
             return self._cell(line, cell)
         command, *arguments = shlex.split(line) or [""]
         if command not in COMMANDS:
             raise MagicError(f"%ranks {command}: use one of {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}")
-        return getattr(self, command)(arguments)
+        try:
+            return getattr(self, command)(arguments)
+        except ConfigError as error:  # one line says it all
+            raise MagicError(str(error)) from None
 
     @cell_magic
     def rank0(self, line: str, cell: str) -> Shown | None:
@@ -77,17 +89,29 @@ class RankMagics(Magics):
         parser.add_argument("--patience", type=float, default=10.0)
         parser.add_argument("--device", default="auto")
         parser.add_argument("--backend", default="auto")
+        parser.add_argument("--nodes", type=int)
+        parser.add_argument("--rate")
+        parser.add_argument("--delay")
         asked = vars(parser.parse_args(arguments))
+        nodes, rate, delay = (asked.pop(name) for name in ("nodes", "rate", "delay"))
+        if nodes is None and (rate or delay):
+            raise MagicError("--rate and --delay are of the links between nodes: add, for example, --nodes 2")
+        cluster = None if nodes is None else Cluster(nodes, rate, delay)
+        pool = Ranks(asked.pop("n"), cluster=cluster, **asked)
         self.end()
-        self.pool = Ranks(asked.pop("n"), **asked)
+        self.pool = pool
         self.steps = []
         print(self.pool.in_words)
 
     def status(self, _: Sequence[str]) -> None:
-        """Say which ranks are alive."""
-        for each in self._alive().status():
+        """Say which ranks are alive, and where."""
+        pool = self._alive()
+        for each in pool.status():
+            on = f" on {each['node']}" if each["node"] else ""
             more = f", process {each['pid']}, {each['memory'] / 1e6:.0f} MB" if each["pid"] else ""
-            print(f"rank {each['rank']}: {each['state']}{more}")
+            print(f"rank {each['rank']}{on}: {each['state']}{more}")
+        if pool.cluster:
+            print(f"{pool.nodes} node{'s' if pool.nodes > 1 else ''}, {pool.cluster.in_words}")
 
     def stop(self, _: Sequence[str]) -> None:
         """End the ranks."""
@@ -121,14 +145,24 @@ class RankMagics(Magics):
             self._alive().put(**{name: value})
             self.steps.append(put_step(name, value))
 
+    def rate(self, arguments: Sequence[str]) -> None:
+        """Give the links between nodes another speed, from now on."""
+        [rate] = self._names("rate", arguments, "one speed, such as: %ranks rate 100mbit")
+        cluster = self._alive().cluster
+        if cluster is None:
+            raise MagicError("%ranks rate: these ranks have no link. Start some on nodes: %ranks start -n 2 --nodes 2")
+        with interrupts_held():  # else the answer would be taken for that to the next question
+            cluster.set_rate(rate)
+        print(cluster.in_words)
+
     def script(self, arguments: Sequence[str]) -> None:
         """Write the cells so far as one script for torchrun; cells that failed are left out."""
         [name] = self._names("script", arguments)
         pool = self._alive()
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        text = script_of(self.steps, name, pool.n, pool.threads, pool.device, pool.backend)
+        text = script_of(self.steps, name, pool.n, pool.threads, pool.device, pool.backend, pool.nodes)
         Path(name).write_text(text, encoding="utf-8")
-        print(f"{name}: torchrun --nproc-per-node {pool.n} {name}")
+        print(f"{name}: {command_of(name, pool.n, pool.nodes)}")
 
     def end(self) -> None:
         """End the ranks, if there are any."""
@@ -169,9 +203,9 @@ class RankMagics(Magics):
             raise MagicError("no ranks are alive. Start some: %ranks start -n 2")
         return self.pool
 
-    def _names(self, command: str, arguments: Sequence[str]) -> Sequence[str]:
+    def _names(self, command: str, arguments: Sequence[str], wanted: str = "") -> Sequence[str]:
         if not arguments or (command != "put" and len(arguments) > 1):
-            raise MagicError(f"%ranks {command}: give it one name, such as: %ranks {command} loss")
+            raise MagicError(f"%ranks {command}: give it {wanted or f'one name, such as: %ranks {command} loss'}")
         return arguments
 
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.debug.hangs import Standing
 from ddp_tutorial.debug.recorder import calls, members, progress, standing_lines
+from ddp_tutorial.hosts import own_address
 from ddp_tutorial.live import shown
 from ddp_tutorial.live.moments import Bundle, Failure, Look, Receiver, Seat
 from ddp_tutorial.processes.errors import Raised, lost_connection
@@ -109,9 +110,10 @@ class Member:
     def do_nothing(self) -> None:
         """For measuring what a call costs."""
 
-    def do_meet(self) -> None:
+    def do_meet(self, port: int) -> None:
         """Form a process group with the others, in place of the one there is."""
         self.do_leave()
+        os.environ["MASTER_PORT"] = str(port)
         self.group = process_group(self.world)
         self.group.__enter__()
 
@@ -228,8 +230,8 @@ class Member:
 
 
 def _connections(store: int) -> list[socket.socket]:
-    """This process's connections on the loopback interface, but for those to the store."""
-    found = []
+    """This process's connections through the interface that gloo uses, but for those to the store."""
+    own, found = own_address(), []
     for file in list(Path("/dev/fd").iterdir()):
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(file.name)).st_mode):
@@ -237,7 +239,7 @@ def _connections(store: int) -> list[socket.socket]:
             connection = socket.socket(fileno=os.dup(int(file.name)))
             try:
                 here, there = connection.getsockname(), connection.getpeername()
-                ours = connection.family in {socket.AF_INET, socket.AF_INET6} and "127.0.0.1" in here[0] + there[0]
+                ours = connection.family in {socket.AF_INET, socket.AF_INET6} and here[0].endswith(own)
             except (OSError, TypeError, IndexError):
                 ours = False
             if ours and store not in {here[1], there[1]}:

@@ -8,7 +8,8 @@
 
 What a rank has, it keeps: variables live on after a call, and also after one that failed, was interrupted or hung.
 Ranks are started and kept as `launch` does it: a pipe each, a store on the loopback interface, and none of them
-outlives this process.
+outlives this process. With `Ranks(2, cluster=Cluster(2, "1gbit"))` they are on two hosts, with a link between them that
+carries 1 Gbit/s; see `ddp_tutorial.cluster`.
 """
 
 import atexit
@@ -21,18 +22,14 @@ from typing import Any
 import cloudpickle
 import psutil
 
+from ddp_tutorial.cluster.cluster import Cluster
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
 from ddp_tutorial.live.crew import Crew
 from ddp_tutorial.live.person import Person
+from ddp_tutorial.live.places import Nodes, Place, ThisMachine
 from ddp_tutorial.live.shown import Shown
-from ddp_tutorial.processes.children import (
-    announce,
-    cell_sources,
-    end_all,
-    interrupts_held,
-    loopback_store,
-)
+from ddp_tutorial.processes.children import announce, cell_sources, end_all, interrupts_held
 from ddp_tutorial.processes.console import make_console
 from ddp_tutorial.processes.transport import dump_call
 from ddp_tutorial.world import COLLECTIVE_TIMEOUT, choose_backend, choose_device
@@ -43,6 +40,8 @@ _pools: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 class Ranks(Crew):
     """`n` ranks that are alive until `stop`, or until the block ends that they are used in.
 
+    - `cluster`: put them on its nodes, as many on each, where they talk through its links; on the CPU only. A cluster
+      that is not up, such as `Cluster(2, "1gbit")`, is brought up, and ended by `stop`; one that is up is left so.
     - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
     - `device`, `backend`: as for `launch`.
     - `patience`: seconds that a rank may wait in a collective for one that does not come. Where it waits longer, the
@@ -60,6 +59,7 @@ class Ranks(Crew):
         self,
         n: int,
         *,
+        cluster: Cluster | None = None,
         threads: int | None = None,
         device: str = "auto",
         backend: str = "auto",
@@ -74,21 +74,34 @@ class Ranks(Crew):
         for name, seconds in (("patience", patience), ("collective_timeout", collective_timeout)):
             if not seconds > 0:
                 raise ConfigError(f"{name}={seconds!r}: should be a positive number of seconds")
-        kind = choose_device(device, local_size=n, backend=backend)
+        place: Place = ThisMachine(n) if cluster is None else Nodes(n, cluster)
+        if cluster is not None and device == "cuda":
+            raise ConfigError("device='cuda': ranks on the nodes of a cluster are on the CPU. Use 'cpu' or 'auto'.")
+        kind = choose_device("cpu" if cluster is not None else device, local_size=n, backend=backend)
         carrier = choose_backend(backend, kind)
         threads = threads or max(1, cores() // n)
-        super().__init__(n, threads, kind.type, carrier, patience, collective_timeout, echo)
-        self.in_words = announce(n, self.device, self.backend)
+        super().__init__(n, place, threads, kind.type, carrier, patience, collective_timeout, echo)
+        self.cluster = cluster
         try:
             with interrupts_held():
-                self._store = loopback_store(n)  # it has to live as long as the ranks
                 _pools.add(self)
+                self._place.open()
                 self._people = [Person(rank) for rank in range(n)]
                 self._start(self._people)
             self._up()
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def in_words(self) -> str:
+        """What they are: `2 ranks on cpu, gloo`; and on how many nodes, with which links."""
+        return announce(self.n, self.device, self.backend) + self._place.in_words
+
+    @property
+    def nodes(self) -> int:
+        """How many hosts they are on."""
+        return self._place.nodes
 
     def __enter__(self) -> "Ranks":
         return self
@@ -148,7 +161,8 @@ class Ranks(Crew):
         return self._call(kind, *content, on=[rank])[rank]
 
     def status(self) -> list[dict[str, Any]]:
-        """For each rank: its number, process, whether it is alive ("ready") or how it died, and its memory in bytes."""
+        """For each rank: its number, its node (None on this machine itself), its process, whether it is alive ("ready")
+        or how it died, and its memory in bytes."""
         with interrupts_held():
             self._hear(0.0)
         found = []
@@ -157,7 +171,8 @@ class Ranks(Crew):
             with suppress(psutil.Error):
                 memory = 0 if each.death else psutil.Process(each.process.pid).memory_info().rss
             pid = None if each.death else each.process.pid
-            found.append({"rank": each.rank, "pid": pid, "state": each.death or "ready", "memory": memory})
+            state, node = each.death or "ready", self._place.node_of(each.rank)
+            found.append({"rank": each.rank, "node": node, "pid": pid, "state": state, "memory": memory})
         return found
 
     def restart(self, *, everything: bool | None = None) -> list[int]:
@@ -172,6 +187,7 @@ class Ranks(Crew):
                 everything = not dead
             anew = self._people if everything else dead
             ranks = [each.rank for each in anew]
+            self._place.check(ranks)
             for each in anew:
                 each.close(self._selector)
             end_all([each.process for each in anew], self._mark if everything else "")
@@ -192,7 +208,7 @@ class Ranks(Crew):
                 each.close(self._selector)
             if people:
                 end_all([each.process for each in people if each.process], self._mark)
-            self._store = None
+            self._place.close()
             self._has_group = False
 
 

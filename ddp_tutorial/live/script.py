@@ -11,7 +11,10 @@ from typing import Any
 
 import cloudpickle
 
-_BEGINNING = '''"""Cells of live ranks, as one script: torchrun --nproc-per-node {n} {name}"""
+_BEGINNING = '''"""Cells of live ranks, as one script{where}:
+
+{command}
+"""
 
 import os
 
@@ -54,9 +57,19 @@ def put_step(name: str, value: Any) -> Step:
     return Step(f"import base64, pickle\n{name} = pickle.loads(base64.b64decode({text!r}))")
 
 
-def script_of(steps: Iterable[Step], name: str, n: int, threads: int, device: str, backend: str) -> str:
-    """The whole script. A last expression is printed with the rank's number in front."""
-    parts = [_BEGINNING.format(name=name, n=n, threads=threads, device=device, backend=backend)]
+def command_of(name: str, n: int, nodes: int = 1) -> str:
+    """How to run the script `name` on `n` ranks; with several nodes, on each of them, where n0 is the first."""
+    if nodes == 1:
+        return f"torchrun --nproc-per-node {n} {name}"
+    meet = "--rdzv-backend c10d --rdzv-endpoint n0:29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {n // nodes} {meet} {name}"
+
+
+def script_of(steps: Iterable[Step], name: str, n: int, threads: int, device: str, backend: str, nodes: int = 1) -> str:
+    """The whole script, which says how it is run. A last expression is printed with the rank's number in front."""
+    where = f"; on each of {nodes} nodes, with n0 for the first one's name" if nodes > 1 else ""
+    command = command_of(name, n, nodes)
+    parts = [_BEGINNING.format(where=where, command=command, threads=threads, device=device, backend=backend)]
     for step in steps:
         source = _printing(step.source.strip("\n"))
         if step.on is not None:
