@@ -3,9 +3,7 @@
 The ranks here are real. Functions are defined inside the tests, so that they travel by value, as those of a cell do.
 """
 
-import base64
 import gc
-import logging
 import os
 import pickle
 import re
@@ -28,7 +26,7 @@ import forked
 from ddp_tutorial.collectives import RankZeroFailedError, rank_zero_first
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
-from ddp_tutorial.processes.console import Console, NotebookConsole
+from ddp_tutorial.processes.console import Console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import GRACE_SECONDS, START_SECONDS, _Ranks, launch
 from ddp_tutorial.processes.rank import progress
@@ -289,66 +287,6 @@ def test_without_echo_nothing_is_shown_and_a_given_device_is_not_announced(capfd
     assert capfd.readouterr() == ("", "")
     launch(lambda world: print("loud"), 1, device="cpu")
     assert capfd.readouterr() == ("[rank 0] loud\n", "")
-
-
-def without_pytests_logging(monkeypatch):
-    """Inside a test, as it sets its handlers when the test begins: Python's logging as it is in a fresh process."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
-
-
-def test_what_logging_was_told_here_holds_in_the_ranks(capfd, monkeypatch):
-    def talk(world):
-        logging.debug("too much")
-        logging.info("told by %d", world.rank)
-        logging.getLogger("mine").warning("by name")
-
-    without_pytests_logging(monkeypatch)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s | %(message)s")
-    launch(talk, 2, device="cpu")
-    lines = capfd.readouterr().out.splitlines()
-    for rank in range(2):
-        own = [f"[rank {rank}] INFO | told by {rank}", f"[rank {rank}] WARNING | by name"]
-        assert [line for line in lines if f"rank {rank}]" in line] == own
-    assert len(lines) == 4
-
-
-def test_where_nobody_has_set_up_logging_ranks_show_warnings_and_no_more(capfd, monkeypatch):
-    without_pytests_logging(monkeypatch)
-
-    def talk(world):
-        logging.getLogger("mine").info("too much")
-        logging.getLogger("mine").warning("a warning")
-
-    launch(talk, 1, device="cpu")
-    assert capfd.readouterr().out == "[rank 0] a warning\n"
-
-
-def test_a_figure_that_a_rank_shows_appears_under_its_name(capsys, monkeypatch):
-    displayed = []
-
-    def show(data, raw):
-        print(f"a picture: {raw}")
-        displayed.append(data["image/png"])
-
-    monkeypatch.setattr("IPython.display.display", show)
-    monkeypatch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "make_console", lambda echo: NotebookConsole())
-
-    def draw(world):
-        import matplotlib.pyplot as plt
-
-        plt.figure(figsize=(1 + world.rank, 1))
-        plt.plot([1, 2])
-        plt.show()
-        print("figures left open:", plt.get_fignums())
-
-    launch(draw, 2, device="cpu")
-    pictures = [f"[rank {rank}]\na picture: True\n" for rank in range(2)]
-    assert capsys.readouterr().out == (
-        "[rank 0] figures left open: []\n[rank 1] figures left open: []\n" + "".join(pictures)
-    )
-    first, second = (int.from_bytes(base64.b64decode(each)[16:20]) for each in displayed)  # a PNG's width
-    assert 50 < first < second < 200
 
 
 class RecordingConsole(Console):

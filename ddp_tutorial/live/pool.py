@@ -29,7 +29,7 @@ from ddp_tutorial.live.crew import Crew
 from ddp_tutorial.live.person import Person
 from ddp_tutorial.live.places import Nodes, Place, ThisMachine
 from ddp_tutorial.live.shown import Shown
-from ddp_tutorial.processes.children import announce, cell_sources, end_all, interrupts_held
+from ddp_tutorial.processes.children import announce, cell_sources, crowd, end_all, interrupts_held
 from ddp_tutorial.processes.console import make_console
 from ddp_tutorial.processes.transport import dump_call
 from ddp_tutorial.world import COLLECTIVE_TIMEOUT, choose_backend, choose_device
@@ -95,8 +95,9 @@ class Ranks(Crew):
 
     @property
     def in_words(self) -> str:
-        """What they are: `2 ranks on cpu, gloo`; and on how many nodes, with which links."""
-        return announce(self.n, self.device, self.backend) + self._place.in_words
+        """What they are: `2 ranks on cpu, gloo`; and on how many nodes, with which links. A crowd is told what it costs."""
+        said = announce(self.n, self.device, self.backend) + self._place.in_words
+        return "\n".join(filter(None, [said, crowd(self.n, self.device, cores())]))
 
     @property
     def nodes(self) -> int:

@@ -25,6 +25,11 @@ from ddp_tutorial.processes.marks import kill_marked
 END_SECONDS = 1.0
 # The environment variable by which the processes that ranks have started are found.
 MARK = "DDP_TUTORIAL_LAUNCH"
+# What children inherit, environment and main module, there is once in a process: one thread at a time may change
+# it. Else ranks took on the variables of another thread's launch, its mark too, and were killed when that one ended.
+_INHERITED = threading.RLock()
+# From so many ranks for each core on, a person is told.
+_CROWD = 8
 
 
 def announce(nprocs: int, device: str, backend: str) -> str:
@@ -34,6 +39,14 @@ def announce(nprocs: int, device: str, backend: str) -> str:
         return f"{ranks} on cuda, {backend}"
     gpus = torch.cuda.device_count()
     return f"{ranks} on cpu, {backend}" + (f" (GPUs found: {gpus}, fewer than ranks)" if gpus else "")
+
+
+def crowd(nprocs: int, device: str, cores: int) -> str | None:
+    """A warning for people, where so many ranks share the cores that only starting them takes long."""
+    if device != "cpu" or nprocs <= _CROWD * cores:
+        return None
+    several = "1 core" if cores == 1 else f"{cores} cores"
+    return f"{nprocs} ranks take turns with {several}: starting them may take minutes, and needs about 150 MB for each"
 
 
 def end_all(processes: list[Any], mark: str) -> None:
@@ -108,27 +121,29 @@ def interrupts_held() -> Iterator[None]:
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
     """Set for the children that start inside, from their first moment on, and put back for this process."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _INHERITED:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 @contextmanager
 def main_module_hidden() -> Iterator[None]:
     """Keep spawn from running the caller's script again in each rank: what a rank needs is sent to it by value."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _INHERITED:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def cell_sources() -> dict[str, list[str]]:

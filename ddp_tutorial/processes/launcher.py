@@ -43,6 +43,7 @@ from ddp_tutorial.processes.children import (
     MARK,
     announce,
     cell_sources,
+    crowd,
     end_all,
     environment,
     interrupts_held,
@@ -90,8 +91,9 @@ def launch(
 ) -> list[Result]:
     """Run `fn(world, *args)` on `nprocs` ranks and return their results, rank 0's first.
 
-    Call it from the main thread. Inside `fn` the process group is up (a single rank has none), and
-    `progress` moves the bar that the parent shows.
+    Call it from the main thread, the only one that Python interrupts; launches of other threads, several at a time,
+    run to their end. Inside `fn` the process group is up (a single rank has none), and `progress` moves the bar that
+    the parent shows.
 
     - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
     - `backend`: "gloo", "nccl" or "auto": what fits the device. With device "cuda" and gloo, ranks may share a GPU.
@@ -117,6 +119,8 @@ def launch(
     console = make_console(echo)
     if device == "auto":
         console.say(announce(nprocs, kind.type, carrier))
+    if warning := crowd(nprocs, kind.type, cores()):
+        console.say(warning)
     if in_process:
         console.close([])
         return [fn(World.detect({}, device=kind.type, backend=carrier), *args)]

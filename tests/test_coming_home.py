@@ -1,0 +1,123 @@
+"""What comes home from ranks beside their results: what they log, the figures that they show; and who starts them."""
+
+import base64
+import logging
+import os
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.processes.children import crowd
+from ddp_tutorial.processes.console import NotebookConsole
+from ddp_tutorial.processes.launcher import launch
+
+
+def without_pytests_logging(monkeypatch):
+    """Inside a test, as it sets its handlers when the test begins: Python's logging as it is in a fresh process."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+
+
+def test_what_logging_was_told_here_holds_in_the_ranks(capfd, monkeypatch):
+    def talk(world):
+        logging.debug("too much")
+        logging.info("told by %d", world.rank)
+        logging.getLogger("mine").warning("by name")
+
+    without_pytests_logging(monkeypatch)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s | %(message)s")
+    launch(talk, 2, device="cpu")
+    lines = capfd.readouterr().out.splitlines()
+    for rank in range(2):
+        own = [f"[rank {rank}] INFO | told by {rank}", f"[rank {rank}] WARNING | by name"]
+        assert [line for line in lines if f"rank {rank}]" in line] == own
+    assert len(lines) == 4
+
+
+def test_where_nobody_has_set_up_logging_ranks_show_warnings_and_no_more(capfd, monkeypatch):
+    without_pytests_logging(monkeypatch)
+
+    def talk(world):
+        logging.getLogger("mine").info("too much")
+        logging.getLogger("mine").warning("a warning")
+
+    launch(talk, 1, device="cpu")
+    assert capfd.readouterr().out == "[rank 0] a warning\n"
+
+
+def test_a_figure_that_a_rank_shows_appears_under_its_name(capsys, monkeypatch):
+    displayed = []
+
+    def show(data, raw):
+        print(f"a picture: {raw}")
+        displayed.append(data["image/png"])
+
+    monkeypatch.setattr("IPython.display.display", show)
+    monkeypatch.setattr(sys.modules[launch.__module__], "make_console", lambda echo: NotebookConsole())
+
+    def draw(world):
+        import matplotlib.pyplot as plt
+
+        plt.figure(figsize=(1 + world.rank, 1))
+        plt.plot([1, 2])
+        plt.show()
+        print("figures left open:", plt.get_fignums())
+
+    launch(draw, 2, device="cpu")
+    pictures = [f"[rank {rank}]\na picture: True\n" for rank in range(2)]
+    assert capsys.readouterr().out == (
+        "[rank 0] figures left open: []\n[rank 1] figures left open: []\n" + "".join(pictures)
+    )
+    first, second = (int.from_bytes(base64.b64decode(each)[16:20]) for each in displayed)  # a PNG's width
+    assert 50 < first < second < 200
+
+
+def test_threads_that_launch_at_one_time_get_what_is_theirs_and_leave_no_trace():
+    """What children inherit there is once in a process: ranks had the port and the mark of another thread's launch,
+    joined its group, and were killed when it ended."""
+
+    def add_up(world, mine):
+        everyones = torch.tensor(mine + world.rank)
+        dist.all_reduce(everyones)
+        return everyones.item()
+
+    def work(number):
+        for turn in range(3):
+            mine = 100 * number + 10 * turn
+            found.append((launch(add_up, 2, mine, device="cpu", threads=1, timeout=60, echo=False), 2 * mine + 1))
+
+    found: list[tuple[list[int], int]] = []
+    before, main = dict(os.environ), sys.modules["__main__"]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 9
+    assert all(results == [expected] * 2 for results, expected in found), found
+    assert dict(os.environ) == before
+    assert sys.modules["__main__"] is main
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "cores", "told"),
+    [
+        (16, "cpu", 2, None),
+        (17, "cpu", 2, "17 ranks take turns with 2 cores: "),
+        (64, "cpu", 1, "64 ranks take turns with 1 core: "),
+        (64, "cpu", 64, None),
+        (64, "cuda", 2, None),
+    ],
+)
+def test_many_ranks_for_each_core_are_told_what_that_costs(ranks, device, cores, told):
+    warning = crowd(ranks, device, cores)
+    assert warning is None if told is None else warning.startswith(told)
+
+
+def test_a_crowd_is_told_when_it_is_launched(capsys, monkeypatch):
+    monkeypatch.setattr(f"{launch.__module__}.crowd", lambda ranks, device, cores: f"{ranks} are many")
+    launch(lambda world: None, 1, device="cpu")
+    assert capsys.readouterr().out == "1 are many\n"
