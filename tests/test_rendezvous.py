@@ -1,13 +1,15 @@
-"""How torchrun's agents meet, statically and by c10d's rendezvous: a node that never comes, a port in use.
+"""How torchrun's agents meet, statically and by c10d's rendezvous: a node that is late, or never comes, a port in use.
 
 What becomes of agents on hosts of their own is in test_cluster.py, of ranks that are started again in test_restarts.py.
 """
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +42,7 @@ def meeting(how: str, port: int, node: int, **options: float) -> list[str]:
     return [*place, "--local-addr=127.0.0.1", *([f"--rdzv-conf={conf}"] if conf else [])]
 
 
-def agent(folder: Path, nodes: int, where: list[str]) -> "subprocess.Popen[str]":
+def agent(folder: Path, nodes: int, where: list[str], script: str = "never_started.py") -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [
             sys.executable,
@@ -49,7 +51,7 @@ def agent(folder: Path, nodes: int, where: list[str]) -> "subprocess.Popen[str]"
             f"--nnodes={nodes}",
             "--nproc-per-node=1",
             *where,
-            "never_started.py",
+            script,
         ],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", TORCHRUN: MARK},
@@ -95,3 +97,47 @@ def test_a_port_that_another_program_has_is_told_at_once(workdir: Path) -> None:
         )
     assert re.search("EADDRINUSE.*address already in use", said["static"])
     assert "connection to the C10d store has failed" in said["c10d"]
+
+
+TOLD = """
+import json, os
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]
+names.append("MASTER_PORT")
+told = [int(os.environ[name]) for name in names]
+open(f"{os.environ['TORCHELASTIC_RUN_ID']}.{told[0]}", "w").write(json.dumps(told))
+"""
+
+
+def test_a_node_that_comes_late_is_waited_for_and_each_rank_is_told_the_same_world(workdir: Path) -> None:
+    """The second node's agent starts when the first one's store has been up, and its agent waiting, for a while."""
+    (workdir / "told.py").write_text(TOLD)
+    ports = {"static": free_port(), "c10d": free_port()}
+    agents = {}
+    try:
+        for node in (0, 1):
+            for how, port in ports.items():
+                agents[how, node] = agent(workdir, 2, meeting(how, port, node), "told.py")
+            for port in ports.values() if node == 0 else ():
+                wait_for(port)
+            time.sleep(1 - node)
+            assert not list(workdir.glob("*.[01]")) or node, "a rank has started without the other"
+        said = {which: each.communicate(timeout=100) for which, each in agents.items()}
+    finally:
+        for each in agents.values():
+            end_torchrun(each, MARK)
+    assert {which: each.returncode for which, each in agents.items()} == dict.fromkeys(agents, 0), said
+    for names in (("none.0", "none.1"), ("test.0", "test.1")):  # the job's id, which --rdzv-id sets, and the rank
+        told = [json.loads((workdir / name).read_text()) for name in names]
+        assert [each[:-1] for each in told] == [[rank, 0, 2, rank, 2, 0] for rank in (0, 1)]
+        assert told[0][-1] == told[1][-1], "they would meet at different ports"
+
+
+def wait_for(port: int) -> None:
+    """Until somebody listens there."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            assert time.monotonic() < deadline, f"nobody listens at {port}"
+            time.sleep(0.05)
