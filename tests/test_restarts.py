@@ -1,5 +1,6 @@
 """Law: what torchrun starts again ends with the same bits; a folder has one world at a time; no rank is left over."""
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.benches.restarts import is_good, measure_restarts
 from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun
+from ddp_tutorial.runs.folder import request_stop
 from ddp_tutorial.world import World, fresh_store
 
 ROOT = Path(__file__).parent.parent
@@ -157,3 +159,82 @@ def test_two_agents_that_lose_sight_of_one_another_never_write_one_folder_at_a_t
     finally:
         for each in agents:
             end_torchrun(each, str(workdir))
+
+
+# ------------------------------------------------------------------------------------------------- one node, two, one
+
+ELASTIC = """
+import json, os, time
+from ddp_tutorial import TaskConfig, observe, run, train
+
+config = TaskConfig.model_validate({"name": "mine", "corpus": "stories:200", "device": "cpu", "batch_size": 4,
+    "model": {"layers": 1, "heads": 1, "width": 8, "context": 8}, "log_every": 1, "steps": 10_000, "eval_samples": 4,
+    "tensorboard": False, "checkpoint": {"every": 2}, "resume": "auto", "collective_timeout": 20})
+
+def main(world):
+    with open("worlds.jsonl", "a") as file:  # what each rank is told, when it begins
+        told = {"rank": world.rank, "size": world.size, "agent": os.getppid()}
+        file.write(json.dumps(told | {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\\n")
+    with observe(lambda edge: time.sleep(0.05 * (edge.name == "forward" and edge.entered))):
+        train(world, config)
+
+run(main, device="cpu")
+"""
+
+
+def elastic_agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
+    """torchrun for one node or two, as the README has it: with a store for each life."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one", "--local-addr=127.0.0.1"]
+    command += ["--rdzv-conf=is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), TORCHRUN: str(folder)}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with (folder / log).open("w") as file:
+        return subprocess.Popen(
+            [*command, "elastic.py"], stdout=file, stderr=file, cwd=folder, env=environment, start_new_session=True
+        )
+
+
+@pytest.mark.timeout(200)
+def test_a_run_of_one_node_grows_by_one_that_comes_late_and_goes_on_alone_when_that_has_gone(workdir: Path) -> None:
+    """Every step is taken once, each rank knows the world that it is in, and one that was asked to stop ends well."""
+    (workdir / "elastic.py").write_text(ELASTIC)
+    run, store, agents = workdir / "runs" / "mine", server(), []
+
+    def told() -> list[dict[str, int]]:
+        path = workdir / "worlds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def trains_with(size: int, lives: int) -> bool:
+        """Has rank 0 of such a world taken steps, after so many ranks have begun?"""
+        assert agents[0].poll() is None, (workdir / "first.log").read_text()[-3000:]
+        now = told()
+        if len(now) < lives or now[-1]["size"] != size:
+            return False
+        nonlocal before
+        before = before or steps(workdir)
+        return steps(workdir) > before + 3
+
+    try:
+        for number, (size, lives) in enumerate([(1, 1), (2, 3), (1, 4)]):
+            if number < 2:
+                agents.append(elastic_agent(workdir, store.port, f"{('first', 'second')[number]}.log"))
+            else:
+                agents[1].kill()  # SIGTERM would be handed on to its rank, and stop the run
+            before = 0
+            until(lambda size=size, lives=lives: trains_with(size, lives), f"a world of {size}", 90)  # type: ignore[misc]
+        request_stop(run, "save")
+        assert agents[0].wait(60) == 0, (workdir / "first.log").read_text()[-3000:]
+    finally:
+        for each in agents:
+            end_torchrun(each, str(workdir))
+    first, second = (each.pid for each in agents)
+    lives = told()
+    assert [each["size"] for each in lives] == [1, 2, 2, 1]
+    assert {(each["agent"], each["size"]) for each in lives} == {(first, 1), (first, 2), (second, 2)}
+    assert sorted(each["rank"] for each in lives[1:3]) == [0, 1]
+    assert [each["restarts"] for each in lives if each["agent"] == first] == [0, 0, 1], "growing is no failure"
+    rows = [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    assert rows == list(range(1, len(rows) + 1))
+    result = json.loads((run / "result.json").read_text())
+    assert (result["status"], result["world_size"], result["step"]) == ("stopped", 1, rows[-1])
