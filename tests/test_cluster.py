@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from ddp_tutorial import cluster as clusters
 from ddp_tutorial import hosts
+from ddp_tutorial.benches.cluster import delays_in
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster import delay as delays
 from ddp_tutorial.cluster.delay import seconds_of
 from ddp_tutorial.cluster.network import address_of, bits_per_second
 from ddp_tutorial.config import ConfigError, FailedError, load
+from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
@@ -244,11 +246,11 @@ def test_ranks_talk_through_the_link_as_fast_as_it_was_shaped(cluster: Cluster) 
 
 def test_a_delay_is_added_to_each_way_and_the_rate_stays(allowed: None, tmp_path: Path) -> None:
     """Two ranks send to one another at once, in two rounds."""
-    late, small, large = 0.02, 4, 2**20
+    late, small, large, sizes = 0.02, 4, 2**20, (2**10, 2**18, 2**20, 5 * 2**20)
     with Cluster(3, "100mbit", f"{late * 1e3:.0f}ms", folder=tmp_path) as cluster:
-        told = cluster.launch(look, (small, large), nodes=2)
+        told = cluster.launch(look, (small, *sizes), nodes=2)
         assert [each["host"] for each in told] == ["n0", "n1"], "the third has no rank"
-        seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in (small, large)}
+        seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in (small, *sizes)}
         with pytest.raises(ConfigError, match="at most rate='160mbit'"):
             cluster.set_rate("1gbit")
         cluster.cut(1)
@@ -261,6 +263,17 @@ def test_a_delay_is_added_to_each_way_and_the_rate_stays(allowed: None, tmp_path
     assert 0.99 * 2 * late <= seconds[small] < 3.5 * late, seconds  # if it were added twice, it were 4 times
     wire = large / cluster.bytes_per_second
     assert 2 * late + 0.9 * wire < seconds[large] < 2 * (2 * late + wire), (seconds, wire)
+    link = LinkModel(late, cluster.bytes_per_second)
+    for nbytes in sizes:  # never in less time than the link allows; on a busy machine, in more
+        assert seconds[nbytes] > 0.9 * link.seconds(nbytes, delays_in(nbytes, 2)), (nbytes, seconds)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "delays"), [(2**10, 2, 4), (2**22, 2, 4), (2**24, 2, 16), (2**10, 3, 8), (2**10, 4, 12)]
+)
+def test_an_all_reduce_has_a_delay_for_each_piece_that_a_rank_sends(nbytes: int, ranks: int, delays: int) -> None:
+    """As measured with 1 and 5 ms at 1 Gbit/s: 16 MiB over two hosts take 12 delays more than 4 MiB."""
+    assert delays_in(nbytes, ranks) == delays
 
 
 def test_without_tap_devices_a_delay_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,10 @@
 The model is fitted to one host: to computing, alone and side by side, measured in the same turns as the steps between
 the hosts; to the part of the communication that is hidden, on a simulated link; and to what a message costs there. Of
 the network it is told the rate only. With a delay between the hosts as well, bare all-reduces have a time that follows
-from the two numbers alone. More hosts, whose ranks sleep, are in `hosts`.
+from the two numbers alone (see `delays_in`). More hosts, whose ranks sleep, are in `hosts`.
 """
 
+import math
 import time
 from dataclasses import replace
 from statistics import median
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ddp_tutorial.benches import Samples, hosts, report
 from ddp_tutorial.benches.scaling import Setup, arm_of
 from ddp_tutorial.cluster import Cluster
+from ddp_tutorial.cluster.delay import seconds_of
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig
 from ddp_tutorial.experiments.arms import by_repeat, idle, take_turns
@@ -27,10 +29,8 @@ from ddp_tutorial.world import World
 RATES = ("1gbit", "100mbit")
 BATCH, SMALL_BATCH = 32, 8  # samples of a step, over both ranks
 SIZES = {"1kB": 2**10, "256kB": 2**18, "1MB": 2**20, "16MB": 2**24}  # of bare all-reduces
-DELAY, DELAY_SECONDS = "1ms", 1e-3
-# Delays one after another in an all-reduce of gloo over two ranks. It has two rounds, and in each the receiver first
-# sends word that it is ready, and only then the data leave. (Over three and four ranks, in 4 and 6 rounds, 8 and 12.)
-MESSAGES = 4
+DELAYS = ("1ms", "5ms")
+_PIECE = 2**20  # bytes, at most, that gloo sends at a time: kMaxSegmentSize in its gloo/allreduce.h
 _FIT_SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes of all-reduces on one host
 _TURNS, _STEPS = 2, 2  # turns of an arm in a repeat, steps in a turn
 _SLOW = LinkConfig(latency_ms=1, megabytes_per_second=20)
@@ -65,10 +65,13 @@ def measure(repeats: int) -> dict[str, Any]:
             cluster.set_rate(rate)
             there = cluster.launch(_measure, _COMPUTING | _BETWEEN, repeats, timeout=400)[0]
             _add(samples, ratios, rate, cluster.bytes_per_second, here, there)
-    with Cluster(2, RATES[0], DELAY) as cluster:
-        for rate in RATES:
-            cluster.set_rate(rate)
-            _add_all_reduces(samples, ratios, rate, cluster.bytes_per_second, cluster.launch(_all_reduces, repeats))
+    for delay in DELAYS:
+        with Cluster(2, RATES[0], delay) as cluster:
+            for rate in RATES:
+                cluster.set_rate(rate)
+                link = LinkModel(seconds_of(delay), cluster.bytes_per_second)
+                told = cluster.launch(_all_reduces, repeats, timeout=200)
+                _add_all_reduces(samples, ratios, f"{rate}_{delay}", link, told)
     many, of_many = hosts.measure(repeats)
     return report("cluster", samples | many, "ms", ratios | of_many)
 
@@ -88,16 +91,31 @@ def _add(
 def _add_all_reduces(
     samples: Samples,
     ratios: dict[str, tuple[str, str]],
-    rate: str,
-    bandwidth: float,
+    between: str,
+    link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
     """All-reduces with a delay, beside the time that they should take: each ends when both ranks have the sum."""
     for size, nbytes in SIZES.items():
-        name = f"all_reduce_{size}_{rate}_{DELAY}"
+        name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]
-        samples[f"{name}_as_shaped"] = [1e3 * (MESSAGES * DELAY_SECONDS + nbytes / bandwidth)] * len(samples[name])
-        ratios[f"{name}_vs_shaped"] = name, f"{name}_as_shaped"
+        shaped = link.seconds(nbytes, delays_in(nbytes, len(of_ranks)))
+        samples[f"{name}_as_shaped"] = [1e3 * shaped] * len(samples[name])
+        ratios[f"allreduce_vs_shaped_{size}_{between}"] = name, f"{name}_as_shaped"
+
+
+def delays_in(nbytes: int, ranks: int) -> int:
+    """How many delays of the link follow one another in an all-reduce by gloo of a tensor of `nbytes`, which has at
+    least two elements for each of the `ranks`.
+
+    gloo cuts the tensor into pieces of at most 1 MiB, equally many for each rank and at least two (see `ring` in its
+    gloo/allreduce.cc). A piece leaves only when its receiver has sent word that it is ready: two delays for each. Two
+    pieces are on their way at a time, so that comes to one delay for each piece that a rank sends: all but its own, in
+    two rounds. Up to 4 MiB on two ranks that are four delays; 16 MiB has 16, however large the window of TCP is.
+    """
+    pieces = max(2 * ranks, math.ceil(nbytes / _PIECE))
+    pieces = ranks * math.ceil(pieces / ranks)
+    return 2 * (pieces - pieces // ranks)
 
 
 def _model(here: Measured, there: Measured, repeat: int, bandwidth: float) -> StepModel:

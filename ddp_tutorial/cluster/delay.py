@@ -10,11 +10,8 @@ kernel was built with it; TAP devices nearly all have.) Frames come and go as th
 one, with their checksums still to do, so that a frame costs some 20 us of a processor, whatever its size.
 
 Where it may (root), the process runs before all others that want a core (SCHED_FIFO): if it had to wait for the ranks,
-whose messages it carries, their network would be slower the more they compute. All-reduces of gloo over two hosts, of
-1 kB to 16 MB with 1 ms, took on a machine of two cores with five times as many processes wanting to run 0.95 to 1.10
-times as long as rate and delay say, and 1.24 times for 1 kB, where each of four messages has a process to wake up on
-that machine. With 5 ms at 1 Gbit/s 16 MB took 1.37 times as long, others at most 1.13: not for want of a larger TCP
-window, with which it is the same, but because gloo has only two pieces of a tensor on their way at a time.
+whose messages it carries, their network would be slower the more they compute. `bench cluster` compares all-reduces of
+1 kB to 16 MB with what rate and delay say.
 """
 
 import ctypes
