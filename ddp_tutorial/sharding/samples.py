@@ -140,15 +140,16 @@ class TokenBlocks:
 
     def __init__(self, tokens: torch.Tensor, context: int) -> None:
         self.tokens, self.context = tokens, context
-        self._offsets = torch.arange(context + 1)
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.context
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
         """`tokens` [n, context + 1], in the type in which they are kept."""
-        positions = torch.from_numpy(indices.copy())[:, None] * self.context + self._offsets
-        return {"tokens": self.tokens[positions]}
+        which = torch.from_numpy(indices.copy())
+        # All samples as a view, nothing is copied. `unfold` would not cut a run that is shorter than a sample.
+        size, step = (len(self), self.context + 1), self.tokens.stride(0)
+        return {"tokens": self.tokens.as_strided(size, (self.context * step, step))[which]}
 
 
 class Tensors:
