@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.accumulation.micro_batches import accumulate, split
-from ddp_tutorial.accumulation.precision import NotFiniteError, Precision, PrecisionConfig, Scale
+from ddp_tutorial.accumulation.precision import NotFiniteError, Precision, PrecisionConfig, Scale, total_norm
 from ddp_tutorial.collectives import any_rank, digest
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
 from ddp_tutorial.processes.launcher import launch
@@ -322,3 +323,18 @@ def test_the_gradient_of_a_cut_batch_is_scaled_as_that_of_a_whole_one() -> None:
     expected = gradient(Precision(), 1)
     for parts in (1, 3):
         torch.testing.assert_close(gradient(Precision(HALF), parts) / 1024, expected, rtol=0.05, atol=1e-3)
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=20), max_size=6))
+def test_the_norm_has_the_bits_that_torch_gives_it(numbers: list[list[float]]) -> None:
+    gradients = [torch.tensor(each) for each in numbers]
+    assert torch.equal(total_norm(gradients), get_total_norm(gradients))
+
+
+def test_an_update_leaves_no_gradient_behind_also_where_it_was_left_out() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for gradient, made in ((1.0, True), (math.nan, False)):
+        weight.grad = torch.full((3,), gradient)
+        assert Precision().update(optimizer, 1.0, 0.0).made == made
+        assert weight.grad is None

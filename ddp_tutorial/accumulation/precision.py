@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_tutorial.collectives import any_rank
 from ddp_tutorial.config import Config
@@ -67,6 +67,14 @@ class Update(NamedTuple):
     scale_may_help: bool
 
 
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of all elements, as torch's `get_total_norm` has it, for tensors that are on one device: that sorts them
+    by device first, which for a dozen small ones takes longer than the norm."""
+    if not tensors:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+
+
 class Precision:
     """How one run computes: `autocast` around forward, `loss_scale` as factor before backward, then `update`.
 
@@ -94,7 +102,7 @@ class Precision:
         optimizer: torch.optim.Optimizer,
         clip: float,
         loss: float,
-        norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = get_total_norm,
+        norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = total_norm,
     ) -> Update:
         """Divide by the scale, clip by the norm over all parameters, step, zero. Collective with float16.
 
@@ -122,7 +130,8 @@ class Precision:
             if length + 1e-6 > clip:  # as torch has it; else it would multiply all gradients by 1
                 clip_grads_with_norm_(parameters, clip, norm)
             optimizer.step()
-        optimizer.zero_grad()
+        for parameter in parameters:  # as optimizer.zero_grad() does, in a fifth of its time
+            parameter.grad = None
         return Update(norm, not overflow, scale_may_help)
 
     def state_dict(self) -> dict[str, float | int]:
