@@ -54,6 +54,13 @@ def mean_over_ranks(world: World, means: list[Mean]) -> list[float]:
     return values
 
 
+def as_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The values as one tensor of float64. On a GPU without reading them, which would wait for what computes them."""
+    if device.type == "cpu":
+        return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).view(()) for value in values])
+
+
 def any_rank(world: World, flag: bool) -> bool:
     """True on every rank if `flag` is true on any of them, so that all act alike: stop, skip, fail."""
     return bool(total(world, torch.tensor(float(flag), device=world.device)) > 0)

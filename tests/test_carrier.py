@@ -190,6 +190,14 @@ def test_a_number_is_the_sum_of_its_parts_the_first_two_of_12_bits(number: float
         assert (mantissa * 2**12).is_integer()
 
 
+def test_a_number_that_float32_does_not_hold_is_no_number_in_the_end_and_no_warning() -> None:
+    carrier = Carrier(room=2, ranks=1, device=torch.device("cpu"))
+    carrier.load(torch.ones((), requires_grad=True), [1e300, 5.0]).backward()
+    huge, other = carrier.sums()
+    assert not math.isfinite(huge)
+    assert other == 5
+
+
 def test_ranks_for_which_a_mean_times_their_number_is_another_number_are_left_alone() -> None:
     model = nn.Linear(1, 1)
     assert [ranks for ranks in range(1, 17) if not Carrier.can_serve(model, ranks)] == [7, 13, 14, 15]

@@ -12,7 +12,7 @@ name. Several losses are one sum: add them up, each weighted, and report each as
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.collectives import all_gather, as_vector
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.carrier import Carrier
 from ddp_tutorial.world import World
@@ -161,7 +161,7 @@ class StepLoss:
 
         `votes` are added up with it: a question to all ranks that costs no all-reduce of its own.
         """
-        values = self._values(votes)
+        values = as_vector(self._numbers(votes), self.world.device)
         work = dist.all_reduce(values, async_op=True) if self.world.size > 1 else None
 
         def summed() -> list[float]:
@@ -174,15 +174,15 @@ class StepLoss:
     def send_with(self, carrier: Carrier, part: torch.Tensor, votes: float = 0.0) -> torch.Tensor:
         """In place of `reduce`: let them travel with the gradients of `part`, what the last forward gave. Returns that
         of which backward is to be called. On two cores, an all-reduce of their own takes a tenth of a short step."""
-        values = self._values(votes)
-        if len(values) > carrier.room:
+        numbers = self._numbers(votes)
+        if len(numbers) > carrier.room:
             self.reduce(votes)
-            return carrier.load(part, values[:0])
+            return carrier.load(part, [])
         self._summed = carrier.sums
-        return carrier.load(part, values)
+        return carrier.load(part, numbers)
 
-    def _values(self, votes: float) -> torch.Tensor:
-        return _vector([*(value for pair in self._parts.values() for value in pair), votes], self.world.device)
+    def _numbers(self, votes: float) -> list[Number]:
+        return [*(value for pair in self._parts.values() for value in pair), votes]
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> Totals:
         """The totals of all ranks. Corrects the gradients of `parameters`, which are those of the whole step by now.
@@ -217,13 +217,6 @@ def _sum(a: tuple[Number, Number], b: tuple[Number, Number]) -> tuple[Number, Nu
 
 def _double(value: Number) -> Number:
     return value.double() if isinstance(value, torch.Tensor) else value
-
-
-def _vector(values: Sequence[Number], device: torch.device) -> torch.Tensor:
-    """The values as one tensor of float64. On a GPU without reading them, which would wait for what computes them."""
-    if device.type == "cpu":
-        return torch.tensor([float(value) for value in values], dtype=torch.float64)
-    return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).view(()) for value in values])
 
 
 def _power_of_two(count: float) -> float:
