@@ -37,7 +37,7 @@ class StepLog:
         self._path = path
         self._is_main = world.is_main
         self._file: FileIO | None = None
-        self._pending: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self._pending: list[dict[str, Any]] = []
         self._events = Events(path.parent) if events and world.is_main else None
         self._began = time.monotonic()
         self._flushed = time.monotonic()
@@ -68,8 +68,11 @@ class StepLog:
             self.unit: self.count,
             "elapsed": self.elapsed(),
             "seconds": {name: round(value, 6) for name, value in seconds.items()},
+            **others,
+            **means,
+            "grad_norm": grad_norm,
         }
-        self._pending.append((record | others | dict(means), grad_norm))
+        self._pending.append(record)
 
     def flush(self) -> None:
         """Write the steps since the last flush."""
@@ -81,7 +84,7 @@ class StepLog:
         self._flushed, self._flushed_count = now, self.count
         self.rates.append(rate)
         measured = {self.unit + PER_SECOND: round(rate, 1)}
-        self.write(*(record | {"grad_norm": float(norm)} | measured for record, norm in steps))
+        self.write(*(record | {"grad_norm": float(record["grad_norm"])} | measured for record in steps))
 
     def go_back(self, step: int, losses: list[float], count: int) -> None:
         """Carry on after `step` of an earlier run: cut its file back, so that no step is in it twice.
