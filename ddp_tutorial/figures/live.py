@@ -10,7 +10,7 @@ from typing import Any
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from ddp_tutorial.figures.plots import as_png
+from ddp_tutorial.figures.style import as_png
 
 
 class _Choice(widgets.VBox):  # type: ignore[misc]  # of ipywidgets, which has no types

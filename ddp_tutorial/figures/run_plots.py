@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
 from ddp_tutorial.config import ConfigError, did_you_mean
-from ddp_tutorial.figures.plots import COLORS, DASHES, FAINT, styled
+from ddp_tutorial.figures.style import COLORS, DASHES, FAINT, styled
 from ddp_tutorial.files import write_atomically
 from ddp_tutorial.runs.folder import smooth
 from ddp_tutorial.runs.summaries import Row, Summary, clock, differing, metric, metrics_of, number, read_run

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ddp_tutorial.figures.plots import BLUE, INK, ORANGE, SKY, styled
+from ddp_tutorial.figures.style import BLUE, INK, ORANGE, SKY, styled
 
 if TYPE_CHECKING:
     from ddp_tutorial.pipeline.schedules import Timed

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from ddp_tutorial.figures.plots import BLUE, COLORS, DASHES, FAINT, HATCHES, ORANGE, as_png, styled
+from ddp_tutorial.figures.style import BLUE, COLORS, DASHES, FAINT, HATCHES, ORANGE, as_png, styled
 from ddp_tutorial.runs.folder import PER_SECOND, smooth
 from ddp_tutorial.runs.summaries import Row, Summary, number, numbers_of_ranks, read_run, seconds_of_ranks
 

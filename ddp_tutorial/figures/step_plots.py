@@ -1,0 +1,198 @@
+"""What a step, or a process, does when; and how long a step takes where one setting of it varies."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from ddp_tutorial.figures.style import (
+    BLUE,
+    COLORS,
+    DASHES,
+    GREEN,
+    HATCHES,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    Series,
+    styled,
+)
+
+if TYPE_CHECKING:  # it imports torch, which drawing does not need
+    from ddp_tutorial.figures.timeline import Span, Timeline
+
+# The colour and the hatch of each part of a step, in `gantt`.
+_GANTT = {
+    "data": (PURPLE, "xx"),
+    "forward": (SKY, ""),
+    "backward": (BLUE, ""),
+    "finish": ("#dddddd", "////"),
+    "update": (GREEN, "..."),
+}
+
+
+@styled
+def swimlane(
+    spans: Sequence["Span"], title: str, xlabel: str = "seconds since the first process was started"
+) -> Figure:
+    """What each process did when: a lane for each, a bar for each of its spans. Time zero is the earliest start."""
+    lanes = list(dict.fromkeys(span.lane for span in spans))
+    names = list(dict.fromkeys(span.name for span in spans))
+    looks = {name: (COLORS[i % len(COLORS)], HATCHES[i % len(HATCHES)]) for i, name in enumerate(names)}
+    zero = min(span.start for span in spans)
+    width = max(span.end for span in spans) - zero
+    figure, axes = plt.subplots(figsize=(9, 1.3 + 0.55 * len(lanes)))
+    for span in spans:
+        color, hatch = looks[span.name]
+        row, left, length = lanes.index(span.lane), span.start - zero, span.end - span.start
+        axes.barh(row, length, left=left, color=color, hatch=hatch, edgecolor="white", height=0.62)
+        if length > 0.12 * width:
+            label = f"{span.name}\n{length:.2f} s"
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9}
+            axes.text(left + length / 2, row, label, ha="center", va="center", fontsize=8.5, color=INK, bbox=box)
+    for name, (color, hatch) in looks.items():
+        axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=name)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set(xlabel=xlabel, title=title)
+    axes.legend(ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.28 - 0.12 / len(lanes)))
+    return figure
+
+
+@styled
+def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -> Figure:
+    """What one rank computed, and what its link carried meanwhile, for each of several runs on one time axis.
+
+    The grey background is backward: communication in that time is hidden.
+    """
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.95 * len(timelines)))
+    _gantt(axes, timelines, rank)
+    axes.set(title=title)
+    figure.legend(ncols=len(_GANTT) + 1, loc="outside lower center")
+    return figure
+
+
+def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
+    from ddp_tutorial.figures.timeline import COMPUTE
+
+    for row, timeline in enumerate(timelines.values()):
+        spans = _seen(timeline, rank)
+        zero = min(span.start for span in spans)
+        for span in spans:
+            left, length = 1e3 * (span.start - zero), 1e3 * (span.end - span.start)
+            color, hatch = _GANTT.get(span.name, (ORANGE, "")) if span.lane == COMPUTE else (ORANGE, "")
+            y, height = (row - 0.19, 0.36) if span.lane == COMPUTE else (row + 0.19, 0.28)
+            axes.barh(y, length, left=left, color=color, hatch=hatch, edgecolor="white", height=height, linewidth=0.5)
+            if span.name == "backward":
+                axes.barh(row, length, left=left, color="#eeeeee", height=0.86, zorder=0)
+        overlap = timeline.overlap(rank)
+        told = f"  {100 * overlap.fraction:.0f} % of what could be\n  hidden is hidden" if overlap.communication else ""
+        axes.annotate(told, (_milliseconds(spans), row), va="center", fontsize=8.5)
+    drawn = {span.name for timeline in timelines.values() for span in timeline.ranks[rank]}
+    for name, (color, hatch) in _GANTT.items():
+        if name in drawn:
+            label = "finish (waiting)" if name == "finish" else name
+            axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=label)
+    axes.barh(0, 0, color=ORANGE, edgecolor="white", label="all-reduce on the link")
+    axes.set_yticks(range(len(timelines)), list(timelines))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.16)
+    axes.set(xlabel="milliseconds")
+    axes.set_xlim(left=0)
+
+
+def _seen(timeline: "Timeline", rank: int) -> list["Span"]:
+    return [span for span in timeline.ranks[rank] if span.name != "grads"]  # which the others lie in
+
+
+def _milliseconds(spans: Sequence["Span"]) -> float:
+    return 1e3 * (max(span.end for span in spans) - min(span.start for span in spans))
+
+
+@styled
+def sweeps(
+    measured: Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]],
+    model: Series,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+) -> Figure:
+    """How a time depends on x, in a panel for each name: the quickest of what was measured at each x, with a line up to
+    the median, and the line (xs, ys) of a model. The lowest point of either is marked, and its x is in the title."""
+    figure, grid = plt.subplots(1, len(measured), figsize=(10, 3.9), squeeze=False)
+    for axes, (name, (xs, several)) in zip(grid[0], measured.items(), strict=True):
+        best, lowest = _sweep(axes, xs, several, model[name])
+        axes.set(xlabel=xlabel)
+        axes.set_title(f"{name}\nbest: {best:g}, by the model: {lowest:.2g}", fontsize=10)
+    grid[0][0].set_ylabel(ylabel)
+    handles = [Line2D([], [], label=label, **look) for label, look in _OF_SWEEP.items()]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+_OF_SWEEP: dict[str, dict[str, Any]] = {
+    "measured: quickest, up to the median": {"color": BLUE, "marker": "o", "linestyle": "-"},
+    "lowest measured": {"color": BLUE, "marker": "o", "markersize": 12, "fillstyle": "none", "linestyle": ""},
+    "model": {"color": ORANGE, "linestyle": DASHES[1], "linewidth": 2},
+    "lowest of the model": {"color": ORANGE, "marker": "v", "markeredgecolor": INK, "linestyle": ""},
+}
+
+
+def _sweep(
+    axes: Axes,
+    xs: Sequence[float],
+    several: Sequence[Sequence[float]],
+    model: tuple[Sequence[float], Sequence[float]],
+) -> tuple[float, float]:
+    """Draws one panel of `sweeps`; where the lowest point of what was measured is, and that of the model."""
+    quickest = [min(ys) for ys in several]
+    best = min(range(len(xs)), key=quickest.__getitem__)
+    fine, line = model
+    lowest = min(range(len(fine)), key=line.__getitem__)
+    axes.plot(fine, line, color=ORANGE, linestyle=DASHES[1], linewidth=2, zorder=1)
+    axes.vlines(xs, quickest, [statistics.median(ys) for ys in several], color=BLUE, linewidth=1.4)
+    axes.plot(xs, quickest, "o", color=BLUE, markersize=7, markeredgecolor="white")
+    axes.plot(xs[best], quickest[best], "o", color=BLUE, markersize=14, fillstyle="none", markeredgewidth=1.6)
+    axes.plot(fine[lowest], line[lowest], "v", color=ORANGE, markersize=10, markeredgecolor=INK)
+    axes.set(xscale="log")
+    axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    axes.minorticks_off()
+    axes.margins(y=0.12)
+    return xs[best], fine[lowest]
+
+
+@styled
+def one_of_sweep(
+    timelines: Mapping[float, "Timeline"],
+    x: float,
+    several: Mapping[float, Sequence[float]],
+    model: tuple[Sequence[float], Sequence[float]],
+    title: str,
+    xlabel: str,
+    rank: int = 0,
+) -> Figure:
+    """One point of a sweep: above the timeline of the step at `x`, as in `gantt`; below how the milliseconds of a step
+    depend on x, as in `sweeps`, with the point that is shown above marked. Both have `several` times, or the timeline
+    of a step, for each x; the axis of the timeline has room for all of them."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), height_ratios=[1, 1.7])
+    _gantt(above, {"": timelines[x]}, rank)
+    lengths = {each: _milliseconds(_seen(timeline, rank)) for each, timeline in timelines.items()}
+    above.set(title=title, xlim=(0, 1.25 * max(lengths.values())), yticks=[])
+    _sweep(below, list(several), list(several.values()), model)
+    below.axvline(x, color=RED, linewidth=6, alpha=0.25, zorder=0)
+    below.plot(x, lengths[x], "D", color=RED, markersize=8, markeredgecolor="white", zorder=3)
+    below.set(xlabel=xlabel, ylabel="milliseconds a step")
+    handles, _ = above.get_legend_handles_labels()
+    handles += [Line2D([], [], label=label, **look) for label, look in _OF_SWEEP.items()]
+    handles.append(Line2D([], [], color=RED, marker="D", linestyle="", label="the step above"))
+    figure.legend(handles=handles, ncols=4, loc="outside lower center", fontsize=9)
+    return figure
