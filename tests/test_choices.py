@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp_tutorial import cluster as clusters
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.benches.pipeline import Sleeper
+from ddp_tutorial.benches.pipeline import SleepingLayer
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.experiments.choices import (
@@ -203,7 +203,7 @@ def sleepy(parts: int) -> nn.Sequential:
     torch.manual_seed(0)
     units = []
     for _ in range(UNITS):
-        sleeper = Sleeper(FORWARD / parts, BACKWARD / parts)
+        sleeper = SleepingLayer(FORWARD / parts, BACKWARD / parts)
         sleeper.weight = nn.Parameter(torch.zeros(WIDTH))
         units.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), sleeper))
     return nn.Sequential(*units)

@@ -45,7 +45,7 @@ class _Sleep(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class Sleeper(nn.Module):
+class SleepingLayer(nn.Module):
     """Adds a weight, and takes a fixed time for it."""
 
     def __init__(self, forward: float, backward: float) -> None:
@@ -96,7 +96,7 @@ def _sleeping(world: World, repeats: int) -> Samples:
 
 
 def _sleepers(stages: int, costs: tuple[float, float]) -> nn.Sequential:
-    return nn.Sequential(*(Sleeper(*costs) for _ in range(stages)))
+    return nn.Sequential(*(SleepingLayer(*costs) for _ in range(stages)))
 
 
 def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]) -> Callable[[], object]:
