@@ -95,7 +95,7 @@ class Ranks(Crew):
 
     @property
     def in_words(self) -> str:
-        """What they are: `2 ranks on cpu, gloo`; and on how many nodes, with which links. A crowd is told what it costs."""
+        """What they are: `2 ranks on cpu, gloo`, on how many nodes, with which links; and what a crowd costs."""
         said = announce(self.n, self.device, self.backend) + self._place.in_words
         return "\n".join(filter(None, [said, crowd(self.n, self.device, cores())]))
 
