@@ -48,7 +48,7 @@ def explore(
             message.value = str(error)
 
     for each in sliders.values():
-        each.style.description_width = "initial"
+        each.style.description_width = f"{max(map(len, sliders))}ch"  # one for all, so that they begin in one line
         each.observe(show, names="value")
     show(None)
     return _Choice([*sliders.values(), message, picture])
