@@ -14,8 +14,9 @@ class Kernel:
         self.children = psutil.Process(self.manager.provisioner.process.pid).children
 
     def run(self, code: str, timeout: float = 60, *, person: bool = False) -> dict[str, Any]:
-        """Execute a cell: what it printed, its rich outputs, its result, its error's traceback without colours. With
-        `person`, as a front end does that can ask its user; otherwise as nbval and papermill do."""
+        """Execute a cell: what it printed, its rich outputs, its result, its error's traceback without colours, and its
+        number in the notebook. With `person`, as a front end does that can ask its user; otherwise as nbval and
+        papermill do."""
         found: dict[str, Any] = {"printed": "", "shown": [], "updates": [], "result": "", "error": ""}
 
         def hear(message: dict[str, Any]) -> None:
@@ -32,8 +33,8 @@ class Kernel:
                 case "error":
                     found["error"] = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
 
-        self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=person)
-        return found
+        reply = self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=person)
+        return found | {"number": reply["content"]["execution_count"]}
 
     def end(self) -> None:
         self.client.stop_channels()

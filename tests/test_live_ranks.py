@@ -394,11 +394,13 @@ def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
     assert drawn["printed"] == "[rank 0]\n[rank 1]\n"
 
     failed = notebook.run("%%ranks 1\nx = 1\nx / 0")
-    assert re.search(r"Cell In\[\d+\], line 3, in <module>\n +x / 0", failed["error"]), failed["error"]
+    said = rf"Cell In\[{failed['number']}\], line 3, in <module>\n +x / 0"
+    assert re.search(said, failed["error"]), failed["error"]
     assert "RankError: rank 1 raised ZeroDivisionError" in failed["error"]
     assert "pool.py" not in failed["error"]
     hung = notebook.run("%%ranks\nif world.rank == 0:\n    dist.barrier()")
-    assert re.search(r"Rank 0 waits in barrier \(Cell In\[\d+\], line 3, in <module>\)", hung["error"]), hung["error"]
+    said = rf"Rank 0 waits in barrier \(Cell In\[{hung['number']}\], line 3, in <module>\)"
+    assert re.search(said, hung["error"]), hung["error"]
     assert "pool.py" not in hung["error"]
 
     notebook.run("%%ranks\nimport os")

@@ -185,7 +185,7 @@ class RankMagics(Magics):
             print(pool.ask("inspect", asked[1], len(asked[2]) - 1, rank=on[0] if on else 0))
             return None
         whole = f"%%ranks {line}".rstrip() + f"\n{cell}"
-        name = f"Cell In[{self.notebook.execution_count}]"
+        name = f"Cell In[{len(self.notebook.history_manager.input_hist_parsed) - 1}]"  # the count is the next cell's
         shown = pool.execute(cell, on, name=name, cell=whole, offset=1)
         self.steps.append(Step(cell, tuple(on) if on is not None else None))
         return shown if shown else None
