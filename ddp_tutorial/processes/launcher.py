@@ -106,7 +106,9 @@ def launch(
       `timeout` and `threads` have no effect.
     - `pass_on`: signals, such as SIGTERM, that this process sends on to the ranks instead of ending at once.
 
-    Processes that the ranks have started are ended with them, after a success too: a launch leaves none behind.
+    Processes that the ranks have started are ended with them, after a success too: a launch leaves none behind. Only
+    where this process is killed by SIGKILL, the ranks die with it, but nobody is left to end what they have started
+    (workers of a DataLoader end by themselves).
 
     Raises `RankError` (`RankTimeoutError` at the limit) when a rank fails, after all have been ended; `StoppedError`
     where a signal that was passed on has ended ranks, because they did not handle it or not yet; and `ValueError` or
