@@ -47,6 +47,7 @@ JobAcctGatherType=jobacct_gather/none
 SwitchType=switch/none
 MpiDefault=none
 MailProg=/bin/true
+SchedulerParameters=sched_interval=1,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
@@ -173,7 +174,8 @@ class Slurm:
         self.until(lambda: self.job(number).get("JobState") == state, f"job {number} {state}")
 
     def start_again(self, number: int, life: int) -> None:
-        """A job that was queued again waits for two minutes; this one waits for two seconds. `life` counts from 0.
+        """A job that was queued again waits for two minutes; this one waits for two seconds, and until Slurm looks for
+        jobs that may start, which it does each second here (each minute by default). `life` counts from 0.
 
         It has to wait: slurmd counts in whole seconds which permissions of the last life are void, and one that is
         given in the same second is void, too ("Job credential revoked").

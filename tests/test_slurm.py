@@ -282,9 +282,20 @@ def until_trained(cluster: slurm.Slurm, number: int, run: Path, steps: int) -> N
     cluster.until(is_so, f"job {number} trains")
 
 
+def preempt(cluster: slurm.Slurm, number: int) -> None:
+    """Submit a job of a higher tier that wants both nodes, and wait for its end."""
+    urgent = int(cluster("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--wrap=true").stdout)
+    cluster.until_state(urgent, "COMPLETED")
+
+
+def signal_it(cluster: slurm.Slurm, number: int) -> None:
+    """To all ranks, as when the time is nearly up."""
+    cluster("scancel", "--signal=USR1", str(number))
+
+
 @pytest.mark.slurm
 @pytest.mark.timeout(180)
-def test_a_job_on_two_nodes_that_is_signalled_and_preempted_ends_with_the_bits_of_an_undisturbed_run(
+def test_a_job_on_two_nodes_that_is_preempted_twice_and_signalled_ends_with_the_bits_of_an_undisturbed_run(
     cluster: slurm.Slurm, workdir: Path
 ) -> None:
     (workdir / "job.yaml").write_text(CONFIG)
@@ -293,13 +304,10 @@ def test_a_job_on_two_nodes_that_is_signalled_and_preempted_ends_with_the_bits_o
     run = workdir / "runs" / f"slurm-{number}"
     output = workdir / "runs" / f"slurm-{number}.out"
 
-    until_trained(cluster, number, run, 5)
-    cluster("scancel", "--signal=USR1", str(number))  # to all ranks, as when the time is nearly up
-    cluster.start_again(number, 1)
-    until_trained(cluster, number, run, 60)
-    urgent = int(cluster("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--wrap=true").stdout)
-    cluster.until_state(urgent, "COMPLETED")
-    cluster.start_again(number, 2)
+    for life, (steps, end) in enumerate([(5, preempt), (45, signal_it), (85, preempt)], 1):
+        until_trained(cluster, number, run, steps)
+        end(cluster, number)
+        cluster.start_again(number, life)
     cluster.until_state(number, "COMPLETED")
 
     told = json.loads((run / "result.json").read_text())
@@ -307,8 +315,10 @@ def test_a_job_on_two_nodes_that_is_signalled_and_preempted_ends_with_the_bits_o
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 151))
     said = output.read_text()
-    assert len(re.findall(r"^stopped after step \d+ of 150", said, re.M)) == 2, said
-    assert "going on after step" in said, said
+    stopped = [int(step) for step in re.findall(r"^stopped after step (\d+) of 150", said, re.M)]
+    went_on = [int(step) for step in re.findall(r"going on after step (\d+)", said)]
+    assert len(stopped) == 3, said
+    assert stopped == sorted(set(stopped)) == went_on, said
     assert cluster.job(number)["BatchHost"] == "n0"
     assert cluster.job(number)["NodeList"] == "n[0-1]"
 
