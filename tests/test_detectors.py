@@ -277,7 +277,7 @@ WRONG: dict[type[Job], list[Detector]] = {
     Spike: [GradientSpike()],
     Diverge: [LossDivergence()],
     SameShard: [DataOverlap()],
-    OwnPermutation: [DataOverlap(every=5)],
+    OwnPermutation: [DataOverlap()],
     SameDropout: [SameRandomNumbers()],
     Slow: [Straggler()],
     SlowData: [DataStarvation()],
@@ -470,7 +470,7 @@ def always() -> list[Detector]:
     """The default set, with those that look now and then looking at each step, and no tolerance for a busy machine."""
     timed = (Straggler, DataStarvation)
     others = [each for each in default_detectors() if not isinstance(each, (ReplicaDrift, DataOverlap, *timed))]
-    return [*others, ReplicaDrift(every=1), DataOverlap(every=2)]
+    return [*others, ReplicaDrift(every=1), DataOverlap()]
 
 
 @cache

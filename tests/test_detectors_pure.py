@@ -1,6 +1,7 @@
 """What detectors decide by numbers alone: slopes, spikes, divergence, who is slow, what overlaps."""
 
 import math
+from typing import Any
 
 import psutil
 import pytest
@@ -11,11 +12,11 @@ from torch import nn
 
 from ddp_tutorial.debug.detector import Finding, Program
 from ddp_tutorial.debug.memory import Kind, _own_memory, growth_per_step, live_tensors, more
-from ddp_tutorial.debug.overlap import Epoch, rows_hashed
+from ddp_tutorial.debug.overlap import DataOverlap, Epoch, rows_hashed
 from ddp_tutorial.debug.pace import slow_rank
 from ddp_tutorial.debug.replicas import ReplicaDrift, checksums, first_difference
 from ddp_tutorial.debug.spikes import has_diverged, ratio_to_median
-from ddp_tutorial.debug.taps import OUTPUT, Taps, norm_of
+from ddp_tutorial.debug.taps import OUTPUT, Seen, Taps, norm_of
 from ddp_tutorial.world import World
 
 NOISE = st.lists(st.floats(-1, 1), min_size=40, max_size=40)
@@ -69,6 +70,45 @@ def test_epochs_that_are_shuffled_anew_do_not_overlap_and_own_permutations_do() 
     found = own.add([[epoch(rank)[i : i + 8] for i in range(0, 400, 8)] for rank in range(2)])
     assert found is not None
     assert found[0] == (0, 1)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40),
+    every=st.integers(1, 12),
+    room=st.integers(0, 300),
+)
+def test_what_two_ranks_bring_arrives_in_order_and_complete_whatever_the_room(
+    steps: list[tuple[int, int]], every: int, room: int
+) -> None:
+    """Samples of any number in a step, exchanged once in some steps, with too little room at first."""
+    ranks = [DataOverlap(), DataOverlap()]
+    heard: list[list[Any]] = [[], []]
+    for rank, detector in enumerate(ranks):
+        detector.attach(Program(World(rank, 2), nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)])))
+        detector._room = room
+        detector._seen.add = heard[rank].extend  # type: ignore[method-assign, assignment]
+
+    def exchange() -> None:
+        brought = torch.stack([detector.brings() for detector in ranks])  # of the same length
+        for rank, detector in enumerate(ranks):
+            before = len(heard[rank])
+            assert detector.brought(1, brought) == []
+            of_ranks = heard[rank][before:]
+            heard[rank][before:] = list(zip(*of_ranks, strict=True))
+
+    for number, lengths in enumerate(steps):
+        for rank, detector in enumerate(ranks):
+            detector._now = [torch.arange(lengths[rank]) + 100 * number]
+            detector.say(Seen())
+        if number % every == 0:
+            exchange()
+    for _ in range(8):  # there is twice the room each time
+        exchange()
+    wanted = [
+        tuple([100 * number + place for place in range(length)] for length in lengths)
+        for number, lengths in enumerate(steps)
+    ]
+    assert heard == [wanted, wanted]
 
 
 def test_a_row_has_the_same_hash_wherever_it_is_and_only_that_row() -> None:
@@ -153,7 +193,7 @@ def one_step(detector: ReplicaDrift, norms: list[float]) -> list[Finding]:
     """Judged in its own step."""
     detector.program.taken += 1
     step = detector.program.step
-    return detector.judge(step, [[0.0, norm] for norm in norms]) + detector.updated(step)
+    return detector.judge(step, [[0.0, norm, 0.0] for norm in norms]) + detector.updated(step)
 
 
 def test_gradients_of_different_lengths_have_all_bits_compared_in_the_same_step() -> None:
@@ -168,7 +208,7 @@ def test_gradients_that_had_different_lengths_in_a_step_before_have_all_bits_com
     detector = drift_of_two(other=1)
     detector.program.taken += 3
     with pytest.raises(AssertionError, match="a checksum of them all differs"):
-        detector.judge(detector.program.step - 1, [[0.0, 1.5], [0.0, 1.75]])
+        detector.judge(detector.program.step - 1, [[0.0, 1.5, 0.0], [0.0, 1.75, 0.0]])
 
 
 def test_ranks_that_have_gradients_of_their_own_and_the_same_weights_are_compared_now_and_then_only() -> None:

@@ -160,7 +160,8 @@ class Checks:
 
     def _judge(self) -> None:
         """What all ranks have noted since the last time. Collective."""
-        of_ranks = self._exchange()
+        of_ranks, brought = self._exchange()
+        last = 0
         for rows in zip(*of_ranks, strict=True):  # of one step, a row of each rank
             steps = [row[0] for row in rows]
             if len(set(steps)) > 1:
@@ -170,6 +171,9 @@ class Checks:
                 part = slice(place, place + each.size)
                 self._report(each.judge(int(steps[0]), [row[part] for row in rows]))
                 place += each.size
+            last = int(steps[0])
+        for each, numbers in brought:
+            self._report(each.brought(last, numbers))
 
     def _blame(self, steps: Sequence[float]) -> None:
         """Where one rank has updated in a step, another has not: the next of their updates are of these steps."""
@@ -179,18 +183,23 @@ class Checks:
         self.findings.append(finding)
         raise CheckError(finding)
 
-    def _exchange(self) -> list[list[list[float]]]:
+    def _exchange(self) -> tuple[list[list[list[float]]], list[tuple[Detector, torch.Tensor]]]:
         """Of each rank the rows since the last exchange, as many of all ranks: a row of zeros where a rank has none. As
-        many numbers are sent each time, so that a rank that has noted fewer is told and not waited for."""
+        many numbers are sent each time, so that a rank that has noted fewer is told and not waited for. And what
+        detectors have brought beside them, [ranks, n] of each that has."""
         rows, self._rows = self._rows, []
         if self.program.world.size == 1:
-            return [rows]
+            return [rows], []
         numbers = torch.zeros(self.every, self._length, dtype=torch.float64)
         numbers[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
-        of_ranks = self.program.gather_numbers(numbers.view(-1)).view(-1, *numbers.shape)
+        brought = [(each, mine) for each in self.detectors if (mine := each.brings()) is not None]
+        all_of_it = torch.cat([numbers.view(-1).view(torch.int64), *(mine for _, mine in brought)])  # 64 bits each
+        sizes = [numbers.numel(), *(len(mine) for _, mine in brought)]
+        said, *others = self.program.gather_numbers(all_of_it).split(sizes, 1)
+        of_ranks = said.contiguous().view(torch.float64).view(-1, *numbers.shape)
         most = int((of_ranks[:, :, 0] > 0).sum(1).max())
         found: list[list[list[float]]] = of_ranks[:, :most].tolist()
-        return found
+        return found, [(each, numbers) for (each, _), numbers in zip(brought, others, strict=True)]
 
     def _judge_the_rest(self) -> None:
         """The block ends: of the steps since the last exchange nobody has heard yet."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.config import FailedError
 from ddp_tutorial.ddp.variants import DataParallel
-from ddp_tutorial.debug.taps import Seen, Sight
+from ddp_tutorial.debug.taps import SHORT, Seen, Sight
 from ddp_tutorial.world import World
 
 Thing = TypeVar("Thing")
@@ -77,22 +77,21 @@ class Program:
         self.taken = 0  # steps since the block began
         self._after = after
         self._gradient_of, self._gradient = -1, 0.0  # of which step, and what it was
-        self._norms: list[torch.Tensor] = []
+        self._sizes: Sequence[float | torch.Tensor] = ()
 
     def gradient(self) -> float:
-        """The sum of the norms of all gradients that the update will use, so after they were averaged; looked at once
-        for each step. Not finite where one of them is not, or has numbers above 1e19."""
+        """One number for all gradients that the update will use, so after they were averaged; looked at once for each
+        step. The same on two ranks with the same gradients, by and large only there. Not finite where one of them is
+        not, or has numbers so large that their sum or their squares overflow."""
         if self._gradient_of != self.taken:
-            gradients = self.gradients()
-            # One call for all, as in torch's clip_grad_norm_: a call for each would be many kernels on a GPU.
-            self._norms = list(torch._foreach_norm(gradients)) if gradients else []
-            self._gradient_of, self._gradient = self.taken, _sum(self._norms)
+            self._sizes = _sizes(self.gradients())
+            self._gradient_of, self._gradient = self.taken, _sum(self._sizes)
         return self._gradient
 
-    def gradient_norms(self) -> list[torch.Tensor]:
-        """The norms that `gradient` has added up, in the order of `named_gradients`."""
+    def gradient_sizes(self) -> Sequence[float | torch.Tensor]:
+        """The numbers that `gradient` has added up, one for each of `named_gradients`: sums, or norms on a GPU."""
         self.gradient()
-        return self._norms
+        return self._sizes
 
     def gradients(self) -> list[torch.Tensor]:
         """Those, or of sparse ones what they hold."""
@@ -126,13 +125,22 @@ class Program:
         return things
 
 
-def _sum(norms: list[torch.Tensor]) -> float:
-    if not norms:
-        return 0.0
+def _sizes(gradients: Sequence[torch.Tensor]) -> Sequence[float | torch.Tensor]:
+    """Sums where they are on the CPU, in a third of the time that norms take. Elsewhere norms, in one call for all, as
+    in torch's clip_grad_norm_: a call for each would be many kernels on a GPU."""
+    if all(type(each) is torch.Tensor and each.device.type == "cpu" for each in gradients):
+        return [each.sum(dtype=torch.float32 if each.dtype in SHORT else None).item() for each in gradients]
+    return list(torch._foreach_norm(list(gradients)))
+
+
+def _sum(sizes: Sequence[float | torch.Tensor]) -> float:
+    tensors = [each for each in sizes if isinstance(each, torch.Tensor)]
+    if not tensors:
+        return float(sum(sizes))
     try:
-        return float(torch.stack(norms).sum())
+        return float(torch.stack(tensors).sum())
     except RuntimeError:  # they are on several devices
-        return math.fsum(map(float, norms))
+        return math.fsum(map(float, tensors))
 
 
 class Detector:
@@ -145,6 +153,8 @@ class Detector:
     - `judge`: what the numbers of all ranks come to, for one step after the other, when the ranks have exchanged them:
       before the update of `self.program.step`, which is `step` or a later one. All ranks run it with the same numbers,
       so they may answer with collectives, `self.program.gather`, as long as the numbers alone decide it.
+    - `brings`: whole numbers that go to all ranks with that exchange, as many on each rank; and `brought`, what the
+      ranks have brought, once it is judged. For more than fits into a step's `size`.
     - `updated`: after each update; may be collective as well.
 
     A detector belongs to one block of `checking` at a time.
@@ -170,6 +180,12 @@ class Detector:
         return False
 
     def judge(self, step: int, said: Said) -> list[Finding]:
+        return []
+
+    def brings(self) -> torch.Tensor | None:
+        return None
+
+    def brought(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
         return []
 
     def updated(self, step: int) -> list[Finding]:

@@ -40,7 +40,7 @@ class NonFinite(Detector):
 
     def say(self, seen: Seen) -> Sequence[float]:
         self._seen = seen
-        # Numbers above 1e19 are finite, and their norm is not.
+        # Numbers may be finite, and their sum or norm too large.
         self._is_finite = math.isfinite(self.program.gradient()) or all(
             bool(each.isfinite().all()) for each in self.program.gradients()
         )

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -20,12 +20,14 @@ _NUMBERS = 1 << 14
 # Steps in a row in which two ranks have half of their samples in common, and samples that they share.
 _STEPS, _SAMPLES = 3, 3
 
+_ROOM = 256  # numbers that a rank brings at first; then there is room for twice the most that one has had
+
 Steps = Sequence[Sequence[int]]  # the samples of one rank, as hashes, step by step
 
 
 class DataOverlap(Detector):
-    """Samples that two ranks see in the same step, or within an epoch. Compared after three steps, and then after each
-    `every`-th.
+    """Samples that two ranks see in the same step, or within an epoch. The ranks compare them with the other numbers
+    that they exchange, so this takes no collective of its own.
 
     A sample is a row of the model's inputs while it trains. Where an epoch ends need not be told: as long as no rank
     has seen a sample of its own again, none has ended since the comparison began, and no sample should come twice. A
@@ -35,16 +37,13 @@ class DataOverlap(Detector):
 
     name: ClassVar[str] = "overlap"
 
-    def __init__(self, every: int = 20) -> None:
-        if every < 1:
-            raise ValueError(f"every={every}: should be 1 step or more")
-        self.every = every
-
     def attach(self, program: Program) -> None:
         super().attach(program)
-        self._now: list[torch.Tensor] = []
-        self._steps: list[torch.Tensor] = []
-        self._first = program.step
+        self._now: list[torch.Tensor] = []  # of the step that is under way
+        self._mine: list[list[torch.Tensor]] = []  # of each step that nobody has heard of
+        self._left = torch.empty(0, dtype=torch.int64)  # what there was no room for
+        self._room = _ROOM  # numbers that each rank brings; the same on all
+        self._heard: list[list[int]] = [[] for _ in range(program.world.size)]  # of steps that not all have told yet
         self._seen = Epoch(program.world.size)
         self._is_done = program.world.size == 1
 
@@ -52,28 +51,51 @@ class DataOverlap(Detector):
         if self.program.module.training and not self._is_done:
             self._now.append(rows_hashed(inputs))
 
-    def updated(self, step: int) -> list[Finding]:
+    def say(self, seen: Seen) -> Sequence[float]:
+        if not self._is_done:
+            self._mine.append(self._now)
+            self._now = []
+        return ()
+
+    def brings(self) -> torch.Tensor | None:
+        """How many numbers there are, and as many of them as there is room for; the others come the next time. The
+        numbers: of each step how many samples, and then their hashes."""
         if self._is_done:
-            return []
-        self._steps.append(torch.cat(self._now) if self._now else torch.empty(0, dtype=torch.int64))
-        self._now = []
-        if step % self.every and step != self._first + _STEPS - 1:
-            return []
-        mine, self._steps = self._steps, []
-        found = self._seen.add(self._of_ranks(mine))
+            return None
+        mine = torch.cat([self._left, *(part.cpu() for each in self._mine for part in (_count(each), *each))])
+        brought = torch.zeros(1 + self._room, dtype=torch.int64)
+        brought[0], fits = len(mine), min(len(mine), self._room)
+        brought[1 : 1 + fits] = mine[:fits]
+        self._mine, self._left = [], mine[fits:]
+        return brought
+
+    def brought(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
+        for heard, (count, *numbers) in zip(self._heard, of_ranks.tolist(), strict=True):
+            heard.extend(numbers[: min(count, self._room)])
+        self._room = max(self._room, 2 * int(of_ranks[:, 0].max()))
+        found = self._seen.add(self._steps())
         if found is None:
             return []
         self._is_done = True
         ranks, message = found
         return [Finding(self.name, step, ranks, message, "warning", "data")]
 
-    def _of_ranks(self, mine: Sequence[torch.Tensor]) -> list[Steps]:
-        """The samples of all ranks, of as many steps each. Collective."""
-        lengths = self.program.gather_numbers(torch.tensor([len(each) for each in mine])).tolist()
-        samples = torch.zeros(max(map(sum, lengths)), dtype=torch.int64)
-        samples[: sum(map(len, mine))] = torch.cat(list(mine)).cpu()
-        rows = [iter(row) for row in self.program.gather_numbers(samples).tolist()]
-        return [[list(islice(row, length)) for length in each] for row, each in zip(rows, lengths, strict=True)]
+    def _steps(self) -> list[Steps]:
+        """The samples of all ranks, of the steps that have been told in full by all. They are taken off."""
+        of_ranks = []
+        for heard in self._heard:
+            steps, place = [], 0
+            while place < len(heard) and place + heard[place] < len(heard):
+                steps.append(heard[place + 1 : (place := place + 1 + heard[place])])
+            of_ranks.append(steps)
+        told = min(map(len, of_ranks))
+        for heard, steps in zip(self._heard, of_ranks, strict=True):
+            del heard[: sum(1 + len(each) for each in steps[:told])]
+        return [steps[:told] for steps in of_ranks]
+
+
+def _count(hashes: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([sum(map(len, hashes))])
 
 
 class Epoch:
@@ -203,7 +225,10 @@ def rows_hashed(inputs: Any) -> torch.Tensor:
     words = _words(alike[0]) if len(alike) == 1 else torch.cat([_words(leaf) for leaf in alike], 1)
     if words.shape[1] > _NUMBERS:
         words = words[:, :: -(-words.shape[1] // _NUMBERS)]
-    return (words * _weights(words.device, words.shape[1])).sum(1)
+    weights = _weights(words.device, words.shape[1])
+    if words.device.type == "cpu":
+        return torch.mv(words, weights)  # the same sum; not for whole numbers on a GPU
+    return (words * weights).sum(1)
 
 
 def _words(leaf: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Replicas begin equal and get the same gradient, so they stay equal, bit for bit: there is no tolerance here. Each rank
 sends one number that is made from all bits; only where those differ, the ranks compare tensor by tensor. Reading all
 bits takes longer than all else that is checked, so that is done now and then, and at once where the ranks have told
-one another of averaged gradients of different lengths.
+one another of averaged gradients that differ.
 """
 
 import zlib
@@ -27,11 +27,12 @@ _WHOLE = 1 << 48  # below it, a float64 is an exact whole number
 
 
 class ReplicaDrift(Detector):
-    """Parameters, optimizer state and options such as the learning rate, after each `every`-th step and the first one;
-    buffers at the beginning of such a step's first forward, where DDP has just broadcast them.
+    """Parameters, optimizer state and options such as the learning rate: after the first step, and then before the
+    update of each `every`-th, with the numbers that the ranks exchange there; with `every=1`, after each step. Buffers
+    at the beginning of such a step's first forward, where DDP has just broadcast them.
 
     What comes by the gradient is found when the ranks next exchange their numbers, and told with its own step: an
-    averaged gradient that differs has another norm on each rank, and the norms of each step are compared. What comes
+    averaged gradient that differs has another sum on each rank, and these sums are compared for each step. What comes
     otherwise, as by an option or an update that one rank alone has changed, is found up to `every - 1` steps later; the
     step that is named is the one in which it was found, and the message says after which step all was the same.
 
@@ -42,7 +43,7 @@ class ReplicaDrift(Detector):
     """
 
     name: ClassVar[str] = "drift"
-    size: ClassVar[int] = 2
+    size: ClassVar[int] = 3
 
     def __init__(self, every: int = 20, ignore: Sequence[str] = ()) -> None:
         if every < 1:
@@ -56,8 +57,9 @@ class ReplicaDrift(Detector):
         self._first, self._buffers = program.step, {}
         self._said = float(together(self._buffers))
         self._has_begun, self._is_telling = False, True
-        self._norms: dict[int, list[torch.Tensor]] = {}  # of the gradients of a step, until they are judged
-        self._doubts: tuple[int, dict[str, str]] | None = None  # a step in which they differ, and these norms
+        self._sizes: dict[int, Sequence[float | torch.Tensor]] = {}  # of a step's gradients, until they are judged
+        self._sums: dict[int, dict[str, int]] = {}  # the checksums that were said in a step, until they are judged
+        self._doubts: tuple[int, dict[str, str]] | None = None  # a step in which gradients differ, and their sizes
         self._same_after: int | None = None
         self._compared: tuple[float, ...] = ()  # what was said of buffers when they were last compared
 
@@ -71,21 +73,28 @@ class ReplicaDrift(Detector):
             self._said = float(together(self._buffers))
 
     def say(self, seen: Seen) -> Sequence[float]:
-        self._has_begun = False
+        self._has_begun, step, state = False, self.program.step, 0.0
         if self._is_telling:
-            self._norms[self.program.step] = self.program.gradient_norms()
-        return [self._said, self.program.gradient()]
+            self._sizes[step] = self.program.gradient_sizes()
+        is_due = step != self._first and step % self.every == 0
+        if is_due and self.every > 1 and self.program.world.size > 1:  # with every=1, after the update
+            self._sums[step] = checksums(self._kept(dict(self._state())))
+            state = float(together(self._sums[step]))
+        return [self._said, self.program.gradient(), state]
 
     def judge(self, step: int, said: Said) -> list[Finding]:
-        norms = self._norms.pop(step, [])
-        buffers, found = tuple(sums for sums, _ in said), list[Finding]()
+        sizes, sums = self._sizes.pop(step, []), self._sums.pop(step, {})
+        buffers, gradients, states = zip(*said, strict=True)
+        found = list[Finding]()
         if buffers != self._compared and len(set(buffers)) > 1:
             found, self._compared = self._compare_buffers(step), buffers
-        if self._doubts is None and self._is_telling and len({norm.hex() for _, norm in said}) > 1:
-            values = [float(each).hex() for each in norms]
+        if any(states):
+            found += self._verdict(step, step - 1, sums, states)
+        if self._doubts is None and self._is_telling and len({each.hex() for each in gradients}) > 1:
+            values = [float(each).hex() for each in sizes]
             self._doubts = step, dict(zip(self.program.named_gradients(), values, strict=False))
             if step < self.program.step:  # else the weights do not have it yet
-                found += self._compare(self.program.step)
+                found += self._compare(self.program.step, self.program.step - 1)
         return found
 
     def _compare_buffers(self, step: int) -> list[Finding]:
@@ -103,24 +112,29 @@ class ReplicaDrift(Detector):
         return [Finding(self.name, step, ranks, message, "warning", name)]
 
     def updated(self, step: int) -> list[Finding]:
-        return self._compare(step) if self._is_due(step) or self._doubts else []
+        is_due = step == self._first or self.every == 1
+        return self._compare(step, step) if is_due or self._doubts else []
 
-    def _compare(self, step: int) -> list[Finding]:
-        """All bits of parameters and optimizer. Collective."""
+    def _compare(self, step: int, after: int) -> list[Finding]:
+        """All bits of parameters and optimizer, as they are in `step`, after the update of `after`. Collective."""
         sums = checksums(self._kept(dict(self._state())))
         of_ranks = self.program.gather_numbers(torch.tensor([together(sums)])).tolist()
+        return self._verdict(step, after, sums, of_ranks)
+
+    def _verdict(self, step: int, after: int, sums: dict[str, int], of_ranks: Sequence[object]) -> list[Finding]:
+        """What it comes to that `of_ranks` were made from these `sums`, on each rank from its own. Collective."""
         if all(each == of_ranks[0] for each in of_ranks):
             # Each rank may have gradients of its own, where it is the weights that are averaged.
             self._is_telling = self._is_telling and not self._doubts
-            self._doubts, self._same_after = None, step
+            self._doubts, self._same_after = None, after
             return []
         found = first_difference(self.program.gather(sums))
         assert found is not None, "a checksum of them all differs, so that of one does"
         since = ""
         if self._doubts and self._doubts[0] < step:  # by now all may differ: which gradient did in that step?
-            step, norms = self._doubts
-            found = first_difference(self.program.gather(self._kept(norms))) or found
-        elif self._same_after is not None and self._same_after < step - 1:
+            step, sizes = self._doubts
+            found = first_difference(self.program.gather(self._kept(sizes))) or found
+        elif self._same_after is not None and self._same_after < after - 1:
             since = f". After step {self._same_after} all was the same"
         name, ranks = found
         differ = _differ(ranks, self.program.world.size)
@@ -188,6 +202,8 @@ def checksums(named: Mapping[str, Any]) -> dict[str, int]:
 def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     """The same bits give the same number. Rows of 1,024 numbers are added up, and those sums weighted by their
     place, so it is as fast as memory is read, and yet sees what has moved, but by a multiple of a row."""
+    if tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:  # most are
+        return zlib.crc32(tensor.detach().contiguous().numpy().data)
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
@@ -198,6 +214,8 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     rows, rest = data[:in_rows].view(torch.int64).view(-1, _ROW), data[in_rows:]
     weights = _weights(data.device)
     sums = (rows.sum(0) * weights).sum()
+    if not len(rest):
+        return sums
     return sums + (rest.long() * _weights(data.device, 8 * _ROW)[: len(rest)]).sum()
 
 

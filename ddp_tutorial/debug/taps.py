@@ -34,7 +34,7 @@ from ddp_tutorial.phases import Edge, observe
 # they are added up over the ranks, and where the time goes.
 Sight = Literal["forwards", "losses", "gradients", "seconds"]
 OUTPUT = "the model's output"
-_SHORT = frozenset({torch.float16, torch.bfloat16})
+SHORT = frozenset({torch.float16, torch.bfloat16})
 
 
 Phase = Literal["forward", "loss", "backward"]
@@ -45,7 +45,7 @@ class Mark(NamedTuple):
 
     phase: Phase
     name: str  # of the module, or of the parameter that the gradient is for
-    norm: torch.Tensor
+    norm: torch.Tensor | float  # a number where it was computed on the CPU
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,11 @@ class Seen:
         """Those of the trace, as numbers."""
         if not self.trace:
             return []
-        if self.trace[0].norm.device.type == "cpu":
-            return [float(mark.norm) for mark in self.trace]
-        values: list[float] = torch.stack([mark.norm.double() for mark in self.trace]).tolist()  # one wait, not many
+        norms = [mark.norm for mark in self.trace]
+        on_gpu = [norm.double() for norm in norms if isinstance(norm, torch.Tensor) and norm.device.type != "cpu"]
+        if len(on_gpu) < len(norms):
+            return [float(norm) for norm in norms]
+        values: list[float] = torch.stack(on_gpu).tolist()  # one wait, not many
         return values
 
     def in_full(self, module: nn.Module, device: torch.device) -> list[tuple[Phase, str, float]]:
@@ -233,19 +235,24 @@ class Taps:
         for ends in self._ends:
             ends(output)
 
-    def _loss(self, loss: torch.Tensor) -> None:
-        self._seen.trace.append(Mark("loss", "", loss.reshape(())))
+    def _loss(self, loss: torch.Tensor, factor: float) -> None:
+        value = loss.detach().reshape(())
+        self._seen.trace.append(Mark("loss", "", (value.item() if value.device.type == "cpu" else value) / factor))
 
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
         """The hook for one parameter. It is called for each in each step, so it does little."""
         is_noted, is_timed = "gradients" in self.sights, "seconds" in self.sights
-        usual, norm = torch.float32, torch.linalg.vector_norm
+        usual, norm, is_on_cpu = torch.float32, torch.linalg.vector_norm, self.device.type == "cpu"
 
         def arrives(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient = gradients[0]
             if is_noted and gradient is not None:
-                is_plain = gradient.dtype is usual and not (gradient.requires_grad or gradient.is_sparse)
-                self._seen.trace.append(Mark("backward", name, norm(gradient) if is_plain else norm_of(gradient)))
+                if gradient.dtype is usual and not (gradient.requires_grad or gradient.is_sparse):
+                    # A number now, while it is at hand, is faster than a tensor that is kept.
+                    value = norm(gradient).item() if is_on_cpu else norm(gradient)
+                else:
+                    value = norm_of(gradient)
+                self._seen.trace.append(Mark("backward", name, value))
             if is_timed:
                 self._arrived = time.perf_counter()
 
@@ -297,7 +304,7 @@ def norm_of(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
     if values.is_sparse:
         values = values._values()
-    if values.dtype in _SHORT:
+    if values.dtype in SHORT:
         return torch.linalg.vector_norm(values, dtype=torch.float32)
     return torch.linalg.vector_norm(values)
 
@@ -312,8 +319,8 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 @contextmanager
-def _seeing_losses(see: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """What `backward()` is called on is the loss, but for its scale, where it has one for float16.
+def _seeing_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
+    """What `backward()` is called on is the loss, times its scale, where it has one for float16: `see` gets both.
 
     `loss.backward()` looks this function up each time.
     """
@@ -323,7 +330,7 @@ def _seeing_losses(see: Callable[[torch.Tensor], object]) -> Iterator[None]:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **named: Any) -> None:
         nonlocal factor
         if grad_tensors is None and isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            see(tensors.detach() / factor)
+            see(tensors, factor)
             factor = 1.0
         real(tensors, grad_tensors, *args, **named)
 

@@ -154,7 +154,7 @@ def _copies(stage: Stage, program: Program) -> str:
 
 def _finding(stage: Stage, program: Program, names: set[str]) -> str:
     """The first of what `checking` finds, of the detectors of these names."""
-    every_step = checked(stage.world, lambda: [DataOverlap(every=1), SameRandomNumbers(), ReplicaDrift(every=1)])
+    every_step = checked(stage.world, lambda: [DataOverlap(), SameRandomNumbers(), ReplicaDrift(every=1)])
     outcomes = stage.once((program, "checked"), lambda: stage.play(program, around=every_step, **_settings(program)))
     return next((said for each in outcomes for name, said in each.findings if name in names), "")
 
