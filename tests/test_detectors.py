@@ -1,9 +1,11 @@
 """Law: what goes wrong is found by its detector, with step, rank and name, the same on all ranks; a correct program is
 left alone."""
 
+import json
 import time
 from functools import cache, partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -31,6 +33,8 @@ from ddp_tutorial.debug import (
     default_detectors,
     inject,
 )
+from ddp_tutorial.debug.detector import Said
+from ddp_tutorial.debug.taps import Seen
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
@@ -533,6 +537,38 @@ def test_the_trainer_is_checked_without_knowing_of_it() -> None:
     assert {name: found for name, found in of_ranks[0].items() if found} == {}
     assert (corrupt.detector, corrupt.step) == ("drift", 7)
     assert 1 in corrupt.ranks
+
+
+class AtTheEnd(Detector):
+    """Something is wrong with the last step, which only the numbers of all ranks show."""
+
+    name: ClassVar[str] = "at_the_end"
+    size: ClassVar[int] = 1
+
+    def say(self, seen: Seen) -> list[float]:
+        return [float(self.program.step == 12)]
+
+    def judge(self, step: int, said: Said) -> list[Finding]:
+        return [Finding(self.name, step, (0, 1), "something is wrong", "error")] if said[0][0] else []
+
+
+def alarmed_at_the_end(world: World) -> list[str]:
+    trainer = make_trainer(small(name="late", checkpoint={"every": 4}), world)
+    try:
+        with checking(world, trainer.model, trainer.train_step.optimizer, [AtTheEnd()], after=lambda: trainer.number):
+            trainer.train()
+    except CheckError as error:
+        return [str(error), *sorted(path.name for path in trainer.run.path.glob("*.json"))]
+    return ["no alarm"]
+
+
+def test_an_alarm_of_the_last_steps_comes_before_the_result_and_is_noted_as_the_runs_failure() -> None:
+    left = ["config.json", "failed.json"]
+    told = launch(alarmed_at_the_end, 2, device="cpu", threads=1, echo=False, timeout=120)
+    assert told == [["step 12: something is wrong", *left]] * 2
+    noted = json.loads(Path("runs/late/failed.json").read_text())
+    assert (noted["error"], noted["step"]) == ("CheckError: step 12: something is wrong", 12)
+    assert "CheckError" in Path("runs/late/rank_1.log").read_text()
 
 
 # ------------------------------------------------------------------------------------- told once in several steps

@@ -13,7 +13,8 @@ all judge them alike, step by step: so all raise, or none does. What was wrong i
 its own step and the one in which it was seen: "step 14: ... (seen in step 20)". `every=1` tells it in step 14, and
 costs more. One thing does not wait: no rank updates its weights with a gradient that is not finite. Where all ranks
 have one, as they do once it is averaged, all raise before that update. Where only some have, these keep their weights
-as they are until the numbers are exchanged. Steps that are left as the block ends are judged there.
+as they are until the numbers are exchanged. Steps that are left are judged before a `Trainer` writes its result, and
+where the block ends.
 
 The ranks talk in a process group of their own. A rank that does not come to that all-gather makes the others wait for
 it, as it would in backward: put `watching` around it, which says where everybody is. Of a rank that has left the block
@@ -46,6 +47,7 @@ from ddp_tutorial.debug.replicas import ReplicaDrift
 from ddp_tutorial.debug.spikes import GradientSpike, LossDivergence
 from ddp_tutorial.debug.taps import Sight, Taps
 from ddp_tutorial.debug.unused import UnusedParameters
+from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World, require_group
 
@@ -81,7 +83,7 @@ class Checks:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and gradients kept from the update
         self._says = [each for each in detectors if type(each).say is not Detector.say]
         self._length = 1 + sum(each.size for each in self._says)
-        self._is_over = False
+        self._ends, self._is_over = 0, False
         self._updates = [each for each in detectors if type(each).updated is not Detector.updated]
         begins = [each for each in detectors if type(each).forward_begins is not Detector.forward_begins]
         ends = [each for each in detectors if type(each).forward_ends is not Detector.forward_ends]
@@ -112,6 +114,7 @@ class Checks:
             for each in self.detectors:
                 each.attach(self.program)
             stack.enter_context(self._taps)
+            stack.enter_context(observe(self._before_result))
             for hook in (
                 self.program.optimizer.register_step_pre_hook(self._before_update),
                 self.program.optimizer.register_step_post_hook(self._after_update),
@@ -201,16 +204,25 @@ class Checks:
         found: list[list[list[float]]] = of_ranks[:, :most].tolist()
         return found, [(each, numbers) for (each, _), numbers in zip(brought, others, strict=True)]
 
+    def _before_result(self, edge: Edge) -> None:
+        """A `Trainer` is about to write what a run has come to: an alarm of its last steps belongs there instead."""
+        if edge.name == "result" and edge.entered:
+            self._judge_the_rest()
+
     def _judge_the_rest(self) -> None:
-        """The block ends: of the steps since the last exchange nobody has heard yet."""
+        """No step comes after: of those since the last exchange nobody has heard yet."""
         if not self._rows:
             return
+        self._ends += 1
         self._is_over = True
-        if self._have_all_come("the end", _PATIENCE_AT_THE_END):
-            self._judge()
-        elif self.program.world.is_main:
-            steps = f"{self._rows[0][0]:.0f} to {self._rows[-1][0]:.0f}"
-            LOG.warning("steps %s were not checked: not all ranks have come to the end of the block", steps)
+        try:
+            if self._have_all_come(f"end {self._ends}", _PATIENCE_AT_THE_END):
+                self._judge()
+            elif self.program.world.is_main:
+                steps = f"{self._rows[0][0]:.0f} to {self._rows[-1][0]:.0f}"
+                LOG.warning("steps %s were not checked: not all ranks have come to the end", steps)
+        finally:
+            self._is_over = False
 
     def _have_all_come(self, place: str, seconds: float) -> bool:
         """Have all ranks come to `place` within `seconds`? Those that come get the same answer; of those that do not,

@@ -142,7 +142,8 @@ class Trainer:
                         self.evaluate()
                     if self.is_due(self.config.checkpoint.every):
                         self.save()
-                return self.finish()
+                with phase("result"):  # who observes may object, and then there is none
+                    return self.finish()
 
     def is_done(self) -> bool:
         return self.number >= self.config.steps or self.best.is_stalled or bool(self.requested)
