@@ -1,6 +1,7 @@
 """Law: a fault strikes the rank, the step and the phase that it names, and no other."""
 
 import errno
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 
+from commands import call
 from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.collectives import all_gather, digest
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.debug import Fault, inject
 from ddp_tutorial.debug.faults import InjectedError, parse
+from ddp_tutorial.debug.settings import FaultyConfig
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
@@ -182,6 +186,63 @@ def test_a_fault_that_cannot_be_read_is_told_in_one_line(text: str, message: str
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         parse(text)
     assert "\n" not in str(caught.value)
+
+
+def written(**settings: Any) -> str:
+    """A config file with faults. Returns its name."""
+    faults = settings.pop("faults", [])
+    values = small(**settings).model_dump(mode="json", exclude_unset=True) | {"faults": faults, "nprocs": 2}
+    Path("my.yaml").write_text(yaml.safe_dump(values))
+    return "my.yaml"
+
+
+def test_a_config_names_faults_as_text_or_in_full_and_they_are_no_setting_of_the_run() -> None:
+    faults = ["delay rank=1 step=3 phase=update seconds=0.5", {"action": "kill", "step": 2}]
+    config = load(written(faults=faults), FaultyConfig)
+    assert config.faults == (parse(faults[0]), Fault(action="kill", step=2))  # type: ignore[arg-type]
+    assert "faults" not in config.model_dump()
+    assert config.remarks[-1] == "a fault on purpose: kill on rank 0 in step 2, at grads"
+    assert load("my.yaml", FaultyConfig, ["faults=[]"]).faults == ()
+    done = call("train", "my.yaml", "--dry-run", "--fault", "raise rank=1")
+    assert done.stdout.splitlines()[-1] == "fault    raise on rank 1 in step 1, at grads", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("kil rank=1", "my.yaml: fault 'kil rank=1': 'action' should be"),
+        ({"action": "kill", "rnk": 1}, "my.yaml: unknown key 'faults.0.rnk'. Did you mean 'rank'?"),
+        ({"action": "kill", "step": 0}, "my.yaml: 'faults.0.step' should be greater than or equal to 1, found 0"),
+        ({"action": "kill", "rank": 2}, "fault 'kill on rank 2 in step 1, at grads': there are 2 ranks"),
+    ],
+)
+def test_a_config_with_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_made(fault: Any, told: str) -> None:
+    done = call("train", written(faults=[fault]))
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {told}")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.timeout(200)
+def test_a_run_is_killed_as_its_config_says_in_every_life_and_goes_on_with_that_config_or_without_its_fault() -> None:
+    """It saves every 2 steps, and is killed in its third: after step 2, then after step 4."""
+    saving = {"checkpoint": {"every": 2}, "resume": "auto", "steps": 6}
+    assert call("train", written(**saving, name="plain")).returncode == 0
+    config = written(**saving, faults=["kill rank=1 step=3"])
+    for saved in (2, 4):
+        done = call("train", config)
+        assert done.returncode == 1
+        assert "rank 1 was killed by SIGKILL" in done.stderr
+        assert latest_valid(World(), Path("runs/mine/checkpoints"))[0] == Path(
+            f"runs/mine/checkpoints/step_0000000{saved}"
+        )
+    assert "a fault on purpose: kill on rank 1 in step 3, at grads" in Path("runs/mine/rank_0.log").read_text()
+    assert "faults" not in Path("runs/mine/config.json").read_text()
+    done = call("train", config, "faults=[]")
+    assert done.returncode == 0, done.stderr
+    plain, mine = (json.loads(Path(f"runs/{name}/result.json").read_text()) for name in ("plain", "mine"))
+    assert mine["metrics"]["weights"] == plain["metrics"]["weights"]
 
 
 def test_a_fault_of_a_rank_that_is_not_there_or_without_its_model_is_refused() -> None:

@@ -25,10 +25,11 @@ def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
     Its folder has to be one that all nodes share. To stop it for good: scancel.
     """
     with stopped_by_signals():
+        from ddp_tutorial.debug.settings import FaultyConfig
         from ddp_tutorial.processes import slurm as jobs
         from ddp_tutorial.training.slurm import slurm_script
 
-        script = slurm_script(config, overrides, python=sys.executable)
+        script = slurm_script(config, overrides, python=sys.executable, kind=FaultyConfig)
         if submit:
             job = jobs.submit(script)
             click.echo(f"job {job}, its output in {str(jobs.OUTPUT).replace('%j', str(job))}")

@@ -17,9 +17,8 @@ from ddp_tutorial.processes.signals import exit_code, stopped_by_signals
 
 if TYPE_CHECKING:
     from ddp_tutorial.debug.detector import Finding
-    from ddp_tutorial.debug.faults import Fault
+    from ddp_tutorial.debug.settings import FaultyConfig
     from ddp_tutorial.runs.folder import RunFolder
-    from ddp_tutorial.training.config import TaskConfig
     from ddp_tutorial.training.trainer import TrainResult
     from ddp_tutorial.world import World
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 CHECK_WATCH_SECONDS = 60.0
 _WATCH = "Look at all ranks where one waits in a collective for so long, and say who waits where."
 _CHECK = "Check each step on all ranks: replicas that drift apart, NaN, shared samples, leaks, and more. Watches, too."
-_FAULT = "Let something go wrong on purpose, such as 'kill rank=1 step=3'; may be given more than once."
+_FAULT = "What goes wrong on purpose, such as 'kill rank=1 step=3', beside the config's `faults`; once or more often."
 
 
 def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -71,6 +70,7 @@ def train(
     train my.yaml --dry-run
     train 2proc --watch 10 --fault 'hang rank=1 step=5 phase=backward'
     train 2proc --check --fault 'corrupt rank=1 step=5 phase=update'
+    train 2proc 'faults=[kill rank=1 step=3]'
 
     Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds.
 
@@ -80,26 +80,30 @@ def train(
     That it was stopped, and by what, is in result.json.
     """
     with stopped_by_signals():  # importing torch takes seconds; the launch, or the Trainer, then takes over
-        attached = Attached(watch or (CHECK_WATCH_SECONDS if check else None), check, _faults(faults))
-        _train(config, overrides, dry_run, as_json, attached)
+        attached = Attached(watch or (CHECK_WATCH_SECONDS if check else None), check)
+        _train(config, overrides, dry_run, as_json, attached, faults)
 
 
 @dataclass(frozen=True)
 class Attached:
-    """What is attached to a run from outside: after how many seconds in a collective all ranks are looked at, whether
-    each step is checked, and what goes wrong on purpose."""
+    """How a run is looked at from outside: after how many seconds in a collective all ranks are, and whether each step
+    is checked. (What goes wrong on purpose is in its config.)"""
 
     watch: float | None
     check: bool
-    faults: "list[Fault]"
 
 
-def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, attached: Attached) -> None:
+def _train(
+    config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, attached: Attached, faults: tuple[str, ...]
+) -> None:
+    from ddp_tutorial.debug.faults import check_ranks, parse
+    from ddp_tutorial.debug.settings import FaultyConfig
     from ddp_tutorial.processes.starting import run
-    from ddp_tutorial.training.config import TaskConfig
     from ddp_tutorial.world import World, joins_others
 
-    settings = configs.load(config, TaskConfig, overrides)
+    settings = configs.load(config, FaultyConfig, overrides)
+    if faults:
+        settings = settings.model_copy(update={"faults": (*settings.faults, *map(parse, faults))})
     if attached.check and settings.strategy not in {"ddp", "invariant", "accelerate"}:
         own = "weights" if settings.strategy in {"local_sgd", "post_local_sgd", "diloco"} else "a part"
         raise configs.ConfigError(
@@ -109,6 +113,7 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
     joins = joins_others()
     # rank 0 speaks for all
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
+    check_ranks(settings.faults, world.size if joins else settings.nprocs)
     if dry_run:
         if world.is_main:
             _tell_plan(settings, configs.layers(config, overrides), as_json)
@@ -130,18 +135,12 @@ def _train(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool
         sys.exit(exit_code(by_signal=result.by_signal))
 
 
-def _faults(texts: tuple[str, ...]) -> "list[Fault]":
-    from ddp_tutorial.debug.faults import parse
-
-    return [parse(text) for text in texts]
-
-
-def _train_on_a_rank(world: "World", settings: "TaskConfig", attached: Attached) -> "TrainResult":
+def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: Attached) -> "TrainResult":
     """Training, with what is to be watched, checked or to go wrong attached to it from outside.
 
     A check that ends the run raises on all ranks in the same step: the run's `failed.json` and the ranks' logs tell it,
-    as they tell any failure. What is only a warning is in the log, and in `result.json`; so is what is found when the
-    run has ended, of its last steps.
+    as they tell any failure. The last steps are judged before the run writes its result. What is only a warning is in
+    the log, and in `result.json`.
     """
     from ddp_tutorial.debug.checks import checking
     from ddp_tutorial.debug.faults import inject
@@ -152,7 +151,7 @@ def _train_on_a_rank(world: "World", settings: "TaskConfig", attached: Attached)
         if attached.watch:
             stack.enter_context(watching(world, attached.watch))
         trainer = make_trainer(settings, world)
-        stack.enter_context(inject(world, *attached.faults, model=trainer.model))
+        stack.enter_context(inject(world, *settings.faults, model=trainer.model))
         if not attached.check:
             return trainer.train()
         model = getattr(trainer.train_step.strategy, "model", trainer.model)  # the wrapper knows what is allowed
@@ -176,11 +175,14 @@ def _note_in(run: "RunFolder", findings: "list[Finding]") -> None:
     write_json(run.result, json.loads(run.result.read_text()) | {"checks": told})
 
 
-def _tell_plan(settings: "TaskConfig", layers: list[configs.Layer], as_json: bool) -> None:
+def _tell_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: bool) -> None:
     from ddp_tutorial.training.plan import as_text, plan
 
     found = plan(settings, layers)
-    click.echo(json.dumps(found) if as_json else as_text(found))
+    if settings.faults:
+        found["faults"] = [str(fault) for fault in settings.faults]
+    told = "".join(f"\nfault    {fault}" for fault in found.get("faults", ()))
+    click.echo(json.dumps(found) if as_json else as_text(found) + told)
 
 
 def _in_a_line(run: Path, summary: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -48,7 +48,7 @@ class Fault(Config):
     action: Action
     rank: int = Field(0, ge=0)
     step: int = Field(1, ge=1, description="counted by the phase 'data', or by `phase` where there is none")
-    phase: str = Field("grads", description="data, grads, forward, backward, finish, update, save, evaluate")
+    phase: str = Field("grads", description="data, grads, forward, backward, finish, update, save, evaluate, result")
     seconds: float = Field(1.0, gt=0, description="delay only")
     megabytes: float = Field(10.0, gt=0, description="leak only")
 
@@ -72,15 +72,21 @@ def parse(text: str) -> Fault:
     return check(Fault, values, f"fault {text!r}")
 
 
+def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
+    """Raise `ConfigError` for a fault of a rank that is not among so many."""
+    for fault in faults:
+        if fault.rank >= ranks:
+            raise ConfigError(f"fault '{fault}': there are {ranks} ranks, so 'rank' is below that")
+
+
 @contextmanager
 def inject(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
     """Inside, what `faults` say goes wrong on this rank. `corrupt`, `nan` and `oom` need the `model`.
 
     Raises `ConfigError` for a fault of a rank that is not there, or one that lacks its model.
     """
+    check_ranks(faults, world.size)
     for fault in faults:
-        if fault.rank >= world.size:
-            raise ConfigError(f"fault '{fault}': there are {world.size} ranks, so 'rank' is below that")
         if fault.action in {"corrupt", "nan", "oom"} and model is None:
             raise ConfigError(f"fault '{fault}': give inject the model, as in inject(world, fault, model=model)")
     with ExitStack() as stack:

@@ -10,8 +10,11 @@ from ddp_tutorial.training.strategies import micro_batches_per_rank
 from ddp_tutorial.training.tasks import check_start
 
 
-def slurm_script(source: str, overrides: Iterable[str] = (), python: str = "python") -> str:
-    """The batch script that trains as `train SOURCE OVERRIDES` would, on as many ranks: `nprocs`.
+def slurm_script(
+    source: str, overrides: Iterable[str] = (), python: str = "python", kind: type[TaskConfig] = TaskConfig
+) -> str:
+    """The batch script that trains as `train SOURCE OVERRIDES` would, on as many ranks: `nprocs`. `kind` is what the
+    config is checked against.
 
     Overrides may be of the job as well: "nodes=2" is "slurm.nodes=2". A run without a name is called by the job's
     number, so that the job finds its checkpoint when it is queued again.
@@ -20,7 +23,7 @@ def slurm_script(source: str, overrides: Iterable[str] = (), python: str = "pyth
     cannot be shared out to the nodes.
     """
     of_job, of_run = split(overrides)
-    config = load(source, TaskConfig, [*of_run, *of_job])
+    config = load(source, kind, [*of_run, *of_job])
     if config.resume not in {"never", "auto"}:
         raise ConfigError(
             f"'resume' {config.resume}: a job that is queued again would begin there again. Train a first step with "
