@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_tutorial.benches import hangs as bench
 from ddp_tutorial.debug import CollectiveError, watching
 from ddp_tutorial.debug.hangs import Diagnosis, Standing, diagnose
 from ddp_tutorial.debug.recorder import Call, Line, calls
@@ -218,6 +219,32 @@ def test_a_hang_is_told_well_before_the_time_limits_of_group_and_launch() -> Non
         launch(watched, 2, only_rank_zero, SECONDS, device="cpu", echo=False, timeout=60)
     assert caught.value.is_a(CollectiveError)
     assert time.monotonic() - began < 40  # it takes about 5 s; a busy machine may take its time
+
+
+@pytest.mark.timeout(120)
+def test_the_benchmark_of_hangs_tells_right_verdicts_from_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hang, which has two lines to name; then the report of a verdict that names none."""
+    monkeypatch.setattr(bench, "HANGS", {"rank_zero_only": bench.HANGS["rank_zero_only"]})
+    lines = []
+    found = bench.measure_hangs(2, tell=lines.append)
+    assert (found["of"], found["right"], found["left"], found["wrong"]) == (2, 2, 0, []), found
+    assert found["other_verdicts"] == 0, "the same words each time"
+    assert bench.is_good(found)
+    assert len(lines) == 2
+    assert "2 of 2 told right" in bench.in_words(found)
+    monkeypatch.setattr(bench, "_hang", lambda name: ("rank 0 waits in barrier; rank 1 waits too", 3.0, 1))
+    wrong = bench.measure_hangs(1)
+    assert (wrong["right"], wrong["late"], wrong["left"]) == (0, 1, 1)
+    assert not bench.is_good(wrong)
+    assert wrong["wrong"] == ["rank_zero_only: rank 0 waits in barrier; rank 1 waits too"]
+
+
+def test_each_hang_of_the_benchmark_has_a_line_for_each_rank() -> None:
+    source = Path(bench.__file__).read_text().splitlines()
+    for name in bench.HANGS:
+        found = bench.lines_of(name)
+        assert sorted(found) == [0, 1], name
+        assert all("dist." in source[line - 1] or "backward()" in source[line - 1] for line in found.values())
 
 
 # ------------------------------------------------------------------------------- the hangs of the notebook about hangs

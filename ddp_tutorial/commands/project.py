@@ -51,11 +51,12 @@ def stories(count: int, folder: Path, files: int, seed: int) -> None:
 @click.option("--kills", type=click.IntRange(min=1), help="Of chaos, by default 200, and restarts, 20.")
 def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     """Measure a claim: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded,
-    pipeline, cluster, ranks, peers, chaos or restarts.
+    pipeline, cluster, ranks, peers, chaos, restarts or hangs.
 
     chaos kills ranks of small runs, fails and fills their disks, at every named point of saving and resuming, and
     starts them on nodes that share no folder. It checks that no checkpoint is lost, each resumed run ends with the same
-    bits, and no process is left. restarts does so with torchrun, which starts the ranks again.
+    bits, and no process is left. restarts does so with torchrun, which starts the ranks again. hangs lets ranks hang in
+    eight ways, and checks that each time the verdict names ranks and lines, and no process is left.
     """
     from ddp_tutorial.benches import as_text, run_bench
 
@@ -71,5 +72,11 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
         found = restarts.measure_restarts(kills or 20, tell=lambda line: click.echo(line, err=True))
         click.echo(json.dumps(found, indent=2) if as_json else restarts.in_words(found))
         sys.exit(not restarts.is_good(found))
+    if name == "hangs":
+        from ddp_tutorial.benches import hangs
+
+        found = hangs.measure_hangs(repeats, tell=lambda line: click.echo(line, err=True))
+        click.echo(json.dumps(found, indent=2) if as_json else hangs.in_words(found))
+        sys.exit(not hangs.is_good(found))
     result = run_bench(name, repeats)
     click.echo(json.dumps(result, indent=2) if as_json else as_text(result))
