@@ -157,7 +157,7 @@ def process_group(world: World) -> Iterator[World]:
         yield world
         return
     across = world.size > world.local_size and world.backend == "gloo"
-    if across:
+    if across or (world.backend == "gloo" and hosts.GLOO_INTERFACE in os.environ):
         hosts.choose_interface(_meeting_place(world))
     # Leave the initialisation together: a rank that has nothing to do would else be gone while others connect to it.
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")

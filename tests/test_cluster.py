@@ -130,6 +130,50 @@ def test_the_command_line_refuses_with_exit_code_2(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
 
 
+RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+RANK_0 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
+    "no namespaces": ("cluster run -- true", {"PATH": "{bin}"}, "this system does not allow namespaces"),
+    "no interface": ("train tiny device=cpu", RANK_0 | {"GLOO_SOCKET_IFNAME": "lo77"}, "GLOO_SOCKET_IFNAME=lo77: "),
+    "no Slurm": ("slurm tiny --submit", {"PATH": "{bin}"}, "Slurm is not installed here"),
+    "other nodes": ("slurm tiny nprocs=2 nodes=2 nodelist=n[1-3]", {}, "n[1-3] are 3, and 'slurm.nodes' says 2"),
+    "unequal nodes": ("slurm tiny nprocs=3 nodes=2", {}, "'nprocs' 3 ranks on 'slurm.nodes' 2"),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no cluster is refused for another reason")
+def test_what_cannot_be_is_refused_on_the_command_line_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """All at the same time, each in a folder of its own. A rate without a unit is below."""
+    unshare = tmp_path / "bin" / "unshare"
+    unshare.parent.mkdir()
+    unshare.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
+    unshare.chmod(0o755)
+    running = {}
+    for name, (words, variables, _) in REFUSED.items():
+        (tmp_path / name).mkdir()
+        set_ = {variable: value.format(bin=unshare.parent) for variable, value in variables.items()}
+        running[name] = subprocess.Popen(
+            [sys.executable, "-m", "ddp_tutorial", *words.split()],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | set_,
+            cwd=tmp_path / name,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    try:
+        told = {name: (*each.communicate(timeout=100), each.returncode) for name, each in running.items()}
+    finally:
+        for each in running.values():
+            each.kill()
+            each.wait()
+    for name, (out, error, code) in told.items():
+        assert code == 2, (name, error)
+        [said] = [line for line in (out + error).splitlines() if not line.startswith("rank 0 of 2 on ")]
+        assert said.startswith("error: "), (name, said)
+        assert REFUSED[name][2] in said, (name, said)
+        assert not list((tmp_path / name).iterdir()), name
+
+
 def command(*args: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "ddp_tutorial", *args]
