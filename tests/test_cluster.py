@@ -396,15 +396,20 @@ def weights(folder: Path, name: str) -> bytes:
     return (folder / "runs" / name / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("shared", [True, False])
 def test_one_host_goes_on_where_two_have_stopped_and_ends_with_the_bits_of_one_undisturbed(
-    two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: bool, allowed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    saving = ("checkpoint.every=3", "schedule_steps=6", "warmup_steps=2")
-    two.launch(trained, settings("name=two", "steps=3", *saving))
+    """With a folder for each host, the first one has the checkpoints."""
+    saving = ("checkpoint.every=3", f"checkpoint.shared={str(shared).lower()}", "schedule_steps=6", "warmup_steps=2")
+    with Cluster(2, "1gbit", folder=tmp_path, shared_folder=shared) as two:
+        two.launch(trained, settings("name=two", "steps=3", *saving))
+        first = two.folders[0]
+    monkeypatch.chdir(first)
     for name, going_on in (("two", ["resume=auto", "resume_allow=[steps]"]), ("one", [])):
         launch(trained, 2, settings(f"name={name}", *saving, *going_on), device="cpu", threads=1, echo=False)
-    assert weights(tmp_path, "two") == weights(tmp_path, "one")
+    assert weights(first, "two") == weights(first, "one")
+    assert not list(tmp_path.glob("n1/runs/two/checkpoints"))
 
 
 def test_hosts_that_share_no_folder_train_and_are_refused_checkpoints(allowed: None, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ddp_tutorial.checkpoint.components import Component, StateOf
 from ddp_tutorial.checkpoint.manifest import folders, name_of
 from ddp_tutorial.checkpoint.resuming import find_start
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.local.rounds import LocalConfig
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.samples import ArrowShards, TokenBlocks, write_arrow
 from ddp_tutorial.sharding.sources import make_source
@@ -183,3 +184,83 @@ def test_auto_refuses_to_begin_anew_where_there_are_checkpoints_and_none_is_vali
     assert "step_00000001/model.safetensors has 0 bytes" in told
     assert "step_00000002/model.safetensors has 0 bytes" in told
     assert told.endswith("To begin anew, use another name, or move mine/checkpoints away.")
+
+
+# ------------------------------------------------------------------------------------- rank 0 keeps them for all
+
+KEPT = TASK.model_copy(
+    update={
+        "corpus": "stories:40",
+        "checkpoint": CheckpointConfig(every=1, shared=False),
+        "schedule_steps": 4,
+        "resume": "auto",
+        "resume_allow": ["steps"],
+        "tensorboard": False,
+    }
+)
+BEHIND = CheckpointConfig(every=1, shared=False, background=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    # in the middle of whose rounds each rank has a model and an optimizer of its own
+    "local_sgd": {"strategy": "local_sgd", "local": LocalConfig(round=2), "checkpoint": BEHIND},
+}
+
+
+def life(world: World, name: str, steps: int, **other: Any) -> str:
+    return train(world, KEPT.model_copy(update={"name": name, "steps": steps, **other})).weights
+
+
+def contents() -> set[str]:
+    return {str(path) for path in Path("runs").rglob("*")}
+
+
+def kept(world: World) -> dict[str, Any]:
+    """What each rank is told in a folder of its own; then both change places."""
+    os.chdir(f"node{world.rank}")
+    told: dict[str, Any] = {}
+    for name, other in KINDS.items():
+        life(world, name, 3, **other)
+        told[f"{name}: checkpoints"] = Path("runs", name, "checkpoints").exists()
+        told[f"{name}: went on"] = life(world, name, 4, **other)
+    life(world, "on_one", 2)
+    before = contents()
+    told["pieces"] = error_of(lambda: life(world, "pieces", 2, strategy="zero1"))
+    if world.rank == 1:
+        shutil.copytree("../node0/runs/ddp/checkpoints", "later/checkpoints")
+    told["later"] = error_of(lambda: find_start(world, Path("later"), "auto", {}, shared=False))
+    told["shared"] = error_of(lambda: life(world, "ddp", 4, checkpoint=CheckpointConfig(every=1)))
+    told["changed"] = contents() ^ before
+    os.chdir(f"../node{1 - world.rank}")
+    all_gather(world, None)
+    before = contents()
+    told["places"] = error_of(lambda: life(world, "ddp", 4))
+    told["changed there"] = contents() ^ before
+    return told
+
+
+def undisturbed(world: World) -> dict[str, str]:
+    os.chdir("node0")
+    whole = {name: life(world, f"{name}-whole", 4, **other) for name, other in KINDS.items()}
+    return whole | {"on_one": life(world, "on_one", 4, checkpoint=CheckpointConfig(every=1))}
+
+
+def test_rank_0_keeps_checkpoints_for_nodes_that_share_no_folder_and_runs_go_on_there_and_on_its_node_alone(
+    workdir: Path,
+) -> None:
+    for rank in range(2):
+        (workdir / f"node{rank}").mkdir()
+    told = launch(kept, 2, device="cpu", echo=False, timeout=100)
+    whole = launch(undisturbed, 2, device="cpu", echo=False, timeout=60)[0]
+    assert whole["on_one"] == whole["ddp"]
+    for rank, each in enumerate(told):
+        for name in KINDS:
+            assert each[f"{name}: went on"] == whole[name], name
+            assert each[f"{name}: checkpoints"] == (rank == 0)
+        assert each["pieces"].startswith("ConfigError: 'checkpoint.shared' false: each rank has a piece of 'optimizer'")
+        assert each["later"].startswith("ConfigError: rank 1 has step_00000004 of later on its disk, and rank 0,")
+        assert each["shared"].startswith("ConfigError: rank 1 does not see runs/ddp, where checkpoints are to be saved")
+        assert each["places"].startswith("ConfigError: runs/ddp has logs of other ranks, and nothing of rank 0: ")
+        assert (each["changed"], each["changed there"]) == (set(), set()), "a refused command changes nothing"
+    assert not list(workdir.glob("node1/runs/*/checkpoints"))
+    files = {path.name for path in (workdir / "node0/runs/ddp/checkpoints" / name_of(4)).iterdir()}
+    assert {"rng.rank_0.pt", "rng.rank_1.pt"} <= files

@@ -14,6 +14,9 @@ A component is anything with `state_dict` and `load_state_dict`. Which ranks hav
     sharded      each rank has a piece of every tensor (DTensor, as FSDP makes them), or some of the tensors whole; in a
                  world of another size it has other ones
 
+Each writes into the same folder. Where ranks are on hosts that share no disk, rank 0 writes and reads for all, with
+`shared=False`: states go to it, and from it, over the network.
+
 All ranks agree on every step of saving and loading: if one fails, all raise, and the earlier checkpoints stay as they
 were. Files are compared with the manifest before anything is restored, and only tensors and plain values are read:
 nothing in a checkpoint is executed.
@@ -26,12 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ddp_tutorial.checkpoint.components import Component, OtherWorld, State, require_even_nodes
+from ddp_tutorial.checkpoint.components import Component, OtherWorld, State, require_even_nodes, require_whole
 from ddp_tutorial.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
@@ -57,10 +60,13 @@ from ddp_tutorial.checkpoint.storage import (
     write_shards,
     write_state,
 )
-from ddp_tutorial.collectives import all_gather, any_rank, decided_by_rank_zero, from_rank_zero
+from ddp_tutorial.collectives import all_gather, any_rank, decided_by_rank_zero, from_rank_zero, to_rank_zero
 from ddp_tutorial.files import about_to, remove, replace_directory, unfinished, without_nan, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group
+
+Found = TypeVar("Found")
+Parts = dict[tuple[str, int], State]  # the component's name and the rank whose state it is
 
 
 class Checkpointer:
@@ -68,7 +74,8 @@ class Checkpointer:
 
     Keeps the `keep_last` newest valid checkpoints and the `keep_best` best by `metric` (see `Retention`); `check` is
     how thoroughly replicated state is compared between ranks (see `assert_replicated`), `config` what the manifest
-    records of the run.
+    records of the run. With `shared=False` the folder is rank 0's alone, and others need not see it; raises
+    `ConfigError` then for components that are sharded.
     """
 
     def __init__(
@@ -84,11 +91,14 @@ class Checkpointer:
         keep_best: int = 0,
         metric: str = "eval_loss",
         mode: Mode = "min",
+        shared: bool = True,
     ) -> None:
         require_group(world)
+        if not shared:
+            require_whole(world, components)
         require_even_nodes(world, components)
         self.folder, self.components, self.world = folder, dict(components), world
-        self.config, self.check, self.background = dict(config or {}), check, background
+        self.config, self.check, self.background, self.shared = dict(config or {}), check, background, shared
         self.retention = Retention(folder, keep_last, keep_best, metric, mode)
         self._pending: _Writer | None = None
         self._memory: list[Any] = []
@@ -108,8 +118,8 @@ class Checkpointer:
         self.finish()
         self.close()
         with phase("save: copy" if self.background else "save: collect"):
-            states, sharded = self._states()
-        writer = _Writer(self, step, without_nan(metrics or {}), states)
+            parts, sharded = self._parts()
+        writer = _Writer(self, step, without_nan(metrics or {}), parts)
         try:
             writer.write_sharded(sharded)
         except CheckpointError:
@@ -167,7 +177,7 @@ class Checkpointer:
             self._pending = None
         self.retention.close()
 
-    def _states(self) -> tuple[dict[str, State], dict[str, State]]:
+    def _parts(self) -> tuple[Parts, dict[str, State]]:
         """The states that this rank has to write, after the checks; those of sharded components apart."""
         states = {name: dict(component.thing.state_dict()) for name, component in self.components.items()}
         agreed(self.world, lambda: check_plain(states))
@@ -176,24 +186,33 @@ class Checkpointer:
                 if component.shared not in {"global", "sharded"} and self.world.size > 1:
                     assert_replicated(self.world, name, states[name], component.ranks_alike(self.world), self.check)
         sharded = {name: states.pop(name) for name, part in self.components.items() if part.shared == "sharded"}
-        owned = {
-            name: state
+        rank = self.world.rank
+        parts = {
+            (name, rank): state
             for name, state in states.items()
-            if self.world.rank % self.components[name].ranks_alike(self.world) == 0
+            if rank % self.components[name].ranks_alike(self.world) == 0
         }
-        return (self._copied(owned) if self.background else owned), sharded
+        if not self.shared:
+            parts = self._at_rank_zero(parts)
+        return (self._copied(parts) if self.background else parts), sharded
 
-    def _copied(self, states: dict[str, State]) -> dict[str, State]:
+    def _at_rank_zero(self, parts: Parts) -> Parts:
+        """The parts of all ranks on rank 0, which has most of them anyway, and none elsewhere."""
+        sent = {} if self.world.is_main else tree_map(lambda value: _copy(value, None), parts)
+        of_others = to_rank_zero(self.world, sent)
+        return {key: state for each in (parts, *of_others) for key, state in each.items()} if of_others else {}
+
+    def _copied(self, parts: Parts) -> Parts:
         """A copy on the CPU, in the memory of the last copy where it fits: new memory takes several times as long."""
-        values, structure = tree_flatten(states)
+        values, structure = tree_flatten(parts)
         before = self._memory if len(self._memory) == len(values) else [None] * len(values)
         self._memory = [_copy(value, old) for value, old in zip(values, before, strict=True)]
-        copied: dict[str, State] = tree_unflatten(self._memory, structure)
+        copied: Parts = tree_unflatten(self._memory, structure)
         return copied
 
     def _read(self, folder: Path, leave_out: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
         """Check the checkpoint and read what this rank needs of it; returns the calls that restore it."""
-        manifest = read_manifest(folder)
+        manifest = self._seen(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
         if unknown := set(leave_out) - set(known):
             raise CheckpointError(f"{sorted(unknown)[0]!r} is no component of this run: {', '.join(known)}")
@@ -206,8 +225,12 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{folder} has {name!r}, which this run has no use for; to go on without, leave it out by name"
                 )
-        read_verified(folder)  # which takes longer than all that could be wrong so far
+        self._seen(lambda: read_verified(folder))  # which takes longer than all that could be wrong so far
         return manifest, [self._restore(folder, manifest, name) for name in wanted]
+
+    def _seen(self, read: Callable[[], Found]) -> Found:
+        """What `read` finds on this rank's disk, or, where only rank 0 has the folder, on rank 0's: collective then."""
+        return read() if self.shared else decided_by_rank_zero(self.world, read)
 
     def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
         """The call that restores one component. Its file is read already; sharded tensors are read by the call itself,
@@ -219,14 +242,24 @@ class Checkpointer:
         if stored.shared == "sharded":
             return partial(load_shards, folder / name, thing)
         if len(stored.files) == self.world.size // alike:
-            return partial(thing.load_state_dict, read_state(folder / stored.files[self.world.rank // alike].path))
+            [state] = self._states(folder, stored, [self.world.rank // alike])
+            return partial(thing.load_state_dict, state)
         if not isinstance(thing, OtherWorld):
             raise CheckpointError(
                 f"{name!r} is {stored.shared}: {folder} has it for {manifest.world_size} ranks, and it cannot be "
                 f"given to {self.world.size}. To go on without, leave it out by name."
             )
-        states = [read_state(folder / file.path) for file in stored.files]
+        states = self._states(folder, stored, range(len(stored.files)))
         return partial(thing.load_from_other_world, states, manifest.step)
+
+    def _states(self, folder: Path, stored: StoredComponent, wanted: Sequence[int]) -> list[State]:
+        """The states in those files of a component, by their places in the list. What rank 0 reads for all comes one
+        file at a time, and each rank keeps what it wants."""
+        read = [partial(read_state, folder / file.path) for file in stored.files]
+        if self.shared:
+            return [read[place]() for place in wanted]
+        states = ((place, self._seen(each)) for place, each in enumerate(read))
+        return [state for place, state in states if place in wanted]
 
 
 class _Writer:
@@ -235,11 +268,9 @@ class _Writer:
     `run` may be in a thread, so it enters no collective; `write_sharded` and `publish` do, in the main thread.
     """
 
-    def __init__(
-        self, checkpointer: Checkpointer, step: int, metrics: dict[str, Any], states: dict[str, State]
-    ) -> None:
+    def __init__(self, checkpointer: Checkpointer, step: int, metrics: dict[str, Any], parts: Parts) -> None:
         self.checkpointer, self.world = checkpointer, checkpointer.world
-        self.step, self.metrics, self.states = step, metrics, states
+        self.step, self.metrics, self.parts = step, metrics, parts
         self.path = checkpointer.folder / name_of(step)
         self.temporary: Path = from_rank_zero(self.world, unfinished(self.path))
         self.shards: dict[str, list[Path]] = {}
@@ -270,34 +301,36 @@ class _Writer:
     def run(self) -> None:
         """Write this rank's files, and wait until they have reached the disk. `publish` raises the error, if any."""
         try:
-            about_to("write", self.temporary)
-            self.temporary.mkdir(parents=True, exist_ok=True)
+            if self.world.is_main or self.checkpointer.shared:
+                about_to("write", self.temporary)
+                self.temporary.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor() as pool:  # while one file is hashed, the next one is written
-                records = [(name, pool.submit(self._record, path)) for name, path in self._write()]
+                records = [(name, pool.submit(self._record, rank, path)) for name, rank, path in self._write()]
             for name, record in records:
                 self.files.setdefault(name, []).append(record.result())
         except Exception as error:
             self.error = error
         self.done = True
 
-    def _write(self) -> Iterator[tuple[str, Path]]:
-        """The name and path of each of this rank's files, as soon as it is written; shards have been written before."""
+    def _write(self) -> Iterator[tuple[str, int, Path]]:
+        """The component's name, the rank whose state it is and the path of each of this rank's files, as soon as it is
+        written; shards have been written before."""
         for name, paths in self.shards.items():
             for path in paths:
-                yield name, path
-        for name, state in self.states.items():
+                yield name, self.world.rank, path
+        for (name, rank), state in self.parts.items():
             alike = self.checkpointer.components[name].ranks_alike(self.world)
-            stem = name if alike == self.world.size else f"{name}.rank_{self.world.rank}"
+            stem = name if alike == self.world.size else f"{name}.rank_{rank}"
             with phase("save: write"):
                 path = write_state(self.temporary / stem, state)
-            yield name, path
+            yield name, rank, path
 
-    def _record(self, path: Path) -> StoredFile:
+    def _record(self, rank: int, path: Path) -> StoredFile:
         """Wait until a file has reached the disk, and return what the manifest says of it."""
         with phase("save: sync"):
             sha256 = sync_and_hash(path)
         where = path.relative_to(self.temporary).as_posix()
-        return StoredFile(path=where, rank=self.world.rank, nbytes=path.stat().st_size, sha256=sha256)
+        return StoredFile(path=where, rank=rank, nbytes=path.stat().st_size, sha256=sha256)
 
     def publish(self) -> None:
         """When all ranks have written: add the manifest, then rename the folder. If one has failed, remove it all."""

@@ -10,6 +10,7 @@ import torch
 
 from ddp_tutorial.checkpoint.manifest import CheckpointError
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
 
 Shared = Literal["replicated", "global", "per_rank", "per_node", "per_group", "sharded"]
@@ -87,6 +88,16 @@ def require_even_nodes(world: World, components: Mapping[str, Component]) -> Non
     sizes = sorted(set(all_gather(world, world.local_size))) if names else []
     if len(sizes) > 1:
         raise ValueError(f"{names[0]!r} is per_node, but some machines have {sizes[0]} ranks, and some {sizes[-1]}")
+
+
+def require_whole(world: World, components: Mapping[str, Component]) -> None:
+    """Raise `ConfigError` where a component is sharded, of which rank 0 does not write and read for all."""
+    names = [name for name, component in components.items() if component.shared == "sharded"]
+    if names and world.size > 1:
+        raise ConfigError(
+            f"'checkpoint.shared' false: each rank has a piece of {names[0]!r}, and rank 0 keeps whole states only. "
+            "Use checkpoint.shared=true, on a disk that all nodes share, or a strategy whose ranks have the whole state"
+        )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,10 @@ _PIECE = 1 << 20  # bytes that are read at a time
 
 
 # What to do where ranks see different folders.
-SHARE = "Start all ranks in the same folder, on a disk that all nodes share."
+SHARE = (
+    "Start all ranks in the same folder, on a disk that all nodes share, or let rank 0 write and read for all: "
+    "checkpoint.shared=false."
+)
 
 
 class CheckpointError(FailedError):
@@ -42,7 +45,7 @@ class _Record(BaseModel):
 
 
 class StoredFile(_Record):
-    """One file of a checkpoint: its path in the folder, the rank that wrote it, its size and its sha256."""
+    """One file of a checkpoint: its path in the folder, the rank whose state it is, its size and its sha256."""
 
     path: str
     rank: int
@@ -51,7 +54,7 @@ class StoredFile(_Record):
 
 
 class StoredComponent(_Record):
-    """One component: how ranks shared it (see `Component`), and its files in the order of the ranks that wrote them."""
+    """One component: how ranks shared it (see `Component`), and its files in the order of their ranks."""
 
     shared: str
     span: int

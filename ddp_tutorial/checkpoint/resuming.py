@@ -12,6 +12,7 @@ from ddp_tutorial.checkpoint.manifest import (
     SHARE,
     differences,
     folders,
+    latest,
     read_manifest,
     read_verified,
     verify,
@@ -59,7 +60,9 @@ class Start:
     passed_over: tuple[str, ...] = ()
 
 
-def find_start(world: World, run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str] = ()) -> Start:
+def find_start(
+    world: World, run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str] = (), *, shared: bool = True
+) -> Start:
     """Where to go on, as rank 0 finds it. Collective; it reads only, so that what is refused has changed nothing.
 
     With `resume` "auto" it is the newest valid checkpoint of `run`. Otherwise `resume` is the path of a checkpoint, or
@@ -67,14 +70,31 @@ def find_start(world: World, run: Path, resume: str, config: Mapping[str, Any], 
 
     Raises `ConfigError` where that path has none; where `run` has checkpoints and none is valid; where another rank
     does not find the checkpoint; and where it was made with other settings that change what is computed, unless `allow`
-    names them ("model" allows all that is in it, such as "model.width").
+    names them ("model" allows all that is in it, such as "model.width"). With `shared=False` other ranks need not find
+    it, for rank 0 reads it for all; but none may have newer ones of `run` than rank 0.
     """
     if resume == "never":
         return Start()
+    if not shared and resume == "auto":
+        _require_newest(world, run)
     start = decided_by_rank_zero(world, lambda: _start(run, resume, config, allow))
-    if start.checkpoint is not None:
+    if start.checkpoint is not None and shared:
         _require_seen(world, start.checkpoint)
     return start
+
+
+def _require_newest(world: World, run: Path) -> None:
+    """Raise `ConfigError`, on all ranks, where another one has a later checkpoint of `run` on its disk than rank 0:
+    rank 0 was on that host then, and would now take steps once more that have been taken. Collective."""
+    newest = latest(run / CHECKPOINTS)
+    of_ranks = all_gather(world, newest.name if newest is not None else "")
+    later = [rank for rank, name in enumerate(of_ranks) if name > of_ranks[0]]
+    if later:
+        raise ConfigError(
+            f"rank {later[0]} has {of_ranks[later[0]]} of {run} on its disk, and rank 0, which keeps the checkpoints "
+            f"with checkpoint.shared=false, has {of_ranks[0] or 'none'}. Start rank 0 on that host, or use another "
+            "name."
+        )
 
 
 def _require_seen(world: World, folder: Path) -> None:

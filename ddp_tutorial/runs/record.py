@@ -53,6 +53,21 @@ def open_folder(world: World, name: str, label: str, *, again: bool, shared: boo
     return folder
 
 
+def require_rank_zeros(world: World, name: str) -> None:
+    """Raise `ConfigError`, on all ranks, where the folder of that name on rank 0's disk has been that of another rank:
+    the run, and its checkpoints, are on another host. Collective."""
+
+    def look() -> None:
+        folder = RunFolder(RUNS / name)
+        if not folder.exists() and any(folder.path.glob("rank_*.log")):
+            raise ConfigError(
+                f"{folder.path} has logs of other ranks, and nothing of rank 0: it was on another host, whose disk has "
+                "the checkpoints. Start rank 0 there, or use another name."
+            )
+
+    decided_by_rank_zero(world, look)
+
+
 def _not_seeing(world: World, folder: Path) -> list[str]:
     """The ranks that do not find in `folder` what rank 0 has just put there. That there is one of its name says little:
     each node may have its own, of an earlier run. Collective."""

@@ -44,6 +44,7 @@ class CheckpointConfig(Config):
     keep_last: int = Field(2, ge=1)
     check: Check = Field("tensor", description="that ranks are equal before it is written; none, quick, tensor, full")
     background: bool = Field(False, description="training waits for a copy in memory only, not for the disk")
+    shared: bool = Field(True, description="all ranks see the folder; if not, rank 0 writes and reads for all of them")
 
 
 class BestConfig(Config):

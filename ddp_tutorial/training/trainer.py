@@ -21,7 +21,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import LOSS, Loss
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
-from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf
+from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf, require_whole
 from ddp_tutorial.checkpoint.resuming import Start, find_start
 from ddp_tutorial.collectives import any_rank, assert_same, digest
 from ddp_tutorial.config import ConfigError
@@ -30,7 +30,7 @@ from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.rank import progress
 from ddp_tutorial.rng import reseed, seed_of
 from ddp_tutorial.runs.rank_logs import LOG
-from ddp_tutorial.runs.record import RunRecord, open_folder
+from ddp_tutorial.runs.record import RunRecord, open_folder, require_rank_zeros
 from ddp_tutorial.sharding.samples import as_samples
 from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.sharding.sources import require_same_samples
@@ -95,6 +95,11 @@ class Trainer:
             require_same_samples(self.held_out, world, "held-out samples")
         torch.manual_seed(seed_of(config.seed, world.rank))  # different on every rank: so is dropout
         self.settings = config.model_dump(mode="json")
+        options = config.checkpoint
+        if not options.shared:  # what rank 0 cannot do for all is refused before there is a folder
+            require_whole(world, self.train_step.components())
+            if config.resume == "auto":
+                require_rank_zeros(world, config.name)
         # Before there is a folder; of a run that goes on in its own, when that is locked.
         self.start = Start() if config.resume == "auto" else self.look()
         self.run = open_folder(
@@ -102,7 +107,7 @@ class Trainer:
             config.name,
             config.label,
             again=config.resume == "auto",
-            shared=bool(config.checkpoint.every),
+            shared=bool(options.every) and options.shared,
         )
         self.record = RunRecord(
             world, self.run, self.settings, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
@@ -112,7 +117,6 @@ class Trainer:
         self.profiler = StepProfiler(world, self.run, first, min(last, config.steps), self.train_step.strategy.link)
         self.stopping = Stopping(world, self.run)
         self.requested: Answer = ""
-        options = config.checkpoint
         self.checkpoints = Checkpointer(
             self.run.checkpoints,
             self.components(),
@@ -121,6 +125,7 @@ class Trainer:
             check=options.check,
             background=options.background,
             keep_last=options.keep_last,
+            shared=options.shared,
         )
 
     @property
@@ -179,7 +184,8 @@ class Trainer:
     def look(self) -> Start:
         """Where the config says that the run goes on. Raises `ConfigError` where it cannot; nothing is touched."""
         config = self.config
-        return find_start(self.world, RUNS / config.name, config.resume, self.settings, config.resume_allow)
+        run, shared = RUNS / config.name, config.checkpoint.shared
+        return find_start(self.world, run, config.resume, self.settings, config.resume_allow, shared=shared)
 
     def resume(self) -> None:
         """Go on from where `look` has found that it can; without a checkpoint there, from the beginning."""
