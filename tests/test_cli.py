@@ -56,7 +56,8 @@ def test_a_run_that_is_checked_ends_with_the_same_weights_and_one_that_goes_wron
     assert weights_of(Path("runs/checked")) == weights_of(Path("runs/plain"))
     assert json.loads(Path("runs/checked/result.json").read_text())["checks"] == []
     done = run(*task, "name=broken", "--check", "--fault", "corrupt rank=1 step=4 phase=update")
-    assert (done.returncode, done.stdout) == (1, "")
+    said = "[rank 0] a fault on purpose: corrupt on rank 1 in step 4, at update\n"
+    assert (done.returncode, done.stdout) == (1, said)
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     differs = r"the replicas have drifted apart: [\w.]+ is not the same on all ranks, ranks 0 and 1 differ"
     message = rf"step 4: {differs} \(seen in step 10\)"
