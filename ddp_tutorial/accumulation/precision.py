@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -73,6 +74,15 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not tensors:
         return torch.tensor(0.0)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+
+
+def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
+    """The norm of all elements that the `ranks` ranks of `group` hold in their `tensors`, each element counted where it
+    is held; the same on all of them. None is the group of all ranks. Collective."""
+    squares = total_norm(tensors).to(device, torch.float64).square()
+    if ranks > 1:
+        dist.all_reduce(squares, group=group)
+    return squares.sqrt().float()
 
 
 class Precision:

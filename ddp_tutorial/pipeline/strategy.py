@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import Loss, Totals
-from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.precision import Precision, total_norm_over
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.checkpoint.components import State
 from ddp_tutorial.config import ConfigError
@@ -70,10 +69,7 @@ class PipelineStrategy:
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The squares of all elements add up; those of a tied parameter count on one of its ranks."""
         once = [p.grad for name, p in self.pipeline.named.items() if p.grad is not None and self._is_first(name)]
-        squares = get_total_norm(once).to(torch.float64).square()
-        if self.group is not None:
-            dist.all_reduce(squares, group=self.group)
-        return squares.sqrt().float()
+        return total_norm_over(once, self.group, self.config.ranks, self.world.device)
 
     @torch.no_grad()
     def sync_buffers(self) -> None:

@@ -6,12 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
-from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.accumulation.precision import Precision, total_norm_over
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
@@ -120,10 +118,7 @@ class Sharded(ABC):
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The squares of all elements add up, whoever of the ranks of a copy has them."""
-        squares = get_total_norm(gradients).to(self.world.device, torch.float64).square()
-        if self.shards.size > 1:
-            dist.all_reduce(squares, group=self.shards.inside)
-        return squares.sqrt().float()
+        return total_norm_over(gradients, self.shards.inside, self.shards.size, self.world.device)
 
     def sync_buffers(self) -> None:
         broadcast_tensors(self.world, list(self.module.buffers()))
