@@ -299,23 +299,28 @@ def test_a_job_on_two_nodes_that_is_preempted_twice_and_signalled_ends_with_the_
     cluster: slurm.Slurm, workdir: Path
 ) -> None:
     (workdir / "job.yaml").write_text(CONFIG)
-    whole = launch_training(load("job.yaml", TaskConfig, ["name=whole"]), echo=False, threads=1)
-    number = submitted(cluster)
+    whole = launch_training(load("job.yaml", TaskConfig, ["name=whole", "steps=400"]), echo=False, threads=1)
+    number = submitted(
+        cluster, "steps=400", "faults=[delay rank=0 step=20 seconds=4]"
+    )  # of each life: there Slurm catches up
     run = workdir / "runs" / f"slurm-{number}"
     output = workdir / "runs" / f"slurm-{number}.out"
 
-    for life, (steps, end) in enumerate([(5, preempt), (45, signal_it), (85, preempt)], 1):
-        until_trained(cluster, number, run, steps)
+    taken = 0
+    for life, end in enumerate([preempt, signal_it, preempt], 1):
+        until_trained(cluster, number, run, taken + 10)  # in this life, so that its ranks listen to signals
         end(cluster, number)
+        cluster.until_state(number, "PENDING")
+        taken = json.loads((run / "result.json").read_text())["step"]
         cluster.start_again(number, life)
     cluster.until_state(number, "COMPLETED")
 
     told = json.loads((run / "result.json").read_text())
     assert (told["status"], told["world_size"], told["metrics"]["weights"]) == ("finished", 2, whole.weights)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 151))
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 401))
     said = output.read_text()
-    stopped = [int(step) for step in re.findall(r"^stopped after step (\d+) of 150", said, re.M)]
+    stopped = [int(step) for step in re.findall(r"^stopped after step (\d+) of 400", said, re.M)]
     went_on = [int(step) for step in re.findall(r"going on after step (\d+)", said)]
     assert len(stopped) == 3, said
     assert stopped == sorted(set(stopped)) == went_on, said
