@@ -22,9 +22,9 @@ the others hear in the next step.
 
 What takes longer is done now and then, or after an alarm: `NonFinite` and `ReplicaDrift` say what is found later for
 that. Outside of the block no hook is attached, and there is no cost. Inside there is: the default set made a step of
-45 ms 2.0 % longer in the median of fourteen repeats, and one of 4 ms 17 % (two ranks on two cores, 0.8 million
-parameters in the first; single repeats were off by several percent). `python -m ddp_tutorial bench debug` measures what
-each detector costs, and all together.
+45 ms 1.7 to 3.6 % longer in four runs, each the median of seven or nine repeats, and one of 4 ms about 17 % (two ranks
+on two cores, 0.8 million parameters in the first; single repeats were off by several percent). `python -m ddp_tutorial
+bench debug` measures what each detector costs, and all together.
 """
 
 import logging
