@@ -192,7 +192,8 @@ def test_a_number_is_the_sum_of_its_parts_the_first_two_of_12_bits(number: float
 
 def test_a_number_that_float32_does_not_hold_is_no_number_in_the_end_and_no_warning() -> None:
     carrier = Carrier(room=2, ranks=1, device=torch.device("cpu"))
-    carrier.load(torch.ones((), requires_grad=True), [1e300, 5.0]).backward()
+    carrier.load([1e300, 5.0])
+    carrier.backward(torch.ones((), requires_grad=True))
     huge, other = carrier.sums()
     assert not math.isfinite(huge)
     assert other == 5

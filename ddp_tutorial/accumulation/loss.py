@@ -171,15 +171,16 @@ class StepLoss:
 
         self._summed = summed
 
-    def send_with(self, carrier: Carrier, part: torch.Tensor, votes: float = 0.0) -> torch.Tensor:
-        """In place of `reduce`: let them travel with the gradients of `part`, what the last forward gave. Returns that
-        of which backward is to be called. On two cores, an all-reduce of their own takes a tenth of a short step."""
+    def send_with(self, carrier: Carrier, votes: float = 0.0) -> None:
+        """In place of `reduce`: let them travel with the gradients, in the carrier's backward. On two cores, an
+        all-reduce of their own takes a tenth of a short step."""
         numbers = self._numbers(votes)
         if len(numbers) > carrier.room:
             self.reduce(votes)
-            return carrier.load(part, [])
-        self._summed = carrier.sums
-        return carrier.load(part, numbers)
+            numbers = []
+        else:
+            self._summed = carrier.sums
+        carrier.load(numbers)
 
     def _numbers(self, votes: float) -> list[Number]:
         return [*(value for pair in self._parts.values() for value in pair), votes]

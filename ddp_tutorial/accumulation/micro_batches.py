@@ -78,12 +78,13 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], vote
             with phase("forward"):
                 # Gradients are averaged over ranks, which divides by their number; this is a part of a sum.
                 part = loss.forward(model, batch, times=model.world.size)
-            if is_last and model.carrier:
-                part = loss.send_with(model.carrier, part, votes)
+            carrier = model.carrier if is_last else None
+            if carrier:
+                loss.send_with(carrier, votes)
             elif is_last:
                 loss.reduce(votes)
             with phase("backward"):
-                part.backward()
+                (carrier or torch.Tensor).backward(part)
     with phase("finish"):
         model.finish()
         return loss.finish(parameter for _, parameter in model.trainable)

@@ -30,7 +30,8 @@ class Carrier:
     ddp = DistributedDataParallel(module)      # it takes the parameter for one of the model's
     carrier.leave(module)
 
-    carrier.load(loss(ddp(batch)), numbers).backward()
+    carrier.load(numbers)
+    carrier.backward(loss(ddp(batch)))
     carrier.sums()                             # of all ranks
     """
 
@@ -62,15 +63,9 @@ class Carrier:
         """Be none of its parameters any more: its state and its optimizer are the model's own."""
         del module._parameters[_NAME]  # delattr would ask the inner module of a compiled one
 
-    def load(self, loss: torch.Tensor, numbers: Sequence[float | torch.Tensor]) -> torch.Tensor:
-        """`loss` as it is; its backward, the one in which ranks talk, takes `numbers` along, as float64.
-
-        They are the gradient of the parameter, since its product with them, which is 0, is added to the loss.
-        """
+    def load(self, numbers: Sequence[float | torch.Tensor]) -> None:
+        """Take `numbers` along with the next `backward`, as float64."""
         self._count = len(numbers)
-        self._parameter.grad = None  # of a step before
-        if not loss.requires_grad:  # backward will say so
-            return loss
         here = slice(1, 1 + _PARTS * len(numbers))
         if self._on_cpu is not None:  # a tenth of the time that operations take, on tensors so small
             with np.errstate(over="ignore"):  # what float32 does not hold is an infinity, as on a GPU
@@ -78,7 +73,12 @@ class Carrier:
         elif numbers:
             parts = torch.stack(_in_parts(as_vector(numbers, self._gradient.device)), dim=1)
             self._gradient[here] = parts.flatten() * self.ranks
-        return loss + torch.dot(self._parameter, self._gradient)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()`, in which the ranks talk, from one more tensor on: the parameter, whose gradient the
+        numbers are."""
+        self._parameter.grad = None  # of a step before
+        torch.autograd.backward([loss, self._parameter], [None, self._gradient])
 
     def sums(self) -> list[float]:
         """Of the numbers of all ranks, after that backward.
