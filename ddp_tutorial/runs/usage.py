@@ -1,5 +1,7 @@
 """What each rank uses: memory, and seconds by phase. Whoever is slow, or grows, has a name."""
 
+import math
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +15,7 @@ from ddp_tutorial.runs.summaries import straggler
 from ddp_tutorial.world import World
 
 MB = 1e6
+_EVERY = 0.2  # seconds: to ask the system takes a tenth of a short step
 
 
 class Usage:
@@ -24,14 +27,22 @@ class Usage:
         self._before: Counter[str] = Counter()  # seconds by phase, until they were brought together last
         self._since: Counter[str] = Counter()  # and since then
         self._peak_mb = 0.0
+        self._looked = -math.inf
         self._warned = False
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """The seconds of one step, by phase."""
         self._since.update(seconds)
 
-    def watch_memory(self) -> float:
-        """The megabytes that this process has now, with a warning, once, where that is more than the limit."""
+    def watch_memory(self) -> None:
+        """Look, a few times a second at most, how much memory this process has; with a warning, once, where that is
+        more than the limit."""
+        if time.monotonic() - self._looked > _EVERY:
+            self._memory()
+
+    def _memory(self) -> float:
+        """The megabytes that this process has now."""
+        self._looked = time.monotonic()
         used = self._process.memory_info().rss / MB
         self._peak_mb = max(self._peak_mb, used)
         if self.limit_mb and used > self.limit_mb and not self._warned:
@@ -49,11 +60,11 @@ class Usage:
         """Of all ranks: memory now, and seconds by phase since the last call. Collective."""
         since, self._since = self._since, Counter()
         self._before.update(since)
-        return self._gather(self.watch_memory(), since)
+        return self._gather(self._memory(), since)
 
     def of_ranks_in_all(self) -> dict[str, Any]:
         """Of all ranks, over the whole run: the most memory, seconds by phase, and who was slow. Collective."""
-        self.watch_memory()
+        self._memory()
         seconds = self._before.copy()
         seconds.update(self._since)  # `+` would leave out what took no time
         used = self._gather(self._peak_mb, seconds)

@@ -1,6 +1,7 @@
 """Stop early, all ranks at the same step: on a signal, because somebody has asked for it, or for lack of progress."""
 
 import math
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -37,7 +38,7 @@ class Stopping:
         """This rank's. Rank 0 alone reads what was asked for: 1 to stop, 2 to save first. A signal may come to any."""
         if self.signalled:
             return _SIGNAL
-        if self.world.is_main and self.request.exists():
+        if self.world.is_main and os.path.exists(self.request):  # noqa: PTH110  # in a sixth of the time of Path's
             return _SAVE if self.request.read_text().strip() == "save" else _STOP
         return 0
 
