@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.experiments.arms import by_repeat, take_turns
+from ddp_tutorial.experiments.arms import by_repeat, in_turn, seconds_of
 from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.corpus import load_corpus
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT
-from ddp_tutorial.training.optimization import make_optimizer, make_scheduler
+from ddp_tutorial.training.optimization import make_scheduler
 from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World
 
@@ -52,7 +52,12 @@ def _alternate(world: World, config: TaskConfig, repeats: int, steps: int) -> Sa
         trainer = make_trainer(config, world)
         arms: dict[str, Callable[[], object]] = {"trainer": trainer.step, "bare": _bare_loop(world, config)}
         with observe(trainer.record.watch):
-            turns = take_turns(world, arms, config.log_every, repeats * steps // config.log_every)
+            # No stopwatch of the turn's own, as `take_turns` has: a loop without phases would not pay for it.
+            turns = in_turn(
+                arms,
+                repeats * steps // config.log_every,
+                lambda arm: {"step": seconds_of(world, arm, config.log_every)},
+            )
         trainer.log.close()
     return {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}
 
@@ -64,7 +69,15 @@ def _bare_loop(world: World, config: TaskConfig) -> Callable[[], object]:
     tokens = load_corpus(config.corpus).train
     model = GPT(**config.model.model_dump())
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = make_optimizer(model, config)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=config.peak_learning_rate,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
     scheduler = make_scheduler(optimizer, config)
     order = torch.randperm((len(tokens) - 1) // context)[world.rank :: world.size]
     window = torch.arange(context + 1)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.training.adamw import AdamW
 from ddp_tutorial.training.config import TrainConfig
 
 Optimizer = torch.optim.Optimizer
@@ -21,7 +22,7 @@ OptimizerLike = Optimizer | Callable[[nn.Module], Optimizer]
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True),  # Loshchilov & Hutter, 2019
+    "adamw": partial(AdamW, betas=(0.9, 0.95)),
     "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
 }
 
