@@ -16,18 +16,22 @@ def seed_of(*entropy: int) -> int:
 
     Do not add them up: with seed + rank, rank 1 of one run draws the same as rank 0 of the next.
     """
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    return _seeds_of(entropy, 1)[0]
+
+
+def _seeds_of(entropy: tuple[int, ...], count: int) -> list[int]:
+    """Several, the first of which is `seed_of`'s: mixing takes longer than all else, so it is done once."""
+    return np.random.SeedSequence(entropy).generate_state(count).tolist()
 
 
 def reseed(*entropy: int) -> None:
     """Seed torch (on all devices), NumPy and Python, each differently, from `entropy` alone."""
-    torch.manual_seed(seed_of(*entropy))
-    _reseed_numpy_and_python(*entropy)
+    _reseed(torch.manual_seed, entropy)
 
 
-def _reseed_numpy_and_python(*entropy: int) -> None:
-    np.random.seed(seed_of(*entropy, 1))
-    random.seed(seed_of(*entropy, 2))
+def _reseed(torchs: Callable[[int], object], entropy: tuple[int, ...]) -> None:
+    for seed, each in zip(_seeds_of(entropy, 3), (torchs, np.random.seed, random.seed), strict=True):
+        each(seed)
 
 
 @contextmanager
@@ -45,8 +49,7 @@ def seeded_rng(*entropy: int, device: torch.device | None = None) -> Iterator[No
     before = torch.default_generator.get_state()
     try:
         with _numpy_and_python_kept():
-            torch.default_generator.manual_seed(seed_of(*entropy))
-            _reseed_numpy_and_python(*entropy)
+            _reseed(torch.default_generator.manual_seed, entropy)
             yield
     finally:
         torch.default_generator.set_state(before)

@@ -223,6 +223,8 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
 
 def check_alike(rows: Sequence[Any], numbers: Sequence[int]) -> None:
     """Raise `ValueError` where a row has other columns or other types than the first; `numbers` are theirs."""
+    if all(isinstance(row, dict) for row in rows) and len({(*row, *map(type, row.values())) for row in rows}) == 1:
+        return  # as nearly always, and seen in a third of the time
     if found := _first_unlike(rows, numbers, _types):
         raise ValueError(f"{found}. The rows of a batch should be alike.")
 
