@@ -297,7 +297,7 @@ def _fails_without_samples(samples: int, rank: int, size: int, epoch: int) -> It
 
 
 # What the learner is shown, and what is kept back.
-RIGHT: dict[str, Deal] = {"every so manieth": _strided, "blocks": _in_blocks, "shuffled by epoch": _shuffled}
+RIGHT: dict[str, Deal] = {"round-robin": _strided, "blocks": _in_blocks, "shuffled by epoch": _shuffled}
 WRONG: dict[str, Deal] = {"all samples on all ranks": _everything, "padded": _padded, "dealt twice": _dealt_twice}
 UNSEEN_RIGHT: dict[str, Deal] = {"all to the last rank": _all_to_the_last, "by turns": _turns}
 UNSEEN_WRONG: dict[str, Deal] = {
