@@ -141,7 +141,10 @@ def names() -> list[str]:
 
 
 def find(source: str | Path) -> Path:
-    """The config file for `source`: a path to a YAML file, or the name of one of the package's configs."""
+    """The config file for `source`: a path to a YAML file, or the name of one of the package's configs.
+
+    Raises `ConfigError` where there is none.
+    """
     path = Path(source)
     if path.is_file():
         return path

@@ -192,7 +192,8 @@ def settle(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, if it is there, and all in it, as far as that goes."""
+    """Delete a file, or a folder with all in it, if it is there. What the system refuses to delete stays, without an
+    error."""
     with suppress(OSError):
         if path.exists():
             about_to("remove", path)
@@ -211,7 +212,8 @@ def clear_unfinished(folder: Path, name: str) -> None:
 def new_directory(parent: Path, name: str) -> Path:
     """Make and return `parent/name`, or where that exists `name-2`, `name-3` and so on. `name` may have slashes in it.
 
-    Two processes that call it at the same time get two folders.
+    Two processes that call it at the same time get two folders. Raises `FileExistsError` after 9,999 names that are
+    taken.
     """
     (parent / name).parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 10_000):

@@ -44,7 +44,7 @@ class Mesh(NamedTuple):
         return [list(column) for column in zip(*self.rows, strict=True)]
 
     def row_and_place(self, rank: int) -> tuple[int, int]:
-        """In which row a rank is, and at which place there."""
+        """The row in which a rank is, and its place in that row, both from 0."""
         return divmod(rank, self.span)
 
 

@@ -87,8 +87,9 @@ def _tell(name: str, *, entered: bool) -> None:
 class Stopwatch:
     """An observer that adds up the seconds spent in each phase. A phase inside another counts in both.
 
-    On a GPU (give its `device`) they are those of its work, between the ends of the phases in the order in which it
-    does that: the seconds that it takes to launch kernels say little, for the work goes on meanwhile.
+    With the `device` of a GPU they are seconds of the GPU's work: a mark goes into its queue at both ends of a phase,
+    and the time between the two marks counts. How long Python is in the phase says little there: it only queues
+    kernels.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -109,7 +110,8 @@ class Stopwatch:
                 self._seconds[edge.name] += mark - start
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, and start again from zero. On a GPU this waits for it."""
+        """Seconds by phase since the last call; the next ones start from zero. Waits until a GPU has done what is
+        queued."""
         for name, start, end in self._spans:
             end.synchronize()
             self._seconds[name] += start.elapsed_time(end) / 1e3  # of milliseconds
@@ -119,7 +121,7 @@ class Stopwatch:
 
 
 def _gpu_event() -> Any:
-    """A mark in the order of the GPU's work."""
+    """A mark in the queue of the GPU's work, which notes when the GPU comes to it."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -70,8 +70,9 @@ def _numpy_and_python_kept() -> Iterator[None]:
 class _NumPy:
     """NumPy's global generator, put aside while its functions draw from another one.
 
-    To exchange it takes a microsecond, where NumPy takes 80 to tell its state, and as many to be told one. But normal
-    numbers are made in pairs. The second of a pair waits outside of the generator, and exchanging forgets it.
+    NumPy's global functions are given another generator, which takes a microsecond; `np.random.get_state` and
+    `set_state` take 80 each. One part of the state is not in the generator: NumPy makes normal numbers in pairs, and
+    keeps the second of a pair beside it. Exchanging generators loses that number, so it is noted and put back.
     """
 
     _BYTES = 4 * 624 + 4  # of the state of MT19937: its words, and the place in them

@@ -33,7 +33,8 @@ class World:
     `rank` counts from 0 over all machines, `local_rank` over this machine. `backend` is the library that
     carries the collectives: by default NCCL between GPUs, gloo between CPUs; gloo also carries what is on GPUs, slowly,
     and lets ranks share one. `init_method` tells torch where the ranks meet, and `timeout` is how long a rank waits
-    in a collective for the others.
+    in a collective for the others. Raises `ConfigError` for a rank that is not below the size, on all machines or on
+    this one, and for NCCL on a CPU.
     """
 
     rank: int = 0
@@ -102,7 +103,8 @@ def choose_device(
     """The device of one rank: a GPU of its own where there is one for each rank of the machine, else the CPU.
 
     `gpus` is how many this process sees. They are its own where they are `dealt_out`; else they are those of all ranks
-    of the machine, who share them if there are too few, the device is "cuda" and the backend "gloo".
+    of the machine, who share them if there are too few, the device is "cuda" and the backend "gloo". Raises
+    `ConfigError` for an unknown `device`, and for "cuda" where there are too few GPUs and they cannot be shared.
     """
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(f"device={device!r} is not known. Use 'auto', 'cpu' or 'cuda'.")

@@ -33,7 +33,7 @@ _CROWD = 8
 
 
 def announce(nprocs: int, device: str, backend: str) -> str:
-    """What is started, in a line for people."""
+    """One line that says how many ranks are started, on which device and with which backend."""
     ranks = "1 rank" if nprocs == 1 else f"{nprocs} ranks"
     if device == "cuda":
         return f"{ranks} on cuda, {backend}"
@@ -42,7 +42,7 @@ def announce(nprocs: int, device: str, backend: str) -> str:
 
 
 def crowd(nprocs: int, device: str, cores: int) -> str | None:
-    """A warning for people, where so many ranks share the cores that only starting them takes long."""
+    """One line that warns where so many ranks share `cores` cores that starting them takes minutes; else None."""
     if device != "cpu" or nprocs <= _CROWD * cores:
         return None
     several = "1 core" if cores == 1 else f"{cores} cores"
@@ -50,7 +50,8 @@ def crowd(nprocs: int, device: str, cores: int) -> str | None:
 
 
 def end_all(processes: list[Any], mark: str) -> None:
-    """Ask, then kill, each rank; kill whatever the ranks have started; return when they are gone."""
+    """Send each rank SIGTERM; kill those that are alive after `END_SECONDS`, and whatever ranks have started, which has
+    `mark` in its environment. Returns when all are gone."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + END_SECONDS
@@ -64,8 +65,9 @@ def end_all(processes: list[Any], mark: str) -> None:
 
 
 def loopback_store(nprocs: int) -> dist.TCPStore | None:
-    """Where the ranks meet, hosted here. The socket is ours: nobody can take the port in between, and it listens on
-    the loopback interface only, where TCPStore by itself would listen on all."""
+    """The store at which `nprocs` ranks meet, hosted by this process; None for one rank. Its socket is opened here:
+    nobody can take the port in between, and it listens on the loopback interface only, where TCPStore by itself listens
+    on all."""
     if nprocs == 1:
         return None
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(nprocs, 16))

@@ -32,11 +32,11 @@ def _raise(number: int, frame: object) -> None:
 
 
 def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True) -> int:
-    """That of a run which was asked to stop: `EXIT_CODE`, which means that the same command carries on.
+    """The exit code of a run that was asked to stop: `EXIT_CODE`, which means that the same command carries on with it.
 
-    But 0 where that would start again at once what was not to go on: under torchrun, which takes any other code for a
-    failure, while `--max-restarts` allows it; and inside `srun` where it was not a signal that stopped it, for
-    the batch script has jobs requeued that end with `EXIT_CODE`.
+    It is 0 where `EXIT_CODE` would have the run started again at once: under torchrun, which takes any code but 0 for a
+    failure and, with `--max-restarts`, starts the ranks again; and inside `srun` where no signal stopped the run
+    (`by_signal=False`), since the batch script requeues jobs that end with `EXIT_CODE`.
     """
     if "TORCHELASTIC_RUN_ID" in environ or ("SLURM_STEP_ID" in environ and not by_signal):
         return 0

@@ -112,7 +112,7 @@ def seconds_of(time: str) -> int:
 
 
 def ranks_per_node(ranks: int, slurm: SlurmConfig) -> int:
-    """As many on each node. Raises `ConfigError` where that does not come out even."""
+    """How many of `ranks` ranks each node has. Raises `ConfigError` where the nodes would have unequally many."""
     if ranks % slurm.nodes:
         fewer = ranks - ranks % slurm.nodes
         counts = " or ".join(str(count) for count in (fewer, fewer + slurm.nodes) if count)
