@@ -152,7 +152,8 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def load_from_other_world(self, states: Sequence[State], step: int) -> None:
-        """Seed anew: a generator's state cannot be divided among more ranks, or fewer. Raises without `reseed`."""
+        """Seed anew: a generator's state cannot be divided among more ranks, or fewer. Raises `CheckpointError` without
+        `reseed`."""
         if self.reseed is None:
             raise CheckpointError("the random numbers of another number of ranks need a 'reseed'")
         self.reseed(step)

@@ -135,7 +135,8 @@ def read_whole(folder: Path) -> State:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """torch warns of what it has been told: that there is one process."""
+    """In the block, torch does not warn that no process group is up: one process reads alone, as it has been told
+    to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield

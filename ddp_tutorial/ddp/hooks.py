@@ -67,7 +67,7 @@ class PowerSGD:
 
     The part of M that P Q' does not represent is kept on this rank and added to its next gradient (error feedback), so
     it arrives late instead of never. Q is kept too, as the start of the next step's iteration. Vectors, and matrices
-    for which P and Q would not be smaller, are sent as they are.
+    for which P and Q would not be smaller, are sent as they are. Raises `ValueError` for a `rank` below 1.
 
     Vogels, Karimireddy & Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
     """

@@ -149,7 +149,7 @@ class SimulatedLink:
     A thread computes the sum with a real all-reduce, then sleeps until that time is over; meanwhile the rank goes on
     computing, as it does beside a network card. `overruns` counts the all-reduces that really took longer than the
     model says: a simulated link cannot be faster than the machine. Only for ranks on the CPU of one machine, whose
-    monotonic clock they share.
+    monotonic clock they share: raises `ConfigError` for others.
     """
 
     def __init__(self, world: World, model: LinkModel) -> None:

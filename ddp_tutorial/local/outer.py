@@ -30,13 +30,14 @@ class OuterNesterov:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A round begins with the weights that there are."""
+        """Begin a round: note the parameters as they are now, as its start."""
         for name, parameter in self.named:
             self.start[name].copy_(parameter)
 
     @torch.no_grad()
     def step(self) -> None:
-        """The parameters are the mean over ranks, at the end of a round; now they are where the next one begins."""
+        """End a round: take the parameters, which are the mean over ranks now, for where it has led, make the outer
+        step from its start, and set them to the result, with which the next round begins."""
         for name, parameter in self.named:
             start, velocity = self.start[name], self.velocity[name]
             difference = start - parameter

@@ -57,7 +57,8 @@ class OwnWeights:
             self.module.load_state_dict(state["weights"])
 
     def load_from_other_world(self, states: Sequence[State], step: int) -> None:
-        """Nothing at the end of a round. Raises `CheckpointError` within one."""
+        """At the end of a round there is nothing to restore. Raises `CheckpointError` within one: each rank's own
+        weights fit no other number of ranks."""
         if alone := states[0]["alone"]:
             length, ranks = states[0]["length"], len(states)
             raise CheckpointError(

@@ -90,7 +90,8 @@ class LocalSGD:
         return accumulate(self.alone, self.loss, batches, votes)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """That of this rank's own gradient, by which it is clipped; NaN on all ranks where it is not finite on one."""
+        """The norm of this rank's own gradient, by which it is clipped; NaN on all ranks where it is not finite on one.
+        Collective."""
         own = total_norm(gradients)
         problems = (~own.isfinite()).to(torch.float32).reshape(1)
         self.counted.all_reduce(problems, "is it finite?").wait()
@@ -115,7 +116,7 @@ class LocalSGD:
         return [parameter for _, parameter in self.alone.trainable]
 
     def sync_buffers(self) -> None:
-        """Each rank keeps its own within a round; `whole` has rank 0's."""
+        """Does nothing: each rank keeps its own buffers within a round, and `whole` has rank 0's."""
 
     def judged(self) -> AbstractContextManager[object]:
         return self.whole()

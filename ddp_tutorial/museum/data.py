@@ -60,8 +60,7 @@ def skips_batches_of_its_own(world: World) -> Result:
 
 class _Stream(IterableDataset[int]):
     """The sample numbers 0 to 23 as the `readers` readers of this rank give them, one reader after another. The bug:
-    the rank is left out once when the numbers are shared out among ranks, and once more among the readers of all
-    ranks."""
+    a rank has its own part of the numbers, and its readers divide that once more by the number of all readers."""
 
     def __init__(self, world: World, readers: int) -> None:
         self.world, self.readers = world, readers

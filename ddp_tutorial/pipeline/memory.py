@@ -19,8 +19,9 @@ from ddp_tutorial.pipeline.stages import Stage, cut, even_cuts
 
 @dataclass(frozen=True)
 class StageCost:
-    """Of one stage and one micro-batch: bytes that forward keeps for backward, and bytes of what it gives to the next
-    stage (0 for the last), of which a gradient comes back. `parameters` by identity, with their numbers of elements."""
+    """What one stage costs for one micro-batch: bytes that forward keeps for backward, and bytes of what it gives to
+    the next stage (0 for the last), of which a gradient comes back. `parameters`: by identity, their numbers of
+    elements."""
 
     activations: int
     output: int
@@ -29,8 +30,9 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """Of one rank of a pipeline: parameters; bytes of activations at a time, at most; bytes sent to other ranks in a
-    step, for activations and their gradients, and for gradients (those of copies and of tied parameters)."""
+    """What one rank of a pipeline keeps and sends: its parameters; the most bytes of activations at a time; bytes sent
+    to other ranks in a step, for activations and their gradients, and for gradients (those of copies and of tied
+    parameters)."""
 
     parameters: int
     activations: int

@@ -42,12 +42,13 @@ class StagesConfig(Config):
     )
 
     def on(self, ranks: int) -> "PipelineConfig":
-        """The same on so many ranks. Raises `ConfigError` where it cannot be."""
+        """These settings for pipelines of `ranks` ranks. Raises `ConfigError` as `check_on` does."""
         self.check_on(ranks)
         return PipelineConfig(ranks=ranks, **{name: getattr(self, name) for name in StagesConfig.model_fields})
 
     def check_on(self, ranks: int) -> None:
-        """Raise `ConfigError` where it cannot be on so many ranks."""
+        """Raise `ConfigError` where the schedule cannot have `ranks` ranks, or `cuts` are not one fewer than their
+        stages."""
         make_table(self.schedule, ranks, self.micro_batches, self.per_rank)
         stages = ranks * self.per_rank
         if self.cuts and len(self.cuts) != stages - 1:
@@ -61,7 +62,7 @@ class PipelineConfig(StagesConfig):
 
     @property
     def stages(self) -> int:
-        """Of the whole model."""
+        """How many stages the whole model has."""
         return self.ranks * self.per_rank
 
     @model_validator(mode="after")
@@ -70,7 +71,7 @@ class PipelineConfig(StagesConfig):
         return self
 
     def table(self) -> Table:
-        """What each rank does. Raises `ConfigError` where the schedule cannot be."""
+        """What each rank does, in order. Raises `ConfigError` for numbers that the schedule cannot have."""
         return make_table(self.schedule, self.ranks, self.micro_batches, self.per_rank)
 
 
@@ -136,7 +137,7 @@ class Pipeline:
         self._metrics: list[str] = []
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of this rank's stages, each once."""
+        """The parameters of this rank's stages, each once."""
         return list(self.named.values())
 
     def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:

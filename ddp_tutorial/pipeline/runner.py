@@ -128,7 +128,7 @@ class Runner:
     # ----------------------------------------------------------------------------------------------- computing
 
     def _forward(self, step: _Step, action: Action, x: torch.Tensor | None, batch: Any) -> torch.Tensor | None:
-        """What the next stage needs."""
+        """Compute a forward; returns what the next stage needs, or None on the last stage."""
         stage, is_last = self.stages[action.stage], action.stage == self.count - 1
         if x is not None and x.is_floating_point():
             x.requires_grad_()
@@ -149,7 +149,8 @@ class Runner:
         return None if is_last else out.detach()
 
     def _backward(self, step: _Step, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """What the stage before needs: the gradient of what it has sent, if that can have one."""
+        """Compute a backward; returns what the stage before needs: the gradient of what it has sent, or None where that
+        can have none."""
         x, out = step.live.pop((action.stage, action.micro_batch))
         if out.requires_grad:
             out.backward(gradient)
@@ -237,7 +238,7 @@ class Runner:
 
 
 def _from(action: Action) -> Action:
-    """The same for all micro-batches: activations of one shape of micro-batch have one shape."""
+    """The action with micro-batch 0, as a key: micro-batches of one shape have activations of one shape."""
     return action._replace(micro_batch=0)
 
 
@@ -266,7 +267,8 @@ def _check_output(out: Any, stage: int) -> None:
 
 
 class _Enough(BaseException):
-    """Carries what a loss calls its model with out of it. No Exception, which a loss might catch."""
+    """Raised by the stand-in for a model, to leave the loss with what it has called its model with. It is no
+    `Exception`, which a loss might catch."""
 
     def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__()
@@ -274,7 +276,8 @@ class _Enough(BaseException):
 
 
 def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the loss calls its model with."""
+    """The positional and the named arguments with which the loss calls its model. Raises `LossError` where it does
+    not."""
 
     def model(*inputs: Any, **named: Any) -> None:
         raise _Enough(inputs, named)
@@ -303,7 +306,8 @@ class _Answer:
 
 
 def _drawing(seed: int | None, step: int, action: Action, device: torch.device) -> Any:
-    """Around a forward: its random numbers."""
+    """What a forward runs in: random numbers seeded by (seed, step, stage, micro-batch), or the rank's own without
+    seed."""
     if seed is None:
         return nullcontext()
     return seeded_rng(seed, step, action.stage, action.micro_batch, device=device)

@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first to the last."""
+        """Seconds from the beginning of the first action to the end of the last."""
         return max(timed.end for rank in self.ranks for timed in rank)
 
     @property

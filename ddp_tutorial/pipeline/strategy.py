@@ -67,7 +67,8 @@ class PipelineStrategy:
             return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], votes)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The squares of all elements add up; those of a tied parameter count on one of its ranks."""
+        """The norm of the whole model's gradient: the squares of all ranks' elements add up, those of a tied parameter
+        on one of its ranks only. Collective."""
         once = [p.grad for name, p in self.pipeline.named.items() if p.grad is not None and self._is_first(name)]
         return total_norm_over(once, self.group, self.config.ranks, self.world.device)
 
@@ -94,7 +95,7 @@ class PipelineStrategy:
         return self.pipeline.owners[name] == self.pipeline.place
 
     def state_dict(self) -> Mapping[str, float]:
-        """How many steps there were, which dropout depends on."""
+        """How many steps have been taken, which dropout depends on."""
         return {"step": self.pipeline.runner.number}
 
     def load_state_dict(self, state: Any) -> None:
@@ -102,7 +103,8 @@ class PipelineStrategy:
 
 
 class _StagesState(OptimizerState):
-    """That of this rank's stages, of which it writes what no rank before it has, and reads all."""
+    """The optimizer's state for this rank's stages. A rank writes what no rank before it has, and reads all of its
+    own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], written: set[str]) -> None:
         super().__init__(optimizer, named)

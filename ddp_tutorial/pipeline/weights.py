@@ -59,7 +59,8 @@ class StageWeights:
 
     @torch.no_grad()
     def _gather(self, names: Iterable[str]) -> None:
-        """From the first rank of the pipeline that has it, to the others. Every rank asks for the same."""
+        """Broadcast each named tensor from the first rank of the pipeline that has it. Collective: all ranks ask for
+        the same."""
         for name in names:
             tensor, shape = self.tensors[name], self.shapes[name]
             if name not in self.own:
@@ -73,7 +74,7 @@ class StageWeights:
             self._gather(names)
 
     def _after(self, names: list[str], *_: Any) -> None:
-        """What a backward will need stays, until the next step."""
+        """After a module's forward: give up what other ranks have, unless a backward is to come, which will need it."""
         if self._is_free and not (self.is_training or self._is_pinned or torch.is_grad_enabled()):
             self._give_up(names)
 
@@ -92,7 +93,7 @@ class StageWeights:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, stages are called, which this rank has."""
+        """Inside, nothing is gathered around a forward: a rank calls its own stages only, whose weights it has."""
         if self._is_free:
             self._give_up(self.tensors)
         self.is_training = True
@@ -103,8 +104,8 @@ class StageWeights:
 
 
 class OwnWeights:
-    """What a checkpoint keeps of them: each tensor once, written by the first rank that has it, in the first pipeline,
-    and read by all that do."""
+    """What a checkpoint keeps of a pipeline's weights: each tensor once, written by the first rank that has it, in the
+    first pipeline, and read by all ranks that have it."""
 
     def __init__(self, weights: StageWeights, written: set[str]) -> None:
         kept = weights.model.state_dict()  # no buffers that are not to be kept
@@ -117,8 +118,8 @@ class OwnWeights:
         return {name: tensor for name, tensor in self.own.items() if name in self.written}
 
     def empty(self, stored: Any) -> dict[str, torch.Tensor]:
-        """Where the tensors of a checkpoint are read into: in place."""
+        """The tensors that a checkpoint is read into: this rank's own, in place."""
         return self.own
 
     def load_state_dict(self, state: Any) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the tensors of `empty` have been read in place."""

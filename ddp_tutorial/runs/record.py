@@ -82,7 +82,7 @@ def _not_seeing(world: World, folder: Path) -> list[str]:
 
 
 def _marked(folder: Path) -> Path:
-    """A new file with a name that no other has."""
+    """Make an empty file in `folder`, under a name that no other has, and return its path."""
     mark = unfinished(folder / _MARK)
     about_to("write", mark)
     mark.touch(exist_ok=False)
@@ -90,7 +90,7 @@ def _marked(folder: Path) -> Path:
 
 
 def _made_folder(name: str, label: str, again: bool) -> tuple[Path, bool]:
-    """The folder, and whether it is a new one."""
+    """Make the folder of a run (see `open_folder`); returns it, and whether it is a new one."""
     if not again:
         return new_directory(RUNS, name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), True
     run = RUNS / name

@@ -116,7 +116,7 @@ class StepLog:
 
     @property
     def latest(self) -> dict[str, float]:
-        """The last loss and rate, for whoever watches; empty before the first flush."""
+        """The last loss and rate, for a progress bar; empty before the first flush."""
         return {"loss": self.losses[-1], self.unit + PER_SECOND: self.rates[-1]} if self.rates else {}
 
     @contextmanager
@@ -142,7 +142,7 @@ class StepLog:
         self.close_file()
 
     def close_file(self) -> None:
-        """Without the steps that have not been written yet."""
+        """Close the file as it is; steps that have not been written yet are not written."""
         if self._file is not None:
             self._file.close()
         if self._events is not None:

@@ -64,7 +64,7 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """An exported model has a config.json as well, but no steps to make."""
+    """Is it the folder of a run? An exported model has a config.json as well, but no `steps` in it."""
     return "steps" in (read_object(RunFolder(folder).config) or {})
 
 
@@ -184,7 +184,8 @@ def numbers_of_ranks(row: Mapping[str, Any], key: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Values:
-    """How a metric went. `last` is None where it is no number any more; `best` is the lowest, at `best_step`."""
+    """The values of a metric over a run. `last` is None where the last one is not finite; `best` is the lowest, at
+    `best_step`."""
 
     first: float | None
     last: float | None
@@ -269,7 +270,8 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
 
 
 def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure | None) -> int:
-    """The log of a run that failed or was killed may lack the last steps."""
+    """The last step that was taken: as the result says, else the later of the log's and the failure's, as the log of a
+    run that failed or was killed may lack its last steps."""
     told = number(result, "step")
     if told is not None:
         return int(told)
@@ -288,7 +290,8 @@ def _count(rows: Sequence[Row], unit: str) -> int | None:
 
 
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
-    """How many there were; the config says only how many were to be started, and torchrun has its own say."""
+    """How many ranks there were, from the result or the log. The config says only how many were to be started, and
+    under torchrun there may have been more or fewer."""
     told = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
     logs = len(list(run.path.glob("rank_*.log")))
     known = number(result, "world_size") or (told[-1] if told else 0) or logs or number(run.config, "nprocs")
@@ -310,7 +313,8 @@ def rates_of(rows: Sequence[Row], unit: str) -> list[float]:
 
 
 def _median_rate(rows: Sequence[Row], unit: str) -> float | None:
-    """As a run counts it: rates are measured over several steps, and the first stretch warms up."""
+    """The median rate of a run, without its first stretch between two writes, in which things warm up; None without
+    any."""
     stretches = rates_of(rows, unit)
     return statistics.median(stretches[1:] or stretches) if stretches else None
 

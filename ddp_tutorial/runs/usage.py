@@ -19,7 +19,8 @@ _EVERY = 0.2  # seconds: to ask the system takes a tenth of a short step
 
 
 class Usage:
-    """Of one rank, added up step by step, and brought together now and then."""
+    """What one rank uses: its seconds by phase are added up step by step, and brought together with those of other
+    ranks now and then."""
 
     def __init__(self, world: World, limit_mb: float = 0) -> None:
         self.world, self.limit_mb = world, limit_mb
@@ -57,13 +58,13 @@ class Usage:
         return used
 
     def of_ranks(self) -> dict[str, Any]:
-        """Of all ranks: memory now, and seconds by phase since the last call. Collective."""
+        """Megabytes that each rank has now, and its seconds by phase since the last call. Collective."""
         since, self._since = self._since, Counter()
         self._before.update(since)
         return self._gather(self._memory(), since)
 
     def of_ranks_in_all(self) -> dict[str, Any]:
-        """Of all ranks, over the whole run: the most memory, seconds by phase, and who was slow. Collective."""
+        """Over the whole run: the most megabytes of each rank, its seconds by phase, and who was slow. Collective."""
         self._memory()
         seconds = self._before.copy()
         seconds.update(self._since)  # `+` would leave out what took no time

@@ -101,7 +101,7 @@ class DispatchedSource:
             raise SourceError(told) from error
 
     def _end_others(self, told: str | None = None) -> None:
-        """They receive no more, until the next step."""
+        """Tell the other ranks that nothing follows until the next step: `told` is the error, or None at the end."""
         self._is_open = False
         for rank in range(1, self.world.size):
             with suppress(RuntimeError):  # it is gone
@@ -118,7 +118,8 @@ class DispatchedSource:
             self._put(error)
 
     def _put(self, found: tuple[Share, SourceState] | Exception) -> None:
-        """Hand it to the main thread as soon as there is room, unless the source is being closed."""
+        """Hand a share, or the error, to the main thread as soon as there is room, unless the source is being
+        closed."""
         while not self._closing.is_set():
             try:
                 return self._ahead.put(found, timeout=0.1)
@@ -126,7 +127,7 @@ class DispatchedSource:
                 continue
 
     def _send(self, thing: object, rank: int) -> None:
-        """As two messages: the number of bytes, and the bytes."""
+        """Send `thing` to `rank`, as two messages: the number of bytes, and the bytes."""
         data = pack(thing)
         dist.send(torch.tensor(len(data)), rank, group=self._group)
         dist.send(data, rank, group=self._group)

@@ -140,7 +140,8 @@ class Step(NamedTuple):
 class Sharding:
     """The steps of a world: `batch_size` samples each, in `order`, with a policy for the remainder of an epoch.
 
-    `pad_to` is for remainder 'pad': the world size, of which the length of every step becomes a multiple.
+    `pad_to` is for remainder 'pad': the world size, of which the length of every step becomes a multiple. Raises
+    `ConfigError` for no samples, an empty batch, and for remainder 'drop' with fewer samples than one batch.
     """
 
     order: Order

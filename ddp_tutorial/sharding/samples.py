@@ -308,7 +308,8 @@ class ArrowShards:
         return type(self), (self.paths, self.columns)
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """Each column at `indices` [n], as a tensor [n, ...] of its own type."""
+        """Each column at `indices` [n], as a tensor [n, ...] of its own type. Raises `IndexError` for rows beyond the
+        end."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
         chunk_of = np.searchsorted(self._starts, indices, side="right") - 1

@@ -155,6 +155,7 @@ class StreamedSource:
         return {"epoch": self.epoch, "places": self.places, "streams": self.streams}
 
     def load_state_dict(self, state: SourceState) -> None:
+        """Go on from there. Raises `ConfigError` where the state's run had fewer streams than this world has ranks."""
         if state["streams"] < self.world.size:
             raise ConfigError(f"this run has {state['streams']} streams: too few for {self.world.size} ranks")
         self.close()

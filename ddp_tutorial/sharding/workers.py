@@ -159,7 +159,8 @@ def _leave_it_to_the_rank(number: int, frame: object) -> None:
 
 
 def _end_when_told(told: Connection) -> None:
-    """Or when the rank is gone. torch's own watch looks only between two batches, and one may take for ever."""
+    """End this worker when its rank says so, or is gone. torch's own watch looks only between two batches, and one
+    batch may take for ever."""
     rank = multiprocessing.parent_process()
     signs: list[Any] = [told, rank.sentinel] if rank is not None else [told]
     parent = os.getppid()  # the rank, or a server that forks for it

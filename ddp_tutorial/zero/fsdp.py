@@ -47,10 +47,10 @@ class FSDPStrategy(Sharded):
         return optimizer
 
     def reduce(self) -> None:
-        """torch's backward ends when all is reduced."""
+        """Does nothing: torch's backward ends only when all gradients are reduced."""
 
     def give_gradients(self) -> None:
-        """They are there."""
+        """Does nothing: torch's backward has given each parameter's rows their gradient."""
 
     def norm(self, gradients: Any) -> torch.Tensor:
         norm = get_total_norm(gradients)

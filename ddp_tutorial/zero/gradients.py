@@ -39,7 +39,7 @@ class Reduction:
         self.begin()
 
     def begin(self) -> None:
-        """Before a backward."""
+        """Begin a backward: no gradient has arrived."""
         self.missing = len(self.parameters)
         self._rows: torch.Tensor | None = None
         self._row: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class Reduction:
         self._crossing: dist.Work | None = None
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
-        """A gradient has arrived."""
+        """Copy the gradient of parameter `index`, which has arrived, into the rows."""
         self.layout.pack(self._filled(), index, gradient)
         self.missing -= 1
 
@@ -89,7 +89,7 @@ class Reduction:
             self._row = self._row.sum(0)
 
     def wait(self) -> None:
-        """Keep the sum. The whole gradients are freed."""
+        """Wait, and add this rank's row of the sum to what it keeps. The whole gradients are freed."""
         assert self._row is not None, "wait comes after start"
         self.cross(wait=True)
         self._arrive()
@@ -106,7 +106,8 @@ class Reduction:
 
 
 def cross(reductions: Sequence[Reduction]) -> None:
-    """Go on with those, from the first, that have been added up within a copy; meanwhile, backward goes on."""
+    """Begin to add up over the copies for each reduction, from the first, that has been added up within this copy.
+    Stops at the first that has not, without waiting: backward goes on meanwhile."""
     for reduction in reductions:
         if not reduction.cross(wait=False):
             return

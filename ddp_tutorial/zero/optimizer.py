@@ -68,7 +68,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _exchange(self) -> None:
-        """One all-gather for each dtype: in row r are the parameters of rank r, one after another."""
+        """Give every rank all parameters, by one all-gather for each dtype: row r has those of rank r, one after
+        another."""
         kinds: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for parameter in self.owner:
             kinds[parameter.dtype].append(parameter)
@@ -100,5 +101,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """All of a group but its parameters."""
+    """The options of a parameter group: all its entries but the parameters."""
     return {name: value for name, value in group.items() if name not in {"params", "param_names"}}

@@ -23,7 +23,7 @@ def piece_of(count: int, rank: int, size: int) -> slice:
 
 
 def mark_as_piece(parameter: torch.Tensor) -> None:
-    """Say of a parameter that each rank has another part of it, for whoever compares ranks."""
+    """Mark a parameter as a piece, of which each rank has another, so that a check of replicas does not compare it."""
     parameter.is_piece = True  # type: ignore[attr-defined]
 
 

@@ -50,18 +50,18 @@ class OptimizerState:
             self.optimizer.state[self.named[name]][key] = self.taken(value)
 
     def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What is written for `value`, which the optimizer keeps for `parameter`."""
+        """The tensor that a checkpoint is given for `value`, which the optimizer keeps for `parameter`."""
         return value
 
     def place(self, parameter: torch.Tensor, what: Stored) -> torch.Tensor:
-        """What a stored tensor is read into."""
+        """An empty tensor into which the stored one is read, for the state of `parameter`."""
         if what.shape == parameter.shape:
             return torch.zeros_like(parameter, dtype=what.dtype)
         on_device = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         return torch.zeros(what.shape, dtype=what.dtype, device=parameter.device if on_device else "cpu")
 
     def taken(self, value: torch.Tensor) -> torch.Tensor:
-        """What the optimizer keeps of what has been read."""
+        """The part of what has been read that belongs into this rank's optimizer."""
         return value
 
 
@@ -92,14 +92,15 @@ class Pieces:
     there are copies of the model, each row of the mesh has it."""
 
     def __init__(self, model: nn.Module, world: World, mesh: Mesh | None = None) -> None:
-        """`model` is whole."""
+        """`model` has all its parameters whole, as before it is sharded: their numbers of elements are noted."""
         self.counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.mesh: DeviceMesh | None = None
         if world.size > 1:
             self.mesh = device_mesh(world, mesh)
 
     def of_whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """Without a copy: what is read into it is in the piece."""
+        """The piece of parameter `name` as a DTensor of the whole, a vector; in one process, the piece itself. It
+        shares the piece's memory, so what a checkpoint reads into it is in the piece."""
         if self.mesh is None:
             return piece
         shape = torch.Size([self.counts[name]])
@@ -108,7 +109,7 @@ class Pieces:
 
 
 def device_mesh(world: World, mesh: Mesh | None) -> DeviceMesh:
-    """torch's word for it: of one dimension where there is one copy. Collective."""
+    """The mesh as torch's `DeviceMesh`; of one dimension where there is one copy of the model. Collective."""
     if mesh is None or mesh.replicate == 1:
         return init_device_mesh(world.device.type, (world.size,))
     return init_device_mesh(world.device.type, tuple(mesh), mesh_dim_names=("replicate", "shard"))
@@ -128,11 +129,12 @@ class ModelState:
         return kept | {name: buffers[name] for name in names if name in buffers}
 
     def load_state_dict(self, state: State) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the tensors of `state_dict` have been read in place."""
 
 
 class Groups:
-    """The options of an optimizer's groups, such as the learning rate, which schedules change; the same on all."""
+    """The options of an optimizer's groups, such as the learning rate, which schedules change; the same on all
+    ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -147,7 +149,7 @@ class Groups:
 
 
 def with_parameters(optimizer: torch.optim.Optimizer, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let an optimizer that has not been stepped step others in place of its parameters."""
+    """Replace each parameter p of an optimizer by `of(p)`. Raises `ValueError` for an optimizer that has a state."""
     if optimizer.state:
         raise ValueError("the optimizer has been stepped, or loaded: it is to be shared out before it has a state")
     for group in optimizer.param_groups:

@@ -91,11 +91,12 @@ class Sharded(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """After the backward of each micro-batch."""
+        """Wait for this micro-batch's gradients to be added up over the ranks. Called after each backward.
+        Collective."""
 
     @abstractmethod
     def give_gradients(self) -> None:
-        """After the last one: to what is stepped."""
+        """Give what the optimizer steps its gradients. Called once, after the last micro-batch of a step."""
 
     def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
         """Each micro-batch's gradient is shared out before the next one's is computed: that is what keeps them small,
@@ -117,7 +118,8 @@ class Sharded(ABC):
             return self.loss.finish(self.stepped().values())
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The squares of all elements add up, whoever of the ranks of a copy has them."""
+        """The norm of the whole gradient: the squares of all elements are added up over the ranks of a copy.
+        Collective."""
         return total_norm_over(gradients, self.shards.inside, self.shards.size, self.world.device)
 
     def sync_buffers(self) -> None:
