@@ -46,7 +46,7 @@ class Arm:
         self.step()
 
     def close(self) -> None:
-        """Leave nothing behind that reads ahead."""
+        """End what reads ahead for the step: workers and threads of its source."""
         self.step.close()
 
 

@@ -62,12 +62,13 @@ class Work:
 
     @staticmethod
     def of(step: StepModel, **others: Any) -> "Work":
-        """With the parameters, the computing and the overlap of a fitted model of a step."""
+        """The work of a fitted model of a step: its parameters, its computing and its overlap; `others` as in the
+        class."""
         return Work(step.nbytes / FLOAT, step.per_sample, step.fixed, **{"overlap": step.overlap} | others)
 
     @property
     def nbytes(self) -> float:
-        """Of its parameters, and of their gradients."""
+        """The bytes of its parameters in float32, and as many of their gradients."""
         return FLOAT * self.parameters
 
 
@@ -118,8 +119,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a step, on the rank for which the others wait: seconds, of them those in which it computes; bytes that it
-    keeps; bytes that it sends, of a round's average per step."""
+    """What a step costs the rank for which the others wait: its seconds, and of these the ones in which it computes;
+    the bytes that it keeps; the bytes that it sends, per step on average over a round."""
 
     seconds: float
     computing: float
@@ -153,7 +154,7 @@ def cost(choice: Choice, work: Work, network: Network, batch: int) -> Cost:
 
 
 def _sharded_seconds(choice: Choice, work: Work, network: Network, mesh: Mesh, computing: float) -> float:
-    """Of ddp and the stages of ZeRO. What is not hidden is waited for."""
+    """Seconds of a step with ddp or a stage of ZeRO: `computing`, and the sending that is not hidden behind it."""
     unit, parts = work.nbytes / work.units, choice.micro_batches
     inside = network.row(mesh.span)
     one_pass = _ring(inside, unit, mesh.span)  # of one unit over the ranks of a copy
@@ -196,7 +197,7 @@ def overlapped(units: int, computing: float, gather: float, reduce: float) -> fl
 
 
 def _ring(link: LinkModel, nbytes: float, ranks: int) -> float:
-    """A reduce-scatter or an all-gather."""
+    """Seconds of a reduce-scatter or an all-gather of `nbytes` over a ring of `ranks`."""
     return link.ring_seconds(nbytes, ranks) / 2
 
 
@@ -236,7 +237,8 @@ def simulated(kind: Kind, step: StepModel, ranks: int, batch: int, handed_on: fl
 
 
 def choices_for(network: Network, units: int = 1) -> list[Choice]:
-    """Those that one would try there. A hybrid, and a pipeline of no more than `units` stages, stay in a machine."""
+    """The choices that one would try on `network`. A hybrid, and a pipeline of no more than `units` stages, stay in a
+    machine."""
     ranks, within = network.ranks, min(network.per_machine, network.ranks)
     found = [Choice("ddp"), Choice("zero1"), Choice("zero2"), Choice("zero3")]
     if 1 < within < ranks and ranks % within == 0:

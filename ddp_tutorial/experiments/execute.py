@@ -104,7 +104,8 @@ def run_main_job(steps: int = 600) -> None:
 
 
 def _sensible_ranks() -> int:
-    """Two, or one for each GPU where there are several; prints what to expect of this machine."""
+    """How many ranks `make run` starts: two, or one for each GPU where there are several. Prints what to expect of this
+    machine."""
     import torch
 
     from ddp_tutorial.environment import cores

@@ -158,7 +158,7 @@ def source_digest(notebook: Any) -> str:
 
 
 def _cell_id(cell: Any, taken: set[str]) -> str:
-    """Made from the cell's text, so that it stays the same until that changes."""
+    """The id of a cell, made from its text, so that it stays the same until that changes. Adds it to `taken`."""
     digest = hashlib.sha256(f"{cell.cell_type}:{cell.source}".encode()).hexdigest()[:8]
     while digest in taken:
         digest = hashlib.sha256(digest.encode()).hexdigest()[:8]

@@ -34,7 +34,8 @@ class Sleeper:
 
 
 class _Sleep(torch.autograd.Function):
-    """The sum of the weights, after a while; and their gradient, after twice as long."""
+    """The sum of the weights, after sleeping for a forward; in backward their gradient, after sleeping twice as
+    long."""
 
     @staticmethod
     def forward(ctx: Any, before: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -49,7 +50,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingModel(nn.Module):
-    """`Sleeper` as a module: a number of samples -> a number to call `backward` of."""
+    """`Sleeper` as a module: a number of samples -> a loss (a number) to call `backward` on."""
 
     def __init__(self, sleeper: Sleeper) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ def _rate(axes: Axes, rows: Sequence[Row], summary: Summary) -> None:
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
-    """On GPUs theirs, else that of the process."""
+    """The memory of each rank by step: the GPU's where ranks are on GPUs, else the process's."""
     told = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
     kind = "cuda_mb" if any("cuda_mb" in ranks for _, ranks in told) else "rss_mb"
     points = [(step, used) for step, ranks in told if (used := numbers_of_ranks(ranks, kind))]

@@ -75,7 +75,7 @@ class Crew:
             each.register(self._selector)
 
     def _up(self) -> None:
-        """Wait until all are up, then let them meet."""
+        """Wait until all processes are up, then let them form a group. Raises `RankError` for one that dies before."""
         console = make_console(self.echo)
         for each in self._people:
             each.show_on(console)
@@ -90,7 +90,8 @@ class Crew:
             self._meet()
 
     def _meet(self) -> None:
-        """Let all ranks form a group, in place of the one there is."""
+        """Let all ranks form a process group, in place of the one there is. Where one cannot within `MEET_SECONDS`,
+        kills those that are still at it, and raises the error."""
         self._has_group = False
         everyone = self._begin("meet", self._place.new_port(), on=self._people)
         deadline = time.monotonic() + MEET_SECONDS
@@ -106,7 +107,8 @@ class Crew:
     # ------------------------------------------------------------------------------------------------------- a call
 
     def _call(self, kind: str, *content: Any, on: Iterable[int] | None = None) -> dict[int, Any]:
-        """Let ranks do one thing; what came of it, by rank."""
+        """Let the ranks of `on`, by default all, do one thing: rank -> what came of it. Raises `RuntimeError` where
+        they are busy with the call of another thread, and what `_failed` says where it fails."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the ranks are busy with another call, from another thread of this process")
         try:
@@ -168,8 +170,8 @@ class Crew:
         return on
 
     def _wait(self, people: Sequence[Person], noted: list[int]) -> Diagnosis | None:
-        """Until all have ended the call, or there is an interrupt. Where some wait for a rank that does not come, the
-        call is ended: the verdict."""
+        """Wait until all have ended the call, or there is an interrupt. Where some wait for a rank that does not come,
+        end the call and return the verdict; else None."""
         look_at = time.monotonic() + LOOK_SECONDS
         slow_until = 0.0
         while any(each.is_busy for each in people) and not noted:
@@ -231,7 +233,8 @@ class Crew:
         return error
 
     def _failed(self, people: Sequence[Person], found: Diagnosis | None) -> Exception:
-        """What to raise: the first cause. `found` is the verdict on those that waited."""
+        """The exception to raise for a call that has failed: its first cause. `found` is the verdict on those that
+        waited."""
         own = [each for each in people if (each.failure or each.death) and not each.was_ended]
         after = self._settle(people)
         verdict = told_of(str(found)) if found else ""
@@ -257,7 +260,8 @@ class Crew:
         return RankError(each.rank, each.reason, trace, log, others, raised)
 
     def _settle(self, people: Sequence[Person]) -> list[str]:
-        """After a call that has failed: see that the ranks can go on together. What there is to say about it."""
+        """After a call that has failed: ranks that are out of step form a new group; where one has died, the others
+        leave theirs. Returns sentences that say so."""
         if any(each.death for each in self._people):
             self._has_group = False
             living = [each for each in self._people if not each.death]
@@ -309,7 +313,8 @@ class Crew:
         return {rank: each if isinstance(each, Standing) else None for rank, each in answers.items()}
 
     def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:
-        """A question to all ranks at the same time, whatever they do; None from those that do not answer."""
+        """Ask all ranks at the same time, whatever they do: rank -> its answer; None of those that have not answered
+        within `seconds`."""
         self._question += 1
         number = self._question
         living = [each for each in self._people if not each.death]

@@ -13,7 +13,8 @@ gc.freeze()  # what is here now is shared with all ranks, as long as nobody touc
 
 
 def serve_here(seat: int, messages: int, requests: int, control: int) -> None:
-    """Be the rank that the environment and the file `seat` say, until the pool is gone. Its output is ours already."""
+    """Be the rank that the environment and the file `seat` describe, until the pool is gone. The numbers are open
+    files; this process prints into the rank's output already."""
     settings = pickle.loads(os.pread(seat, os.fstat(seat).st_size, 0))
     serve(
         0,

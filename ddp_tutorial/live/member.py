@@ -102,13 +102,14 @@ class Member:
             return "raised", _failure(error)
 
     def _on_interrupt(self, number: int, frame: object) -> None:
-        """An interrupt of the terminal or of the kernel is for the pool to handle, which then asks for it."""
+        """Raise `KeyboardInterrupt` in a call, where the pool has asked for it. An interrupt that the terminal or the
+        kernel has sent to all processes does nothing here: the pool has it too, and then asks."""
         asked, self.interrupted = self.interrupted, False
         if asked and self.interruptible:
             raise KeyboardInterrupt
 
     def do_nothing(self) -> None:
-        """For measuring what a call costs."""
+        """Do nothing: for measuring what a call costs."""
 
     def do_meet(self, port: int) -> None:
         """Form a process group with the others, in place of the one there is."""
@@ -149,7 +150,7 @@ class Member:
         return shown.bundle_of(value)
 
     def do_run(self, call: bytes, sources: dict[str, list[str]]) -> bytes:
-        """Call a function with the world; its result."""
+        """Call a pickled function with the world; returns its result, pickled."""
         know_sources(sources)
         fn, args = pickle.loads(call)
         result = fn(self.world, *args)
@@ -157,11 +158,11 @@ class Member:
         return dump_result(result)
 
     def do_get(self, name: str) -> bytes:
-        """The value of a name, or of an expression."""
+        """The value of a name, or of an expression, pickled."""
         return dump_result(eval(name, self.names))
 
     def do_put(self, values: bytes) -> None:
-        """Set names."""
+        """Set names of the namespace to `values`, a pickled dict."""
         self.names.update(pickle.loads(values))
 
     def do_names(self, text: str) -> list[str]:

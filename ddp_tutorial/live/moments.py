@@ -76,7 +76,7 @@ Answer = Standing | Look
 
 
 class Receiver:
-    """The reading end of a pipe of messages, which waits."""
+    """The reading end of a pipe of messages. Reading waits for the next one."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

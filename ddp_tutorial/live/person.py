@@ -72,7 +72,7 @@ class Person:
             selector.register(fd, selectors.EVENT_READ, handler)
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Let go of it: its control pipe is closed, and it ends by itself if it can."""
+        """Close the pool's ends of this rank's pipes: when its control pipe is closed, it ends by itself if it can."""
         if self._closed:  # its descriptors may be somebody else's by now
             return
         self._closed = True
@@ -96,7 +96,7 @@ class Person:
     # ------------------------------------------------------------------------------------------------------ a call
 
     def begin(self, number: int) -> None:
-        """A call begins."""
+        """Begin the call of this number: nothing has come of it yet."""
         self.number, self.outcome = number, None
         self._seen, self._since = None, time.monotonic()
 
@@ -109,7 +109,7 @@ class Person:
         self.log.lines.extend(lines)
 
     def finish(self) -> RankLog:
-        """It is over: all that it has printed."""
+        """End the call on this rank; returns the log of all that it has printed in it."""
         self._drain()
         log, self.log = self.log, RankLog(self.rank, self.console.line, told_of)
         return log
@@ -144,7 +144,7 @@ class Person:
 
     @property
     def reason(self) -> str:
-        """How it has failed."""
+        """How this rank has failed, in words: as its death or its exception says."""
         if self.death:
             return self.death
         return f"raised {without_noise(told_of(str(self.failure.raised)))}" if self.failure else "has ended the call"
@@ -157,7 +157,7 @@ class Person:
         return (2 if lost_connection(self.failure.raised.message) else 0), self.failure.at
 
     def waited_for(self, now: float) -> float:
-        """How long it has waited in a collective, as far as is known."""
+        """Seconds for which this rank has waited in one collective, as far as its last answer says; else 0."""
         return now - self._since if self._seen is not None and self._seen.waits else 0.0
 
     # --------------------------------------------------------------------------------------------------- listening
@@ -207,7 +207,7 @@ class Person:
         self.log.feed(b"", final=True)
 
     def reap(self, selector: selectors.BaseSelector, why: str = "") -> None:
-        """It has ended."""
+        """The rank's process has ended: read what is left in its pipes, and note how it died, or `why`."""
         if self.death:
             return
         while self._read_messages():
@@ -221,5 +221,5 @@ class Person:
 
 
 def told_of(text: str) -> str:
-    """Cells by the names that the notebook gives them."""
+    """The text of an error, with cells called by the names that the notebook gives them."""
     return re.sub(r'File "((?:Cell In\[\d+\]|call \d+))"', r"\1", name_cells(text))

@@ -62,10 +62,10 @@ class ThisMachine:
         self.store = loopback_store(self.n)
 
     def check(self, ranks: Sequence[int]) -> None:
-        """They can always be started."""
+        """Does nothing: ranks of this machine can always be started."""
 
     def start(self, people: Sequence[Person], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        """Spawn them."""
+        """Spawn a process for each of `people`."""
         threads = settings["threads"]
         environ = {**rank_environment(self.n, threads, self.new_port()), **environ}
         with ExitStack() as theirs, main_module_hidden(), environment(environ):
@@ -84,11 +84,11 @@ class ThisMachine:
                 each.process = torch.multiprocessing.spawn(serve, (seat,), 1, join=False).processes[0]
 
     def new_port(self) -> int:
-        """Always the store's."""
+        """The store's port, which is always the same."""
         return self.store.port if self.store else 0
 
     def node_of(self, rank: int) -> str | None:
-        """There is one."""
+        """None: there is one machine."""
         return None
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Nodes:
             raise ConfigError(f"{off[0]} has been killed, and does not come back. `stop` ends the other ranks")
 
     def start(self, people: Sequence[Person], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        """Fork them, on their nodes, from a process that has imported torch."""
+        """Fork a process for each of `people`, on its node, from one that has imported torch."""
         common = {
             "WORLD_SIZE": self.n,
             "LOCAL_WORLD_SIZE": self._each,
@@ -161,11 +161,11 @@ class Nodes:
                 each.process = NodeProcess(self.cluster, node, env, output, (seat.fileno(), *pipes))
 
     def new_port(self) -> int:
-        """One at which nobody has met before: rank 0 may still hold the last one."""
+        """A port at which no ranks have met before: rank 0 may still hold the last one."""
         return self.cluster.new_port()
 
     def node_of(self, rank: int) -> str | None:
-        """Its name."""
+        """The name of the node that a rank is on."""
         return self.cluster.names[rank // self._each]
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ def bundle_of(value: Any) -> Bundle:
 
 @cache
 def _formatter() -> Any:
-    """IPython's, imported when it is first needed; None where there is no IPython."""
+    """IPython's formatter of displayed values, imported when it is first needed; None where there is no IPython."""
     try:
         from IPython.core.formatters import DisplayFormatter
     except ImportError:
@@ -52,7 +52,7 @@ def _formatter() -> Any:
 
 
 def show_open_figures() -> None:
-    """At the end of a cell, as in a notebook."""
+    """Show all open figures, and close them: at the end of a cell, as a notebook does."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and pyplot.get_fignums():
         pyplot.show()

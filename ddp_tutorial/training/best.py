@@ -28,7 +28,7 @@ class Best:
 
     @property
     def values(self) -> dict[int, float]:
-        """What is judged, by step. Raises `ConfigError` for a metric that is not evaluated."""
+        """Step -> the value of `best.metric` there. Raises `ConfigError` for a metric that is not evaluated."""
         name = self.config.best.metric
         for means in self.evaluations.values():
             if name not in means:
@@ -64,7 +64,8 @@ class Best:
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.run.best.glob("step_*"))
 
     def go_back(self, step: int, evaluations: Mapping[int, Mapping[str, float]]) -> None:
-        """A run that goes back to `step` has not found yet what it found later."""
+        """Go back to `step`, with the `evaluations` up to it; weights of a later best are removed from the run's
+        folder."""
         self.evaluations = {each: dict(means) for each, means in evaluations.items()}
         self.is_stalled = self.stalls()
         if self.world.is_main:

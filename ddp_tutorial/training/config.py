@@ -135,7 +135,7 @@ class TrainConfig(Config):
 
     @property
     def remarks(self) -> list[str]:
-        """What somebody should be told when the run begins: what is not as it was written down."""
+        """Sentences to log when the run begins: which settings have another effect than their written value says."""
         return []
 
     @model_validator(mode="after")

@@ -84,7 +84,8 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
 def sample(
     run: str | Path, prompt: str, *, length: int = 200, temperature: float = 0.8, seed: int = 0, best: bool = False
 ) -> str:
-    """`prompt`, and what the model writes after it."""
+    """`prompt` and the `length` bytes that the run's model writes after it. Raises `ConfigError` for an empty
+    prompt, and where the run has no model, or none of task gpt."""
     if not prompt:
         raise ConfigError("an empty prompt: give the model at least one character to go on from")
     model = load(run, best=best)

@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Look at the past, then think about it: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A transformer block, [batch, time, width] -> the same: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

@@ -35,7 +35,8 @@ class Stopping:
         self.signalled = True
 
     def vote(self) -> float:
-        """This rank's. Rank 0 alone reads what was asked for: 1 to stop, 2 to save first. A signal may come to any."""
+        """This rank's vote, a number that is added up over the ranks. Rank 0 alone reads the request in the run's
+        folder: 1 to stop, 2 to save first. A signal may come to any rank."""
         if self.signalled:
             return _SIGNAL
         if self.world.is_main and os.path.exists(self.request):  # noqa: PTH110  # in a sixth of the time of Path's
@@ -43,11 +44,12 @@ class Stopping:
         return 0
 
     def answer(self, votes: float) -> Answer:
-        """What all ranks do, from the sum of their votes. A signal goes first, for it says that the run is to go on."""
+        """What all ranks do, from the sum of their votes. A signal counts more than a request: after it the run is to
+        go on."""
         return "signal" if votes >= _SIGNAL else "save" if votes >= _SAVE else "stop" if votes else ""
 
     def close(self) -> None:
-        """Remove the request: it has been met, or the run has ended."""
+        """Remove the request to stop from the run's folder: it has been met, or the run has ended."""
         if self.world.is_main:
             self.request.unlink(missing_ok=True)
 

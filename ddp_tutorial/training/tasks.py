@@ -138,7 +138,8 @@ def make_trainer(config: TaskConfig, world: World) -> Trainer:
 
 
 def train(world: World, config: TaskConfig) -> TrainResult:
-    """The function to launch: `launch(train, config.nprocs, config)`."""
+    """Train the task that `config` names, on this rank: the function for `launch(train, config.nprocs, config)`.
+    Collective. Raises `ConfigError` as `make_trainer` and `Trainer` do."""
     return make_trainer(config, world).train()
 
 

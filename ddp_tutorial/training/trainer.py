@@ -154,7 +154,7 @@ class Trainer:
         return self.number >= self.config.steps or self.best.is_stalled or bool(self.requested)
 
     def is_due(self, every: int) -> bool:
-        """Is this a step after which it is done that is done `every` so many, and after the last? Never, for 0."""
+        """Is something due after this step that is done once in `every` steps, and after the last one? Never, for 0."""
         if not every:
             return False
         return self.number % every == 0 or self.number == self.config.steps or self.best.is_stalled
@@ -176,7 +176,7 @@ class Trainer:
         self.requested = self.stopping.answer(done.votes)
 
     def begin(self) -> None:
-        """Say what is about to happen."""
+        """Log the world and the remarks of the config."""
         LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
         for remark in self.config.remarks:
             LOG.info(remark)
@@ -217,7 +217,7 @@ class Trainer:
         }
 
     def reseed(self, step: int) -> None:
-        """Random numbers of this rank's own, for a world of another size that goes on after `step`."""
+        """Seed this rank's random numbers anew from seed, rank and `step`: a world of another size goes on after it."""
         reseed(self.config.seed, self.world.rank, step)
 
     def progress(self) -> dict[str, Any]:
