@@ -61,7 +61,8 @@ def rank_zero_only(world: World, began: Began) -> None:
 
 
 def uneven_inputs(world: World, began: Began) -> None:
-    """`DistributedDataParallel` starts the collective in backward."""
+    """Rank 1 has a batch more than rank 0, and waits in an all-reduce that `DistributedDataParallel` starts in
+    backward."""
     model = DistributedDataParallel(nn.Linear(4, 1))
     began()
     for _ in range(2 + world.rank):
@@ -85,7 +86,7 @@ def barrier_in_the_loader(world: World, began: Began) -> None:
 
 
 def early_stopping(world: World, began: Began) -> None:
-    """Each goes by its own loss."""
+    """The ranks stop early by their own losses, at different steps."""
     began()
     loss = 1.0 + world.rank
     while loss > 0.5:
@@ -202,7 +203,8 @@ def lines_of(name: str) -> dict[int, int]:
 
 
 def _hang(name: str) -> tuple[str, float, int]:
-    """The verdict; seconds from the hang until all was over, less the patience; how many processes are left."""
+    """Run one hang: its verdict; seconds from the hang until all ranks were gone, less the patience; how many processes
+    are left."""
     with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
         notes, message = Path(folder), "no error"
         try:

@@ -87,9 +87,9 @@ class Accident:
 
 @dataclass(frozen=True)
 class Life:
-    """What came of one: at which point something was done to a rank, and whether that was inside of saving; the step of
-    the newest checkpoint that had got its name; how often each rank, if it lived to its end, was at each point; what
-    each rank said that refused to run; whether all ended well; and how many processes were left behind."""
+    """What came of one life: at which point something was done to a rank, and whether that was inside of saving; the
+    step of the newest checkpoint that had got its name; how often each rank, if it lived to its end, was at each point;
+    what each rank said that refused to run; whether all ended well; and how many processes were left behind."""
 
     point: str | None
     in_saving: bool
@@ -109,7 +109,8 @@ class Points:
         self.waiting: dict[How, deque[tuple[int, str]]] = {}
 
     def learn(self, life: Life) -> None:
-        """Those that have not been seen before, as are those of resuming until a life has resumed."""
+        """Note the points that a life has come to and none before it, as those of resuming in the first life that
+        resumes."""
         seen = {(rank, point): count for rank, points in life.seen.items() for point, count in points.items()}
         new = [each for each in seen if each not in self.known]
         self.known |= {each: seen[each] for each in new}
@@ -306,7 +307,7 @@ class Fate:
             limit_files(self.accident.room)
 
     def end(self, code: int) -> None:
-        """See rank._end_without_finalising."""
+        """End this rank with exit `code`, without Python's own shutdown; see `rank._end_without_finalising`."""
         self.note(f"seen.{self.rank}", json.dumps(self.seen))
         os._exit(code)
 

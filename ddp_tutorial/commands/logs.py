@@ -292,7 +292,7 @@ def _speed(run: "Summary") -> str | None:
 
 
 def _time(run: "Summary") -> str | None:
-    """Shares of the whole by phase; what is left is outside of all phases."""
+    """Where the time went: the share of each phase; what is left is outside of all phases."""
     if run.seconds is None:
         return None
     shares = [
@@ -317,7 +317,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _memory(run: "Summary") -> str | None:
-    """The highest of each rank; for many ranks only the range."""
+    """The most memory of each rank; for many ranks only the lowest and the highest."""
     words = []
     for kind, name in (("rss", ""), ("cuda", "on GPUs ")):
         values = run.memory_mb.get(kind, [])

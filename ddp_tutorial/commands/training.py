@@ -168,7 +168,7 @@ def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: Attache
 
 
 def _note_in(run: "RunFolder", findings: "list[Finding]") -> None:
-    """What the checks have found, in the result of a run that they have not ended."""
+    """Add what the checks have found to `result.json` of a run that they have not ended."""
     from ddp_tutorial.files import write_json
 
     told = [{"detector": each.detector, "ranks": each.ranks, "message": str(each)} for each in findings]

@@ -20,7 +20,8 @@ _SECONDS = 60.0
 
 
 def _judge(programs: dict[str, Program]) -> None:
-    """Raise for the first law that one of them breaks."""
+    """Raise `WrongAnswerError` for the first law that one of `programs` breaks; `NotImplementedError` as an answer
+    does."""
     try:
         found = examine(programs, timeout=_SECONDS)
     except RankTimeoutError as error:

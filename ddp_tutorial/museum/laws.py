@@ -194,7 +194,8 @@ def _division(stage: Stage, program: Program) -> str:
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: str, of_second: str) -> str:
-    """In numbers and tensors. Names, such as that of a folder, may differ from one run to the next."""
+    """How the numbers and tensors of two results differ, in words; "" where they do not. Names, such as that of a
+    folder, may differ from one run to the next."""
     for name, value in first.items():
         other = second.get(name)
         if not isinstance(value, str) and other is not None and not _equal(value, other):
@@ -252,7 +253,8 @@ def _errors(stage: Stage, program: Program) -> str:
 
 
 def _cuts(stage: Stage, program: Program) -> str:
-    """Each rank by itself: a cut on one rank ends all of them anyway."""
+    """Play the program cut after each step and in each file, started again, and compare. Each rank plays by itself: a
+    cut on one rank ends all of them anyway."""
     with tempfile.TemporaryDirectory() as scratch:
         folders = _folders(Path(scratch))
         whole = stage.play(program, next(folders), alone=True)[0]
@@ -273,7 +275,7 @@ def _cuts(stage: Stage, program: Program) -> str:
 
 
 def _folders(scratch: Path) -> Iterator[Path]:
-    """Empty ones."""
+    """Empty folders, each a new one below `scratch`, without end."""
     for number in itertools.count():
         folder = scratch / str(number)
         folder.mkdir()
@@ -295,7 +297,8 @@ def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
 
 
 def _touch_in_reverse(folder: Path) -> None:
-    """As a copy may leave it: what was written first was changed last."""
+    """Set the times of change of a folder's files in reverse order, as a copy may leave them: what was written first is
+    the newest."""
     paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for age, path in enumerate(paths):
         os.utime(path, (10**9 - age, 10**9 - age))

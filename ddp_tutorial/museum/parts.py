@@ -70,11 +70,11 @@ def pieces(world: World, accumulate: int, batch: int = 8) -> Iterator[tuple[int,
 
 
 def weights(model: nn.Module) -> torch.Tensor:
-    """All of them, in one row."""
+    """All weights of a model in one vector [elements], without a graph."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def write(path: Path, state: object) -> None:
-    """The file is there with all of `state`, or as it was before."""
+    """Save `state` to `path` atomically: after a kill the file is there with all of it, or as it was before."""
     torch.save(state, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)

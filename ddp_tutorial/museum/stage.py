@@ -64,7 +64,7 @@ Around = Callable[[Outcome], AbstractContextManager[None]]
 
 
 class Stage:
-    """One rank's. All ranks play the same programs, in the same order."""
+    """The stage as one rank has it. All ranks play the same programs, in the same order."""
 
     def __init__(self, world: World) -> None:
         if world.size < 2:
@@ -82,7 +82,8 @@ class Stage:
         patience: float = PATIENCE,
         **settings: Any,
     ) -> list[Outcome]:
-        """What became of it on all ranks, the same list on each; `alone`, each rank plays it by itself."""
+        """Run a program, and return what became of it on all ranks, rank 0's first, the same list on each. With
+        `alone`, each rank plays it by itself, in a group of one."""
         limit = timedelta(seconds=patience)
         group = self._alone if alone else _impatient(limit)
         world = World() if alone else replace(self.world, timeout=limit)
@@ -126,7 +127,7 @@ class Stage:
 
 
 def _impatient(limit: timedelta) -> dist.ProcessGroup:
-    """A group of all ranks. To make it may take its time; from then on they wait for `limit` only."""
+    """A group of all ranks, which wait in its collectives for `limit` at most. To make it may take longer than that."""
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(limit, group)
     return group
@@ -173,7 +174,7 @@ def _undisturbed(outcome: Outcome) -> Iterator[None]:
 
 
 def cut_after_step(number: int) -> Around:
-    """It ends right after the update of this step, before anything is saved of it."""
+    """A disturbance: the program is cut right after the update of step `number`, before anything of it is saved."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
@@ -191,7 +192,7 @@ def cut_after_step(number: int) -> Around:
 
 
 def cut_in_write(number: int) -> Around:
-    """It ends when half of this file is written."""
+    """A disturbance: the program is cut when half of the file that it writes as its `number`-th is written."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
@@ -217,7 +218,7 @@ def cut_in_write(number: int) -> Around:
 
 @contextmanager
 def an_error(outcome: Outcome) -> Iterator[None]:
-    """In the second forward, a layer raises an error; once."""
+    """A disturbance: in the second forward a layer raises a `StrikeError`, once."""
     layers = 0
 
     def forward(module: nn.Module, _: Any) -> None:
@@ -236,7 +237,7 @@ def an_error(outcome: Outcome) -> Iterator[None]:
 
 @contextmanager
 def a_sigterm(outcome: Outcome) -> Iterator[None]:
-    """After the first update the process is asked to end."""
+    """A disturbance: after the first update the process is sent SIGTERM."""
 
     def by_default(*_: Any) -> None:
         raise CutError("SIGTERM")

@@ -290,8 +290,8 @@ def _count(rows: Sequence[Row], unit: str) -> int | None:
 
 
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
-    """How many ranks there were, from the result or the log. The config says only how many were to be started, and
-    under torchrun there may have been more or fewer."""
+    """How many ranks there were: as the result says, else the last evaluation, else the number of rank logs. Only where
+    none of these is there, as many as the config says were to be started: torchrun may have started others."""
     told = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
     logs = len(list(run.path.glob("rank_*.log")))
     known = number(result, "world_size") or (told[-1] if told else 0) or logs or number(run.config, "nprocs")

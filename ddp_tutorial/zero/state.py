@@ -54,7 +54,7 @@ class OptimizerState:
         return value
 
     def place(self, parameter: torch.Tensor, what: Stored) -> torch.Tensor:
-        """An empty tensor into which the stored one is read, for the state of `parameter`."""
+        """A tensor of zeros into which the stored one is read, for the state of `parameter`."""
         if what.shape == parameter.shape:
             return torch.zeros_like(parameter, dtype=what.dtype)
         on_device = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
