@@ -116,8 +116,8 @@ def _without_talking(world: World, accumulate: int = 2) -> Result:
 
 train = Exercise(
     task=(
-        "train(world, accumulate): the training of leaks_into_the_next_epoch, repaired. The last step of an epoch has "
-        "fewer micro-batches than the others."
+        "repaired(world, accumulate): the training of leaks_into_the_next_epoch, repaired; return the weights as it "
+        "does. The last step of an epoch has fewer micro-batches than the others."
     ),
     test=_test_train,
     solution=_train,
@@ -206,7 +206,7 @@ def _going_on(*, optimizer_too: bool = True, in_place: bool = False, off: int = 
 goes_on = Exercise(
     task=(
         "goes_on(world, folder): a training that goes on from its folder, wherever it was cut. The one above has two "
-        "bugs: what it saves, and how it writes it."
+        "bugs: what it saves, and how it writes it. Return the weights as it does."
     ),
     test=_test_goes_on,
     solution=_goes_on,

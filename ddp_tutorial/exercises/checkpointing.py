@@ -329,7 +329,10 @@ def _shallow(trainer: MiniTrainer) -> dict[str, Any]:
 
 
 state_of = Exercise(
-    task="state_of(trainer): a dict, by the names of its attributes, of all that the trainer needs to go on exactly.",
+    task=(
+        "state_of(trainer): return a dict, by the names of its attributes, of all that the trainer needs to go on "
+        "exactly."
+    ),
     test=_test_state,
     solution=_state_of,
     wrong={
@@ -429,8 +432,8 @@ def _first_only(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
 
 differing = Exercise(
     task=(
-        "differing(world, tensors): the names of the tensors that are not the same, bit for bit, on all ranks; and "
-        "every rank has to know."
+        "differing(world, tensors): return, on every rank, the names of the tensors that are not the same, bit for "
+        "bit, on all ranks."
     ),
     test=_test_differing,
     solution=_differing,

@@ -57,8 +57,8 @@ def _test_wire(answer: Answer) -> str:
 
 wire_seconds = Exercise(
     task=(
-        "wire_seconds(nbytes, ranks, bits_per_second): how long each rank's link is busy in a ring all-reduce of "
-        "nbytes, if 1,448 bytes of a message take 1,514 on the wire."
+        "wire_seconds(nbytes, ranks, bits_per_second): return the seconds for which each rank's link is busy in a ring "
+        "all-reduce of nbytes, if 1,448 bytes of a message take 1,514 on the wire."
     ),
     test=_test_wire,
     solution=_wire_seconds,
@@ -118,9 +118,9 @@ def _test_far(answer: Answer) -> str:
 
 far_seconds = Exercise(
     task=(
-        "far_seconds(nbytes, tensors, ranks, delay, bytes_per_second): how long gloo's ring all-reduces of `tensors` "
-        "tensors take, one after another, which have nbytes bytes together. A message needs `delay` seconds more from "
-        "one host to another, and before data leave, word that the receiver is ready has come."
+        "far_seconds(nbytes, tensors, ranks, delay, bytes_per_second): return the seconds that gloo's ring all-reduces "
+        "of `tensors` tensors take, one after another, which have nbytes bytes together. A message needs `delay` "
+        "seconds more from one host to another, and data leave only when the receiver has sent word that it is ready."
     ),
     test=_test_far,
     solution=_far_seconds,
@@ -180,7 +180,7 @@ def _test_micro_batches(answer: Answer) -> str:
 
 micro_batches = Exercise(
     task=(
-        "micro_batches(compute, communication, wanted): the fewest micro-batches in a step with which the ranks "
+        "micro_batches(compute, communication, wanted): return the fewest micro-batches in a step with which the ranks "
         "compute during at least `wanted` of it. A micro-batch computes `compute` seconds; the ranks communicate once "
         "a step, for `communication` seconds, and nothing of that is hidden."
     ),
@@ -238,8 +238,8 @@ def _test_who_is_lost(answer: Answer) -> str:
 
 who_is_lost = Exercise(
     task=(
-        "who_is_lost(missed): a set with the hosts that none of the others reaches. `missed` says of each host that "
-        "still speaks which hosts have not answered it, such as {'n0': {'n1'}, 'n2': {'n1'}}."
+        "who_is_lost(missed): return a set with the hosts that none of the others reaches. `missed` says of each host "
+        "that still speaks which hosts have not answered it, such as {'n0': {'n1'}, 'n2': {'n1'}}."
     ),
     test=_test_who_is_lost,
     solution=_who_is_lost,

@@ -40,7 +40,10 @@ def _interval(step_seconds: float, save_seconds: float, between_failures: float)
 
 
 interval = Exercise(
-    task="interval(step_seconds, save_seconds, between_failures): the best number of steps from save to save.",
+    task=(
+        "interval(step_seconds, save_seconds, between_failures): return the best number of steps from save to save; "
+        "all three are in seconds."
+    ),
     test=_test_interval,
     solution=_interval,
     wrong={
@@ -105,7 +108,7 @@ def _without_starting(lives: list[tuple[int, int, float]], step_seconds: float) 
 
 
 goodput = Exercise(
-    task="goodput(lives, step_seconds): the part of all seconds that steps which count have taken.",
+    task="goodput_of(lives, step_seconds): return the part, 0 to 1, of all seconds that steps which count have taken.",
     test=_test_goodput,
     solution=_goodput,
     wrong={
@@ -238,8 +241,8 @@ def _one_for_all(folder: Path) -> Any:
 
 claim = Exercise(
     task=(
-        "claim(folder): something to hold on to while the folder is this process's, or None where another has it; "
-        "an owner that is killed has it no longer."
+        "claim(folder): return something to hold on to while the folder is this process's, or None where another has "
+        "it; an owner that is killed has it no longer."
     ),
     test=_test_claim,
     solution=_claim,

@@ -326,8 +326,8 @@ def _mean(parts: Parts) -> torch.Tensor:
 
 add_up = Exercise(
     task=(
-        "add_up(parts): the sum of 1, 2, 4 or 8 tensors, in an order such that adding up parts[rank::W] for each of W "
-        "ranks, and then those W sums, gives the same bits."
+        "add_up(parts): return the sum of 1, 2, 4 or 8 tensors, in an order such that adding up parts[rank::W] for "
+        "each of W ranks, and then those W sums, gives the same bits."
     ),
     test=_test_add_up,
     solution=_add_up,

@@ -131,8 +131,8 @@ def _counts_from_the_other_end(stage: int, stages: int, micro_batches: int) -> l
 
 order_of_1f1b = Exercise(
     task=(
-        "order_of_1f1b(stage, stages, micro_batches): what this stage does in one step of 1F1B, in order, as a list of "
-        "('F', m) and ('B', m) for the forward and the backward of micro-batch m."
+        "order_of_1f1b(stage, stages, micro_batches): return what this stage does in one step of 1F1B, in order, as a "
+        "list of ('F', m) and ('B', m) for the forward and the backward of micro-batch m."
     ),
     test=_test_order,
     solution=_order,
@@ -198,8 +198,8 @@ def _as_many_as_stages(stages: int, at_most: float) -> int:
 
 fewest_micro_batches = Exercise(
     task=(
-        "fewest_micro_batches(stages, at_most): how many micro-batches a step needs at least, for a bubble of no more "
-        "than `at_most` of all ranks' time. All stages take equally long."
+        "fewest_micro_batches(stages, at_most): return how many micro-batches a step needs at least, for a bubble of "
+        "no more than `at_most` of all ranks' time. All stages take equally long."
     ),
     test=_test_fewest,
     solution=_fewest,
@@ -293,8 +293,8 @@ def _may_be_empty(costs: Sequence[float], stages: int) -> list[int]:
 
 cut_evenly = Exercise(
     task=(
-        "cut_evenly(costs, stages): where each stage but the first begins (places in `costs`, rising), so that the "
-        "dearest stage costs as little as possible. Modules stay in their order, and no stage is empty."
+        "cut_evenly(costs, stages): return where each stage but the first begins (places in `costs`, rising), so that "
+        "the dearest stage costs as little as possible. Modules stay in their order, and no stage is empty."
     ),
     test=_test_cut,
     solution=_cut,

@@ -80,7 +80,7 @@ def _position_one_too_far(loader: Any, step: int) -> Iterator[Any]:
 
 
 position = Exercise(
-    task="position(loader, step): an iterator over the batches that are left of the epoch after `step` steps.",
+    task="position(loader, step): return an iterator over the batches that are left of the epoch after `step` steps.",
     test=_test_position,
     solution=_position,
     wrong={

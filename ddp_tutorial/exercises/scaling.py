@@ -113,8 +113,9 @@ def _efficiency(rows: Sequence[Timing]) -> float:
 
 fair_speed_up = Exercise(
     task=(
-        "fair_speed_up(rows): by what factor do two ranks train faster than the best one-process run that does the "
-        "same work? A row has ranks, threads, batch (of all ranks), steps, seconds, and evaluating (of the seconds)."
+        "fair_speed_up(rows): return the factor by which two ranks train faster than the best one-process run that "
+        "does the same work. A row has ranks, threads, batch (of all ranks), steps, seconds, and evaluating (of the "
+        "seconds)."
     ),
     test=_test_speed_up,
     solution=_speed_up,
@@ -196,8 +197,9 @@ def _the_last_that_is_fine(batch: int, per_sample: float, nbytes: float, latency
 
 break_even = Exercise(
     task=(
-        "break_even(batch, per_sample, nbytes, latency, bandwidth): the smallest number of ranks, from 2 on, at which "
-        "a ring all-reduce of nbytes takes longer than a rank needs to compute its part of the batch. Nothing overlaps."
+        "break_even(batch, per_sample, nbytes, latency, bandwidth): return the smallest number of ranks, from 2 on, at "
+        "which a ring all-reduce of nbytes takes longer than a rank needs to compute its part of the batch. Nothing "
+        "overlaps."
     ),
     test=_test_break_even,
     solution=_break_even,
@@ -280,8 +282,9 @@ def _one_too_few(model: StepModel, ranks: int, wanted: float) -> int:
 
 smallest_batch = Exercise(
     task=(
-        "smallest_batch(model, ranks, wanted): the fewest samples for each rank with which computing is at least "
-        "`wanted` of a step. model.compute(samples) and model.exposed(samples, ranks) are its two parts, in seconds."
+        "smallest_batch(model, ranks, wanted): return the fewest samples for each rank with which computing is at "
+        "least `wanted` of a step. model.compute(samples) and model.exposed(samples, ranks) are its two parts, in "
+        "seconds."
     ),
     test=_test_smallest_batch,
     solution=_smallest_batch,

@@ -87,7 +87,7 @@ def _the_last_that_fits(parameters: int, ranks: int, there: int) -> str | None:
 
 first_that_fits = Exercise(
     task=(
-        "first_that_fits(parameters, ranks, there): the first of 'ddp', 'zero1', 'zero2', 'zero3' with which "
+        "first_that_fits(parameters, ranks, there): return the first of 'ddp', 'zero1', 'zero2', 'zero3' with which "
         "parameters, gradients and the state of Adam, all in float32, fit into the `there` bytes of each rank; None if "
         "none does."
     ),

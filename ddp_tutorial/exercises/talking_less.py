@@ -307,10 +307,10 @@ def _talks_in_each_step(
 
 round_length = Exercise(
     task=(
-        "round_length(nbytes, ranks, latency, bandwidth, compute, at_most): how many steps a round has at least, so "
-        "that no more than `at_most` of the time goes into averaging. A model of `nbytes` bytes, averaged once a round "
-        "by a ring all-reduce (2 (ranks - 1) messages one after another, of nbytes / ranks each); `latency` in "
-        "seconds, `bandwidth` in bytes a second, `compute` the seconds of a step."
+        "round_length(nbytes, ranks, latency, bandwidth, compute, at_most): return how many steps a round has at "
+        "least, so that no more than `at_most` of the time goes into averaging. A model of `nbytes` bytes, averaged "
+        "once a round by a ring all-reduce (2 (ranks - 1) messages one after another, of nbytes / ranks each); "
+        "`latency` in seconds, `bandwidth` in bytes a second, `compute` the seconds of a step."
     ),
     test=_test_round_length,
     solution=_round_length,

@@ -147,8 +147,9 @@ def _bessel(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
 
 sync_normalise = Exercise(
     task=(
-        "sync_normalise(x, total, eps): normalise x [samples, channels] over the samples of all ranks. total(tensor) "
-        "is the sum over the ranks, and autograd knows its backward. Ranks may have unequal numbers of samples or none."
+        "sync_normalise(x, total, eps): return x [samples, channels] normalised over the samples of all ranks. "
+        "total(tensor) is the sum over the ranks, and autograd knows its backward. Ranks may have unequal numbers of "
+        "samples or none."
     ),
     test=_test_normalise,
     solution=_sync_normalise,
