@@ -41,6 +41,8 @@ class CheckpointError(FailedError):
 
 
 class _Record(BaseModel):
+    """A part of a manifest, frozen. Fields of a later version that this one does not know are passed over."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 

@@ -32,6 +32,8 @@ class MagicError(ConfigError):
 
 
 class _Parser(argparse.ArgumentParser):
+    """Reads the words of a magic. Raises `MagicError` for wrong ones, where argparse would end the process."""
+
     def error(self, message: str) -> NoReturn:
         raise MagicError(f"%ranks {self.prog}: {message}")
 

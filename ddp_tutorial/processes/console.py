@@ -35,6 +35,7 @@ class RankLog:
         self._partial = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
+        """Take bytes that the rank has written, and show the lines that are whole; with `final` also what is left."""
         text = self._partial + self._decoder.decode(data, final)
         *lines, rest = text.split("\n")
         if final and rest:
@@ -53,6 +54,7 @@ class RankLog:
             self._show(self.rank, line)
 
     def tail(self, count: int = 20) -> str:
+        """The last `count` lines, as one text."""
         return "\n".join(list(self.lines)[-count:])
 
 

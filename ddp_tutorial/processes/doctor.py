@@ -115,7 +115,7 @@ def _hostname() -> tuple[bool | None, str, str]:
 
 
 def _port() -> tuple[bool | None, str, str]:
-    """29500 is torchrun's default port."""
+    """Whether torchrun's default port, 29500, is free on this machine."""
     try:
         with socket.create_server(("127.0.0.1", 29500)):
             return True, "29500, torchrun's, is free", ""

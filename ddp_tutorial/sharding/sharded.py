@@ -177,6 +177,8 @@ def _range(indices: Indices) -> str:
 
 
 class _Plan(Sampler[tuple[int, Indices]]):
+    """What a DataLoader is to read: pairs of a cursor and this rank's samples there, as `plan()` yields them anew."""
+
     def __init__(self, plan: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
         self.plan = plan
 
