@@ -214,8 +214,8 @@ def fresh_store(store: dist.Store, world: World) -> dist.Store:
     torchrun's agent keeps its store when it starts ranks again, so that these would find the addresses of dead ones,
     and most restarts fail or hang (torch 2.13; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's environment would
     also help). No environment variable numbers the lives: TORCHELASTIC_RESTART_COUNT is another on each agent. So rank
-    0 makes up a name, and gives it to each rank as the answer to a question that is new, too; what earlier lives have
-    left there answers no question of this one.
+    0 makes up a name for that part. Each other rank asks for it with a random number of its own, and takes only an
+    answer that repeats the number: what earlier lives have left there is none.
 
     Raises `RuntimeError` where some rank does not come.
     """
