@@ -17,34 +17,24 @@ It needs Linux. Root may always make one; others may where the system lets them 
 
 import math
 import os
-import pickle
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
 from ddp_tutorial.cluster import network
-from ddp_tutorial.cluster.box import NO_DELAY, receive, send
+from ddp_tutorial.cluster.client import BoxClient
 from ddp_tutorial.cluster.delay import seconds_of
-from ddp_tutorial.cluster.running import Ended, Process, wait
-from ddp_tutorial.config import ConfigError, FailedError
-from ddp_tutorial.processes.errors import RankError, RankTimeoutError, lost_connection
+from ddp_tutorial.cluster.launching import HostedRanks
+from ddp_tutorial.cluster.running import Ended, Process, Runner, wait
+from ddp_tutorial.config import ConfigError
 
 Result = TypeVar("Result")
 Command = str | os.PathLike[str]
 PORT = 29_500  # where ranks meet
-_START_SECONDS = 30.0
-_GRACE_SECONDS = 5.0  # for the other ranks of a launch, when one has failed
 
 
 class Cluster:
@@ -87,11 +77,10 @@ class Cluster:
         root = Path(folder).resolve()
         self.folders = [root if shared_folder else root / name for name in self.names]
         self._port = PORT
-        self._lock = threading.Lock()  # one question at a time
-        self._processes: list[Process] = []
+        self._box = BoxClient()
+        self._runner = Runner(self._box, self.names, self.folders)
         self.off: set[str] = set()  # nodes without power
         self.unplugged: set[str] = set()  # nodes whose cable is out
-        self._channel: socket.socket | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -100,7 +89,7 @@ class Cluster:
     def is_up(self) -> bool:
         """Are its nodes there? Not before the `with` block, not after it, and not if the process that holds them has
         been killed."""
-        return self._channel is not None and self._box.poll() is None
+        return self._box.is_up
 
     @property
     def in_words(self) -> str:
@@ -111,18 +100,11 @@ class Cluster:
         return f"Cluster(nodes={len(self)}, rate={self.rate!r}, delay={self.delay!r})"
 
     def __enter__(self) -> "Cluster":
-        _look_at_the_system()
-        refused = []
-        for as_whom in ((), ("-U", "-r")) if os.geteuid() == 0 else (("-U", "-r"),):
-            if (error := self._start(as_whom)) is None:
-                break
-            refused.append(error)
-        else:
-            raise ConfigError(f"no cluster: this system does not allow namespaces ({refused[-1]})")
+        self._box.start()
         self.off.clear()
         self.unplugged.clear()
         try:
-            self._ask("build", len(self), self.rate, self._delay)
+            self._box.ask("build", len(self), self.rate, self._delay)
             for folder in self.folders:
                 folder.mkdir(exist_ok=True)
         except BaseException:
@@ -133,63 +115,11 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _start(self, as_whom: tuple[str, ...]) -> str | None:
-        """Start the box; the reason if that is not possible."""
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        python = [sys.executable, "-m", "ddp_tutorial.cluster.box", str(its.fileno())]
-        # Its forks are ranks. Where no name server answers, torch warns in each that it does not know who connects.
-        environ = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | _environment()
-        with its, tempfile.TemporaryFile() as errors:
-            self._box = subprocess.Popen(
-                ["unshare", *as_whom, *namespaces, *python],
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-                pass_fds=[its.fileno()],
-                env=environ,
-                start_new_session=True,  # an interrupt is for this process to handle
-            )
-            self._channel = ours
-            its.close()
-            try:
-                self._ask("hello")
-            except FailedError:
-                self.close()
-                errors.seek(0)
-                said = errors.read().decode(errors="replace").strip().split("\n")
-                return said[-1] or f"unshare has ended with {self._box.returncode}"
-        return None
-
     def close(self) -> None:
         """End all that runs on the nodes, and the nodes."""
-        if self._channel is None:
-            return
-        self._channel.close()  # the box ends then, and the kernel all others
-        self._channel = None
-        try:
-            self._box.wait(5)
-        except subprocess.TimeoutExpired:
-            self._box.kill()
-            self._box.wait()
-        with suppress(TimeoutError):
-            wait(self._running(), _GRACE_SECONDS)
-
-    def _ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
-        if self._channel is None:
-            raise RuntimeError("the cluster is not there: use it inside of 'with Cluster(...) as cluster:'")
-        try:
-            with self._lock:
-                send(self._channel, (name, args), list(fds))
-                (error, answer), _ = receive(self._channel)
-        except (EOFError, OSError):
-            with suppress(subprocess.TimeoutExpired):
-                self._box.wait(_GRACE_SECONDS)
-            holder = "delays its messages" if self._box.returncode == NO_DELAY else "holds it"
-            raise FailedError(f"the cluster has ended: the process that {holder} is gone") from None
-        if error is not None:
-            raise ConfigError(error)
-        return answer
+        if self._box.is_open:
+            self._box.close()
+            self._runner.see_all_end()
 
     # ------------------------------------------------------------------------------------------------ what runs there
 
@@ -202,7 +132,8 @@ class Cluster:
     ) -> Process:
         """Start a command on one node, and do not wait for it. `line(node, text)` is called for each line it prints,
         while somebody waits."""
-        return self._begin("start", [os.fspath(arg) for arg in argv], node, env, (), line)
+        self._check(node)
+        return self._runner.begin("start", [os.fspath(arg) for arg in argv], node, env, line=line)
 
     def run(
         self,
@@ -281,76 +212,18 @@ class Cluster:
         here as soon as all have met and begun, to pull a cable for example. Raises `RankError` for the first that
         fails, and ends the others a little later; `RankTimeoutError` after `timeout` seconds.
         """
-        from ddp_tutorial.processes.transport import dump_call
-
         if nodes is not None:
             self._check(nodes - 1)
         size = (nodes or len(self)) * ranks_per_node
-        port = self.new_port()
-        with ExitStack() as stack:
-            call = stack.enter_context(tempfile.TemporaryFile())
-            call.write(pickle.dumps((threads, collective_timeout, dump_call(fn, args))))
-            call.flush()
-            results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
-            ranks = []
-            for rank in range(size):
-                node, local = divmod(rank, ranks_per_node)
-                variables = {
-                    "RANK": rank,
-                    "WORLD_SIZE": size,
-                    "LOCAL_RANK": local,
-                    "LOCAL_WORLD_SIZE": ranks_per_node,
-                    "MASTER_ADDR": self.names[0],
-                    "MASTER_PORT": port,
-                    "OMP_NUM_THREADS": threads,
-                }
-                files = (call.fileno(), results[rank].fileno())
-                environ = {name: str(value) for name, value in variables.items()} | dict(env or {})
-                ranks.append(self._begin("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files, None))
-            try:
-                if meanwhile:
-                    self._wait_until_up(ranks, results, timeout)
-                    meanwhile()
-                self._wait_for_ranks(ranks, timeout, collective_timeout)
-            finally:
-                self._end(ranks)
-            outcomes = [_read(result) for result in results]
-        # the cause among several failures: that of a rank which heard of no other; a host without power says nothing
-        failed = [
-            (ranks[rank].node in self.off, bool(outcome and lost_connection(str(outcome[1]))), rank)
-            for rank, outcome in enumerate(outcomes)
-            if outcome is None or outcome[0] == "raised"
-        ]
-        if failed:
-            raise self._failure(min(failed)[-1], ranks, outcomes)
-        return [pickle.loads(outcome[1]) for outcome in outcomes]
-
-    def _wait_until_up(self, ranks: list[Process], results: Sequence[IO[bytes]], timeout: float | None) -> None:
-        """Until all ranks have met, or one has ended, or the time is up."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not all(os.fstat(result.fileno()).st_size for result in results) and time.monotonic() < deadline:
-            if any(rank.code is not None for rank in ranks):
-                return
-            with suppress(TimeoutError):
-                wait(ranks, 0.02)
-
-    def _wait_for_ranks(self, ranks: list[Process], timeout: float | None, collective_timeout: float) -> None:
-        try:
-            wait(ranks, timeout, until=lambda: any(rank.code for rank in ranks if rank.node not in self.off))
-            with suppress(TimeoutError):  # where a host has gone in silence, the others wait in their collective
-                wait(ranks, _GRACE_SECONDS + (collective_timeout if self.off else 0))
-        except TimeoutError:
-            printed = "\n".join(rank.output for rank in ranks)
-            raise RankTimeoutError(0, f"was still running after {timeout} s", log=printed) from None
-
-    def _failure(self, rank: int, ranks: list[Process], outcomes: list[Any]) -> RankError:
-        outcome, node = outcomes[rank], ranks[rank].node
-        reason = f"raised {outcome[1]}" if outcome else f"has ended with {ranks[rank].code}"
-        others = [f"rank {i} raised {each[1]}" for i, each in enumerate(outcomes) if i != rank and each]
-        others = [line for line in others if "raised b'" not in line]
-        raised = outcome[1] if outcome else None
-        return RankError(
-            rank, f"on {node} {reason}", log=ranks[rank].output.strip(), others="\n".join(others), raised=raised
+        ranks = HostedRanks(self._runner, self.off, self.names[0], self.new_port(), size, ranks_per_node)
+        return ranks.call(
+            fn,
+            args,
+            threads=threads,
+            timeout=timeout,
+            collective_timeout=collective_timeout,
+            env=env,
+            meanwhile=meanwhile,
         )
 
     def fork(self, entry: str, *, node: int, env: Mapping[str, str], files: Sequence[int]) -> int:
@@ -360,11 +233,12 @@ class Cluster:
         `files[0]`, its exit code is written to `files[1]` as text, and it is called with its own numbers of the others,
         of which there may be five. Returns its number, for `send_signal`.
         """
-        return self._fork("fork", entry, node, env, files)
+        self._check(node)
+        return self._runner.fork("fork", entry, node, env, files)
 
     def send_signal(self, number: int, signalled: int) -> None:
         """Send a signal to what `fork` has started, unless that has ended."""
-        self._ask("signal", number, int(signalled))
+        self._box.ask("signal", number, int(signalled))
 
     def pid_of(self, number: int) -> int | None:
         """The process id, outside of the cluster, of what `fork` has started; None where it has ended."""
@@ -381,62 +255,13 @@ class Cluster:
         self._port += 1
         return self._port - 1
 
-    def _fork(
-        self, kind: str, what: str | list[str], node: int, env: Mapping[str, str] | None, files: Sequence[int]
-    ) -> int:
-        self._check(node)
-        environ = _environment() | dict(env or {})
-        with open(os.devnull) as nothing:
-            fds = [nothing.fileno(), *files]
-            number: int = self._ask(kind, what, node, environ, str(self.folders[node]), fds=fds)
-        return number
-
-    def _begin(
-        self,
-        kind: str,
-        what: str | list[str],
-        node: int,
-        env: Mapping[str, str] | None,
-        files: tuple[int, ...],
-        line: Callable[[str, str], None] | None,
-    ) -> Process:
-        stdout, its_stdout = os.pipe()
-        status, its_status = os.pipe()
-        try:
-            pid = self._fork(kind, what, node, env, (its_stdout, its_status, *files))
-        except BaseException:
-            os.close(stdout)
-            os.close(status)
-            raise
-        finally:
-            os.close(its_stdout)
-            os.close(its_status)
-        process = Process(self.names[node], pid, stdout, status, partial(self._ask, "signal"), line)
-        self._processes = [*self._running(), process]
-        return process
-
-    def _running(self) -> list[Process]:
-        return [process for process in self._processes if process.code is None]
-
     def finish(self, processes: Sequence[Process], timeout: float | None = None) -> list[Ended]:
         """Wait for all; raises `TimeoutError` after `timeout` seconds, and kills those that still run."""
         try:
             wait(processes, timeout)
         finally:
-            self._end(processes)
+            self._runner.end(processes)
         return [process.ended() for process in processes]
-
-    def _end(self, processes: Sequence[Process]) -> None:
-        """Kill those that still run."""
-        if self._channel is None:
-            return
-        running = [process for process in processes if process.code is None]
-        for process in running:
-            process.kill()
-        with suppress(TimeoutError):
-            wait(running, _GRACE_SECONDS)
-        if any(process.code == -signal.SIGKILL for process in processes):
-            self._ask("hello")  # raises if all of them have been killed because the cluster has ended
 
     # ----------------------------------------------------------------------------------------------- the network
 
@@ -451,19 +276,19 @@ class Cluster:
             network.bits_per_second(rate)
         if self.delay is not None:
             network.check_delayed(len(self), rate)
-        self._ask("set_rate", rate)
+        self._box.ask("set_rate", rate)
         self.rate = rate
 
     def cut(self, node: int) -> None:
         """Pull the node's cable out: what is sent to it, and by it, is lost, and nobody is told."""
         self._check(node)
-        self._ask("connect", node, False)
+        self._box.ask("connect", node, False)
         self.unplugged.add(self.names[node])
 
     def mend(self, node: int) -> None:
         """Plug it in again. TCP sends what was lost once more, after a while."""
         self._check(node)
-        self._ask("connect", node, True)
+        self._box.ask("connect", node, True)
         self.unplugged.discard(self.names[node])
 
     @contextmanager
@@ -480,7 +305,7 @@ class Cluster:
         no farewell. It does not come back."""
         self._check(node)
         self.off.add(self.names[node])
-        self._ask("kill", node)
+        self._box.ask("kill", node)
 
     def _check(self, node: int) -> None:
         if not isinstance(node, int) or not 0 <= node < len(self):
@@ -495,29 +320,3 @@ def why_not(delay: str | None = None) -> str:
             return ""
     except ConfigError as error:
         return str(error)
-
-
-def _look_at_the_system() -> None:
-    """Raise `ConfigError` where there is no hope."""
-    if sys.platform != "linux":
-        raise ConfigError(f"no cluster: it needs the namespaces of Linux, and this is {sys.platform}")
-    from shutil import which
-
-    if which("unshare") is None:
-        raise ConfigError("no cluster: the command 'unshare' is missing (package util-linux)")
-    try:
-        import pyroute2  # noqa: F401
-    except ImportError:
-        raise ConfigError("no cluster: the package pyroute2 is missing. Try: pip install pyroute2") from None
-
-
-def _environment() -> dict[str, str]:
-    """That of this process, and Python finds the same modules in it."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def _read(result: IO[bytes]) -> Any:
-    """A rank's outcome; None where it has left none."""
-    result.seek(1)  # the byte before it said that it was up
-    content = result.read()
-    return pickle.loads(content) if content else None

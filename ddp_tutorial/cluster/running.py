@@ -1,13 +1,19 @@
-"""What runs on the hosts: commands and ranks, what they print, and how they end."""
+"""What runs on the hosts: commands and ranks, how they are started, what they print, and how they end."""
 
 import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
+
+from ddp_tutorial.cluster.client import BoxClient, environment
+
+_KILLED_SECONDS = 5.0  # that a process has to be gone when it has been killed
 
 
 class Ended(NamedTuple):
@@ -97,3 +103,69 @@ def wait(processes: Sequence[Process], timeout: float | None = None, until: Call
                     process.end(int(os.read(process.status, 16) or -signal.SIGKILL))
                 elif process.code is None and not process.read():
                     selector.unregister(process.stdout)
+
+
+class Runner:
+    """Starts processes on the nodes of a cluster, and ends them. `names` and `folders` are those of the nodes."""
+
+    def __init__(self, box: BoxClient, names: Sequence[str], folders: Sequence[Path]) -> None:
+        self._box, self._names, self._folders = box, names, folders
+        self._processes: list[Process] = []
+
+    def fork(
+        self, kind: str, what: str | list[str], node: int, env: Mapping[str, str] | None, files: Sequence[int]
+    ) -> int:
+        """`kind` is "start", and `what` a command, or it is "fork", and `what` a function, "package.module:function".
+
+        It prints into `files[0]`, and its exit code is written to `files[1]`. Returns its number in the box.
+        """
+        environ = environment() | dict(env or {})
+        with open(os.devnull) as nothing:
+            fds = [nothing.fileno(), *files]
+            number: int = self._box.ask(kind, what, node, environ, str(self._folders[node]), fds=fds)
+        return number
+
+    def begin(
+        self,
+        kind: str,
+        what: str | list[str],
+        node: int,
+        env: Mapping[str, str] | None,
+        files: tuple[int, ...] = (),
+        line: Callable[[str, str], None] | None = None,
+    ) -> Process:
+        """As `fork`, with pipes for what it prints and its exit code, and `files` for the function."""
+        stdout, its_stdout = os.pipe()
+        status, its_status = os.pipe()
+        try:
+            pid = self.fork(kind, what, node, env, (its_stdout, its_status, *files))
+        except BaseException:
+            os.close(stdout)
+            os.close(status)
+            raise
+        finally:
+            os.close(its_stdout)
+            os.close(its_status)
+        process = Process(self._names[node], pid, stdout, status, partial(self._box.ask, "signal"), line)
+        self._processes = [*self._running(), process]
+        return process
+
+    def _running(self) -> list[Process]:
+        return [process for process in self._processes if process.code is None]
+
+    def end(self, processes: Sequence[Process]) -> None:
+        """Kill those that still run."""
+        if not self._box.is_open:
+            return
+        running = [process for process in processes if process.code is None]
+        for process in running:
+            process.kill()
+        with suppress(TimeoutError):
+            wait(running, _KILLED_SECONDS)
+        if any(process.code == -signal.SIGKILL for process in processes):
+            self._box.ask("hello")  # raises if all of them have been killed because the cluster has ended
+
+    def see_all_end(self) -> None:
+        """The cluster has ended, and so all that ran on it: take what is left of what they have printed."""
+        with suppress(TimeoutError):
+            wait(self._running(), _KILLED_SECONDS)
