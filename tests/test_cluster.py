@@ -5,9 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,51 @@ def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(allowed: None, tmp_p
         time.sleep(0.05)
     assert not sleepers()
     assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def interrupted(cluster: Cluster) -> Iterator[None]:
+    """The process that holds the cluster sleeps, and half a second after an interrupt it goes on."""
+    [box] = psutil.Process(cluster._box.pid).children()
+
+    def act() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        box.resume()
+
+    box.suspend()
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        thread.join()
+
+
+def test_an_interrupt_leaves_no_answer_to_the_next_question_and_no_process(two: Cluster) -> None:
+    with interrupted(two):
+        two.set_rate("100mbit")
+    assert two.rate == "100mbit", "the links have that rate, whether we have heard of it or not"
+    asleep = two.start("sleep", "4321.25", node=0)  # its number, and not what the question before has come to
+    asleep.kill()
+    assert asleep.wait(20).code == -signal.SIGKILL
+    with interrupted(two):
+        two.run("sleep", "4321.25")
+    deadline = time.monotonic() + 20
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleepers(), "a command goes on which nobody has heard of"
+    assert [each.output for each in two.run("hostname")] == ["n0\n", "n1\n"]
+
+
+def test_where_one_node_refuses_a_command_none_runs_it(two: Cluster) -> None:
+    two.kill(1)
+    for run in (two.run, two.torchrun):
+        with pytest.raises(ConfigError, match="n1 has been killed"):
+            run("sleep", "4321.25")
+    assert [each.name() for each in psutil.Process(two._box.pid).children(recursive=True)[1:]] == []
 
 
 # ------------------------------------------------------------------------------------------------------- ranks

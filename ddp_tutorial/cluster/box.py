@@ -64,11 +64,13 @@ class Box:
                 self.answer()
 
     def answer(self) -> None:
-        (name, args), fds = receive(self.channel)
+        """The reply to a question has its number: who asked may have been interrupted, and others ask before it is
+        taken."""
+        (number, name, args), fds = receive(self.channel)
         try:
-            reply: tuple[str | None, Any] = None, getattr(self, f"do_{name}")(*args, fds)
+            reply: tuple[int, str | None, Any] = number, None, getattr(self, f"do_{name}")(*args, fds)
         except ConfigError as error:
-            reply = str(error), None
+            reply = number, str(error), None
         finally:
             for fd in fds:
                 os.close(fd)

@@ -1,6 +1,7 @@
 """The box of a cluster as its owner sees it: started, asked for one thing after another, and ended."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ class BoxClient:
         self._box: subprocess.Popen[bytes]
         self._channel: socket.socket | None = None
         self._lock = threading.Lock()  # one question at a time
+        self._asked = 0  # questions so far; an answer has the number of its question
+        self._nobodys: list[int] = []  # processes started for a caller who was interrupted before it heard of them
 
     @property
     def is_up(self) -> bool:
@@ -92,14 +95,28 @@ class BoxClient:
     def ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
         """Have the box do something, as its `do_NAME` does it, with the files `fds`; its answer.
 
-        Raises `ConfigError` where it refuses, and `FailedError` where it is gone.
+        A caller may be interrupted while it waits: the box does what it was asked all the same. Its answer is passed
+        over when somebody asks again, and if it is that a process has been started, that process is killed.
+
+        Raises `ConfigError` where the box refuses, and `FailedError` where it is gone.
         """
+        answer = self._ask(name, *args, fds=fds)
+        with suppress(IndexError):
+            while True:
+                self._ask("signal", self._nobodys.pop(), int(signal.SIGKILL))
+        return answer
+
+    def _ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
         if self._channel is None:
             raise RuntimeError("the cluster is not there: use it inside of 'with Cluster(...) as cluster:'")
         try:
             with self._lock:
-                send(self._channel, (name, args), list(fds))
-                (error, answer), _ = receive(self._channel)
+                self._asked += 1
+                send(self._channel, (self._asked, name, args), list(fds))
+                while (reply := receive(self._channel)[0])[0] != self._asked:
+                    if reply[2] is not None:  # only `start` and `fork` have an answer: the process
+                        self._nobodys.append(reply[2])
+                _, error, answer = reply
         except (EOFError, OSError):
             with suppress(subprocess.TimeoutExpired):
                 self._box.wait(_END_SECONDS)

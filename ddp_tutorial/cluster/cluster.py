@@ -145,11 +145,11 @@ class Cluster:
     ) -> list[Ended]:
         """Run a command on every node, and wait for all. `env` is added to the environment of all, `env_of[i]` to that
         of node i. Raises `TimeoutError` after `timeout` seconds, and kills them."""
-        several = [
-            self.start(*argv, node=node, env={**(env or {}), **(env_of[node] if env_of else {})}, line=line)
-            for node in range(len(self))
-        ]
-        return self.finish(several, timeout)
+
+        def begin(node: int) -> Process:
+            return self.start(*argv, node=node, env={**(env or {}), **(env_of[node] if env_of else {})}, line=line)
+
+        return self.finish(self._runner.begin_all(begin, len(self)), timeout)
 
     def torchrun(
         self,
@@ -172,10 +172,11 @@ class Cluster:
         """As `torchrun`, without waiting."""
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}", *args]
         port = self.new_port()
-        return [
-            self.start(*command, node=node, env={**self.torchrun_env(node, port), **(env or {})}, line=line)
-            for node in range(len(self))
-        ]
+
+        def begin(node: int) -> Process:
+            return self.start(*command, node=node, env={**self.torchrun_env(node, port), **(env or {})}, line=line)
+
+        return self._runner.begin_all(begin, len(self))
 
     def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
         """What tells the torchrun of a node where the agents meet; it takes each option from a variable PET_..., too.
@@ -276,20 +277,24 @@ class Cluster:
             network.bits_per_second(rate)
         if self.delay is not None:
             network.check_delayed(len(self), rate)
-        self._box.ask("set_rate", rate)
-        self.rate = rate
+        before, self.rate = self.rate, rate  # it is done also where we are interrupted while we wait for the answer
+        try:
+            self._box.ask("set_rate", rate)
+        except ConfigError:
+            self.rate = before
+            raise
 
     def cut(self, node: int) -> None:
         """Pull the node's cable out: what is sent to it, and by it, is lost, and nobody is told."""
         self._check(node)
-        self._box.ask("connect", node, False)
         self.unplugged.add(self.names[node])
+        self._box.ask("connect", node, False)
 
     def mend(self, node: int) -> None:
         """Plug it in again. TCP sends what was lost once more, after a while."""
         self._check(node)
-        self._box.ask("connect", node, True)
         self.unplugged.discard(self.names[node])
+        self._box.ask("connect", node, True)
 
     @contextmanager
     def link_down(self, node: int) -> Iterator[None]:

@@ -47,8 +47,8 @@ class HostedRanks:
             call.write(pickle.dumps((threads, collective_timeout, dump_call(fn, args))))
             call.flush()
             self._results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(self._size)]
-            for rank in range(self._size):
-                self._begin(rank, call, {"OMP_NUM_THREADS": str(threads)} | dict(env or {}))
+            environ = {"OMP_NUM_THREADS": str(threads)} | dict(env or {})
+            self._ranks = self._runner.begin_all(lambda rank: self._begin(rank, call, environ), self._size)
             try:
                 if meanwhile:
                     self._wait_until_up(timeout)
@@ -67,7 +67,7 @@ class HostedRanks:
             raise self._failure(min(failed)[-1], outcomes)
         return [pickle.loads(outcome[1]) for outcome in outcomes]
 
-    def _begin(self, rank: int, call: IO[bytes], env: Mapping[str, str]) -> None:
+    def _begin(self, rank: int, call: IO[bytes], env: Mapping[str, str]) -> Process:
         node, local = divmod(rank, self._per_node)
         variables = {
             "RANK": rank,
@@ -79,7 +79,7 @@ class HostedRanks:
         }
         environ = {name: str(value) for name, value in variables.items()} | dict(env)
         files = (call.fileno(), self._results[rank].fileno())
-        self._ranks.append(self._runner.begin("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files))
+        return self._runner.begin("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files)
 
     def _wait_until_up(self, timeout: float | None) -> None:
         """Until all ranks have met, or one has ended, or the time is up."""

@@ -150,6 +150,19 @@ class Runner:
         self._processes = [*self._running(), process]
         return process
 
+    def begin_all(self, begin: Callable[[int], Process], count: int) -> list[Process]:
+        """`begin(0)`, `begin(1)`, ...: `count` processes. None is left where one of them cannot be started, or this is
+        interrupted meanwhile."""
+        begun: list[Process] = []
+        try:
+            for number in range(count):
+                begun.append(begin(number))
+        except BaseException:
+            self.end(begun)
+            self._box.ask("hello")  # and kills the one of which an interrupt has kept us from hearing
+            raise
+        return begun
+
     def _running(self) -> list[Process]:
         return [process for process in self._processes if process.code is None]
 

@@ -17,7 +17,6 @@ from ddp_tutorial.debug.hangs import CollectiveError
 from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import Step, command_of, put_step, script_of
 from ddp_tutorial.live.shown import Shown
-from ddp_tutorial.processes.children import interrupts_held
 from ddp_tutorial.processes.errors import RankError
 
 COMMANDS = ["start", "status", "stop", "restart", "get", "put", "rate", "script"]
@@ -153,8 +152,7 @@ class RankMagics(Magics):
         cluster = self._alive().cluster
         if cluster is None:
             raise MagicError("%ranks rate: these ranks have no link. Start some on nodes: %ranks start -n 2 --nodes 2")
-        with interrupts_held():  # else the answer would be taken for that to the next question
-            cluster.set_rate(rate)
+        cluster.set_rate(rate)
         print(cluster.in_words)
 
     def script(self, arguments: Sequence[str]) -> None:
