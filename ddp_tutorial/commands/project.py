@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 
@@ -60,23 +62,31 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     """
     from ddp_tutorial.benches import as_text, run_bench
 
-    if name == "chaos":
-        from ddp_tutorial.benches.chaos import in_words, is_good, measure_chaos
+    def tell(line: str) -> None:
+        click.echo(line, err=True)
 
-        found = measure_chaos(kills or 200, tell=lambda line: click.echo(line, err=True))
-        click.echo(json.dumps(found, indent=2) if as_json else in_words(found))
-        sys.exit(not is_good(found))
+    if name == "chaos":
+        from ddp_tutorial.benches import chaos
+
+        _judged(chaos.measure_chaos(kills or 200, tell=tell), chaos.is_good, chaos.in_words, as_json)
     if name == "restarts":
         from ddp_tutorial.benches import restarts
 
-        found = restarts.measure_restarts(kills or 20, tell=lambda line: click.echo(line, err=True))
-        click.echo(json.dumps(found, indent=2) if as_json else restarts.in_words(found))
-        sys.exit(not restarts.is_good(found))
+        _judged(restarts.measure_restarts(kills or 20, tell=tell), restarts.is_good, restarts.in_words, as_json)
     if name == "hangs":
         from ddp_tutorial.benches import hangs
 
-        found = hangs.measure_hangs(repeats, tell=lambda line: click.echo(line, err=True))
-        click.echo(json.dumps(found, indent=2) if as_json else hangs.in_words(found))
-        sys.exit(not hangs.is_good(found))
+        _judged(hangs.measure_hangs(repeats, tell=tell), hangs.is_good, hangs.in_words, as_json)
     result = run_bench(name, repeats)
     click.echo(json.dumps(result, indent=2) if as_json else as_text(result))
+
+
+def _judged(
+    found: Mapping[str, Any],
+    is_good: Callable[[Mapping[str, Any]], bool],
+    in_words: Callable[[Mapping[str, Any]], str],
+    as_json: bool,
+) -> NoReturn:
+    """Say what a benchmark has found that is passed or failed, and exit: with 1 where it is not good."""
+    click.echo(json.dumps(found, indent=2) if as_json else in_words(found))
+    sys.exit(not is_good(found))
