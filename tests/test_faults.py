@@ -4,7 +4,7 @@ import errno
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
@@ -13,12 +13,13 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
+import ddp_tutorial
 from commands import call
 from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.collectives import all_gather, digest
 from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.debug import Fault, inject
-from ddp_tutorial.debug.faults import InjectedError, parse
+from ddp_tutorial.debug.faults import InjectedError, PhaseName, parse
 from ddp_tutorial.debug.settings import FaultyConfig
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.errors import RankError
@@ -111,6 +112,39 @@ def test_where_there_is_no_data_phase_its_own_phase_is_counted() -> None:
             pass
 
 
+def test_a_fault_may_name_each_phase_that_the_package_has_and_no_other() -> None:
+    package = Path(ddp_tutorial.__file__).parent
+    calls = [call for path in package.rglob("*.py") for call in re.findall(r"\bphase\(([^)]*)\)", path.read_text())]
+    entered = {name for call in calls for name in re.findall(r'"([^"]+)"', call)}
+    assert entered == set(get_args(PhaseName))
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Fault(action="raise", step=9, phase="update"), "the last step was 3"),
+        (Fault(action="leak", step=4, phase="data"), "the last step was 3"),
+        (Fault(action="raise", step=2, phase="evaluate"), "phase 'evaluate' was never entered"),
+    ],
+)
+def test_a_fault_that_has_not_struck_is_told_on_its_rank_when_its_block_ends(
+    fault: Fault, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert steps(World(), fault) == []
+    assert [each.getMessage() for each in caplog.records] == [f"the fault '{fault}' has not struck: {why}"]
+    caplog.clear()
+    assert steps(World(rank=1, size=2), fault) == []
+    assert steps(World(), Fault(action="leak", phase="data", megabytes=1), Fault(action="raise", phase="update"))
+    assert caplog.records == [], "on another rank, or having struck"
+
+
+def test_a_run_that_ends_before_its_fault_says_so_in_the_log_of_that_rank() -> None:
+    fault = Fault(action="kill", rank=1, step=3, phase="update")
+    launch(train_with, 2, small(steps=2), fault, device="cpu", echo=False, timeout=60)
+    told = f"WARNING the fault '{fault}' has not struck: the last step was 2"
+    assert [Path(f"runs/mine/rank_{rank}.log").read_text().count(told) for rank in range(2)] == [0, 1]
+
+
 def skipping(world: World) -> list[float]:
     value = torch.ones(1)
     with inject(world, Fault(action="skip", step=1, phase="data")), phase("data"):
@@ -180,6 +214,7 @@ def test_a_fault_is_read_from_text() -> None:
         ("kill rnk=1", "rnk"),
         ("kill step=soon", "'step' should be"),
         ("kill step=0", "'step' should be"),
+        ("kill phase=updat", "'phase' should be 'load', 'data', 'grads', 'forward',"),
     ],
 )
 def test_a_fault_that_cannot_be_read_is_told_in_one_line(text: str, message: str) -> None:
@@ -213,6 +248,8 @@ def test_a_config_names_faults_as_text_or_in_full_and_they_are_no_setting_of_the
         ("kil rank=1", "my.yaml: fault 'kil rank=1': 'action' should be"),
         ({"action": "kill", "rnk": 1}, "my.yaml: unknown key 'faults.0.rnk'. Did you mean 'rank'?"),
         ({"action": "kill", "step": 0}, "my.yaml: 'faults.0.step' should be greater than or equal to 1, found 0"),
+        ({"action": "kill", "phase": "fwd"}, "my.yaml: 'faults.0.phase' should be 'load', 'data', 'grads', 'forward',"),
+        ("kill phase=fwd", "my.yaml: fault 'kill phase=fwd': 'phase' should be 'load', 'data', 'grads', 'forward',"),
         ({"action": "kill", "rank": 2}, "fault 'kill on rank 2 in step 1, at grads': there are 2 ranks"),
     ],
 )

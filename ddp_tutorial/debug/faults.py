@@ -3,10 +3,12 @@
     with inject(world, Fault(action="kill", rank=1, step=3, phase="backward")):
         train(world)
 
-They strike where a phase begins (see `phases`), so what trains need not know of them.
+They strike where a phase begins (see `phases`), so what trains need not know of them. A fault whose moment does not
+come, since a run ends before its step, say, or never enters its phase, is told of in a warning.
 """
 
 import errno
+import logging
 import math
 import multiprocessing
 import os
@@ -27,9 +29,16 @@ from ddp_tutorial.files import Operation, observe_disk
 from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.world import World
 
+LOG = logging.getLogger(__name__)
+
 MIB = 1 << 20
 
 Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "leak", "fill_disk", "oom", "kill_worker"]
+# All that this package enters with `phases.phase`, in the order of a run; "gather" and "average" of some strategies.
+PhaseName = Literal[
+    "load", "data", "grads", "forward", "backward", "finish", "gather", "update", "average", "evaluate", "save",
+    "save: collect", "save: copy", "save: write", "save: sync", "save: manifest", "save: rename", "profile", "result",
+]  # fmt: skip
 
 
 class Fault(Config):
@@ -48,7 +57,7 @@ class Fault(Config):
     action: Action
     rank: int = Field(0, ge=0)
     step: int = Field(1, ge=1, description="counted by the phase 'data', or by `phase` where there is none")
-    phase: str = Field("grads", description="data, grads, forward, backward, finish, update, save, evaluate, result")
+    phase: PhaseName = Field("grads", description="at whose beginning it strikes")
     seconds: float = Field(1.0, gt=0, description="delay only")
     megabytes: float = Field(10.0, gt=0, description="leak only")
 
@@ -83,6 +92,9 @@ def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
 def inject(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
     """Inside, what `faults` say goes wrong on this rank. `corrupt`, `nan` and `oom` need the `model`.
 
+    A fault of this rank that has not struck when a `Trainer` has written its result, or else when the block ends, is a
+    warning in this rank's log.
+
     Raises `ConfigError` for a fault of a rank that is not there, or one that lacks its model.
     """
     check_ranks(faults, world.size)
@@ -92,7 +104,8 @@ def inject(world: World, *faults: Fault, model: nn.Module | None = None) -> Iter
     with ExitStack() as stack:
         for fault in faults:
             if fault.rank == world.rank:
-                stack.enter_context(observe(_Striker(fault, model, stack)))
+                striker = stack.enter_context(observe(_Striker(fault, model, stack)))
+                stack.callback(striker.tell)
         yield
 
 
@@ -102,11 +115,13 @@ class _Striker:
     def __init__(self, fault: Fault, model: nn.Module | None, stack: ExitStack) -> None:
         self._fault, self._model, self._stack = fault, model, stack
         self._data = self._own = 0  # how often these phases have begun
-        self._has_struck = False
+        self._has_struck = self._has_told = False
         self._kept: list[torch.Tensor] = []
 
     def __call__(self, edge: Edge) -> None:
         if not edge.entered:
+            if edge.name == "result":  # while the run still has its log
+                self.tell()
             return
         self._data += edge.name == "data"
         self._own += edge.name == self._fault.phase
@@ -114,10 +129,25 @@ class _Striker:
         if edge.name != self._fault.phase or step < self._fault.step:
             return
         if self._fault.action == "leak":
+            self._has_struck = True
             self._kept.append(torch.ones(int(self._fault.megabytes * MIB / 4)))
         elif step == self._fault.step and not self._has_struck:
             self._has_struck = True
             self._strike()
+
+    def tell(self) -> None:
+        """Once, that the fault has not struck, where it has not."""
+        if self._has_struck or self._has_told:
+            return
+        self._has_told = True
+        name, own, data = self._fault.phase, self._own, self._data
+        if not own:
+            why = f"phase {name!r} was never entered"
+        elif (data or own) < self._fault.step:
+            why = f"the last step was {data or own}"
+        else:
+            why = f"phase {name!r} was not entered in that step"
+        LOG.warning("the fault '%s' has not struck: %s", self._fault, why)
 
     def _strike(self) -> None:  # a case for each action
         match self._fault.action:
