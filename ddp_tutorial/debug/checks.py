@@ -32,7 +32,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,16 @@ _PATIENCE = 1.0  # seconds that ranks wait for the others to come to a place whe
 _PATIENCE_AT_THE_END = 5.0
 
 
+class _Sent(NamedTuple):
+    """Numbers on their way: the rows of this rank, who has brought what beside them, and where all ranks' arrive."""
+
+    rows: list[list[float]]
+    brought: list[Detector]
+    sizes: list[int]
+    of_ranks: torch.Tensor  # [ranks, numbers], once the work is done
+    work: dist.Work | None  # None where there is one rank
+
+
 class Checks:
     """The detectors of one block on one rank, and what they have found so far, in `findings`."""
 
@@ -80,6 +92,7 @@ class Checks:
         self.findings: list[Finding] = []
         self._store: dist.Store | None = None
         self._rows: list[list[float]] = []  # of each step since the last exchange: its number, and what was said
+        self._sent: _Sent | None = None
         self._first = self.program.step
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and gradients kept from the update
         self._says = [each for each in detectors if type(each).say is not Detector.say]
@@ -124,8 +137,11 @@ class Checks:
             try:
                 yield
                 self._judge_the_rest()
-            except RuntimeError as error:
-                self._account_for(error)
+            except Exception as error:
+                if self._sent and self._have_all_come(f"failure {self.program.taken}", _PATIENCE):
+                    self._judge()  # the update itself has failed, on all ranks: what they were about to be told
+                if isinstance(error, RuntimeError):
+                    self._account_for(error)
                 raise
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -133,11 +149,16 @@ class Checks:
         if kind is None and self._store is not None:
             with suppress(RuntimeError):  # the store is gone, and with it all the others
                 self._store.set(str(self.program.world.rank), str(self.program.step - 1))
+        if self._sent and self._sent.work:
+            with suppress(RuntimeError):
+                self._sent.work.wait(timedelta(seconds=_PATIENCE))
         group, self.program.group = self.program.group, None
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group(group)
 
     def _before_update(self, *_: Any) -> None:
+        """Where numbers are due, they go on their way here; what they come to is looked at after the update, for which
+        nobody waits. At once only in the first steps, and where a gradient is not finite on any rank."""
         step, seen = self.program.step, self._taps.take()
         row = [float(step)]
         for each in self._says:
@@ -145,26 +166,35 @@ class Checks:
         if len(row) != self._length:
             raise ValueError(f"a detector does not say as many numbers as its size: {len(row) - 1} in all")
         self._rows.append(row)
-        is_due = step < self._first + _FIRST or step % self.every == 0 or len(self._rows) >= self.every
-        if not is_due and any(each.is_urgent() for each in self._says):
-            is_due = self._have_all_come(f"update {self.program.taken}", _PATIENCE)
-            if not is_due:
-                self._hide_gradients()
-        if is_due:
+        is_first = step < self._first + _FIRST or self.every == 1
+        if is_first or step % self.every == 0 or len(self._rows) >= self.every:
+            self._send()
+        if is_first:
             self._judge()
+        elif any(each.is_urgent() for each in self._says):
+            if self._have_all_come(f"update {self.program.taken}", _PATIENCE):
+                self._judge()
+            else:
+                self._hide_gradients()
 
     def _after_update(self, *_: Any) -> None:
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
         step = self.program.step
+        self.program.has_updated = True
+        if self._sent:
+            self._judge()
         for each in self._updates:
             self._report(each.updated(step))
         self.program.taken += 1
+        self.program.has_updated = False
 
     def _judge(self) -> None:
-        """What all ranks have noted since the last time. Collective."""
-        of_ranks, brought = self._exchange()
+        """What all ranks have noted since the last time; they tell one another here where they have not. Collective."""
+        if not self._sent:
+            self._send()
+        of_ranks, brought = self._received()
         last = 0
         for rows in zip(*of_ranks, strict=True):  # of one step, a row of each rank
             steps = [row[0] for row in rows]
@@ -187,23 +217,33 @@ class Checks:
         self.findings.append(finding)
         raise CheckError(finding)
 
-    def _exchange(self) -> tuple[list[list[list[float]]], list[tuple[Detector, torch.Tensor]]]:
-        """Of each rank the rows since the last exchange, as many of all ranks: a row of zeros where a rank has none. As
-        many numbers are sent each time, so that a rank that has noted fewer is told and not waited for. And what
-        detectors have brought beside them, [ranks, n] of each that has."""
+    def _send(self) -> None:
+        """The rows since the last exchange, on their way to all ranks, and what detectors bring beside them. As many
+        numbers are sent each time, so that a rank that has noted fewer is told and not waited for. Collective."""
         rows, self._rows = self._rows, []
         if self.program.world.size == 1:
-            return [rows], []
-        numbers = torch.zeros(self.every, self._length, dtype=torch.float64)
-        numbers[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
+            self._sent = _Sent(rows, [], [], torch.empty(0), None)
+            return
         brought = [(each, mine) for each in self.detectors if (mine := each.brings()) is not None]
-        all_of_it = torch.cat([numbers.view(-1).view(torch.int64), *(mine for _, mine in brought)])  # 64 bits each
+        short = [0.0] * (self._length * (self.every - len(rows)))
+        numbers = torch.tensor([*chain.from_iterable(rows), *short], dtype=torch.float64)
+        all_of_it = torch.cat([numbers.view(torch.int64), *(mine for _, mine in brought)])  # 64 bits each
         sizes = [numbers.numel(), *(len(mine) for _, mine in brought)]
-        said, *others = self.program.gather_numbers(all_of_it).split(sizes, 1)
-        of_ranks = said.contiguous().view(torch.float64).view(-1, *numbers.shape)
+        self._sent = _Sent(rows, [each for each, _ in brought], sizes, *self.program.begin_gather(all_of_it))
+
+    def _received(self) -> tuple[list[list[list[float]]], list[tuple[Detector, torch.Tensor]]]:
+        """Of each rank the rows that it has sent, as many of all ranks: a row of zeros where a rank has none. And what
+        detectors have brought, [ranks, n] of each that has."""
+        assert self._sent, "_send has been called"
+        sent, self._sent = self._sent, None
+        if sent.work is None:
+            return [sent.rows], []
+        sent.work.wait()
+        said, *others = sent.of_ranks.split(sent.sizes, 1)
+        of_ranks = said.contiguous().view(torch.float64).view(-1, self.every, self._length)
         most = int((of_ranks[:, :, 0] > 0).sum(1).max())
         found: list[list[list[float]]] = of_ranks[:, :most].tolist()
-        return found, [(each, numbers) for (each, _), numbers in zip(brought, others, strict=True)]
+        return found, list(zip(sent.brought, others, strict=True))
 
     def _before_result(self, edge: Edge) -> None:
         """A `Trainer` is about to write what a run has come to: an alarm of its last steps belongs there instead."""

@@ -75,6 +75,7 @@ class Program:
         self.names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.group: dist.ProcessGroup | None = None  # of the checks alone
         self.taken = 0  # steps since the block began
+        self.has_updated = False  # the weights, in the step that is under way
         self._after = after
         self._gradient_of, self._gradient = -1, 0.0  # of which step, and what it was
         self._sizes: Sequence[float | torch.Tensor] = ()
@@ -110,11 +111,17 @@ class Program:
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """[n] of each rank, on the CPU, the same n and type on all -> [ranks, n]. Collective."""
+        rows, work = self.begin_gather(numbers)
+        if work:
+            work.wait()
+        return rows
+
+    def begin_gather(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        """The same; the rows are complete once the work, if there is any, has been waited for."""
         rows = numbers.new_empty(self.world.size, len(numbers))
         if self.world.size == 1:
-            return rows.copy_(numbers)
-        dist.all_gather(list(rows), numbers, group=self.group)
-        return rows
+            return rows.copy_(numbers), None
+        return rows, dist.all_gather(list(rows), numbers, group=self.group, async_op=True)
 
     def gather(self, thing: Thing) -> list[Thing]:
         """What the ranks gave, rank 0's first. Collective; for small things that can be pickled."""
@@ -128,8 +135,15 @@ class Program:
 def _sizes(gradients: Sequence[torch.Tensor]) -> Sequence[float | torch.Tensor]:
     """Sums where they are on the CPU, in a third of the time that norms take. Elsewhere norms, in one call for all, as
     in torch's clip_grad_norm_: a call for each would be many kernels on a GPU."""
-    if all(type(each) is torch.Tensor and each.device.type == "cpu" for each in gradients):
-        return [each.sum(dtype=torch.float32 if each.dtype in SHORT else None).item() for each in gradients]
+    if all(type(each) is torch.Tensor and each.is_cpu for each in gradients):
+        return [
+            (
+                each.sum()
+                if each.dtype is torch.float32
+                else each.sum(dtype=torch.float32 if each.dtype in SHORT else None)
+            ).item()
+            for each in gradients
+        ]
     return list(torch._foreach_norm(list(gradients)))
 
 
@@ -151,8 +165,9 @@ class Detector:
     - `say`: before each update, `size` numbers about this rank's step. Local, and cheap.
     - `is_urgent`: after `say`; should the ranks not wait, and this rank's weights not be updated with that gradient?
     - `judge`: what the numbers of all ranks come to, for one step after the other, when the ranks have exchanged them:
-      before the update of `self.program.step`, which is `step` or a later one. All ranks run it with the same numbers,
-      so they may answer with collectives, `self.program.gather`, as long as the numbers alone decide it.
+      in `self.program.step`, which is `step` or a later one, before its update or, with `self.program.has_updated`,
+      after it. All ranks run it with the same numbers, so they may answer with collectives, `self.program.gather`, as
+      long as the numbers alone decide it.
     - `brings`: whole numbers that go to all ranks with that exchange, as many on each rank; and `brought`, what the
       ranks have brought, once it is judged. For more than fits into a step's `size`.
     - `updated`: after each update; may be collective as well.

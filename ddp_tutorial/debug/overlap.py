@@ -212,9 +212,18 @@ class SameRandomNumbers(Detector):
         return crc32(state.numpy().data) + 1  # 0 is for none
 
 
-@torch.no_grad()
 def rows_hashed(inputs: Any) -> torch.Tensor:
     """A number of 64 bits for each row of a batch [rows], made from that row of all its tensors; empty without any."""
+    if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):
+        [leaf] = inputs
+        if leaf.dtype is torch.int64 and leaf.dim() == 2 and leaf.is_cpu and 0 < leaf.shape[1] <= _NUMBERS:
+            # Most often it is numbers of tokens. The same sum, in a third of the time: numpy has less to do around it.
+            return torch.from_numpy(leaf.numpy() @ _weights_on_cpu(leaf.shape[1]))
+    return _rows_hashed(inputs)
+
+
+@torch.no_grad()
+def _rows_hashed(inputs: Any) -> torch.Tensor:
     if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):  # most often, so it is made short
         leaves = [inputs[0].detach()] if inputs[0].dim() else []
     else:
@@ -242,6 +251,11 @@ def _words(leaf: torch.Tensor) -> torch.Tensor:
     elif data.storage_offset() % 8:
         data = data.clone()
     return data.view(torch.int64)
+
+
+@cache
+def _weights_on_cpu(length: int) -> Any:
+    return _weights(torch.device("cpu"), length).numpy()
 
 
 @cache

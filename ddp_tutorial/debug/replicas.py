@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -93,7 +94,7 @@ class ReplicaDrift(Detector):
         if self._doubts is None and self._is_telling and len({each.hex() for each in gradients}) > 1:
             values = [float(each).hex() for each in sizes]
             self._doubts = step, dict(zip(self.program.named_gradients(), values, strict=False))
-            if step < self.program.step:  # else the weights do not have it yet
+            if step < self.program.step and not self.program.has_updated:  # else it is done after the update
                 found += self._compare(self.program.step, self.program.step - 1)
         return found
 
@@ -202,8 +203,13 @@ def checksums(named: Mapping[str, Any]) -> dict[str, int]:
 def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     """The same bits give the same number. Rows of 1,024 numbers are added up, and those sums weighted by their
     place, so it is as fast as memory is read, and yet sees what has moved, but by a multiple of a row."""
-    if tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:  # most are
-        return zlib.crc32(tensor.detach().contiguous().numpy().data)
+    if tensor.dtype is torch.float32 and tensor.is_cpu:  # most are
+        values = tensor.detach().contiguous().numpy()
+        if values.nbytes <= _SMALL:
+            return zlib.crc32(values.data)
+        if values.nbytes % (8 * _ROW) == 0:  # the same sum, with less around it
+            sums = np.add.reduce(values.reshape(-1).view(np.int64).reshape(-1, _ROW))
+            return int(np.dot(sums, _weights_on_cpu()))
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
@@ -217,6 +223,11 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     if not len(rest):
         return sums
     return sums + (rest.long() * _weights(data.device, 8 * _ROW)[: len(rest)]).sum()
+
+
+@cache
+def _weights_on_cpu() -> Any:
+    return _weights(torch.device("cpu")).numpy()
 
 
 @cache

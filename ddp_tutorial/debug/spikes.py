@@ -62,7 +62,7 @@ def ratio_to_median(value: float, before: Sequence[float]) -> float:
     """How many times the median of those before; 0 where that is not known, or is nothing."""
     if len(before) < _KNOWN or not math.isfinite(value):
         return 0.0
-    median = statistics.median(before)
+    median = sorted(before)[len(before) // 2]
     return value / median if median > 0 else 0.0
 
 

@@ -95,6 +95,7 @@ class Seen:
     """What a rank has seen since its last optimizer step, in that order."""
 
     trace: list[Mark] = field(default_factory=list)
+    losses: list[int] = field(default_factory=list)  # where in the trace they are
     forwards: list[Forward] = field(default_factory=list)
     # "data": waiting for it; "forward"; "backward": until its own last gradient has come, so without the others;
     # "step": from one optimizer step to the next.
@@ -103,11 +104,9 @@ class Seen:
     @cached_property
     def norms(self) -> list[float]:
         """Those of the trace, as numbers."""
-        if not self.trace:
-            return []
         norms = [mark.norm for mark in self.trace]
-        on_gpu = [norm.double() for norm in norms if isinstance(norm, torch.Tensor) and norm.device.type != "cpu"]
-        if len(on_gpu) < len(norms):
+        on_gpu = [norm.double() for norm in norms if isinstance(norm, torch.Tensor)]
+        if not on_gpu or len(on_gpu) < len(norms):
             return [float(norm) for norm in norms]
         values: list[float] = torch.stack(on_gpu).tolist()  # one wait, not many
         return values
@@ -123,9 +122,8 @@ class Seen:
     @cached_property
     def loss(self) -> float:
         """The mean of what backward was called on, over the micro-batches; NaN without any."""
-        marks = zip(self.trace, self.norms, strict=True)
-        values = [norm for (phase, name, _), norm in marks if phase == "loss" and not name]
-        return sum(values) / len(values) if values else math.nan
+        norms = self.norms
+        return sum(norms[place] for place in self.losses) / len(self.losses) if self.losses else math.nan
 
     @cached_property
     def gradients(self) -> dict[str, float]:
@@ -227,8 +225,9 @@ class Taps:
             return
         if "forwards" in self.sights:
             for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(partial(self._note, "loss", OUTPUT))  # its gradient: what the loss makes of it
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    # Its gradient: what the loss makes of it. As leaf.register_hook, which takes several times as long.
+                    leaf.grad_fn.register_prehook(partial(self._note, "loss", OUTPUT, leaf.output_nr))
         now = time.perf_counter()
         self._seen.seconds["forward"] += now - self._mark
         self._mark = now
@@ -236,8 +235,9 @@ class Taps:
             ends(output)
 
     def _loss(self, loss: torch.Tensor, factor: float) -> None:
-        value = loss.detach().reshape(())
-        self._seen.trace.append(Mark("loss", "", (value.item() if value.device.type == "cpu" else value) / factor))
+        seen = self._seen
+        seen.losses.append(len(seen.trace))
+        seen.trace.append(Mark("loss", "", _at_hand(loss.detach().reshape(())) / factor))
 
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
         """The hook for one parameter. It is called for each in each step, so it does little."""
@@ -247,7 +247,7 @@ class Taps:
         def arrives(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient = gradients[0]
             if is_noted and gradient is not None:
-                if gradient.dtype is usual and not (gradient.requires_grad or gradient.is_sparse):
+                if gradient.dtype is usual and not gradient.is_sparse:
                     # A number now, while it is at hand, is faster than a tensor that is kept.
                     value = norm(gradient).item() if is_on_cpu else norm(gradient)
                 else:
@@ -264,9 +264,10 @@ class Taps:
             self._seen.seconds["backward"] += self._arrived - self._mark
             self._mark = self._arrived
 
-    def _note(self, phase: Phase, name: str, gradient: torch.Tensor | None) -> None:
+    def _note(self, phase: Phase, name: str, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        gradient = gradients[place]
         if gradient is not None:
-            self._seen.trace.append(Mark(phase, name, norm_of(gradient)))
+            self._seen.trace.append(Mark(phase, name, _at_hand(norm_of(gradient))))
 
     def _waits_for_data(self, entered: bool) -> None:
         """The outermost wait counts, of the thread that trains."""
@@ -297,6 +298,11 @@ class _Kept(NamedTuple):
 
     def remove(self) -> None:
         self.hook.remove()
+
+
+def _at_hand(value: torch.Tensor) -> torch.Tensor | float:
+    """A number now, where nobody has to wait for it."""
+    return float(value.item()) if value.is_cpu else value
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
