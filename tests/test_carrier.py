@@ -17,6 +17,9 @@ from ddp_tutorial.accumulation.micro_batches import accumulate
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.ddp.carrier import Carrier, _in_parts
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
+from ddp_tutorial.debug.checks import checking
+from ddp_tutorial.debug.detector import Detector
+from ddp_tutorial.debug.taps import Seen
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 from ranks import error_of
@@ -94,6 +97,24 @@ def all_reduces_of(strategy: DDPStrategy) -> int:
     return len(begun)
 
 
+class Losses(Detector):
+    """What the checks see backward being called on."""
+
+    name, size, sights = "losses", 1, frozenset({"losses"})
+
+    def say(self, seen: Seen) -> list[float]:
+        self.found = seen.loss
+        return [0.0]
+
+
+def loss_seen(world: World, strategy: DDPStrategy) -> float:
+    optimizer, losses = torch.optim.SGD(strategy.module.parameters(), lr=0.1), Losses()
+    with checking(world, strategy.module, optimizer, [losses]):
+        strategy.backward([0, 1, 2])
+        optimizer.step()
+    return losses.found
+
+
 def rounded(world: World, hook: Any) -> str:
     strategy = strategy_of(world)
     strategy.model.ddp.register_comm_hook(None, hook)
@@ -111,6 +132,7 @@ def work(world: World) -> dict[str, Any]:
     found["carries"]["float64"] = double.carrier is not None
     found["after an error"] = [after_an_error(world, room) for room in (0, 8)]
     found["all-reduces"] = {name: all_reduces_of(strategy_of(world, **CONFIGS[name])) for name in ("torch", "unused")}
+    found["seen"] = {name: loss_seen(world, strategy_of(world, **CONFIGS[name])) for name in ("torch", "unused")}
     found["names"] = list(strategy_of(world).module.state_dict())
     found["rounded"] = rounded(world, fp16_compress_hook)
     return found
@@ -162,6 +184,13 @@ def test_only_torchs_own_float32_takes_numbers_along(size: int) -> None:
     assert [rank["carries"] for rank in ranks_of(size)] == [expected] * size
     assert ranks_of(size)[0]["all-reduces"] == {"torch": 0, "unused": 1}
     assert ranks_of(size)[0]["names"] == list(make_model().state_dict()), "the model knows nothing of it"
+
+
+@each_size
+def test_checks_see_the_loss_also_where_numbers_travel_with_it(size: int) -> None:
+    for rank in ranks_of(size):
+        assert math.isfinite(rank["seen"]["unused"])
+        assert rank["seen"]["torch"] == rank["seen"]["unused"]
 
 
 @each_size

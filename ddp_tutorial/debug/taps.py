@@ -328,15 +328,18 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def _seeing_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
     """What `backward()` is called on is the loss, times its scale, where it has one for float16: `see` gets both.
 
-    `loss.backward()` looks this function up each time.
+    `loss.backward()` looks this function up each time. A loss may be the first of several tensors that backward begins
+    at, if that has no gradient of its own, as where a `ddp.carrier.Carrier` is the second.
     """
     real, real_scale, real_forward = torch.autograd.backward, torch.amp.GradScaler.scale, StepLoss.forward
     factor = 1.0
 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **named: Any) -> None:
         nonlocal factor
-        if grad_tensors is None and isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            see(tensors, factor)
+        is_one = not isinstance(tensors, Sequence)
+        first, weight = (tensors, grad_tensors) if is_one else (tensors[0], grad_tensors and grad_tensors[0])
+        if weight is None and isinstance(first, torch.Tensor) and first.numel() == 1:
+            see(first, factor)
             factor = 1.0
         real(tensors, grad_tensors, *args, **named)
 
