@@ -20,6 +20,7 @@ from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.runs.rank_logs import rank_log
 from ddp_tutorial.sharding.corpus import load_corpus
 from ddp_tutorial.sharding.order import Order
+from ddp_tutorial.training.adamw import AdamW
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.optimization import learning_rate_factor, make_optimizer
@@ -323,7 +324,7 @@ def test_the_schedule_is_the_one_that_is_named(schedule: str, middle: float, las
         assert [a - b for a, b in pairwise(steps)] == pytest.approx([0.225] * 4)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+@pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("sgd", torch.optim.SGD)])
 def test_the_optimizer_is_the_one_that_is_named_and_decays_matrices_only(name: str, kind: type) -> None:
     optimizer = make_optimizer(GPT(**TINY.model_dump()), changed(QUICK, optimizer=name, weight_decay=0.25))
     assert type(optimizer) is kind
