@@ -16,12 +16,7 @@ def seed_of(*entropy: int) -> int:
 
     Do not add them up: with seed + rank, rank 1 of one run draws the same as rank 0 of the next.
     """
-    return _seeds_of(entropy, 1)[0]
-
-
-def _seeds_of(entropy: tuple[int, ...], count: int) -> list[int]:
-    """Several, the first of which is `seed_of`'s: mixing takes longer than all else, so it is done once."""
-    return np.random.SeedSequence(entropy).generate_state(count).tolist()
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def reseed(*entropy: int) -> None:
@@ -30,7 +25,9 @@ def reseed(*entropy: int) -> None:
 
 
 def _reseed(torchs: Callable[[int], object], entropy: tuple[int, ...]) -> None:
-    for seed, each in zip(_seeds_of(entropy, 3), (torchs, np.random.seed, random.seed), strict=True):
+    # Torch's seed is that of `seed_of`. One mixing for all three, since it takes longer than all else.
+    seeds = np.random.SeedSequence(entropy).generate_state(3).tolist()
+    for seed, each in zip(seeds, (torchs, np.random.seed, random.seed), strict=True):
         each(seed)
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.experiments.arms import by_repeat, in_turn, seconds_of
+from ddp_tutorial.experiments.arms import by_repeat, take_turns
 from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.corpus import load_corpus
@@ -52,12 +52,7 @@ def _alternate(world: World, config: TaskConfig, repeats: int, steps: int) -> Sa
         trainer = make_trainer(config, world)
         arms: dict[str, Callable[[], object]] = {"trainer": trainer.step, "bare": _bare_loop(world, config)}
         with observe(trainer.record.watch):
-            # No stopwatch of the turn's own, as `take_turns` has: a loop without phases would not pay for it.
-            turns = in_turn(
-                arms,
-                repeats * steps // config.log_every,
-                lambda arm: {"step": seconds_of(world, arm, config.log_every)},
-            )
+            turns = take_turns(world, arms, config.log_every, repeats * steps // config.log_every)
         trainer.log.close()
     return {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}
 

@@ -46,7 +46,7 @@ class Arm:
         self.step()
 
     def close(self) -> None:
-        """End what reads ahead for the step: workers and threads of its source."""
+        """Leave nothing behind that reads ahead."""
         self.step.close()
 
 
@@ -67,36 +67,23 @@ def take_turns(
     Of each turn, the seconds of a step until all ranks are done, and how this rank spent them. A first turn of each arm
     is not counted: files are opened there, memory is allocated, and buckets are cut anew.
     """
-    return in_turn(arms, turns, lambda arm: _turn(world, arm, steps))
-
-
-def in_turn(
-    arms: Mapping[Name, Callable[[], object]], turns: int, turn: Callable[[Callable[[], object]], Turn]
-) -> dict[Name, list[Turn]]:
-    """What `turn` tells of each of the `turns` turns of each arm, forwards and backwards through the arms, after a
-    first one of each, which is not counted."""
     taken: dict[Name, list[Turn]] = {name: [] for name in arms}
     for number in range(turns + 1):
         for name in list(arms)[:: -1 if number % 2 else 1]:
-            told = turn(arms[name])
+            turn = _turn(world, arms[name], steps)
             if number:
-                taken[name].append(told)
+                taken[name].append(turn)
     return taken
-
-
-def seconds_of(world: World, arm: Callable[[], object], steps: int) -> float:
-    """Of one of `steps` steps, until all ranks are done. Collective."""
-    _meet(world)
-    start = time.perf_counter()
-    for _ in range(steps):
-        arm()
-    _meet(world)
-    return (time.perf_counter() - start) / steps
 
 
 def _turn(world: World, arm: Callable[[], object], steps: int) -> Turn:
     with observe(Stopwatch(world.device)) as watch:
-        seconds = seconds_of(world, arm, steps)
+        _meet(world)
+        start = time.perf_counter()
+        for _ in range(steps):
+            arm()
+        _meet(world)
+        seconds = (time.perf_counter() - start) / steps
     spent = watch.take()
     parts = {part: sum(spent.get(name, 0.0) for name in names) / steps for part, names in PARTS.items()}
     return {"step": seconds, **parts, "other": max(0.0, seconds - sum(parts.values()))}
