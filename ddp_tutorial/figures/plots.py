@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator
 
 from ddp_tutorial.figures.diagrams import buckets, chunks, messages, processes, who_saw_what
 from ddp_tutorial.figures.step_plots import gantt, one_of_sweep, sweeps, swimlane
@@ -324,7 +324,10 @@ def lives(
         right.plot(steps, losses, color=color, linestyle=dash, linewidth=2, label=name)
     left.set(title="x: a rank is killed", xlabel="seconds", ylabel="step")
     right.set(title="the losses of all lives", xlabel="step", ylabel="loss", yscale="log")
-    right.legend(fontsize=9)
+    right.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_formatter("{x:g}")
+    right.legend(fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.17))  # beside the curves, not on them
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
