@@ -623,13 +623,13 @@ class InTheLastStep(OnOneRankOnly):
 
 # Kind -> step, step in which it is seen, where, detector
 LATER: dict[type[Job], tuple[int, int, str, str]] = {
-    CorruptLater: (5, 10, "last.weight", "drift"),
+    CorruptLater: (5, 11, "last.weight", "drift"),
     NaNLater: (7, 0, "first", "nonfinite"),
-    OwnRateLater: (20, 0, "lr of the optimizer's group 0", "drift"),
+    OwnRateLater: (20, 21, "lr of the optimizer's group 0", "drift"),
     Spike: (25, 30, "", "spike"),
-    UnusedOnce: (6, 10, "extra.weight", "unused"),
+    UnusedOnce: (6, 11, "extra.weight", "unused"),
     SameDropout: (1, 0, "forward", "same_random"),
-    OnOneRankOnly: (5, 10, "reduction", "nonfinite"),
+    OnOneRankOnly: (5, 11, "reduction", "nonfinite"),
     InTheLastStep: (12, 0, "reduction", "nonfinite"),
 }
 

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ddp_tutorial.benches.debug import Triple, _compared
+from ddp_tutorial.debug import checking
 from ddp_tutorial.debug.detector import Finding, Program
 from ddp_tutorial.debug.memory import Kind, _own_memory, growth_per_step, live_tensors, more
 from ddp_tutorial.debug.overlap import DataOverlap, Epoch, rows_hashed
@@ -217,3 +219,50 @@ def test_ranks_that_have_gradients_of_their_own_and_the_same_weights_are_compare
     detector.program.gather_numbers = lambda numbers: compared.append(1) or numbers.repeat(2, 1)  # type: ignore
     assert [one_step(detector, [1.5, 1.75]) for _ in range(3)] == [[]] * 3
     assert len(compared) == 1
+
+
+@given(columns=st.integers(1, 3000), offset=st.integers(0, 3))
+def test_the_quick_ways_to_a_number_from_all_bits_give_the_number_of_the_slow_one(columns: int, offset: int) -> None:
+    """Whichever way a rank takes, by the type or the place of its tensors, it has to say the same as the others."""
+    values = torch.randn(16 * columns + offset, generator=torch.Generator().manual_seed(columns))[offset:]
+    assert checksums({"it": values}) == checksums({"it": values.view(torch.int32)})
+    tokens = torch.randint(1 << 62, (3, columns + offset), generator=torch.Generator().manual_seed(columns))[:, offset:]
+    assert rows_hashed((tokens,)).tolist() == rows_hashed((tokens.view(3, columns, 1),)).tolist()
+
+
+@pytest.mark.filterwarnings("error")
+def test_steps_aside_of_a_check_are_neither_looked_at_nor_counted_and_the_next_ones_are() -> None:
+    net, backward = nn.Linear(2, 1), torch.autograd.backward
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+
+    def step(factor: float = 1.0) -> None:
+        (net(torch.ones(1, 2)).sum() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with checking(World(), net, optimizer) as checks:
+        step()
+        with checks.aside():
+            assert [*net._forward_hooks, *optimizer._optimizer_step_pre_hooks] == []
+            assert torch.autograd.backward is backward
+            step(1e30)
+        step()
+        assert checks.program.taken == 2
+        assert net._forward_hooks
+    assert [*net._forward_hooks, *optimizer._optimizer_step_pre_hooks] == []
+    assert checks.findings == []
+
+
+def test_what_a_check_does_once_in_twenty_steps_counts_in_full_and_what_the_machine_did_once_does_not() -> None:
+    """In ms: 45 without checks, 0.3 more with them, and 4 more at one place of twenty; slower and slower, all of it."""
+    triples = []
+    for number in range(200):
+        begin, is_backwards = 45.0 + 0.03 * number, number % 2
+        default = begin + 0.01 + 0.3 + 4 * (number % 20 == 7)
+        times = (begin + 0.02, default, begin) if is_backwards else (begin, default, begin + 0.02)
+        triples.append(Triple(*times))
+    triples[50] = triples[50]._replace(default=80.0)
+    triples[67] = triples[67]._replace(off=90.0)
+    found = _compared(triples)
+    assert found["default"] - found["off"] == pytest.approx(0.3 + 4 / 20, abs=1e-6)
+    assert found["again"] - found["off"] == pytest.approx(0.0, abs=1e-6)

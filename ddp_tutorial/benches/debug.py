@@ -2,6 +2,15 @@
 
 The step is that of a model of 0.8 million parameters on 512 tokens a rank; a second one, of some 3 ms, has little but
 overhead in it, so any cost shows. `single` has the first one's step again, and one detector at a time.
+
+The default set is compared step by step: one without it, one with it, one without it "again", and then in the opposite
+order, so what the machine does meanwhile falls on all three alike. Its cost is what the step in the middle takes beyond
+the mean of its two neighbours. What is done now and then is done at the same places of each 20 steps that are checked:
+of each place the median counts, and of the 20 places the mean. So an exchange in 10 steps counts for a tenth, and in
+full. `again` is compared with the other step without checks in the same way: it costs nothing, so what is found there
+says how far to trust the rest.
+
+The others cannot be attached for one step: they take turns of 20 steps, of which the same is taken.
 """
 
 import statistics
@@ -29,14 +38,15 @@ class Size(NamedTuple):
     model: ModelConfig
     arms: list[str]
     turns: int  # of each arm in a repeat
+    rounds: int = 0  # of `_STEPS` steps with the default set in a repeat, and twice as many without
 
 
 _SMALL = ModelConfig(layers=4, heads=4, width=128, context=64)
 _TINY = ModelConfig(layers=1, heads=1, width=16, context=64)
-_TOGETHER = ["off", "default", "watched", "fingerprinted"]
+_IN_TURNS = ["off", "watched", "fingerprinted"]
 _SIZES = {
-    "small": Size(_SMALL, _TOGETHER, turns=3),
-    "tiny": Size(_TINY, _TOGETHER, turns=5),
+    "small": Size(_SMALL, _IN_TURNS, turns=2, rounds=4),
+    "tiny": Size(_TINY, _IN_TURNS, turns=5, rounds=10),
     "single": Size(_SMALL, ["off", *(each.name for each in default_detectors())], turns=1),  # one detector at a time
 }
 _BATCH = 16  # samples of all ranks in a step
@@ -45,15 +55,74 @@ _FIRST = 3  # before them, not timed: the first steps of a block have more to do
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Milliseconds of a step, two ranks with one thread each."""
+    """Milliseconds of a step, two ranks with one thread each. `spread` has the lowest and the highest ratio of a single
+    repeat."""
     samples: Samples = {}
     ratios: dict[str, tuple[str, str]] = {}
+    pooled: dict[str, float] = {}
     for name, size in _SIZES.items():
         config = TaskConfig(model=size.model, batch_size=_BATCH, steps=100_000)
+        if size.rounds:
+            triples = launch(_one_by_one, 2, config, size, repeats, device="cpu", threads=1, echo=False)[0]
+            of_repeats = [_compared(each) for each in _cut(triples, repeats)]
+            for arm, seconds in _compared(triples).items():
+                samples[f"{arm}_{name}"] = [1e3 * each[arm] for each in of_repeats]
+                if arm != "off":
+                    ratios[f"{arm}_vs_off_{name}"] = f"{arm}_{name}", f"off_{name}"
+                    pooled[f"{arm}_vs_off_{name}"] = seconds / _compared(triples)["off"]
         taken = launch(_alternate, 2, config, size, repeats, device="cpu", threads=1, echo=False)[0]
-        samples |= {f"{arm}_{name}": [1e3 * seconds for seconds in values] for arm, values in taken.items()}
-        ratios |= {f"{arm}_vs_off_{name}": (f"{arm}_{name}", f"off_{name}") for arm in size.arms[1:]}
-    return report("debug", samples, "ms", ratios)
+        off = "off_in_turns" if size.rounds else "off"
+        names = {arm: f"{off if arm == 'off' else arm}_{name}" for arm in size.arms}
+        samples |= {names[arm]: [1e3 * seconds for seconds in values] for arm, values in taken.items()}
+        ratios |= {f"{arm}_vs_off_{name}": (names[arm], names["off"]) for arm in size.arms[1:]}
+    found = report("debug", samples, "ms", ratios)
+    single = {
+        ratio: [a / b for a, b in zip(samples[above], samples[below], strict=True)]
+        for ratio, (above, below) in ratios.items()
+    }
+    found["ratios"] |= pooled  # of all repeats together: a median of more steps
+    return found | {"spread": {ratio: [min(values), max(values)] for ratio, values in single.items()}}
+
+
+class Triple(NamedTuple):
+    """Seconds of three steps one after another, or in the opposite order: without checks, with them, without them."""
+
+    off: float
+    default: float
+    again: float
+
+
+def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> list[Triple]:
+    """Those of `size.rounds` times `_STEPS` steps with the default set, in each repeat."""
+    step, taken = make_step(config, world), list[Triple]()
+    number = 1 - _STEPS  # of the step with checks that comes next; up to 0 they are not counted
+    with checking(world, step.model, step.optimizer, after=lambda: number + _STEPS - 1) as checks:
+        while number <= repeats * size.rounds * _STEPS:
+            seconds = {}
+            for arm in Triple._fields[:: -1 if (number + number // _STEPS) % 2 else 1]:
+                with nullcontext() if arm == "default" else checks.aside():
+                    seconds[arm] = _timed(step)
+            number += 1
+            taken.append(Triple(**seconds))
+    step.close()
+    return taken[_STEPS:]
+
+
+def _cut(triples: Sequence[Triple], repeats: int) -> list[Sequence[Triple]]:
+    length = len(triples) // repeats
+    return [triples[i * length : (i + 1) * length] for i in range(repeats)]
+
+
+def _compared(triples: Sequence[Triple]) -> dict[str, float]:
+    """The seconds of a step: without checks, and so many more with them, and where the same is compared with itself."""
+    off = _of_a_step([[(each.off + each.again) / 2 for each in turn] for turn in _turns(triples)])
+    cost = _of_a_step([[each.default - (each.off + each.again) / 2 for each in turn] for turn in _turns(triples)])
+    nothing = _of_a_step([[each.again - each.off for each in turn] for turn in _turns(triples)])
+    return {"off": off, "default": off + cost, "again": off + nothing}
+
+
+def _turns(triples: Sequence[Triple]) -> list[Sequence[Triple]]:
+    return _cut(triples, len(triples) // _STEPS)
 
 
 def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Samples:
@@ -67,7 +136,7 @@ def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Sa
             with attached(arm):
                 for _ in range(_FIRST):
                     step()
-                seconds = _timed(world, step)
+                seconds = [_timed(step) for _ in range(_STEPS)]
             if number:  # the first turn of each is not counted: memory is allocated there
                 taken[arm].append(seconds)
     step.close()
@@ -102,12 +171,10 @@ def _attached(world: World, step: TrainStep) -> Callable[[str], AbstractContextM
     return around
 
 
-def _timed(world: World, step: Callable[[], object]) -> list[float]:
-    """Seconds of each of the next `_STEPS` steps. In each, all ranks wait for the gradient, so they take as long."""
+def _timed(step: Callable[[], object]) -> float:
+    """Seconds of the next step, until all ranks have taken it."""
     dist.barrier()
-    seconds = []
-    for _ in range(_STEPS):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - start

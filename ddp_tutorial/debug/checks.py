@@ -9,16 +9,17 @@
 
 Nothing has to be called in the loop. Before each optimizer step every rank notes a few numbers about the step. In each
 of the first three steps, and then once in `every` steps, ten by default, these go to all ranks in one all-gather, and
-all judge them alike, step by step: so all raise, or none does. What was wrong in step 14 is told in step 20, then, with
-its own step and the one in which it was seen: "step 14: ... (seen in step 20)". `every=1` tells it in step 14, and
-costs more. One thing does not wait: no rank updates its weights with a gradient that is not finite. Where all ranks
-have one, as they do once it is averaged, all raise before that update. Where only some have, these keep their weights
-as they are until the numbers are exchanged. Steps that are left are judged before a `Trainer` writes its result, and
-where the block ends.
+all judge them alike, step by step: so all raise, or none does. After the first three steps nobody waits for that
+all-gather: what it brings is looked at in the next step. What was wrong in step 14 is sent in step 20 and told in step
+21, then, with its own step and the one in which it was seen: "step 14: ... (seen in step 21)". `every=1` tells it in
+step 14, and costs more. One thing does not wait: no rank updates its weights with a gradient that is not finite. Where
+all ranks have one, as they do once it is averaged, all raise before that update. Where only some have, these keep their
+weights as they are until the numbers are exchanged. Steps that are left are judged before a `Trainer` writes its
+result, and where the block ends.
 
 The ranks talk in a process group of their own. A rank that does not come to that all-gather makes the others wait for
-it, as it would in backward: put `watching` around it, which says where everybody is. Of a rank that has left the block
-the others hear in the next step.
+it in the next step, as it would in backward: put `watching` around it, which says where everybody is. Of a rank that
+has left the block the others hear in the next step.
 
 What takes longer is done now and then, or after an alarm: `NonFinite` and `ReplicaDrift` say what is found later for
 that. Outside of the block no hook is attached, and there is no cost. Inside there is: the default set made a step of
@@ -93,6 +94,7 @@ class Checks:
         self._store: dist.Store | None = None
         self._rows: list[list[float]] = []  # of each step since the last exchange: its number, and what was said
         self._sent: _Sent | None = None
+        self._listening = ExitStack()
         self._first = self.program.step
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and gradients kept from the update
         self._says = [each for each in detectors if type(each).say is not Detector.say]
@@ -127,38 +129,56 @@ class Checks:
                     raise ValueError(f"the ranks have different detectors: {names}")
             for each in self.detectors:
                 each.attach(self.program)
-            stack.enter_context(self._taps)
-            stack.enter_context(observe(self._before_result))
-            for hook in (
-                self.program.optimizer.register_step_pre_hook(self._before_update),
-                self.program.optimizer.register_step_post_hook(self._after_update),
-            ):
-                stack.callback(hook.remove)
+            self._listen()
+            stack.callback(lambda: self._listening.close())  # noqa: PLW0108  # that of then
             try:
                 yield
                 self._judge_the_rest()
             except Exception as error:
                 if self._sent and self._have_all_come(f"failure {self.program.taken}", _PATIENCE):
-                    self._judge()  # the update itself has failed, on all ranks: what they were about to be told
+                    self._judge()  # all ranks have failed in one step: what they were about to be told may be why
                 if isinstance(error, RuntimeError):
                     self._account_for(error)
                 raise
+
+    def _listen(self) -> None:
+        """Attach all that is on the program itself."""
+        optimizer = self.program.optimizer
+        with ExitStack() as stack:
+            stack.enter_context(self._taps)
+            stack.enter_context(observe(self._before_result))
+            stack.callback(optimizer.register_step_pre_hook(self._before_update).remove)
+            stack.callback(optimizer.register_step_post_hook(self._after_update).remove)
+            self._listening = stack.pop_all()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, nothing is attached to the program: its steps are neither looked at nor counted. On all ranks, or on
+        none. So a benchmark can take a step with checks and the next one without."""
+        self._listening.close()
+        try:
+            yield
+        finally:
+            self._listen()
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """The block is over for this rank, and others may wait for it. Where an error ends it, that says more."""
         if kind is None and self._store is not None:
             with suppress(RuntimeError):  # the store is gone, and with it all the others
                 self._store.set(str(self.program.world.rank), str(self.program.step - 1))
-        if self._sent and self._sent.work:
-            with suppress(RuntimeError):
-                self._sent.work.wait(timedelta(seconds=_PATIENCE))
         group, self.program.group = self.program.group, None
         with suppress(RuntimeError, ValueError):
+            if (
+                self._sent and self._sent.work
+            ):  # to end the group would wait for it, maybe for as long as the group does
+                self._sent.work.wait(timedelta(seconds=_PATIENCE))
             dist.destroy_process_group(group)
 
     def _before_update(self, *_: Any) -> None:
-        """Where numbers are due, they go on their way here; what they come to is looked at after the update, for which
-        nobody waits. At once only in the first steps, and where a gradient is not finite on any rank."""
+        """Where numbers are due, they are sent here, and nobody waits for them: they are judged in the next step. At
+        once in the first steps only, and where no rank has a gradient that is finite."""
+        if self._sent:
+            self._judge()
         step, seen = self.program.step, self._taps.take()
         row = [float(step)]
         for each in self._says:
@@ -182,13 +202,9 @@ class Checks:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
         step = self.program.step
-        self.program.has_updated = True
-        if self._sent:
-            self._judge()
         for each in self._updates:
             self._report(each.updated(step))
         self.program.taken += 1
-        self.program.has_updated = False
 
     def _judge(self) -> None:
         """What all ranks have noted since the last time; they tell one another here where they have not. Collective."""
@@ -252,15 +268,17 @@ class Checks:
 
     def _judge_the_rest(self) -> None:
         """No step comes after: of those since the last exchange nobody has heard yet."""
-        if not self._rows:
+        if not (self._rows or self._sent):
             return
         self._ends += 1
         self._is_over = True
         try:
             if self._have_all_come(f"end {self._ends}", _PATIENCE_AT_THE_END):
-                self._judge()
+                while self._sent or self._rows:
+                    self._judge()
             elif self.program.world.is_main:
-                steps = f"{self._rows[0][0]:.0f} to {self._rows[-1][0]:.0f}"
+                rows = [*(self._sent.rows if self._sent else ()), *self._rows]
+                steps = f"{rows[0][0]:.0f} to {rows[-1][0]:.0f}"
                 LOG.warning("steps %s were not checked: not all ranks have come to the end", steps)
         finally:
             self._is_over = False
@@ -346,8 +364,9 @@ def checking(
 ) -> Iterator[Checks]:
     """Inside, each step of `optimizer` is checked by `detectors`, by default `default_detectors()`. Collective.
 
-    All steps are looked at; what was seen is exchanged and judged in the first three steps, then once in `every` steps,
-    and where the block ends. So it is told up to `every - 1` steps later, with the step in which it was so.
+    All steps are looked at. What was seen is exchanged and judged in each of the first three steps, then sent once in
+    `every` steps and judged in the step after that, and where the block ends. So it is told up to `every` steps later,
+    with the step in which it was so.
 
     Raises `CheckError` from `optimizer.step()`, on all ranks, for what makes it pointless to go on; with `strict`, for
     all findings. Others are warnings in the log, of rank 0. `after` is how many steps have been taken before, or a

@@ -75,7 +75,6 @@ class Program:
         self.names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.group: dist.ProcessGroup | None = None  # of the checks alone
         self.taken = 0  # steps since the block began
-        self.has_updated = False  # the weights, in the step that is under way
         self._after = after
         self._gradient_of, self._gradient = -1, 0.0  # of which step, and what it was
         self._sizes: Sequence[float | torch.Tensor] = ()
@@ -165,9 +164,8 @@ class Detector:
     - `say`: before each update, `size` numbers about this rank's step. Local, and cheap.
     - `is_urgent`: after `say`; should the ranks not wait, and this rank's weights not be updated with that gradient?
     - `judge`: what the numbers of all ranks come to, for one step after the other, when the ranks have exchanged them:
-      in `self.program.step`, which is `step` or a later one, before its update or, with `self.program.has_updated`,
-      after it. All ranks run it with the same numbers, so they may answer with collectives, `self.program.gather`, as
-      long as the numbers alone decide it.
+      before the update of `self.program.step`, which is `step` or a later one. All ranks run it with the same numbers,
+      so they may answer with collectives, `self.program.gather`, as long as the numbers alone decide it.
     - `brings`: whole numbers that go to all ranks with that exchange, as many on each rank; and `brought`, what the
       ranks have brought, once it is judged. For more than fits into a step's `size`.
     - `updated`: after each update; may be collective as well.

@@ -59,7 +59,7 @@ class NonFinite(Detector):
         noted = self._noted.pop(step, None)
         if not any(numbers[0] for numbers in said):
             return []
-        is_now = step == self.program.step and not self.program.has_updated
+        is_now = step == self.program.step
         origins = self.program.gather(self._origin(self._seen) if is_now else noted)
         phases = [phase for phase in _PHASES for origin in origins if origin and origin[0] == phase]
         if not phases:

@@ -41,7 +41,7 @@ class DataOverlap(Detector):
         super().attach(program)
         self._now: list[torch.Tensor] = []  # of the step that is under way
         self._mine: list[list[torch.Tensor]] = []  # of each step that nobody has heard of
-        self._left = torch.empty(0, dtype=torch.int64)  # what there was no room for
+        self._left: list[int] = []  # what there was no room for
         self._room = _ROOM  # numbers that each rank brings; the same on all
         self._heard: list[list[int]] = [[] for _ in range(program.world.size)]  # of steps that not all have told yet
         self._seen = Epoch(program.world.size)
@@ -62,12 +62,13 @@ class DataOverlap(Detector):
         numbers: of each step how many samples, and then their hashes."""
         if self._is_done:
             return None
-        mine = torch.cat([self._left, *(part.cpu() for each in self._mine for part in (_count(each), *each))])
-        brought = torch.zeros(1 + self._room, dtype=torch.int64)
-        brought[0], fits = len(mine), min(len(mine), self._room)
-        brought[1 : 1 + fits] = mine[:fits]
-        self._mine, self._left = [], mine[fits:]
-        return brought
+        mine = self._left
+        for parts in self._mine:
+            mine.append(sum(map(len, parts)))
+            for part in parts:
+                mine += part.tolist()
+        self._mine, self._left = [], mine[self._room :]
+        return torch.tensor([len(mine), *mine[: self._room], *[0] * (self._room - len(mine))], dtype=torch.int64)
 
     def brought(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
         for heard, (count, *numbers) in zip(self._heard, of_ranks.tolist(), strict=True):
@@ -92,10 +93,6 @@ class DataOverlap(Detector):
         for heard, steps in zip(self._heard, of_ranks, strict=True):
             del heard[: sum(1 + len(each) for each in steps[:told])]
         return [steps[:told] for steps in of_ranks]
-
-
-def _count(hashes: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([sum(map(len, hashes))])
 
 
 class Epoch:

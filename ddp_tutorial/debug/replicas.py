@@ -94,7 +94,7 @@ class ReplicaDrift(Detector):
         if self._doubts is None and self._is_telling and len({each.hex() for each in gradients}) > 1:
             values = [float(each).hex() for each in sizes]
             self._doubts = step, dict(zip(self.program.named_gradients(), values, strict=False))
-            if step < self.program.step and not self.program.has_updated:  # else it is done after the update
+            if step < self.program.step:  # else the weights do not have it yet
                 found += self._compare(self.program.step, self.program.step - 1)
         return found
 

@@ -159,11 +159,15 @@ class Taps:
         self._stack = ExitStack()
         self._seen = Seen()
         self._thread = threading.get_ident()
-        self._mark = self._since = self._arrived = time.perf_counter()
         self._data_since: float | None = None
-        self._phase_since, self._data_before = self._since, 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._mark = self._since = self._arrived = self._phase_since = time.perf_counter()
+        self._data_before = 0.0
 
     def __enter__(self) -> "Taps":
+        self._begin()
         with ExitStack() as stack:
             self._attach(stack)
             self._stack = stack.pop_all()
@@ -214,7 +218,8 @@ class Taps:
         self._mark = time.perf_counter()
         if "forwards" in self.sights:
             kind = self.device.type
-            autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            is_on = torch.is_autocast_enabled(kind)
+            autocast = is_on, torch.get_autocast_dtype(kind) if is_on else torch.float32
             state = torch.get_rng_state() if kind != "cuda" else torch.cuda.get_rng_state(self.device)
             self._seen.forwards.append(Forward(len(self._seen.trace), inputs, named, state, autocast))
         for begins in self._begins:
@@ -243,6 +248,7 @@ class Taps:
         """The hook for one parameter. It is called for each in each step, so it does little."""
         is_noted, is_timed = "gradients" in self.sights, "seconds" in self.sights
         usual, norm, is_on_cpu = torch.float32, torch.linalg.vector_norm, self.device.type == "cpu"
+        now, mark = time.perf_counter, partial(tuple.__new__, Mark)  # as Mark(...), without its detour
 
         def arrives(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient = gradients[0]
@@ -252,9 +258,9 @@ class Taps:
                     value = norm(gradient).item() if is_on_cpu else norm(gradient)
                 else:
                     value = norm_of(gradient)
-                self._seen.trace.append(Mark("backward", name, value))
+                self._seen.trace.append(mark(("backward", name, value)))
             if is_timed:
-                self._arrived = time.perf_counter()
+                self._arrived = now()
 
         return arrives
 
