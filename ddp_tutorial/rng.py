@@ -26,9 +26,10 @@ def reseed(*entropy: int) -> None:
 
 def _reseed(torchs: Callable[[int], object], entropy: tuple[int, ...]) -> None:
     # Torch's seed is that of `seed_of`. One mixing for all three, since it takes longer than all else.
-    seeds = np.random.SeedSequence(entropy).generate_state(3).tolist()
-    for seed, each in zip(seeds, (torchs, np.random.seed, random.seed), strict=True):
-        each(seed)
+    for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3).tolist()
+    torchs(for_torch)
+    np.random.seed(for_numpy)
+    random.seed(for_python)
 
 
 @contextmanager
