@@ -1,8 +1,8 @@
-"""The Trainer of this package, with its log, its TensorBoard events and its checks."""
+"""The Trainer of this package, with its log and its TensorBoard events, and its AdamW, which has torch's bits."""
 
 from torch import nn
 
-from ddp_tutorial import TrainConfig, Trainer, World, make_source
+from ddp_tutorial import AdamW, TrainConfig, Trainer, World, make_source
 from ddp_tutorial.peers.work import Work
 from ddp_tutorial.training.config import CheckpointConfig
 
@@ -17,5 +17,6 @@ def train(world: World, work: Work) -> nn.Module:
         checkpoint=CheckpointConfig(every=work.save_after or 0),
         resume="auto" if work.resume else "never",
     )
-    Trainer(model, source, work.loss, world, config, optimizer=work.optimizer, scheduler=work.scheduler).train()
+    optimizer = AdamW(model.parameters(), **work.options)
+    Trainer(model, source, work.loss, world, config, optimizer=optimizer, scheduler=work.scheduler).train()
     return model
