@@ -317,6 +317,16 @@ def test_a_hundred_random_acts_leave_no_process_and_a_pool_that_works(ranks):
     assert gone(pids - alive - {None}), "a rank that was replaced is still there"
 
 
+@pytest.mark.parametrize("what", ["wake", "interrupt"])
+def test_what_was_meant_for_an_earlier_call_does_no_harm_to_a_later_one(ranks, what):
+    """As where a rank is so slow that it reads it only when the next call has begun."""
+    late = threading.Timer(0.3, lambda: ranks._people[0].control(what, ranks._number - 1))
+    late.start()
+    ranks.execute("time.sleep(0.6)")
+    late.join()
+    assert are_together(ranks)
+
+
 # -------------------------------------------------------------------------------------------------------- a script
 
 

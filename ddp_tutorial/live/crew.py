@@ -205,10 +205,10 @@ class Crew:
         for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
             for each in people:
                 if each.is_busy:
-                    each.control("interrupt")
+                    each.control("interrupt", each.number)
                     if wake:
                         each.was_woken = True
-                        each.control("wake")
+                        each.control("wake", each.number)
             deadline = time.monotonic() + seconds
             while any(each.is_busy for each in people) and self._hear(deadline - time.monotonic()):
                 pass

@@ -193,10 +193,10 @@ class Member:
                     self.send("answer", question, Look(self._progress()))
                 case ("stand", question):
                     self.send("answer", question, self._standing())
-                case ("interrupt",):
+                case ("interrupt", number) if number == self.number:  # a late one is for a call that has ended
                     self.interrupted = True
                     signal.pthread_kill(self.main_thread, signal.SIGINT)
-                case ("wake",):
+                case ("wake", number) if number == self.number:
                     self._wake()
         faulthandler.disable()
         os._exit(0)
