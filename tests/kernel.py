@@ -1,6 +1,10 @@
 """A Jupyter kernel, as JupyterLab runs one, and all that a cell leaves in it."""
 
+import os
 import re
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,10 @@ class Kernel:
     def run(self, code: str, timeout: float = 60, *, person: bool = False) -> dict[str, Any]:
         """Execute a cell: what it printed, its rich outputs, its result, its error's traceback without colours, and its
         number in the notebook. With `person`, as a front end does that can ask its user; otherwise as nbval and
-        papermill do."""
+        papermill do.
+
+        Returns when the kernel is idle. Who goes by its reply alone, that a cell has failed, may be too quick: what
+        comes before the kernel has noted the failure is not executed, and answered with "aborted"."""
         found: dict[str, Any] = {"printed": "", "shown": [], "updates": [], "result": "", "error": ""}
 
         def hear(message: dict[str, Any]) -> None:
@@ -34,7 +41,22 @@ class Kernel:
                     found["error"] = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
 
         reply = self.client.execute_interactive(code, timeout=timeout, output_hook=hear, allow_stdin=person)
+        assert reply["content"]["status"] != "aborted", "not executed: the kernel was busy with the failure before it"
         return found | {"number": reply["content"]["execution_count"]}
+
+    def interrupted(self, code: str, when: Callable[[], object]) -> dict[str, Any]:
+        """As `run`, and the kernel is interrupted as soon as `when()` has returned, which may wait for the cell."""
+        group = self.manager.provisioner.pgid
+
+        def interrupt() -> None:
+            when()
+            os.killpg(group, signal.SIGINT)  # as the manager does it, but that is for one thread
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        found = self.run(code)
+        thread.join()
+        return found
 
     def end(self) -> None:
         self.client.stop_channels()

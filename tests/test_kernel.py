@@ -137,14 +137,9 @@ def test_what_a_rank_prints_names_the_line_of_the_cell_too(kernel):
 def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_path):
     folder = tmp_path / "pids"
     folder.mkdir()
-    request = kernel.client.execute(f"folder = {str(folder)!r}\n{HANG}")
-    pids = pids_in(folder)
-    kernel.manager.interrupt_kernel()
-    reply = kernel.client.get_shell_msg(timeout=10)
-    assert reply["parent_header"]["msg_id"] == request
-    assert reply["content"]["ename"] == "KeyboardInterrupt"
-    assert reply["content"]["traceback"] == ["KeyboardInterrupt: interrupted; all ranks have been ended"]
-    assert gone(pids)
+    hung = kernel.interrupted(f"folder = {str(folder)!r}\n{HANG}", when=lambda: pids_in(folder))
+    assert hung["error"] == "KeyboardInterrupt: interrupted; all ranks have been ended"
+    assert gone(pids_in(folder))
     said = kernel.run("print(launch(lambda world: world.rank, 2, device='cpu'))")
     assert (said["printed"], said["error"]) == ("[0, 1]\n", "")
 

@@ -415,15 +415,15 @@ def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
 
     notebook.run("%%ranks\nimport os")
     pids = json.loads(notebook.run("%ranks get os.getpid()")["result"])
-    notebook.client.execute("%%ranks\nimport time\nopen(f'up{world.rank}', 'w').close()\ntime.sleep(1000)")
-    deadline = time.monotonic() + 30
-    while not all((tmp_path / f"up{rank}").exists() for rank in (0, 1)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    notebook.manager.interrupt_kernel()
-    reply = notebook.client.get_shell_msg(timeout=20)
-    while reply["content"].get("status") != "error":
-        reply = notebook.client.get_shell_msg(timeout=20)
-    assert reply["content"]["ename"] == "KeyboardInterrupt"
+
+    def both_sleep():
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / f"up{rank}").exists() for rank in (0, 1)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    sleep = "%%ranks\nimport time\nopen(f'up{world.rank}', 'w').close()\ntime.sleep(1000)"
+    asleep = notebook.interrupted(sleep, when=both_sleep)
+    assert asleep["error"].startswith("KeyboardInterrupt: interrupted"), asleep["error"]
     after = notebook.run("%%ranks\ndist.all_reduce(loss)\nloss")
     assert not after["error"], after["error"]
     assert after["result"] == "all ranks: tensor(1)"
