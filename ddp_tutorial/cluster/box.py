@@ -148,10 +148,13 @@ class Box:
         self.network.connect(node, up)
 
     def do_kill(self, node: int, fds: list[int]) -> None:
-        """The host loses its power: its cable is dead, and so are its processes, at once."""
+        """The host loses its power: its cable is dead, and so are its processes, at once. Who waits for one of them has
+        been told its exit code when this returns: a process that is ending is none of the host's any more."""
         self.off.add(node)
         self.network.connect(node, False)
-        while found := self.network.processes_of(node):
+        killed: set[int] = set()
+        while (found := self.network.processes_of(node)) or killed & self.running.keys():
+            killed.update(found)
             for pid in found:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
