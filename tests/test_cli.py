@@ -60,7 +60,7 @@ def test_a_run_that_is_checked_ends_with_the_same_weights_and_one_that_goes_wron
     assert (done.returncode, done.stdout) == (1, said)
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     differs = r"the replicas have drifted apart: [\w.]+ is not the same on all ranks, ranks 0 and 1 differ"
-    message = rf"step 4: {differs} \(seen in step 11\)"
+    message = rf"step 4: {differs} \(seen in step 12\)"
     assert re.fullmatch(f"error: {message}", "\n".join(told)), done.stderr
     assert not Path("runs/broken/result.json").exists()
     noted = json.loads(Path("runs/broken/failed.json").read_text())

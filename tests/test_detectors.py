@@ -678,8 +678,8 @@ def test_what_is_told_once_in_ten_steps_names_its_own_step_and_no_weight_is_spoi
     by_kind = {kind: [kept[place] for kept in ranks] for place, kind in enumerate(LATER)}
     assert "After step 1 all was the same" in by_kind[OwnRateLater][0].findings[0].message
     assert [kept.moved for kept in by_kind[NaNLater]] == [[*range(1, 7)]] * 2, "all raise before the update"
-    assert by_kind[OnOneRankOnly][0].moved == [*range(1, 10)]
-    assert by_kind[OnOneRankOnly][1].moved == [1, 2, 3, 4, 6, 7, 8, 9], "the rank that has it leaves that update out"
+    assert by_kind[OnOneRankOnly][0].moved == [*range(1, 11)]
+    assert by_kind[OnOneRankOnly][1].moved == [1, 2, 3, 4, 6, 7, 8, 9, 10], "the rank that has it leaves that update out"
     assert by_kind[InTheLastStep][1].moved == [*range(1, 12)]
 
 

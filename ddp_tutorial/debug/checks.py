@@ -8,7 +8,7 @@
     checks.findings                           # the warnings
 
 Nothing has to be called in the loop. Before each optimizer step every rank notes a few numbers about the step. In each
-of the first three steps, and then once in `every` steps, ten by default, these go to all ranks in one all-gather, and
+of the first three steps, and then once in `every` steps, 20 by default, these go to all ranks in one all-gather, and
 all judge them alike, step by step: so all raise, or none does. After the first three steps nobody waits for that
 all-gather: what it brings is looked at in the next step. What was wrong in step 14 is sent in step 20 and told in step
 21, then, with its own step and the one in which it was seen: "step 14: ... (seen in step 21)". `every=1` tells it in
@@ -34,9 +34,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -255,11 +256,11 @@ class Checks:
         if sent.work is None:
             return [sent.rows], []
         sent.work.wait()
-        said, *others = sent.of_ranks.split(sent.sizes, 1)
-        of_ranks = said.contiguous().view(torch.float64).view(-1, self.every, self._length)
-        most = int((of_ranks[:, :, 0] > 0).sum(1).max())
-        found: list[list[list[float]]] = of_ranks[:, :most].tolist()
-        return found, list(zip(sent.brought, others, strict=True))
+        said, *others = np.split(sent.of_ranks.numpy(), list(accumulate(sent.sizes[:-1])), axis=1)
+        of_ranks = said.view(np.float64).reshape(-1, self.every, self._length).tolist()
+        most = max(sum(row[0] > 0 for row in rows) for rows in of_ranks)
+        found = [rows[:most] for rows in of_ranks]
+        return found, [(each, torch.from_numpy(numbers)) for each, numbers in zip(sent.brought, others, strict=True)]
 
     def _before_result(self, edge: Edge) -> None:
         """A `Trainer` is about to write what a run has come to: an alarm of its last steps belongs there instead."""
@@ -360,7 +361,7 @@ def checking(
     *,
     strict: bool = False,
     after: int | Callable[[], int] = 0,
-    every: int = 10,
+    every: int = 20,
 ) -> Iterator[Checks]:
     """Inside, each step of `optimizer` is checked by `detectors`, by default `default_detectors()`. Collective.
 

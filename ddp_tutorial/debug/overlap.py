@@ -71,9 +71,10 @@ class DataOverlap(Detector):
         return torch.tensor([len(mine), *mine[: self._room], *[0] * (self._room - len(mine))], dtype=torch.int64)
 
     def brought(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
+        room = self._room
         for heard, (count, *numbers) in zip(self._heard, of_ranks.tolist(), strict=True):
-            heard.extend(numbers[: min(count, self._room)])
-        self._room = max(self._room, 2 * int(of_ranks[:, 0].max()))
+            heard.extend(numbers[: min(count, room)])
+            self._room = max(self._room, 2 * count)
         found = self._seen.add(self._steps())
         if found is None:
             return []
