@@ -679,7 +679,9 @@ def test_what_is_told_once_in_ten_steps_names_its_own_step_and_no_weight_is_spoi
     assert "After step 1 all was the same" in by_kind[OwnRateLater][0].findings[0].message
     assert [kept.moved for kept in by_kind[NaNLater]] == [[*range(1, 7)]] * 2, "all raise before the update"
     assert by_kind[OnOneRankOnly][0].moved == [*range(1, 11)]
-    assert by_kind[OnOneRankOnly][1].moved == [1, 2, 3, 4, 6, 7, 8, 9, 10], "the rank that has it leaves that update out"
+    assert by_kind[OnOneRankOnly][1].moved == [1, 2, 3, 4, 6, 7, 8, 9, 10], (
+        "the rank that has it leaves that update out"
+    )
     assert by_kind[InTheLastStep][1].moved == [*range(1, 12)]
 
 
@@ -756,6 +758,37 @@ def test_a_rank_that_takes_fewer_steps_is_told_to_the_others() -> None:
 def test_the_error_of_a_rank_is_told_as_it_is() -> None:
     with pytest.raises(RankError, match="ZeroDivisionError") as caught:
         launch(lambda world: ends_differently(world, "raises"), 3, device="cpu", echo=False, timeout=60)
+    assert caught.value.rank == 0
+
+
+class InStepTen(AtTheEnd):
+    def say(self, seen: Seen) -> list[float]:
+        return [float(self.program.step == 10)]
+
+
+def fails_in_step_eleven(world: World, which: tuple[int, ...]) -> str:
+    """What is wrong with step 10 is on its way to all ranks then."""
+    job = Job(world)
+
+    def loss(step: int, x: torch.Tensor) -> torch.Tensor:
+        if step == 11 and world.rank in which:
+            raise ValueError("no loss")
+        return Job.loss(job, step, x)
+
+    job.loss = loss  # type: ignore[method-assign]
+    try:
+        with checking(world, job.model, job.optimizer, [InStepTen()], every=10):
+            job.train()
+    except CheckError as error:
+        return f"{error}, {error.__context__}"
+    return "no alarm"
+
+
+def test_an_alarm_that_is_on_its_way_when_all_ranks_fail_is_told_and_the_error_of_one_does_not_wait_for_it() -> None:
+    fail = partial(launch, fails_in_step_eleven, 2, device="cpu", echo=False, timeout=60)
+    assert fail((0, 1)) == ["step 10: something is wrong (seen in step 11), no loss"] * 2
+    with pytest.raises(RankError, match="no loss") as caught:
+        fail((0,))
     assert caught.value.rank == 0
 
 

@@ -8,7 +8,8 @@ order, so what the machine does meanwhile falls on all three alike. Its cost is 
 the mean of its two neighbours. What is done now and then is done at the same places of each 20 steps that are checked:
 of each place the median counts, and of the 20 places the mean. So an exchange in 10 steps counts for a tenth, and in
 full. `again` is compared with the other step without checks in the same way: it costs nothing, so what is found there
-says how far to trust the rest.
+says how far to trust the rest. `_cpu` is the processor time of rank 0 in the same steps: it leaves out what ranks wait
+for one another, and differs less from one step to the next.
 
 The others cannot be attached for one step: they take turns of 20 steps, of which the same is taken.
 """
@@ -63,13 +64,15 @@ def measure(repeats: int) -> dict[str, Any]:
     for name, size in _SIZES.items():
         config = TaskConfig(model=size.model, batch_size=_BATCH, steps=100_000)
         if size.rounds:
-            triples = launch(_one_by_one, 2, config, size, repeats, device="cpu", threads=1, echo=False)[0]
-            of_repeats = [_compared(each) for each in _cut(triples, repeats)]
-            for arm, seconds in _compared(triples).items():
-                samples[f"{arm}_{name}"] = [1e3 * each[arm] for each in of_repeats]
-                if arm != "off":
-                    ratios[f"{arm}_vs_off_{name}"] = f"{arm}_{name}", f"off_{name}"
-                    pooled[f"{arm}_vs_off_{name}"] = seconds / _compared(triples)["off"]
+            by_clock = launch(_one_by_one, 2, config, size, repeats, device="cpu", threads=1, echo=False)[0]
+            for clock, triples in zip(("", "_cpu"), by_clock, strict=True):
+                of_repeats = [_compared(each) for each in _cut(triples, repeats)]
+                together = _compared(triples)
+                names = {arm: f"{arm}_{name}{clock}" for arm in together}
+                samples |= {names[arm]: [1e3 * each[arm] for each in of_repeats] for arm in together}
+                for arm in ("default", "again"):
+                    ratios[f"{arm}_vs_off_{name}{clock}"] = names[arm], names["off"]
+                    pooled[f"{arm}_vs_off_{name}{clock}"] = together[arm] / together["off"]
         taken = launch(_alternate, 2, config, size, repeats, device="cpu", threads=1, echo=False)[0]
         off = "off_in_turns" if size.rounds else "off"
         names = {arm: f"{off if arm == 'off' else arm}_{name}" for arm in size.arms}
@@ -92,9 +95,10 @@ class Triple(NamedTuple):
     again: float
 
 
-def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> list[Triple]:
-    """Those of `size.rounds` times `_STEPS` steps with the default set, in each repeat."""
-    step, taken = make_step(config, world), list[Triple]()
+def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> tuple[list[Triple], list[Triple]]:
+    """Those of `size.rounds` times `_STEPS` steps with the default set, in each repeat: by the clock, and of this
+    rank's processor time."""
+    step, taken = make_step(config, world), list[dict[str, tuple[float, float]]]()
     number = 1 - _STEPS  # of the step with checks that comes next; up to 0 they are not counted
     with checking(world, step.model, step.optimizer, after=lambda: number + _STEPS - 1) as checks:
         while number <= repeats * size.rounds * _STEPS:
@@ -103,9 +107,12 @@ def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> l
                 with nullcontext() if arm == "default" else checks.aside():
                     seconds[arm] = _timed(step)
             number += 1
-            taken.append(Triple(**seconds))
+            taken.append(seconds)
     step.close()
-    return taken[_STEPS:]
+    passed, worked = (
+        [Triple(**{arm: both[i] for arm, both in each.items()}) for each in taken[_STEPS:]] for i in (0, 1)
+    )
+    return passed, worked
 
 
 def _cut(triples: Sequence[Triple], repeats: int) -> list[Sequence[Triple]]:
@@ -136,7 +143,7 @@ def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Sa
             with attached(arm):
                 for _ in range(_FIRST):
                     step()
-                seconds = [_timed(step) for _ in range(_STEPS)]
+                seconds = [_timed(step)[0] for _ in range(_STEPS)]
             if number:  # the first turn of each is not counted: memory is allocated there
                 taken[arm].append(seconds)
     step.close()
@@ -171,10 +178,10 @@ def _attached(world: World, step: TrainStep) -> Callable[[str], AbstractContextM
     return around
 
 
-def _timed(step: Callable[[], object]) -> float:
-    """Seconds of the next step, until all ranks have taken it."""
+def _timed(step: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the next step, until all ranks have taken it; and those that this rank's threads have computed."""
     dist.barrier()
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     step()
     dist.barrier()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - worked
