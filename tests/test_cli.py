@@ -55,17 +55,17 @@ def test_a_run_that_is_checked_ends_with_the_same_weights_and_one_that_goes_wron
     assert plain.returncode == checked.returncode == 0, checked.stderr
     assert weights_of(Path("runs/checked")) == weights_of(Path("runs/plain"))
     assert json.loads(Path("runs/checked/result.json").read_text())["checks"] == []
-    done = run(*task, "name=broken", "--check", "--fault", "corrupt rank=1 step=4 phase=update")
+    done = run(*task, "steps=25", "name=broken", "--check", "--fault", "corrupt rank=1 step=4 phase=update")
     said = "[rank 0] a fault on purpose: corrupt on rank 1 in step 4, at update\n"
     assert (done.returncode, done.stdout) == (1, said)
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     differs = r"the replicas have drifted apart: [\w.]+ is not the same on all ranks, ranks 0 and 1 differ"
-    message = rf"step 4: {differs} \(seen in step 12\)"
+    message = rf"step 4: {differs} \(seen in step 21\)"
     assert re.fullmatch(f"error: {message}", "\n".join(told)), done.stderr
     assert not Path("runs/broken/result.json").exists()
     noted = json.loads(Path("runs/broken/failed.json").read_text())
     assert re.fullmatch(f"CheckError: {message}", noted["error"])
-    assert noted["step"] == 9, "what happened in step 4 was told in step 10"
+    assert noted["step"] == 20, "what happened in step 4 was told in step 21"
     for rank in range(2):
         assert re.search(message, Path(f"runs/broken/rank_{rank}.log").read_text())
 

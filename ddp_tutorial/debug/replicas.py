@@ -29,8 +29,8 @@ _WHOLE = 1 << 48  # below it, a float64 is an exact whole number
 
 class ReplicaDrift(Detector):
     """Parameters, optimizer state and options such as the learning rate: after the first step, and then before the
-    update of each `every`-th, with the numbers that the ranks exchange there; with `every=1`, after each step. Buffers
-    at the beginning of such a step's first forward, where DDP has just broadcast them.
+    update of each `every`-th, of which all hear with the other numbers; with `every=1`, after each step. Buffers at the
+    beginning of such a step's first forward, where DDP has just broadcast them.
 
     What comes by the gradient is found when the ranks next exchange their numbers, and told with its own step: an
     averaged gradient that differs has another sum on each rank, and these sums are compared for each step. What comes
