@@ -5,8 +5,8 @@ processes gone, and is any left?
 of this module is what verdicts are compared with: of each hang, the lines with `# rank 0 waits` or `# rank 1 waits`
 are those to be named.
 
-On two cores that had other work as well, 40 of 40 were told right, in the same words each time, and all ranks were gone
-1.1 s after the patience in the median, 1.4 s at most.
+Ten repeats in one run on two cores: 80 of 80 were told right, in the same words each time, none was left, and all ranks
+were gone 1.1 s after the patience in the median, 1.2 s at most.
 """
 
 import os
