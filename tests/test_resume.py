@@ -28,6 +28,7 @@ from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.processes.signals import EXIT_CODE, StoppedError, exit_code, stopped_by_signals
 from ddp_tutorial.runs.folder import RunFolder, request_stop
 from ddp_tutorial.runs.summaries import find_runs, state_of
+from ddp_tutorial.training import stopping
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.stopping import Stopping
 from ddp_tutorial.training.tasks import make_trainer, train
@@ -319,6 +320,12 @@ def test_what_one_rank_is_told_all_ranks_do_at_the_end_of_that_step() -> None:
     assert requests(World())[:2] == [["", "", ""], ["", "signal", ""]]
 
 
+@pytest.fixture
+def asks_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "ASK_EVERY", 0)
+
+
+@pytest.mark.usefixtures("asks_in_each_step")
 def test_a_signal_goes_before_what_rank_0_was_asked_however_many_ranks_have_had_one(workdir: Path) -> None:
     ranks = [Stopping(World(rank, 8, rank, 8), RunFolder(workdir)) for rank in range(8)]
 
@@ -335,12 +342,26 @@ def test_a_signal_goes_before_what_rank_0_was_asked_however_many_ranks_have_had_
         assert answer() == "signal"
 
 
+def test_short_steps_look_for_a_request_only_now_and_then(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "ASK_EVERY", 60)
+    rank = Stopping(World(), RunFolder(workdir))
+    assert rank.vote() == 0
+    rank.request.write_text("stop")
+    assert rank.vote() == 0
+    rank.signalled = True
+    assert rank.answer(rank.vote()) == "signal", "which costs nothing to see"
+    rank.signalled = False
+    monkeypatch.setattr(stopping, "ASK_EVERY", 0)
+    assert rank.answer(rank.vote()) == "stop"
+
+
+@pytest.mark.usefixtures("asks_in_each_step")
 def test_a_request_is_never_there_half_written(workdir: Path) -> None:
     (workdir / "config.json").write_text("{}")
-    stopping, asked = Stopping(World(), RunFolder(workdir)), []
-    with observe_disk(lambda *_: asked.append(stopping.answer(stopping.vote()))):
+    rank, asked = Stopping(World(), RunFolder(workdir)), []
+    with observe_disk(lambda *_: asked.append(rank.answer(rank.vote()))):
         request_stop(workdir, "save")
-    asked.append(stopping.answer(stopping.vote()))
+    asked.append(rank.answer(rank.vote()))
     assert len(asked) > 2, "a reader looked in between"
     assert set(asked) == {"", "save"}
 
@@ -357,6 +378,7 @@ def asking(run: RunFolder, request: Any) -> AbstractContextManager[None]:
     return observe(ask)
 
 
+@pytest.mark.usefixtures("asks_in_each_step")
 @pytest.mark.parametrize("request_", ["save", "stop"])
 def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> None:
     config = config_of(name="mine", resume="auto", checkpoint={"every": 100})
@@ -374,6 +396,7 @@ def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> No
     assert again.stopped_at is None
 
 
+@pytest.mark.usefixtures("asks_in_each_step")
 def test_a_request_to_save_that_comes_with_a_scheduled_save_does_not_save_the_step_twice() -> None:
     trainer = make_trainer(config_of(name="mine", checkpoint={"every": 1}), World())
     saved: list[str] = []

@@ -5,7 +5,7 @@ What is read is a tree: a tensor whose first dimension counts the samples, or di
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,12 +38,18 @@ def rows_of(tree: Tree, which: torch.Tensor | slice) -> Tree:
 def as_batch(tree: Tree, count: int) -> Tree:
     """`tree`, if it is a batch of `count` samples; mappings that torch's pytree takes for leaves, such as the
     `BatchEncoding` of `transformers`, as dicts. Raises `ValueError`, naming the leaves and their lengths, if not."""
+    if type(tree) is dict and _are_rows(tree.values(), count):  # nearly always, and torch's pytree is slow
+        return tree
     leaves = tree_leaves(tree)
-    if leaves and all(torch.is_tensor(leaf) and leaf.dim() and len(leaf) == count for leaf in leaves):
+    if _are_rows(leaves, count):
         return tree
     if any(isinstance(leaf, Mapping) for leaf in leaves):
         return as_batch(tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree), count)
     raise ValueError(f"a batch of {count} samples came out as {_contents(tree)}. {_HINT}")
+
+
+def _are_rows(leaves: Collection[Any], count: int) -> bool:
+    return bool(leaves) and all(torch.is_tensor(leaf) and leaf.dim() and len(leaf) == count for leaf in leaves)
 
 
 _HINT = (
