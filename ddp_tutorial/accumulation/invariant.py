@@ -96,7 +96,7 @@ class InvariantStrategy(Replicas):
         return torch.cat([*pieces, torch.tensor(used, dtype=pieces[0].dtype, device=pieces[0].device)])
 
     def sync_buffers(self) -> None:
-        """There are none."""
+        """Does nothing: a model with buffers is refused."""
 
     def state_dict(self) -> Mapping[str, float]:
         """The step, which the random numbers depend on, and what the loss keeps."""

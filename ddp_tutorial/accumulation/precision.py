@@ -48,7 +48,7 @@ class Scale:
     overflows: int = 0
 
     def update(self, overflow: bool) -> None:
-        """After each step, made or left out."""
+        """Halve the factor after an overflow, count a step without one; call it after each step."""
         if overflow:
             self.value, self.steady, self.overflows = self.value / 2, 0, self.overflows + 1
             return
@@ -149,6 +149,8 @@ class Precision:
         return {} if self.scale is None else {k: getattr(self.scale, k) for k in ("value", "steady", "overflows")}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Go on with the scale of `state`. Raises `ValueError` where that has one and this precision none, or the other
+        way round."""
         if bool(state) != bool(self.scale):
             raise ValueError(
                 f"the state has {'a' if state else 'no'} scale of the loss, which does not go with "

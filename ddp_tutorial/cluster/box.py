@@ -41,6 +41,8 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 class Box:
+    """The process beside the caller's that builds the hosts and starts processes on them, as `channel` asks."""
+
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.network: Network

@@ -133,7 +133,7 @@ def environment() -> dict[str, str]:
 
 
 def _look_at_the_system() -> None:
-    """Raise `ConfigError` where there is no hope."""
+    """Raise `ConfigError` on a system on which no cluster can be built."""
     if sys.platform != "linux":
         raise ConfigError(f"no cluster: it needs the namespaces of Linux, and this is {sys.platform}")
     from shutil import which

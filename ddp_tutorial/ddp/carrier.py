@@ -56,11 +56,11 @@ class Carrier:
         return torch.equal(numbers * ranks * (1.0 / ranks), numbers)
 
     def join(self, module: nn.Module) -> None:
-        """Be a parameter of `module`, for as long as DDP lists them."""
+        """Register this carrier's parameter with `module`, so that DDP finds it among the model's."""
         module.register_parameter(_NAME, self._parameter)
 
     def leave(self, module: nn.Module) -> None:
-        """Be none of its parameters any more: its state and its optimizer are the model's own."""
+        """Take the parameter out of `module` again, so that its state dict and its optimizer are without it."""
         del module._parameters[_NAME]  # delattr would ask the inner module of a compiled one
 
     def load(self, numbers: Sequence[float | torch.Tensor]) -> None:
@@ -81,7 +81,7 @@ class Carrier:
         torch.autograd.backward([loss, self._parameter], [None, self._gradient])
 
     def sums(self) -> list[float]:
-        """Of the numbers of all ranks, after that backward.
+        """The sums over all ranks of the numbers that `load` was given, after that backward.
 
         Raises `RuntimeError` where a communication hook has rounded them.
         """

@@ -164,7 +164,7 @@ class Checks:
             self._listen()
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The block is over for this rank, and others may wait for it. Where an error ends it, that says more."""
+        """Tell the other ranks that the block is over for this one, unless an error ends it, which says more."""
         if kind is None and self._store is not None:
             with suppress(RuntimeError):  # the store is gone, and with it all the others
                 self._store.set(str(self.program.world.rank), str(self.program.step - 1))
@@ -228,7 +228,7 @@ class Checks:
             self._report(each.brought(last, numbers))
 
     def _blame(self, steps: Sequence[float]) -> None:
-        """Where one rank has updated in a step, another has not: the next of their updates are of these steps."""
+        """Raise the alarm for ranks that update in different steps: `steps` are those of each rank's next update."""
         told = ", ".join(f"rank {rank} in step {step:.0f}" for rank, step in enumerate(steps) if step)
         message = f"the ranks do not update their weights in the same steps: {told}"
         finding = Finding("steps", int(min(filter(None, steps))), tuple(range(len(steps))), message, "error")

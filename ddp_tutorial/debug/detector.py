@@ -94,7 +94,7 @@ class Program:
         return self._sizes
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those, or of sparse ones what they hold."""
+        """The gradients that the optimizer will use; of a sparse one, the values that it holds."""
         found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         return [each._values() if each.is_sparse else each for each in found]
 

@@ -93,7 +93,7 @@ class Options:
 
     def put_back(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         """Let an optimizer that a checkpoint was loaded into go on with these: its averages stay, and the schedule is
-        said again, up to where it was."""
+        stepped anew, as often as it had been."""
         steps = scheduler.last_epoch
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(deepcopy(options))
