@@ -200,7 +200,7 @@ class SameRandomNumbers(Detector):
         self._has_told = True
         message = (
             f"{named(ranks)} draw the same random numbers in forward: their dropout masks are copies of each other. "
-            "Seed each rank with a number of its own once the model is made, as in torch.manual_seed(seed_of(seed, rank))"
+            "Once the model is made, seed each rank differently, as in torch.manual_seed(rng.seed_of(seed, rank))"
         )
         return [Finding(self.name, step, ranks, message, "warning", "forward")]
 

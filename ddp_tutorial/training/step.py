@@ -101,7 +101,8 @@ class TrainStep:
         return StepDone(totals.means(), totals.counts[LOSS], norm, rate, made, totals.votes)
 
     def _gradient(self, votes: float) -> tuple[list[Any], Totals]:
-        """The gradient of the next batch; where a rank runs out of memory for it, all leave it out, and take the one after that."""
+        """The gradient of the next batch. Where a rank runs out of memory for it, all leave it out, and take the one
+        after that."""
         for left in range(self.config.oom_skips, -1, -1):
             with phase("data"):
                 batches = self.batches()
