@@ -172,7 +172,7 @@ class Checks:
         with suppress(RuntimeError, ValueError):
             if (
                 self._sent and self._sent.work
-            ):  # to end the group would wait for it, maybe for as long as the group does
+            ):  # ending the group would wait for it, for as long as collectives may take
                 self._sent.work.wait(timedelta(seconds=_PATIENCE))
             dist.destroy_process_group(group)
 

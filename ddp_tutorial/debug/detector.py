@@ -135,14 +135,7 @@ def _sizes(gradients: Sequence[torch.Tensor]) -> Sequence[float | torch.Tensor]:
     """Sums where they are on the CPU, in a third of the time that norms take. Elsewhere norms, in one call for all, as
     in torch's clip_grad_norm_: a call for each would be many kernels on a GPU."""
     if all(type(each) is torch.Tensor and each.is_cpu for each in gradients):
-        return [
-            (
-                each.sum()
-                if each.dtype is torch.float32
-                else each.sum(dtype=torch.float32 if each.dtype in SHORT else None)
-            ).item()
-            for each in gradients
-        ]
+        return [(each.sum(dtype=torch.float32) if each.dtype in SHORT else each.sum()).item() for each in gradients]
     return list(torch._foreach_norm(list(gradients)))
 
 
