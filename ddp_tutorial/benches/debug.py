@@ -46,7 +46,7 @@ _SMALL = ModelConfig(layers=4, heads=4, width=128, context=64)
 _TINY = ModelConfig(layers=1, heads=1, width=16, context=64)
 _IN_TURNS = ["off", "watched", "fingerprinted"]
 _SIZES = {
-    "small": Size(_SMALL, _IN_TURNS, turns=2, rounds=4),
+    "small": Size(_SMALL, _IN_TURNS, turns=2, rounds=8),
     "tiny": Size(_TINY, _IN_TURNS, turns=5, rounds=10),
     "single": Size(_SMALL, ["off", *(each.name for each in default_detectors())], turns=1),  # one detector at a time
 }

@@ -23,9 +23,9 @@ has left the block the others hear in the next step.
 
 What takes longer is done now and then, or after an alarm: `NonFinite` and `ReplicaDrift` say what is found later for
 that. Outside of the block no hook is attached, and there is no cost. Inside there is: the default set made a step of
-52 ms 1.3 and 1.6 % longer in two runs, and took 1.3 and 2.5 % more processor time; a step of 7 ms became 9 % longer
-(two ranks on two cores, 0.8 million parameters in the first). Compared with themselves, steps without checks came out
-0.4 and 0.8 % apart by the clock and less than 0.4 % in processor time; single repeats were off by 2 to 3 %. `python -m
+47 to 52 ms 1.2 to 2.1 % longer in five runs, in the median 1.6 %, and took 1.3 to 2.5 % more processor time; a step of
+6 to 7 ms became 9 % longer (two ranks on two cores, 0.8 million parameters in the first). Compared with themselves,
+steps without checks came out up to 0.8 % apart by the clock; single repeats were off by 2 to 3 %. `python -m
 ddp_tutorial bench debug` measures what each detector costs, and all together.
 """
 
@@ -170,9 +170,8 @@ class Checks:
                 self._store.set(str(self.program.world.rank), str(self.program.step - 1))
         group, self.program.group = self.program.group, None
         with suppress(RuntimeError, ValueError):
-            if (
-                self._sent and self._sent.work
-            ):  # ending the group would wait for it, for as long as collectives may take
+            # Ending the group would wait for it, for as long as collectives may take.
+            if self._sent and self._sent.work:
                 self._sent.work.wait(timedelta(seconds=_PATIENCE))
             dist.destroy_process_group(group)
 
