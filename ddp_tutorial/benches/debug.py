@@ -6,10 +6,10 @@ overhead in it, so any cost shows. `single` has the first one's step again, and 
 The default set is compared step by step: one without it, one with it, one without it "again", and then in the opposite
 order, so what the machine does meanwhile falls on all three alike. Its cost is what the step in the middle takes beyond
 the mean of its two neighbours. What is done now and then is done at the same places of each 20 steps that are checked:
-of each place the median counts, and of the 20 places the mean. So an exchange in 10 steps counts for a tenth, and in
-full. `again` is compared with the other step without checks in the same way: it costs nothing, so what is found there
-says how far to trust the rest. `_cpu` is the processor time of rank 0 in the same steps: it leaves out what ranks wait
-for one another, and differs less from one step to the next.
+of each place the median counts, and of the 20 places the mean. So an exchange in 20 steps counts for a twentieth, and
+in full. `again` is compared with the other step without checks in the same way: it costs nothing, so what is found
+there says how far to trust the rest. `_cpu` is the processor time of rank 0 in the same steps: it leaves out what ranks
+wait for one another, and differs less from one step to the next.
 
 The others cannot be attached for one step: they take turns of 20 steps, of which the same is taken.
 """
@@ -115,9 +115,10 @@ def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> t
     return passed, worked
 
 
-def _cut(triples: Sequence[Triple], repeats: int) -> list[Sequence[Triple]]:
-    length = len(triples) // repeats
-    return [triples[i * length : (i + 1) * length] for i in range(repeats)]
+def _cut(several: Sequence[Any], parts: int) -> list[Any]:
+    """In `parts` of equal length."""
+    length = len(several) // parts
+    return [several[i * length : (i + 1) * length] for i in range(parts)]
 
 
 def _compared(triples: Sequence[Triple]) -> dict[str, float]:
@@ -147,10 +148,7 @@ def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Sa
             if number:  # the first turn of each is not counted: memory is allocated there
                 taken[arm].append(seconds)
     step.close()
-    return {
-        arm: [_of_a_step(turns[i * size.turns : (i + 1) * size.turns]) for i in range(repeats)]
-        for arm, turns in taken.items()
-    }
+    return {arm: [_of_a_step(each) for each in _cut(turns, repeats)] for arm, turns in taken.items()}
 
 
 def _of_a_step(turns: Sequence[Sequence[float]]) -> float:

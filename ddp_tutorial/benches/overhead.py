@@ -17,7 +17,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.corpus import load_corpus
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT
-from ddp_tutorial.training.optimization import make_scheduler
+from ddp_tutorial.training.optimization import groups_of, make_scheduler
 from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World
 
@@ -64,15 +64,8 @@ def _bare_loop(world: World, config: TaskConfig) -> Callable[[], object]:
     tokens = load_corpus(config.corpus).train
     model = GPT(**config.model.model_dump())
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=config.peak_learning_rate,
-        betas=(0.9, 0.95),
-        fused=True,
-    )
+    rate = config.peak_learning_rate
+    optimizer = torch.optim.AdamW(groups_of(model, config), lr=rate, betas=(0.9, 0.95), fused=True)
     scheduler = make_scheduler(optimizer, config)
     order = torch.randperm((len(tokens) - 1) // context)[world.rank :: world.size]
     window = torch.arange(context + 1)

@@ -35,12 +35,16 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer that `config` names, of the parameters that are trained. Decay is for matrices; norms and biases
-    are left to themselves."""
+    """The optimizer that `config` names, of the parameters that are trained."""
+    return OPTIMIZERS[config.optimizer](groups_of(model, config), lr=config.peak_learning_rate)
+
+
+def groups_of(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """The parameters that are trained, in groups for an optimizer. Decay is for matrices; norms and biases are left to
+    themselves."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return OPTIMIZERS[config.optimizer](groups, lr=config.peak_learning_rate)
+    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
