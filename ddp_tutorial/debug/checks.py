@@ -23,8 +23,8 @@ has left the block the others hear in the next step.
 
 What takes longer is done now and then, or after an alarm: `NonFinite` and `ReplicaDrift` say what is found later for
 that. Outside of the block no hook is attached, and there is no cost. Inside there is: the default set made a step of
-47 to 52 ms 1.2 to 2.1 % longer in five runs, in the median 1.6 %, and took 1.3 to 2.5 % more processor time; a step of
-6 to 7 ms became 9 % longer (two ranks on two cores, 0.8 million parameters in the first). Compared with themselves,
+45 to 52 ms 1.2 to 2.1 % longer in five runs, in the median 1.6 %, and took 1.3 to 2.5 % more processor time; a step of
+5 to 7 ms became 9 % longer (two ranks on two cores, 0.8 million parameters in the first). Compared with themselves,
 steps without checks came out up to 0.8 % apart by the clock; single repeats were off by 2 to 3 %. `python -m
 ddp_tutorial bench debug` measures what each detector costs, and all together.
 """
