@@ -4,6 +4,7 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -19,8 +20,10 @@ from ddp_tutorial.figures import plots
 from ddp_tutorial.figures.timeline import (
     COMPUTE,
     LINK,
+    Recorder,
     Span,
     Timeline,
+    add_transfers_of_torch,
     arrivals,
     clock_offset,
     gather,
@@ -246,3 +249,14 @@ def test_names_at_the_ends_of_curves_stay_below_the_title_and_apart() -> None:
     assert len(heights) == 5
     assert heights[-1] <= 0.97
     assert min(high - low for low, high in pairwise(heights)) > 0.06
+
+
+def test_phases_of_other_threads_do_not_count_for_the_profilers_clock() -> None:
+    """A checkpoint is written by a thread of its own, which the profiler does not record."""
+    seen = SimpleNamespace(name="forward", time_range=SimpleNamespace(start=1e6, end=2e6))
+    spans = [Span("phases", "forward", 11.0, 12.0), Span("phases", "save: write", 11.2, 11.4)]
+    recorder = Recorder("torch's own")
+    recorder.spans.extend(spans)
+    reduced = SimpleNamespace(name="gloo:all_reduce", time_range=SimpleNamespace(start=1.25e6, end=1.5e6))
+    add_transfers_of_torch(recorder, [seen, reduced])
+    assert [(span.start, span.end) for span in recorder.spans if span.name == "bucket 0"] == [(11.25, 11.5)]

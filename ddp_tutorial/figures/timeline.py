@@ -175,13 +175,15 @@ def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
 def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
     """Seconds to add to the profiler's times. Observers are called a little before the profiler records that a phase
     begins, and a little after it records its end; so the difference of the clocks is between the largest one seen at a
-    beginning and the smallest one seen at an end."""
+    beginning and the smallest one seen at an end. Phases of other threads, such as the one that writes a checkpoint,
+    the profiler has not recorded."""
     least, most = [], []
     for name in {span.name for span in spans}:
         ours = sorted((span for span in spans if span.name == name), key=lambda span: span.start)
         seen = sorted((event.time_range for event in events if event.name == name), key=lambda times: times.start)
-        least += [span.start - times.start / 1e6 for span, times in zip(ours, seen, strict=True)]
-        most += [span.end - times.end / 1e6 for span, times in zip(ours, seen, strict=True)]
+        if len(ours) == len(seen):
+            least += [span.start - times.start / 1e6 for span, times in zip(ours, seen, strict=True)]
+            most += [span.end - times.end / 1e6 for span, times in zip(ours, seen, strict=True)]
     return (max(least) + min(most)) / 2
 
 
