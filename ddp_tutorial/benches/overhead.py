@@ -1,4 +1,8 @@
-"""The Trainer, with its logging, clipping and schedule, against a loop over torch's DDP written by hand."""
+"""The Trainer, with its logging, clipping and schedule, against a loop over torch's DDP written by hand.
+
+The Trainer is measured twice: set up for what it runs on, two ranks on CPUs (`ddp.exchange`), and as it is by default,
+with gloo's ring, which is also what the bare loop has.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -11,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.experiments.arms import by_repeat, take_turns
+from ddp_tutorial.ddp.variants import DDPConfig
+from ddp_tutorial.experiments.arms import medians, take_turns
 from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.corpus import load_corpus
@@ -19,9 +24,10 @@ from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.optimization import groups_of, make_scheduler
 from ddp_tutorial.training.tasks import make_trainer
+from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World
 
-# Name -> (model, samples a rank and step, steps a repeat). The steps make a repeat last about a second or two.
+# Name -> (model, samples a rank and step, steps a repeat). The steps make a turn of all last about a second or two.
 _SIZES = {
     "tiny": (ModelConfig(layers=1, heads=1, width=16, context=64), 8, 200),
     "small": (ModelConfig(layers=2, heads=4, width=64, context=64), 8, 100),
@@ -30,31 +36,51 @@ _SIZES = {
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Tokens per second of both, two ranks with one thread each, for three sizes of model."""
-    samples: Samples = {}
-    for size, (model, per_rank, steps) in _SIZES.items():
-        total_steps = steps * (repeats + 1)
-        config = TaskConfig(model=model, batch_size=2 * per_rank, steps=total_steps, eval_every=total_steps)
-        rates = launch(_alternate, 2, config, repeats, steps, device="cpu", threads=1, echo=False)[0]
-        samples |= {f"{arm}_{size}": values for arm, values in rates.items()}
-    ratios = {f"trainer_vs_bare_{size}": (f"trainer_{size}", f"bare_{size}") for size in _SIZES}
+    """Tokens per second of each, two ranks with one thread each, for three sizes of model.
+
+    Each repeat has ranks of its own: where in memory things come to lie makes a difference of several percent, which
+    stays for as long as a process does.
+    """
+    samples: Samples = {f"{arm}_{size}": [] for size in _SIZES for arm in ("trainer", "default", "bare")}
+    for _ in range(repeats):
+        for size, (model, per_rank, steps) in _SIZES.items():
+            config = TaskConfig(model=model, batch_size=2 * per_rank, steps=2 * steps, eval_every=2 * steps)
+            for arm, rate in launch(_alternate, 2, config, steps, device="cpu", threads=1, echo=False)[0].items():
+                samples[f"{arm}_{size}"].append(rate)
+    ratios = {
+        f"{arm}_vs_bare_{size}": (f"{arm}_{size}", f"bare_{size}") for arm in ("trainer", "default") for size in _SIZES
+    }
     return report("overhead", samples, "tokens/s", ratios)
 
 
-def _alternate(world: World, config: TaskConfig, repeats: int, steps: int) -> Samples:
-    """Tokens per second of both in each repeat, after one that is not counted.
+def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]:
+    """Tokens per second of each, the medians of their turns.
 
-    The two take turns every `log_every` steps, which is how long the Trainer needs to do each of its chores once:
-    whatever slows the machine down for a second falls on both. A repeat counts with the median of its turns.
+    They take turns every `log_every` steps, which is how long the Trainer needs to do each of its chores once: whatever
+    slows the machine down for a second falls on all.
     """
     tokens = config.batch_size * config.model.context
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the Trainer's log goes there
-        trainer = make_trainer(config, world)
-        arms: dict[str, Callable[[], object]] = {"trainer": trainer.step, "bare": _bare_loop(world, config)}
+    two_ranks = config.model_copy(update={"ddp": DDPConfig(exchange=True)})
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the Trainers' logs go there
+        trainers = {name: make_trainer(each, world) for name, each in (("trainer", two_ranks), ("default", config))}
+        arms: dict[str, Callable[[], object]] = {
+            **{name: _observed(trainer) for name, trainer in trainers.items()},
+            "bare": _bare_loop(world, config),
+        }
+        turns = take_turns(world, arms, config.log_every, steps // config.log_every)
+        for trainer in trainers.values():
+            trainer.log.close()
+    return {name: tokens / medians(turns)[name]["step"] for name in arms}
+
+
+def _observed(trainer: Trainer) -> Callable[[], None]:
+    """A step of `trainer`, whose phases it times, as in `train`; those of no other."""
+
+    def step() -> None:
         with observe(trainer.record.watch):
-            turns = take_turns(world, arms, config.log_every, repeats * steps // config.log_every)
-        trainer.log.close()
-    return {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}
+            trainer.step()
+
+    return step
 
 
 def _bare_loop(world: World, config: TaskConfig) -> Callable[[], object]:

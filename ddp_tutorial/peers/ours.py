@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ddp_tutorial import AdamW, TrainConfig, Trainer, World, make_source
+from ddp_tutorial import AdamW, DDPConfig, TrainConfig, Trainer, World, make_source
 from ddp_tutorial.peers.work import Work
 from ddp_tutorial.training.config import CheckpointConfig
 
@@ -14,6 +14,7 @@ def train(world: World, work: Work) -> nn.Module:
         name="ours",
         steps=work.steps,
         clip=work.clip,
+        ddp=DDPConfig(exchange=True),  # two ranks on CPUs; no other trainer has that
         checkpoint=CheckpointConfig(every=work.save_after or 0),
         resume="auto" if work.resume else "never",
     )
