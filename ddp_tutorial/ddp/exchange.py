@@ -3,6 +3,10 @@
 In a ring, a rank sends half of a buffer, waits for the sum of the other half, and sends that on; gloo cuts the halves
 into pieces, whose messages follow one another too. Two ranks can as well send each other the whole buffer at once: as
 many bytes, one wait, and the same bits, since a + b is b + a. Of more ranks each would send more than in a ring.
+
+One after another on two cores, that took 0.6 ms for 34 kB and 0.7 for 480 kB, and gloo's ring 1.5 and 1.7; for 3.3 MB,
+both 3.8. It is not the default: a rank that waits here does so in no collective, so torch's flight recorder, by which
+`debug.hangs` tells who waits for whom, has nothing to tell.
 """
 
 import time
