@@ -1,7 +1,7 @@
 """The Trainer, with its logging, clipping and schedule, against a loop over torch's DDP written by hand.
 
-The Trainer is measured twice: set up for what it runs on, two ranks on CPUs (`ddp.exchange`), and as it is by default,
-with gloo's ring, which is also what the bare loop has.
+The Trainer is measured twice: set up for what it runs on, two ranks of one host (`ddp.shared_memory`), and as it is by
+default, with gloo's ring, which is also what the bare loop has.
 """
 
 import tempfile
@@ -60,7 +60,7 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
     slows the machine down for a second falls on all.
     """
     tokens = config.batch_size * config.model.context
-    two_ranks = config.model_copy(update={"ddp": DDPConfig(exchange=True)})
+    two_ranks = config.model_copy(update={"ddp": DDPConfig(shared_memory=True)})
     with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the Trainers' logs go there
         trainers = {name: make_trainer(each, world) for name, each in (("trainer", two_ranks), ("default", config))}
         arms: dict[str, Callable[[], object]] = {

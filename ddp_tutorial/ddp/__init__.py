@@ -2,7 +2,7 @@
 
 `variants` has four ways: one all-reduce for each parameter, one for all, buckets that are sent while backward still
 runs, and torch's own. `buckets` and `hooks` are their parts; `link` is a model of what sending costs, and a link slowed
-down to it; `exchange` is what two ranks can do in place of a ring; `sync_bn` is BatchNorm over the batch of all ranks.
+down to it; `shared_memory` is for two ranks of one host; `sync_bn` is BatchNorm over the batch of all ranks.
 """
 
 import lazy_loader

@@ -32,9 +32,9 @@ from ddp_tutorial.collectives import all_gather, broadcast_tensors, from_rank_ze
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
 from ddp_tutorial.ddp.carrier import Carrier
-from ddp_tutorial.ddp.exchange import Exchange, exchange
 from ddp_tutorial.ddp.hooks import Cast, Hook, Pending, Plain, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, Link, LinkModel, SimulatedLink
+from ddp_tutorial.ddp.shared_memory import SharedMemory, add_in_memory
 from ddp_tutorial.world import World, require_group
 
 
@@ -64,8 +64,8 @@ class DDPConfig(Config):
     device_ids: list[int] | None = Field(
         None, examples=[[0]], description="torch only; default: the rank's own GPU, if it has one"
     )
-    exchange: bool = Field(
-        False, description="torch only: two ranks on CPUs send each other all gradients; more ranks do as without it"
+    shared_memory: bool = Field(
+        False, description="torch only: two ranks of one host (Linux, CPUs) add up in memory; others do as without it"
     )
     simulated_link: LinkConfig | None = Field(
         None, examples=[{"latency_ms": 0.1}], description="slow all-reduces down to this link"
@@ -88,13 +88,13 @@ class DDPConfig(Config):
                 "ranks must start them in the same order, which our buckets ensure and torch's on gloo do not"
             )
         beside = sorted(changed & {"hook", "simulated_link", "find_unused_parameters", "static_graph"})
-        if self.exchange and beside:
-            raise ValueError(f"'exchange' does not go with '{beside[0]}': leave one of them out")
+        if self.shared_memory and beside:
+            raise ValueError(f"'shared_memory' does not go with '{beside[0]}': leave one of them out")
         return self
 
 
 _ONLY = {
-    frozenset({"static_graph", "gradient_as_bucket_view", "device_ids", "exchange"}): ("torch",),
+    frozenset({"static_graph", "gradient_as_bucket_view", "device_ids", "shared_memory"}): ("torch",),
     frozenset({"bucket_cap_mb", "hook", "powersgd_rank"}): ("bucket", "torch"),
 }
 
@@ -313,11 +313,11 @@ class TorchDDP(DataParallel):
         gpu = [world.device.index] if world.device.type == "cuda" else None
         # A hook may round. And which parameters are used, torch looks up before there is a loss.
         as_it_is = hook is None and not (config.find_unused_parameters or config.static_graph)
-        if as_it_is and config.exchange and Exchange.can_serve(world):
-            self.link = Exchange(world)
         if room and as_it_is and Carrier.can_serve(module, world.size):
             self.carrier = Carrier(room, world.size, world.device)
             self.carrier.join(module)
+        if as_it_is and config.shared_memory:
+            self.link = SharedMemory.connect(world, (p for p in module.parameters() if p.requires_grad))
         self.ddp = DistributedDataParallel(
             module,
             device_ids=config.device_ids or gpu,
@@ -330,8 +330,8 @@ class TorchDDP(DataParallel):
         )
         if self.carrier is not None:
             self.carrier.leave(module)
-        if isinstance(self.link, Exchange):
-            self.ddp.register_comm_hook(self.link, exchange)
+        if isinstance(self.link, SharedMemory):
+            self.ddp.register_comm_hook(self.link, add_in_memory)
         elif hook is not None:
             self.ddp.register_comm_hook(hook, _reduce_with)
 

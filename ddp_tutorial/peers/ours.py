@@ -7,14 +7,14 @@ from ddp_tutorial.peers.work import Work
 from ddp_tutorial.training.config import CheckpointConfig
 
 
-def train(world: World, work: Work) -> nn.Module:
+def train(world: World, work: Work, *, shared_memory: bool = True) -> nn.Module:
     model = work.model()
     source = make_source(work.samples, work.per_rank * world.size, world, seed=0 if work.shuffle else None)
     config = TrainConfig(
         name="ours",
         steps=work.steps,
         clip=work.clip,
-        ddp=DDPConfig(exchange=True),  # two ranks on CPUs; no other trainer has that
+        ddp=DDPConfig(shared_memory=shared_memory),  # two ranks of one host; no other trainer has that
         checkpoint=CheckpointConfig(every=work.save_after or 0),
         resume="auto" if work.resume else "never",
     )
