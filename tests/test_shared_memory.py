@@ -308,6 +308,34 @@ def test_the_memory_goes_with_the_model() -> None:
     assert launch(open_files, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT) == [[set()] * 3] * 2
 
 
+def without_unnamed_memory(world: World) -> str:
+    if world.rank == 1:
+        del os.memfd_create  # as in a Python that was built for an old libc
+    model = data_parallel(net(), world, DDPConfig(shared_memory=True))
+    model(torch.ones(2, 8)).sum().backward()
+    return type(model.link).__name__
+
+
+def test_ranks_of_which_one_has_no_unnamed_memory_do_as_without_it() -> None:
+    found = launch(without_unnamed_memory, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
+    assert found == ["NoneType", "NoneType"]
+
+
+def stop_while_locked(world: World) -> None:
+    model = data_parallel(net(), world, DDPConfig(shared_memory=True))
+    if world.rank == 1:
+        with model.link._locked():
+            time.sleep(60)
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_rank_that_was_stopped_with_the_lock_is_named_within_the_collective_timeout() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 raised TimeoutError: rank 1 keeps the shared memory locked"):
+        launch(stop_while_locked, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT, collective_timeout=2)
+    assert time.monotonic() - start < 45
+
+
 def test_two_hosts_of_one_machine_share_a_disk_and_no_memory(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

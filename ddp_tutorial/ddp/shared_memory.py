@@ -189,9 +189,7 @@ class SharedMemory:
         try:
             while not _is_locked(self._lock):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"rank {1 - self.world.rank} keeps the lock of the shared memory: it was stopped"
-                    )
+                    raise TimeoutError(f"rank {1 - self.world.rank} keeps the shared memory locked: it was stopped")
                 time.sleep(0)
             yield
         finally:
