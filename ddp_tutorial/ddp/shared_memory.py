@@ -177,7 +177,7 @@ class SharedMemory:
                 if left <= 0:
                     self._my_numbers[_LEFT] = number
                     return False
-            self._bell.poll(max(1, left * 1e3))
+            self._bell.poll(left * 1e3)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._my_bell)
 
@@ -187,7 +187,7 @@ class SharedMemory:
         that has died is free. Raises `TimeoutError` where one has been stopped in there."""
         deadline = time.monotonic() + self.world.timeout.total_seconds()
         try:
-            while not _is_locked(self._lock):
+            while not _try_to_lock(self._lock):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {1 - self.world.rank} keeps the shared memory locked: it was stopped")
                 time.sleep(0)
@@ -207,8 +207,9 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def _is_locked(file: int) -> bool:
-    """Lock it for this process, unless another has it."""
+def _try_to_lock(file: int) -> bool:
+    """Lock it for this process, unless another has it. Not with flock, as `files` does: that locks an open file, and
+    both ranks have the same one."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # as systems differ

@@ -316,7 +316,7 @@ class TorchDDP(DataParallel):
         if room and as_it_is and Carrier.can_serve(module, world.size):
             self.carrier = Carrier(room, world.size, world.device)
             self.carrier.join(module)
-        if as_it_is and config.shared_memory:
+        if config.shared_memory:  # which goes with none of these
             self.link = SharedMemory.connect(world, (p for p in module.parameters() if p.requires_grad))
         self.ddp = DistributedDataParallel(
             module,
