@@ -10,9 +10,13 @@ of a set would differ, as they do when they are spawned.
 What cannot be had this way is left to the tests that spawn (`SPAWNED` in conftest.py) and to the notebooks: a rank's
 parent is the server, which the kernel tells it of when it dies, and the environment that other processes see is the
 server's.
+
+The process that starts the servers may lend them to others, by an environment variable (`lent`): the kernels of all
+notebooks that nbval runs have those of its tests.
 """
 
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,16 +27,17 @@ from typing import Any
 import numpy as np
 import torch.multiprocessing
 
-# What the package and modules of tests import, but for pyarrow, which starts a thread: none would be there in a forked
-# process. So nothing of the package either that imports pyarrow.
+# What the package and modules of tests import.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle", "psutil", "pydantic", "yaml", "tqdm"]
-PRELOADED += ["huggingface_hub.hub_mixin", "safetensors.torch", "pytest", "hypothesis"]
-PRELOADED += ["ddp_tutorial.processes.launcher", "ddp_tutorial.ddp.variants", "ddp_tutorial.checkpoint.checkpointer"]
+PRELOADED += ["huggingface_hub.hub_mixin", "safetensors.torch", "pyarrow.parquet", "datasets", "tensorboardX"]
+PRELOADED += ["pytest", "hypothesis", "ddp_tutorial.training.tasks"]
 SERVERS = 3
+LENT = "FORKED_SERVERS"  # the environment variable
 
-# Of the tests: inside a launch there is more, by which it finds and ends what it has started. And nothing may wake up a
-# GPU in a server, or forked processes could not use it.
-_OWN = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# Of the tests: inside a launch there is more, by which it finds and ends what it has started. Nothing may wake up a GPU
+# in a server, or forked processes could not use it; and no thread may be started, such as pyarrow's, which tidies up
+# its memory, as a forked process would have to do without it.
+_OWN = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _servers: list[forkserver.ForkServer] = []
 _launches = itertools.count()
 
@@ -66,7 +71,9 @@ def _run(_: int, rank: int, environ: dict[str, str], fn: Callable[..., Any], arg
 
 
 def _server(index: int) -> forkserver.ForkServer:
-    """All are started at the first call; until one has imported what it should, its ranks wait."""
+    """All are started at the first call, where none are lent; until one has imported what it should, its ranks wait."""
+    if not _servers and LENT in os.environ:
+        _servers.extend(_Borrowed(*each) for each in json.loads(os.environ[LENT]))
     while len(_servers) < SERVERS:
         server = forkserver.ForkServer()
         server.set_forkserver_preload(PRELOADED)
@@ -74,6 +81,26 @@ def _server(index: int) -> forkserver.ForkServer:
             server.ensure_running()
         _servers.append(server)
     return _servers[index]
+
+
+class _Borrowed(forkserver.ForkServer):
+    """A server that another process has started; it ends with that one."""
+
+    def __init__(self, address: str, key: str) -> None:
+        super().__init__()
+        self._forkserver_address = address
+        self._forkserver_authkey = bytes.fromhex(key)
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # sent along; what is behind it keeps nobody alive
+
+    def ensure_running(self) -> None: ...
+
+
+def lent() -> str:
+    """The value of `LENT` with which another process uses the servers of this one."""
+    _server(0)
+    return json.dumps(
+        [(each._forkserver_address, getattr(each, "_forkserver_authkey", b"").hex()) for each in _servers]
+    )  # Python has keys from 3.14 on
 
 
 def servers() -> list[int]:

@@ -1,19 +1,23 @@
 """Kernels whose ranks are forked, not spawned, for notebooks under nbval: `python -m pytest -p tests.kernels --nbval`.
 
 More than half of what such a notebook computes is to import torch, in each rank of each launch. `forked` tells what is
-the same in a forked rank and what is not. Spawned, as a learner's are, are the ranks of the notebooks in `SPAWNED`,
-those of the experiments, and all that papermill executes (test_notebooks.py).
+the same in a forked rank and what is not. Spawned, as a learner's are, are the ranks of the notebooks in `SPAWNED`, and
+all that papermill (test_notebooks.py) and a browser (test_browser.py) execute: the experiments, the quickstart and live
+ranks once more.
 """
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# They are about the start and the end of processes, or what torch reads when it is imported, or the first that anybody
-# runs.
-SPAWNED = {"00_quickstart", "01_processes", "live_ranks", "11_debugging_hangs", "12_fault_tolerance"}
+sys.path.append(str(Path(__file__).parent))
+import forked
+
+# They are about the start and the end of processes, or what torch reads when it is imported.
+SPAWNED = {"01_processes", "11_debugging_hangs", "12_fault_tolerance"}
 
 # Run by a kernel before its first cell, to which it leaves no name: a cell that forgot an import has to fail.
 STARTUP = """
@@ -22,7 +26,6 @@ def _fork_ranks():
     sys.path.append({tests!r})
     import torch.multiprocessing
     import forked
-    forked.SERVERS = 2
     torch.multiprocessing.spawn = forked.spawn
 
 _fork_ranks()
@@ -46,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """nbval starts a notebook's kernel when its first cell is set up; the kernel inherits the environment."""
     with pytest.MonkeyPatch.context() as patch:
-        if item.path.stem not in SPAWNED and item.path.parent.name == "notebooks":
+        if item.path.suffix == ".ipynb" and item.path.stem not in SPAWNED:
             patch.setenv("IPYTHONDIR", item.config.stash[FOLDER])
+            patch.setenv(forked.LENT, forked.lent())
         yield

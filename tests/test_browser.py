@@ -1,5 +1,7 @@
 """The notebooks in JupyterLab, as a learner has them: run, interrupted, answered, with sliders and live ranks."""
 
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,16 +39,19 @@ def bar(height):
 explore(bar, height=[1, 5, 9])
 """.strip()
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
-WITH_WIDGETS = "07_sharding_data"
+QUICKSTART, WITH_WIDGETS = "00_quickstart", "07_sharding_data"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = Path(__file__).parent.parent
     folder = tmp_path_factory.mktemp("lab")
-    for name in ("00_quickstart", WITH_WIDGETS):
-        text = (root / "notebooks" / f"{name}.ipynb").read_text()
-        (folder / f"{name}.ipynb").write_text(text.replace("steps: int = 100 ", "steps: int = 40 "))
+    shutil.copy(root / "notebooks" / f"{WITH_WIDGETS}.ipynb", folder)
+    text, found = re.subn(
+        r"steps: int = \d+ ", "steps: int = 40 ", (root / "notebooks" / f"{QUICKSTART}.ipynb").read_text()
+    )
+    assert found == 1
+    (folder / f"{QUICKSTART}.ipynb").write_text(text)
     live = ["%load_ext ddp_tutorial", "%ranks start -n 2", "%%ranks\nmine = world.rank + 10\nmine"]
     live += ["%%ranks\nimport time\nprint('asleep')\ntime.sleep(1000)", "%ranks get mine", "%ranks stop"]
     for name, cells in {"launch": [WAIT], "live": live, "sliders": [SLIDERS]}.items():
@@ -96,7 +101,7 @@ def are_gone(processes: list[psutil.Process]) -> bool:
 
 @pytest.mark.timeout(420)
 def test_the_quickstart_runs_whole_its_progress_moves_and_an_answer_is_judged(opened) -> None:
-    notebook = opened("00_quickstart")
+    notebook = opened(QUICKSTART)
     training, exercise = notebook.cell("one = launch_training"), notebook.cell("def deal(")
     last = notebook.run_all()
     notebook.show(training)
@@ -119,10 +124,12 @@ def test_the_quickstart_runs_whole_its_progress_moves_and_an_answer_is_judged(op
     assert notebook.errors() == []
 
 
-@pytest.mark.timeout(420)
-def test_a_notebook_with_sliders_runs_whole_and_a_slider_that_is_moved_changes_its_figure(opened) -> None:
+@pytest.mark.timeout(180)
+def test_a_slider_of_a_notebook_that_is_moved_changes_its_figure(opened) -> None:
+    """Of the notebook only what its sliders need: all of it runs under nbval."""
     notebook = opened(WITH_WIDGETS)
-    notebook.wait_for(notebook.run_all(), seconds=300)
+    for start in ("repeats: int", "import time", "SAMPLES, BATCH, SEED", "def dealt(", "explore("):
+        notebook.run(notebook.cell(start))
     assert notebook.errors() == []
     notebook.show(notebook.cell("explore("))
     picture, said = notebook.page.locator("img.widget-image"), notebook.page.locator(".widget-readout")

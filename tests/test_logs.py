@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import call
 from ddp_tutorial.commands import logs as commands
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import FolderInUseError, is_locked, locked
@@ -730,7 +731,7 @@ def test_commands_about_logs_start_at_once() -> None:
 
 
 def train(*arguments: str) -> None:
-    done = run("train", "tiny", "device=cpu", *arguments)
+    done = call("train", "tiny", "device=cpu", *arguments)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,0 +1,35 @@
+"""The servers from which ranks of tests are forked: what a rank gets of them, and who may have them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import forked
+from ddp_tutorial import World, launch
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
+
+
+def parent(world: World) -> int:
+    return os.getppid()
+
+
+@linux
+def test_a_server_has_no_thread_of_pyarrow_which_a_forked_rank_would_have_to_do_without() -> None:
+    launch(parent, 2, device="cpu", echo=False)
+    for server in forked.servers():
+        threads = [path.read_text().strip() for path in Path(f"/proc/{server}/task").glob("*/comm")]
+        assert threads
+        assert not [name for name in threads if "jemalloc" in name]
+
+
+def test_servers_that_are_lent_fork_the_ranks_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    lent, own = forked.lent(), set(forked.servers())
+    assert len(json.loads(lent)) == len(own) == forked.SERVERS
+    monkeypatch.setattr(forked, "_servers", [])  # as in a process that has none
+    monkeypatch.setenv(forked.LENT, lent)
+    parents = launch(parent, 3, device="cpu", echo=False)
+    assert set(parents) == own
+    assert all(isinstance(server, forked._Borrowed) for server in forked._servers)
