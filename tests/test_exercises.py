@@ -7,11 +7,13 @@ import pkgutil
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
 import nbformat
 import pytest
+import torch
 
 import ddp_tutorial.exercises
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
@@ -67,6 +69,25 @@ def test_the_packages_own_buckets_pass_what_a_learners_have_to():
         return data_parallel(model, world, config)
 
     right, said = EXERCISES["ddp_from_scratch.bucket_ddp"].verdict(wrap)
+    assert right, said
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_a_thread_of_torch_lets_go_of_a_moment_later_is_not_held_against_a_sharded_module():
+    """Gloo's thread may hold what was gathered after the all-gather has ended; here a thread of ours always does."""
+    exercise = EXERCISES["sharded_state.sharded_module"]
+
+    def slow_to_let_go(module, world):
+        whole = sum(parameter.numel() for parameter in module.parameters())
+        piece, forward = exercise.solution(module, world)
+
+        def held_for_a_moment(x):
+            threading.Timer(0.3, len, [torch.zeros(whole)]).start()
+            return forward(x)
+
+        return piece, held_for_a_moment
+
+    right, said = exercise.verdict(slow_to_let_go)
     assert right, said
 
 
