@@ -1,6 +1,7 @@
 """The texts to learn from."""
 
 import json
+import os
 import sysconfig
 import threading
 from collections.abc import Iterator
@@ -51,8 +52,11 @@ def test_the_python_corpus_leaves_out_tests_and_what_was_installed(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "test" / "lib"))
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
     corpus = load_corpus("python")
     assert documents(corpus.train) + documents(corpus.valid) == [b"# a.py", b"# contest/b.py", b"# pkg/testing.py"]
+    assert sorted(listed) == ["contest", "idlelib", "lib", "pkg"]  # what was installed may be far more than the library
 
 
 def test_the_python_corpus_takes_no_argument() -> None:
