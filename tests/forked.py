@@ -27,10 +27,8 @@ from typing import Any
 import numpy as np
 import torch.multiprocessing
 
-# What the package and modules of tests import.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle", "psutil", "pydantic", "yaml", "tqdm"]
-PRELOADED += ["huggingface_hub.hub_mixin", "safetensors.torch", "pyarrow.parquet", "datasets", "tensorboardX"]
-PRELOADED += ["pytest", "hypothesis", "ddp_tutorial.training.tasks"]
+# The trainer and with it most of the package, what it imports late, and what modules of tests import.
+PRELOADED = ["ddp_tutorial.training.tasks", "torch._dynamo", "datasets", "tensorboardX", "pytest", "hypothesis"]
 SERVERS = 3
 LENT = "FORKED_SERVERS"  # the environment variable
 
@@ -97,10 +95,9 @@ class _Borrowed(forkserver.ForkServer):
 
 def lent() -> str:
     """The value of `LENT` with which another process uses the servers of this one."""
-    _server(0)
-    return json.dumps(
-        [(each._forkserver_address, getattr(each, "_forkserver_authkey", b"").hex()) for each in _servers]
-    )  # Python has keys from 3.14 on
+    _server(0)  # starts all
+    keys = [getattr(server, "_forkserver_authkey", b"") for server in _servers]  # Python has them from 3.14 on
+    return json.dumps([(server._forkserver_address, key.hex()) for server, key in zip(_servers, keys, strict=True)])
 
 
 def servers() -> list[int]:

@@ -9,14 +9,12 @@ import pytest
 import forked
 from ddp_tutorial import World, launch
 
-linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
-
 
 def parent(world: World) -> int:
     return os.getppid()
 
 
-@linux
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
 def test_a_server_has_no_thread_of_pyarrow_which_a_forked_rank_would_have_to_do_without() -> None:
     launch(parent, 2, device="cpu", echo=False)
     for server in forked.servers():
