@@ -28,7 +28,15 @@ import numpy as np
 import torch.multiprocessing
 
 # The trainer and with it most of the package, what it imports late, and what modules of tests import.
-PRELOADED = ["ddp_tutorial.training.tasks", "torch._dynamo", "datasets", "tensorboardX", "pytest", "hypothesis"]
+PRELOADED = [
+    "ddp_tutorial.training.tasks",
+    "torch._dynamo",
+    "datasets",
+    "tensorboardX",
+    "pytest",
+    "hypothesis",
+    "nbformat",  # a second and a half, for the grammars of addresses that it is never given
+]
 SERVERS = 3
 LENT = "FORKED_SERVERS"  # the environment variable
 

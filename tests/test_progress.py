@@ -136,7 +136,9 @@ def test_the_table_links_notebooks_from_where_it_is_shown(
     assert "<a " not in progress()._repr_html_()
 
 
-def test_exercises_need_no_tools_for_notebooks() -> None:
-    code = "import sys, ddp_tutorial.exercises.quickstart; print({'nbformat', 'nbclient'} & set(sys.modules))"
+def test_exercises_and_a_notebooks_parameters_need_no_tools_for_notebooks() -> None:
+    """A second and a half in the first cell."""
+    code = "import sys, ddp_tutorial.exercises.quickstart, ddp_tutorial.experiments.execute as execute"
+    code += "; assert execute.read_parameters; print({'nbformat', 'nbclient'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"

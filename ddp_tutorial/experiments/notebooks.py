@@ -3,6 +3,9 @@
 No timestamps, no progress, no widget state, cell ids made from the cells' text, execution counts in order. A digest of
 the source is kept in the metadata. A test compares it, so that committed outputs come from the committed source, and
 `make notebooks` executes only notebooks whose source has changed.
+
+What is needed to execute one is imported where it is used: it takes a second and a half, which a notebook should not
+wait for that asks for its parameters (`execute`).
 """
 
 import base64
@@ -12,10 +15,6 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import nbformat
-from nbclient import NotebookClient
-from PIL import Image
 
 from ddp_tutorial.processes.console import PROGRESS
 
@@ -60,6 +59,8 @@ def _in_readme(text: str) -> Iterator[Chapter]:
 def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
     """Execute and save the given notebooks (all, if none is given), unless their outputs are current; with `everything`
     those too."""
+    import nbformat
+
     for path in paths or find_notebooks():
         notebook = nbformat.read(path, as_version=4)
         if not everything and is_current(notebook):
@@ -83,6 +84,8 @@ def save_figures(notebook: Any) -> None:
 
 def execute(notebook: Any, folder: Path) -> None:
     """Run all cells in a fresh kernel whose working directory is `folder`, then `tidy`. Raises where a cell fails."""
+    from nbclient import NotebookClient
+
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -134,6 +137,8 @@ def _static(output: Any) -> Any:
 
 def _smaller(png: str) -> str:
     """The same pixels in an eighth fewer bytes: Matplotlib gives each an opacity, though none lets anything through."""
+    from PIL import Image
+
     picture: Image.Image = Image.open(io.BytesIO(base64.b64decode(png)))
     if picture.mode == "RGBA" and picture.getchannel("A").getextrema() == (255, 255):
         picture = picture.convert("RGB")
