@@ -93,6 +93,7 @@ def test_every_rank_has_its_results_place_and_environment():
             "group": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
             "total": total,
             "threads": torch.get_num_threads(),
+            "unsearched": gc.get_freeze_count(),
             "environment": [os.environ[name] for name in names],
         }
 
@@ -107,6 +108,7 @@ def test_every_rank_has_its_results_place_and_environment():
     assert second["environment"] == ["1", "2", "1", "2", "127.0.0.1"]
     for result in (first, second):
         assert torch.equal(result["total"], torch.tensor([21.0]))  # 10 + 11
+        assert result["unsearched"] > 50_000  # objects of torch, at which no search for garbage looks again
         assert result["threads"] == max(1, cores() // 2)
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import io
 import linecache
 import mmap
@@ -118,6 +119,7 @@ def become_rank(rank: int, output: Descriptor, messages: Descriptor, origin: Ori
     """Make this process a rank: it ends with its parent and leaves interrupts to it, prints into `output`, and talks
     through the sender that is returned, as `progress` does."""
     global _send
+    gc.freeze()  # torch, and what else is imported by now, stays: no search for garbage need look at it again
     _never_outlive_the_parent(origin)
     _redirect_output(output.fd)
     local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])  # the other variables were set when it was started
