@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ ROOT = Path(__file__).parent.parent  # of the repository
 # The same examples on every machine and in every run; no time limit each, for the machine may be busy.
 settings.register_profile("project", deadline=None, derandomize=True, database=None)
 settings.load_profile("project")
+
+# What a script starts by `make test &` ignores interrupts, which tests send, and so would all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Modules of tests whose ranks are spawned, as they are for users: they test how ranks and their workers start and end.
 SPAWNED = {"test_launch", "test_starting", "test_sources"}
