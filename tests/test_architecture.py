@@ -181,6 +181,12 @@ def test_the_parts_that_read_logs_and_configs_do_not_load_torch() -> None:
     assert python(f"import sys; {imports}; print('torch' in sys.modules)") == "False"
 
 
+def test_training_by_ddp_does_not_load_what_sharded_state_needs() -> None:
+    """Half a second, in the process that starts the ranks."""
+    heavy = {"torch.distributed.tensor", "ddp_tutorial.zero.state", "sympy"}
+    assert python(f"import sys, ddp_tutorial.training.tasks; print(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
 def test_the_front_door_opens_in_a_fresh_process_whatever_was_imported_before() -> None:
     for first in ("", "import ddp_tutorial.training.trainer; "):
         assert python(f"{first}from ddp_tutorial import launch; print(callable(launch))") == "True"

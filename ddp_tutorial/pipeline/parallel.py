@@ -91,6 +91,16 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int, ba
     return cut(model, config.cuts or even_cuts(model, config.stages))
 
 
+def require_even_micro_batches(config: PipelineConfig) -> int:
+    """How many micro-batches each rank reads. Raises `ConfigError` where they cannot be shared out."""
+    if config.micro_batches % config.ranks:
+        raise ConfigError(
+            f"'pipeline.micro_batches' {config.micro_batches} should be a multiple of the {config.ranks} ranks of a "
+            "pipeline: each of them reads as many"
+        )
+    return config.micro_batches // config.ranks
+
+
 class Pipeline:
     """This rank's stages of a model, and the gradient of a step for them. Collective.
 

@@ -19,11 +19,10 @@ from ddp_tutorial.accumulation.loss import Loss, Totals
 from ddp_tutorial.accumulation.precision import Precision, total_norm_over
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.checkpoint.components import State
-from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.mesh import group_of
 from ddp_tutorial.phases import phase
-from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
+from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig, require_even_micro_batches
 from ddp_tutorial.pipeline.weights import OwnWeights, StageWeights
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.state import Groups, OptimizerState
@@ -114,13 +113,3 @@ class _StagesState(OptimizerState):
         return {
             where: value for where, value in super().state_dict().items() if where.rpartition(".")[0] in self.written
         }
-
-
-def require_even_micro_batches(config: PipelineConfig) -> int:
-    """How many micro-batches each rank reads. Raises `ConfigError` where they cannot be shared out."""
-    if config.micro_batches % config.ranks:
-        raise ConfigError(
-            f"'pipeline.micro_batches' {config.micro_batches} should be a multiple of the {config.ranks} ranks of a "
-            "pipeline: each of them reads as many"
-        )
-    return config.micro_batches // config.ranks

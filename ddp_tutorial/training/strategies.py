@@ -11,8 +11,7 @@ from ddp_tutorial.ddp.variants import make_link
 from ddp_tutorial.local.rounds import OPTIONS as LOCAL
 from ddp_tutorial.local.strategies import DiLoCo, LocalSGD, PostLocalSGD
 from ddp_tutorial.mesh import Mesh, make_mesh
-from ddp_tutorial.pipeline.parallel import PipelineConfig
-from ddp_tutorial.pipeline.strategy import PipelineStrategy, require_even_micro_batches
+from ddp_tutorial.pipeline.parallel import PipelineConfig, require_even_micro_batches
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
 
@@ -26,6 +25,8 @@ def make_strategy(
         case "invariant":
             return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
         case "pipeline":
+            from ddp_tutorial.pipeline.strategy import PipelineStrategy  # as zero's: with DTensor, half a second
+
             return PipelineStrategy(model, world, loss, pipeline_of(config, world.size), config.seed, precision)
         case "local_sgd" | "post_local_sgd" | "diloco" as name:
             kind = {"local_sgd": LocalSGD, "post_local_sgd": PostLocalSGD, "diloco": DiLoCo}[name]
@@ -40,7 +41,7 @@ def make_strategy(
 
             return Zero3Strategy(model, world, loss, config.accumulation, precision, mesh_of(config, world.size))
         case "fsdp":
-            from ddp_tutorial.zero.fsdp import FSDPStrategy  # these rooms take a while to import
+            from ddp_tutorial.zero.fsdp import FSDPStrategy
 
             return FSDPStrategy(model, world, loss, config.accumulation, precision, mesh_of(config, world.size))
         case "zero1":
