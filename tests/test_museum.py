@@ -1,6 +1,8 @@
 """The museum of bugs: each is caught by a law that knows nothing of it, and no program that is right is blamed."""
 
 import inspect
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +88,23 @@ def test_a_rank_that_dies_is_told_and_the_programs_behind_it_are_examined() -> N
     found = examine({"first": says_nothing, "dies": dies, "last": says_nothing})
     assert "a rank dies" in found["dies"]["hang"]
     assert found["first"] == found["last"] == dict.fromkeys(applying(says_nothing), "")
+
+
+@pytest.mark.timeout(120)
+def test_what_programs_have_written_is_gone_afterwards_also_where_a_rank_has_died(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
+    def writes(world: World, folder: Path, fails: bool = False) -> dict[str, float]:
+        (folder / f"{world.rank}.pt").touch()
+        with told.open("a") as file:
+            file.write(f"{folder}\n")
+        if fails:
+            dies(world)
+        return {}
+
+    found = examine({"writes": writes, "writes and dies": partial(writes, fails=True)})
+    assert found["writes"] == dict.fromkeys(applying(writes), "")
+    assert "a rank dies" in found["writes and dies"]["hang"]
+    folders = set(map(Path, told.read_text().splitlines()))
+    assert len(folders) > len(found)
+    assert not any(folder.exists() for folder in folders)

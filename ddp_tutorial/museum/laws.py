@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -65,11 +64,12 @@ def examine(
     left = dict(programs)
     with tempfile.TemporaryDirectory() as folder:
         while left:
-            notes = Path(folder) / f"{len(left)}.jsonl"
+            scratch, notes = Path(folder, str(len(left))), Path(folder, f"{len(left)}.jsonl")
+            scratch.mkdir()
             notes.touch()
             died = ""
             try:
-                launch(_on_ranks, nprocs, left, str(notes), device="cpu", echo=False, threads=1, timeout=timeout)
+                launch(_on_ranks, nprocs, left, notes, scratch, device="cpu", echo=False, threads=1, timeout=timeout)
             except RankTimeoutError:
                 raise
             except RankError as error:
@@ -85,8 +85,8 @@ def examine(
     return found
 
 
-def _on_ranks(world: World, programs: Mapping[str, Program], notes: str) -> None:
-    stage = Stage(world)
+def _on_ranks(world: World, programs: Mapping[str, Program], notes: Path, scratch: Path) -> None:
+    stage = Stage(world, scratch)
     for name, program in programs.items():
         for law in applying(program):
             if world.is_main:
@@ -98,8 +98,8 @@ def _on_ranks(world: World, programs: Mapping[str, Program], notes: str) -> None
                 break
 
 
-def _note(notes: str, *what: str | None) -> None:
-    with Path(notes).open("a") as file:
+def _note(notes: Path, *what: str | None) -> None:
+    with notes.open("a") as file:
         file.write(json.dumps(what) + "\n")
 
 
@@ -119,17 +119,13 @@ def applying(program: Program) -> list[str]:
 # --------------------------------------------------------------------------------------------------- on the same play
 
 
-def _settings(program: Program) -> dict[str, Any]:
-    """A folder of this play's own, where the program takes one: the same on all ranks that play together."""
-    if "folder" not in inspect.signature(program).parameters:
-        return {}
-    name = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(name, src=0)
-    return {"folder": Path(name[0])}
+def _settings(stage: Stage, program: Program) -> dict[str, Any]:
+    """A folder of this play's own, where the program takes one."""
+    return {"folder": stage.folder()} if "folder" in inspect.signature(program).parameters else {}
 
 
 def _plain(stage: Stage, program: Program) -> list[Outcome]:
-    return stage.once((program, "plain"), lambda: stage.play(program, **_settings(program)))
+    return stage.once((program, "plain"), lambda: stage.play(program, **_settings(stage, program)))
 
 
 def _alone(stage: Stage, program: Program) -> Outcome:
@@ -155,7 +151,9 @@ def _copies(stage: Stage, program: Program) -> str:
 def _finding(stage: Stage, program: Program, names: set[str]) -> str:
     """The first of what `checking` finds, of the detectors of these names."""
     every_step = checked(stage.world, lambda: [DataOverlap(), SameRandomNumbers(), ReplicaDrift(every=1)])
-    outcomes = stage.once((program, "checked"), lambda: stage.play(program, around=every_step, **_settings(program)))
+    outcomes = stage.once(
+        (program, "checked"), lambda: stage.play(program, around=every_step, **_settings(stage, program))
+    )
     return next((said for each in outcomes for name, said in each.findings if name in names), "")
 
 
@@ -255,7 +253,7 @@ def _errors(stage: Stage, program: Program) -> str:
 def _cuts(stage: Stage, program: Program) -> str:
     """Play the program cut after each step and in each file, started again, and compare. Each rank plays by itself: a
     cut on one rank ends all of them anyway."""
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=stage.scratch) as scratch:
         folders = _folders(Path(scratch))
         whole = stage.play(program, next(folders), alone=True)[0]
         cuts = [(f"cut after step {step}", cut_after_step(step), False) for step in range(1, whole.steps + 1)]

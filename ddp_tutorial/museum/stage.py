@@ -6,6 +6,7 @@ that hangs is over soon, and the next one does not hear of it.
 """
 
 import io
+import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,12 +65,14 @@ Around = Callable[[Outcome], AbstractContextManager[None]]
 
 
 class Stage:
-    """The stage as one rank has it. All ranks play the same programs, in the same order."""
+    """The stage as one rank has it. All ranks play the same programs, in the same order. What these write goes below
+    `scratch`, an empty folder that all ranks see; whoever has made it removes it, also where a rank has died."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, scratch: Path) -> None:
         if world.size < 2:
             raise ValueError(f"the world has {world.size} rank: what ranks do to one another takes two at least")
-        self.world = world
+        self.world, self.scratch = world, scratch
+        self._folders = itertools.count()
         self._kept: dict[Any, list[Outcome]] = {}
         self._alone = dist.new_group([world.rank], use_local_synchronization=True)
 
@@ -110,6 +113,12 @@ class Stage:
         for each in outcomes:
             each.hang = found.verdict if found.kind not in {"none", "slow"} else ""
         return outcomes
+
+    def folder(self) -> Path:
+        """A new folder, the same on all ranks."""
+        folder = self.scratch / str(next(self._folders))
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def once(self, key: Any, play: Callable[[], list[Outcome]]) -> list[Outcome]:
         """What `play` returns, which is run the first time only: several laws may ask about the same play."""
