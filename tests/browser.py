@@ -20,9 +20,7 @@ import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-ADVICE = (
-    "notebooks are not tried in a browser, as there is none: install the package chromium (apt-get install chromium)"
-)
+ADVICE = "chromium not installed (Debian: chromium)"
 SETTINGS = Path(__file__).parent.parent / "notebooks" / ".jupyter"  # as `make lab` says too
 NEWS = "@jupyterlab/apputils-extension/notification.jupyterlab-settings"  # a dialog about them would cover the page
 # In the page: the notebook that is shown, its cells and its kernel.

@@ -10,6 +10,7 @@ import torch.multiprocessing
 from hypothesis import settings
 
 import forked
+from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  # hooks
 
 ROOT = Path(__file__).parent.parent  # of the repository
 

@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no cluster is refused for another reason")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere a cluster is refused for another reason")
 def test_what_cannot_be_is_refused_on_the_command_line_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     """All at the same time, each in a folder of its own. A rate without a unit is below."""
     unshare = tmp_path / "bin" / "unshare"

@@ -71,7 +71,7 @@ if __name__ == "__main__":
             print(error, file=sys.stderr)
             ray_train.ray.shutdown()
     else:
-        sys.exit(75)
+        sys.exit("Ray did not start in three attempts")
     refused = []
     for arguments in REFUSED:
         try:
@@ -146,8 +146,6 @@ def test_in_ray_train_a_run_that_loses_a_worker_ends_with_the_bits_of_one_under_
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(workdir / "on_ray.py"), "name=on-ray", *ARGUMENTS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    if done.returncode == 75:
-        pytest.skip(f"three times, Ray did not start: {done.stderr[-300:]}")
     assert done.returncode == 0, done.stderr + logs_of(folder_of_ray)
     told = json.loads(done.stdout.splitlines()[-1])
 

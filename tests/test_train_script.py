@@ -293,7 +293,7 @@ def test_an_error_is_told_with_its_line_and_a_run_without_end_is_ended(tmp_path,
     assert marked(run.mark) == []
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells a process that its parent is gone")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: PR_SET_PDEATHSIG")
 def test_ranks_end_when_the_process_that_checks_is_killed(tmp_path):
     (tmp_path / "sleeps.py").write_text(SLEEPS.replace("worker =", "0 and"))
     command = "import sys; from pathlib import Path; from ddp_tutorial.exercises.torchrun import Torchrun\n"

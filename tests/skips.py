@@ -1,0 +1,50 @@
+"""With CI=true, a test may skip only for a reason in this file. Any other skip is a failure.
+
+A permitted reason is a fact about the machine, such as the number of GPUs. A feature that is broken, or a package that
+`make setup` did not install, is not a fact about the machine.
+"""
+
+import os
+import re
+from collections.abc import Generator
+
+import pytest
+
+PERMITTED = (
+    r"needs \d+ GPU\(s\) that torch can use, found \d+",
+    r"needs Linux.*",
+    r"needs root to act as a second user",
+    r".*the kernel permits no namespaces here.*",
+)
+# `.ci/run` installs Debian's packages if it runs as root, and fails if it cannot. Another user cannot install them.
+PERMITTED_WITHOUT_ROOT = (r".*not installed \(Debian: .*\)",)
+
+Report = pytest.TestReport | pytest.CollectReport
+
+
+def is_permitted(reason: str, *, root: bool) -> bool:
+    """Return whether a test may skip for `reason` when CI=true."""
+    patterns = PERMITTED if root else PERMITTED + PERMITTED_WITHOUT_ROOT
+    return any(re.fullmatch(pattern, reason, re.DOTALL) for pattern in patterns)
+
+
+def _checked(report: Report) -> Report:
+    """Turn a skip that is not permitted into a failure."""
+    if os.environ.get("CI") != "true" or not report.skipped or hasattr(report, "wasxfail"):
+        return report
+    assert isinstance(report.longrepr, tuple)
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    if not is_permitted(reason, root=os.geteuid() == 0):
+        report.outcome = "failed"
+        report.longrepr = f"skipped for a reason that tests/skips.py does not permit in CI: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, Report]:
+    return _checked((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, Report]:
+    return _checked((yield))
