@@ -533,28 +533,48 @@ def test_a_flood_of_output_does_not_put_off_the_time_limit():
     assert time.monotonic() - start < 4 + 14, "it waited for the end of what the rank does outside of Python"
 
 
-@pytest.mark.parametrize("how", ["hangs", "raises", "is killed"])
-def test_processes_that_a_rank_has_started_are_gone_when_it(how):
-    """Rank 1 fails; rank 0 has started one, too. When a rank is dead, its children are no longer known as such."""
+def start_a_program_and_fork(world):
+    """Both inherit the descriptors of the rank, among them the one by which `multiprocessing` notices its exit."""
+    os.system("sleep 1000 & echo pid $!")
+    if (child := os.fork()) == 0:
+        time.sleep(1000)
+        os._exit(0)
+    print("pid", child)
 
-    def work(world, how):
-        child = subprocess.Popen(["sleep", "1000"])
-        print("pid", child.pid)
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("hangs", "did not end within 10 s"),
+        ("raises", "raised ValueError: on purpose"),
+        ("is killed", "was killed by SIGKILL"),
+        ("exits", "exited with code 3"),
+    ],
+)
+def test_processes_that_a_rank_has_started_are_gone_when_it(how, reason):
+    """Rank 1 fails; rank 0 has started some, too. When a rank is dead, its children are no longer known as such.
+
+    The launch notices at once that rank 1 is gone: at the time limit, the reason would be a different one."""
+
+    def work(world, how, start):
+        start(world)
         dist.barrier()  # both have started theirs
         if world.rank == 1 and how == "raises":
             raise ValueError("on purpose")
         if world.rank == 1 and how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if world.rank == 1 and how == "exits":
+            os._exit(3)
         time.sleep(1000)
 
     console = RecordingConsole()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "make_console", lambda echo: console)
-        with pytest.raises(RankTimeoutError if how == "hangs" else RankError):
-            launch(work, 2, how, device="cpu", timeout=10 if how == "hangs" else 60)
+        with pytest.raises(RankError, match=f"rank . {reason}"):
+            launch(work, 2, how, start_a_program_and_fork, device="cpu", timeout=10 if how == "hangs" else 60)
     pids = [int(event[2].split()[1]) for event in console.events if event[0] == "line" and event[2].startswith("pid")]
     try:
-        assert len(pids) == 2
+        assert len(pids) == 4
         assert wait_until(lambda: all(map(is_gone, pids)))
     finally:
         for pid in pids:

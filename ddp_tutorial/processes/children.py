@@ -49,19 +49,48 @@ def crowd(nprocs: int, device: str, cores: int) -> str | None:
     return f"{nprocs} ranks take turns with {several}: starting them may take minutes, and needs about 150 MB for each"
 
 
-def end_all(processes: list[Any], mark: str) -> None:
-    """Send each rank SIGTERM; kill those that are alive after `END_SECONDS`, and whatever ranks have started, which has
-    `mark` in its environment. Returns when all are gone."""
+def exit_descriptor(process: Any) -> int:
+    """Return a new descriptor that becomes readable when `process` exits. The caller closes it.
+
+    `Process.sentinel` is a pipe whose other end leaks into the programs that the process starts: it becomes readable
+    only when those have exited too. It is the fallback where the system has no pidfd.
+    """
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # not Linux, an old kernel or a sandbox; or the process has been waited for
+        return os.dup(process.sentinel)
+
+
+def has_exited(process: Any) -> bool:
+    """Return whether `process` has exited and its exit code is known. Never blocks."""
+    process.join(0)
+    return process.exitcode is not None
+
+
+def end_all(processes: list[Any], mark: str) -> list[Any]:
+    """Terminate the ranks' processes, and every process that has `mark` in its environment because a rank started it.
+
+    Each rank gets SIGTERM, then SIGKILL after `END_SECONDS`.
+
+    Returns:
+        The processes that are still there `END_SECONDS` after SIGKILL, such as one that waits for a dead NFS server.
+    """
     for process in processes:
         process.terminate()
-    deadline = time.monotonic() + END_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in processes:
+    for process in _wait_for_exit(processes):
         process.kill()
-        process.join()
-    # What a rank has started may have outlived it and be anybody's child by now; but it has inherited the mark.
+    stuck = _wait_for_exit(processes)
+    # A process that a rank has started may have outlived the rank, and is no child of it any more.
     kill_marked(MARK, mark.__eq__)
+    return stuck
+
+
+def _wait_for_exit(processes: list[Any]) -> list[Any]:
+    """Wait at most `END_SECONDS`. Returns the processes that have not exited."""
+    deadline = time.monotonic() + END_SECONDS
+    while (left := [process for process in processes if not has_exited(process)]) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return left
 
 
 def loopback_store(nprocs: int) -> dist.TCPStore | None:

@@ -46,6 +46,8 @@ from ddp_tutorial.processes.children import (
     crowd,
     end_all,
     environment,
+    exit_descriptor,
+    has_exited,
     interrupts_held,
     loopback_store,
     main_module_hidden,
@@ -183,6 +185,7 @@ class _Rank:
 
     rank: int
     process: Any
+    exit: int  # a descriptor that becomes readable when the process exits
     output: int
     messages: int
     log: RankLog
@@ -277,13 +280,16 @@ class _Ranks:
             processes = torch.multiprocessing.spawn(run_rank, (job,), self.nprocs, join=False).processes
             for rank, process in enumerate(processes):
                 log = RankLog(rank, self.console.line, name_cells)  # a warning may name lines of a cell
-                self._listen(_Rank(rank, process, outputs[rank][0], messages[rank][0], log))
+                exit_fd = exit_descriptor(process)
+                self.reading.callback(os.close, exit_fd)
+                self._listen(_Rank(rank, process, exit_fd, outputs[rank][0], messages[rank][0], log))
         if self.signalled:  # meanwhile
             self.pass_on(self.signalled, None)
 
     def _pipe(self, parents_copies: ExitStack) -> tuple[int, int]:
         """Its end for reading, open until all is over, and for writing, which ranks inherit."""
         read, write = os.pipe()
+        os.set_blocking(read, False)
         self.reading.callback(os.close, read)
         parents_copies.callback(os.close, write)
         return read, write
@@ -293,9 +299,8 @@ class _Ranks:
         for fd, handle in (
             (rank.output, self._read_output),
             (rank.messages, self._read_messages),
-            (rank.process.sentinel, self._reap),
+            (rank.exit, self._reap),
         ):
-            os.set_blocking(fd, False)
             self.selector.register(fd, selectors.EVENT_READ, partial(handle, rank))
 
     def wait(self, timeout: float | None) -> None:
@@ -404,8 +409,14 @@ class _Ranks:
         return bool(data)
 
     def _reap(self, rank: _Rank) -> None:
-        """The rank's process has ended: read what is left in its pipes. Its children may hold them open; don't wait."""
+        """Record the exit of the rank's process, and read what is left in its pipes.
+
+        Does not wait for the pipes to be closed: children of the rank may hold them open.
+        """
         if rank.exit_code is not None:
+            return
+        if not has_exited(rank.process):  # a debugger or strace may hold the exit code back for a while
+            time.sleep(0.01)
             return
         while self._read_messages(rank):
             pass
@@ -413,9 +424,8 @@ class _Ranks:
             if not self._read_output(rank):
                 break
         rank.log.feed(b"", final=True)
-        rank.process.join()
         rank.exit_code = rank.process.exitcode
-        self.selector.unregister(rank.process.sentinel)
+        self.selector.unregister(rank.exit)
 
     def _failure(self, first: _Rank) -> RankError:
         others = [f"rank {rank.rank} {rank.reason}" for rank in self.ranks if rank is not first]

@@ -119,6 +119,7 @@ def become_rank(rank: int, output: Descriptor, messages: Descriptor, origin: Ori
     """Make this process a rank: it ends with its parent and leaves interrupts to it, prints into `output`, and talks
     through the sender that is returned, as `progress` does."""
     global _send
+    _keep_descriptors_from_children()
     gc.freeze()  # torch, and what else is imported by now, stays: no search for garbage need look at it again
     _never_outlive_the_parent(origin)
     _redirect_output(output.fd)
@@ -157,6 +158,18 @@ def _never_outlive_the_parent(origin: Origin) -> None:
         die_with_parent()  # torch.multiprocessing.spawn asked for SIGINT here, which we have just decided to ignore
     if os.getppid() != origin.parent:  # it died before we asked to be told
         os._exit(1)
+
+
+def _keep_descriptors_from_children() -> None:
+    """Close the descriptors of this rank in the programs that it starts.
+
+    `multiprocessing` hands them down in a way that makes them inheritable. A program that a rank leaves behind would
+    keep the other ends open: its parent would read on, and would not notice that the rank is gone.
+    """
+    for path in Path("/dev/fd").iterdir():
+        if int(path.name) > 2:
+            with suppress(OSError):  # that of the listing itself
+                os.set_inheritable(int(path.name), False)
 
 
 def _redirect_output(fd: int) -> None:
