@@ -1,5 +1,7 @@
 """Ranks that stay: they keep what they have, and outlive errors, hangs, interrupts; none outlives its parent."""
 
+import array
+import fcntl
 import json
 import os
 import random
@@ -7,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from contextlib import contextmanager
@@ -18,6 +21,7 @@ from ddp_tutorial.benches import as_text
 from ddp_tutorial.benches.ranks import measure
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug.hangs import CollectiveError
+from ddp_tutorial.live import crew
 from ddp_tutorial.live.magics import MagicError, _ranks_of
 from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import Step, indented, put_step, script_of
@@ -315,6 +319,40 @@ def test_a_hundred_random_acts_leave_no_process_and_a_pool_that_works(ranks):
     assert are_together(ranks)
     alive = {each["pid"] for each in ranks.status()}
     assert gone(pids - alive - {None}), "a rank that was replaced is still there"
+
+
+def unread(sender):
+    """The bytes in a pipe that its reader has not read."""
+    found = array.array("i", [0])
+    fcntl.ioctl(sender._fd, termios.FIONREAD, found)
+    return found[0]
+
+
+def test_a_stopped_rank_does_not_block_the_pool(ranks, monkeypatch):
+    """Not in a call of 400 looks, not where its pipes are full, and not in a request that is larger than a pipe."""
+    monkeypatch.setattr(crew, "LOOK_SECONDS", 0.005)
+    control, pid, waiting = ranks._people[1]._control, ranks.status()[1]["pid"], []
+
+    def stop():
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2)
+        waiting.append(unread(control))
+        os.write(control._fd, bytes(1 << 16)[: fcntl.fcntl(control._fd, fcntl.F_GETPIPE_SZ) - waiting[0]])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(KeyboardInterrupt, match="rank 1 did not react to an interrupt, and was killed"):
+        ranks.execute("time.sleep(60)")
+    stopper.join()
+    assert waiting[0] < 200, "more than one unanswered look"
+
+    assert ranks.restart() == [1]
+    os.kill(ranks.status()[1]["pid"], signal.SIGSTOP)
+    with interrupt_after(0.4), pytest.raises(KeyboardInterrupt, match="rank 1 did not react"):
+        ranks.put(large=bytes(1 << 20))
+    assert ranks.get("len(large)", on=[0]) == [1 << 20]
 
 
 @pytest.mark.parametrize("what", ["wake", "interrupt"])

@@ -166,7 +166,7 @@ class Crew:
         for each in on:
             each.begin(self._number)
         for each in on:
-            each.request(self._number, kind, *content)
+            each.request(self._selector, self._number, kind, *content)
         return on
 
     def _wait(self, people: Sequence[Person], noted: list[int]) -> Diagnosis | None:
@@ -195,7 +195,8 @@ class Crew:
                 slow_until = time.monotonic() + limit
             self._question += 1
             for each in busy:
-                each.control("look", self._question)
+                if each.answered == each.asked:  # a rank that does not answer is not asked again and again
+                    each.ask("look", self._question)
         return None
 
     def _end_call(self, people: Sequence[Person]) -> None:
@@ -319,7 +320,7 @@ class Crew:
         number = self._question
         living = [each for each in self._people if not each.death]
         for each in living:
-            each.control(what, number)
+            each.ask(what, number)
         deadline = time.monotonic() + seconds
         while any(each.answered != number and not each.death for each in living):
             if not self._hear(deadline - time.monotonic()):

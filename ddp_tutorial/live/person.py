@@ -13,7 +13,7 @@ from ddp_tutorial.live.moments import Answer, Bundle, Failure, Look
 from ddp_tutorial.processes.children import name_cells, without_noise
 from ddp_tutorial.processes.console import Console, NotebookConsole, RankLog
 from ddp_tutorial.processes.errors import lost_connection
-from ddp_tutorial.processes.transport import Sender, take_messages
+from ddp_tutorial.processes.transport import Outbox, Sender, take_messages
 
 _PIECE = 1 << 16
 # What is left in the pipe of a rank that has ended is read in so many pieces; more comes from its children.
@@ -32,7 +32,7 @@ class Person:
         self.outcome: tuple[Any, ...] | None = ("done", None)
         self.was_ended = False  # by an interrupt of the pool, for what another has done
         self.was_woken = False  # from a collective: its connections to the others are closed
-        self.answered = 0  # the last question
+        self.asked = self.answered = 0  # numbers of the last question and of the last answer
         self.answer: Answer | None = None
         self._seen: Look | None = None
         self._since = 0.0
@@ -55,9 +55,9 @@ class Person:
             theirs.callback(os.close, its)
             ends.append((ours, its))
         self._output, self._messages, requests, control = (ours for ours, _ in ends)
-        os.set_blocking(self._output, False)
-        os.set_blocking(self._messages, False)
-        self._request, self._control = Sender(requests), Sender(control)
+        for ours, _ in ends:
+            os.set_blocking(ours, False)
+        self._request, self._control = Outbox(requests), Sender(control)
         output, messages, its_requests, its_control = (its for _, its in ends)
         return output, messages, its_requests, its_control
 
@@ -76,22 +76,31 @@ class Person:
         if self._closed:  # its descriptors may be somebody else's by now
             return
         self._closed = True
-        for fd in (self._output, self._messages, self.process.sentinel) if self.process else ():
-            with suppress(KeyError, ValueError):
-                selector.unregister(fd)
+        if self.process:
+            for fd in (self._output, self._messages, self.process.sentinel):
+                with suppress(KeyError, ValueError):
+                    selector.unregister(fd)
+            self._request.close(selector)
         self._pipes.close()
 
-    def request(self, number: int, kind: str, *content: Any) -> None:
-        """Give its main thread something to do."""
+    def request(self, selector: selectors.BaseSelector, number: int, kind: str, *content: Any) -> None:
+        """Give its main thread something to do: `selector` sends it."""
         if not self._closed:
-            with suppress(BrokenPipeError):  # it has just died; its sentinel says so
-                self._request(number, kind, *content)
+            self._request.put((number, kind, *content), selector)
 
-    def control(self, *message: Any) -> None:
-        """Tell its other thread something."""
+    def control(self, *message: Any) -> bool:
+        """Send its other thread a message. Never blocks: returns False if the rank is dead, or if the pipe is full,
+        because the rank has not run for a long time."""
         if not self._closed:
-            with suppress(BrokenPipeError):
-                self._control(*message)
+            with suppress(BrokenPipeError, BlockingIOError):
+                self._control(*message)  # far shorter than PIPE_BUF, so it is written whole or not at all
+                return True
+        return False
+
+    def ask(self, what: str, number: int) -> None:
+        """Ask its other thread to "look" or to "stand". The answer has the same number."""
+        if self.control(what, number):
+            self.asked = number
 
     # ------------------------------------------------------------------------------------------------------ a call
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import pickle
+import selectors
 import signal
 import struct
 import threading
@@ -20,6 +21,7 @@ import torch
 
 Message = tuple[Any, ...]
 _LENGTH = struct.Struct("!Q")
+_PIECE = 1 << 16
 
 
 def dump_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
@@ -106,8 +108,7 @@ class Sender:
         self._lock = threading.Lock()
 
     def __call__(self, *message: Any) -> None:
-        body = pickle.dumps(message)
-        data = memoryview(_LENGTH.pack(len(body)) + body)
+        data = memoryview(_framed(message))
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with self._lock:
@@ -115,6 +116,39 @@ class Sender:
                     data = data[os.write(self._fd, data) :]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+class Outbox:
+    """The writing end of a pipe of messages, which never blocks. A selector sends them, as fast as they are read."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._unsent = bytearray()
+
+    def put(self, message: Message, selector: selectors.BaseSelector) -> None:
+        """Have `selector` send a message. It calls what is registered with a file, and passes itself."""
+        if not self._unsent:
+            selector.register(self._fd, selectors.EVENT_WRITE, self._send)
+        self._unsent += _framed(message)
+
+    def _send(self, selector: selectors.BaseSelector) -> None:
+        try:
+            del self._unsent[: os.write(self._fd, self._unsent[:_PIECE])]
+        except BrokenPipeError:  # the reader has exited
+            self._unsent.clear()
+        if not self._unsent:
+            selector.unregister(self._fd)
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """Send nothing more. The file itself stays open."""
+        if self._unsent:
+            self._unsent.clear()
+            selector.unregister(self._fd)
+
+
+def _framed(message: Message) -> bytes:
+    body = pickle.dumps(message)
+    return _LENGTH.pack(len(body)) + body
 
 
 def take_messages(inbox: bytearray) -> Iterator[Message]:
