@@ -1,9 +1,8 @@
 """Kernels whose ranks are forked, not spawned, for notebooks under nbval: `python -m pytest -p tests.kernels --nbval`.
 
-More than half of what such a notebook computes is to import torch, in each rank of each launch. `forked` tells what is
-the same in a forked rank and what is not. Spawned, as a learner's are, are the ranks of the notebooks in `SPAWNED`, and
-all that papermill (test_notebooks.py) and a browser (test_browser.py) execute: the experiments, the quickstart and live
-ranks once more.
+More than half of a notebook's processor time is spent importing torch, in every rank of every launch. `forked` says
+what differs in a forked rank. The ranks of the notebooks in `SPAWNED` are spawned, as a learner's are. So are those of
+the notebooks that a browser executes (test_browser.py), and of two that papermill executes (test_notebooks.py).
 """
 
 import sys
@@ -33,15 +32,20 @@ del _fork_ranks
 """
 
 
-FOLDER = pytest.StashKey[str]()  # for IPYTHONDIR
+FOLDER = pytest.StashKey[str]()  # of the IPython profile
+
+
+def forking_profile(folder: Path) -> dict[str, str]:
+    """Create an IPython profile in `folder`. Return the environment with which a kernel forks its ranks."""
+    startup = folder / "profile_default" / "startup"
+    startup.mkdir(parents=True, exist_ok=True)
+    (startup / "fork_ranks.py").write_text(STARTUP.format(tests=str(Path(__file__).parent)))
+    return {"IPYTHONDIR": str(folder), forked.LENT: forked.lent()}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
-    startup = Path(folder.name, "profile_default", "startup")
-    startup.mkdir(parents=True)
-    (startup / "fork_ranks.py").write_text(STARTUP.format(tests=str(Path(__file__).parent)))
     config.stash[FOLDER] = folder.name
 
 
@@ -50,6 +54,6 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """nbval starts a notebook's kernel when its first cell is set up; the kernel inherits the environment."""
     with pytest.MonkeyPatch.context() as patch:
         if item.path.suffix == ".ipynb" and item.path.stem not in SPAWNED:
-            patch.setenv("IPYTHONDIR", item.config.stash[FOLDER])
-            patch.setenv(forked.LENT, forked.lent())
+            for name, value in forking_profile(Path(item.config.stash[FOLDER])).items():
+                patch.setenv(name, value)
         yield
