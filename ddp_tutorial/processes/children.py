@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.processes.console import ipython_shell
 from ddp_tutorial.processes.marks import kill_marked
+from ddp_tutorial.processes.signals import handling
 
 # How long ranks have to end when they are asked to.
 END_SECONDS = 1.0
@@ -85,6 +86,14 @@ def end_all(processes: list[Any], mark: str) -> list[Any]:
     return stuck
 
 
+def cannot_be_killed(rank: int, pid: int) -> str:
+    """Return the sentence that names a process which SIGKILL does not end."""
+    return (
+        f"rank {rank}'s process {pid} is still there after SIGKILL: it waits in the kernel, for a disk or network file "
+        f"system that does not answer, or a debugger holds it. Look at it with: ps -o pid,stat,wchan -p {pid}"
+    )
+
+
 def _wait_for_exit(processes: list[Any]) -> list[Any]:
     """Wait at most `END_SECONDS`. Returns the processes that have not exited."""
     deadline = time.monotonic() + END_SECONDS
@@ -135,16 +144,14 @@ def interrupts_held() -> Iterator[None]:
     """
     resource_tracker.ensure_running()  # else spawn starts it inside, which unblocks SIGINT (Python 3.11)
     noted: list[int] = []
-    in_main_thread = threading.current_thread() is threading.main_thread()  # Python interrupts no other
-    if in_main_thread:
-        handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        with handling([signal.SIGINT], lambda number, _: noted.append(number)):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
         if noted:
             signal.raise_signal(signal.SIGINT)
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from ddp_tutorial.config import FailedError
 
@@ -14,6 +14,7 @@ from ddp_tutorial.config import FailedError
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # sysexits.h's EX_TEMPFAIL, "try again later": the same command carries on
 _PR_SET_PDEATHSIG = 1
+_SIGACTION_BYTES = 256  # at least the size of the C library's struct: 152 bytes with glibc on Linux, 16 on macOS
 
 
 class StoppedError(FailedError):
@@ -45,17 +46,35 @@ def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True
 
 @contextmanager
 def handling(signals: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Inside, these signals call `handler(number, frame)`. Python allows that in the main thread only; in another one
-    the block runs without it."""
+    """Call `handler(number, frame)` for these signals inside the block. Afterwards, restore what was there before.
+
+    Python allows handlers in the main thread only; in another thread the block runs without them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in signals}
+    with ExitStack() as before:
+        for number in signals:
+            before.enter_context(_restored(number))
+            signal.signal(number, handler)
+        yield
+
+
+@contextmanager
+def _restored(number: signal.Signals) -> Iterator[None]:
+    """Restore a signal's handler at the end of the block.
+
+    Python knows the handlers that were set from Python. Those that C code has set, such as `faulthandler.register`, are
+    known to the kernel only.
+    """
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
+    libc.sigaction(int(number), None, action)
+    handler = signal.getsignal(number)
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        libc.sigaction(int(number), action, None)
 
 
 def die_with_parent() -> None:
