@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.processes import children
 from ddp_tutorial.processes.children import crowd
 from ddp_tutorial.processes.console import NotebookConsole
+from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 
 
@@ -115,6 +117,22 @@ def test_threads_that_launch_at_one_time_get_what_is_theirs_and_leave_no_trace()
 def test_many_ranks_for_each_core_are_told_what_that_costs(ranks, device, cores, told):
     warning = crowd(ranks, device, cores)
     assert warning is None if told is None else warning.startswith(told)
+
+
+def test_a_rank_that_cannot_be_killed_is_named_with_its_process_and_not_waited_for(monkeypatch):
+    """As if the kernel never let go of them. `launch` returns, and the error names both."""
+    monkeypatch.setattr(children, "END_SECONDS", 0.1)
+    monkeypatch.setattr(children, "has_exited", lambda process: False)
+
+    def fail(world):
+        raise ValueError(f"of process {os.getpid()}")
+
+    with pytest.raises(RankError) as caught:
+        launch(fail, 1, device="cpu", echo=False)
+    pid = caught.value.message.split()[-1]
+    [note] = caught.value.__notes__
+    assert note.startswith(f"rank 0's process {pid} is still there after SIGKILL: ")
+    assert note in caught.value._render_traceback_()  # what a notebook shows
 
 
 def test_a_crowd_is_told_when_it_is_launched(capsys, monkeypatch):

@@ -85,7 +85,7 @@ class RankError(FailedError):
 
     def _render_traceback_(self) -> list[str]:
         """For IPython: the rank's story. The parent's frames inside `launch` say nothing about the fault."""
-        return f"{type(self).__name__}: {self}".split("\n")
+        return "\n".join([f"{type(self).__name__}: {self}", *getattr(self, "__notes__", [])]).split("\n")
 
 
 class RankTimeoutError(RankError, TimeoutError):

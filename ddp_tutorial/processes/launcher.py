@@ -42,6 +42,7 @@ from ddp_tutorial.environment import cores
 from ddp_tutorial.processes.children import (
     MARK,
     announce,
+    cannot_be_killed,
     cell_sources,
     crowd,
     end_all,
@@ -136,8 +137,8 @@ def launch(
             ranks.wait(timeout)
             return ranks.results()
     except KeyboardInterrupt as interrupt:  # a notebook shows this, and none of the frames in here
-        told = "KeyboardInterrupt: interrupted; all ranks have been ended"
-        interrupt._render_traceback_ = lambda: [told]  # type: ignore[attr-defined]
+        told = ["KeyboardInterrupt: interrupted; all ranks have been ended", *getattr(interrupt, "__notes__", [])]
+        interrupt._render_traceback_ = lambda: told  # type: ignore[attr-defined]
         raise
 
 
@@ -349,12 +350,17 @@ class _Ranks:
                 raise RankError(rank.rank, why) from error
         return values
 
-    def __exit__(self, *_: object) -> None:
-        """End what still runs, then show what was printed. An interrupt waits: cut short, this would leave ranks."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End what still runs, then show what was printed. An interrupt waits: cut short, this would leave ranks.
+
+        The error that ends the launch gets a note for each process that cannot be killed.
+        """
         with interrupts_held():
-            end_all([rank.process for rank in self.ranks], self.mark)
+            stuck = end_all([rank.process for rank in self.ranks], self.mark)
             for rank in self.ranks:
                 self._reap(rank)
+                if error is not None and rank.process in stuck:
+                    error.add_note(cannot_be_killed(rank.rank, rank.process.pid))
             self.selector.close()
             self.reading.close()
             self.store = None
@@ -415,14 +421,14 @@ class _Ranks:
         """
         if rank.exit_code is not None:
             return
-        if not has_exited(rank.process):  # a debugger or strace may hold the exit code back for a while
-            time.sleep(0.01)
-            return
         while self._read_messages(rank):
             pass
         for _ in range(_PIPE_PIECES):
             if not self._read_output(rank):
                 break
+        if not has_exited(rank.process):  # a debugger or strace may hold the exit code back for a while
+            time.sleep(0.01)
+            return
         rank.log.feed(b"", final=True)
         rank.exit_code = rank.process.exitcode
         self.selector.unregister(rank.exit)
