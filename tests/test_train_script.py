@@ -5,20 +5,27 @@ the solution and of the wrong answers, are in `test_exercises`.
 """
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from itertools import count, product
+from pathlib import Path
+from unittest import mock
 
+import nbformat
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
+from ddp_tutorial import launch
 from ddp_tutorial.exercises import WrongAnswerError, plain_torch, torchrun, words
 from ddp_tutorial.exercises.plain_torch import train_script
 from ddp_tutorial.exercises.torchrun import Torchrun
 from ddp_tutorial.exercises.words import Line
+from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 
 SAVED, STOP = 17, 37  # steps, of the checkpoint that the kill leaves and of the end
 
@@ -241,6 +248,61 @@ def test_what_is_no_script_is_refused_before_anything_is_started(text, said, tmp
     right, told = train_script.verdict(tmp_path / "mine.py")
     assert not right
     assert said in told
+
+
+# ------------------------------------------------------------------------------------------- the notebook's own script
+
+
+def write_train_script(folder):
+    """Write the `train.py` that the cells of 06_plain_torch write; returns the notebook's other code cells."""
+    notebook = nbformat.read(NOTEBOOKS / "06_plain_torch.ipynb", as_version=4)
+    code = [cell.source.partition("\n") for cell in notebook.cells if cell.cell_type == "code"]
+    parts = [body for first, _, body in code if first.startswith("%%writefile") and first.endswith("06/train.py")]
+    text = "\n".join(parts).replace("../data", str(NOTEBOOKS.parent / "data"))
+    (folder / "train.py").write_text(text)
+    return ["".join(cell) for cell in code if not cell[0].startswith("%%writefile")]
+
+
+def train_in_parts(world, folder):
+    """One run of 6 steps, and one that resumes after step 3 while only rank 0 sees the checkpoint."""
+    sys.path.insert(0, str(folder))
+    import train
+
+    with pytest.raises(ValueError, match="a multiple of the number of ranks, got 5 on 2 ranks"):
+        train.loader_of(train.digits("train"), 5, world.rank, world.size)
+    group_of_launch = {name: lambda *_: None for name in ("init_process_group", "destroy_process_group")}
+    with mock.patch.multiple(dist, **group_of_launch):
+        train.main(folder / "whole.pt", 6, 6)
+        train.main(folder / "resumed.pt", 3, 3)
+        dist.barrier()
+        train.main(folder / "resumed.pt" if world.is_main else folder / "not there.pt", 6, 3)
+    return sorted(path.name for path in folder.glob("*.pt"))
+
+
+def test_all_ranks_resume_when_only_rank_0_sees_the_checkpoint(tmp_path):
+    write_train_script(tmp_path)
+    for files in launch(train_in_parts, 2, tmp_path, device="cpu", threads=1, echo=False, timeout=100):
+        assert files == ["resumed.pt", "whole.pt"]
+    whole, resumed = torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "resumed.pt")
+    assert len(whole["losses"]) == 6
+    assert resumed["losses"] == whole["losses"]
+    assert all(torch.equal(resumed["model"][name], weight) for name, weight in whole["model"].items())
+
+
+def test_running_notebook_06_again_keeps_the_readers_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = write_train_script(tmp_path)
+    [clears] = [cell for cell in cells if "rmtree" in cell]
+    [writes_stub] = [cell for cell in cells if "NotImplementedError" in cell and "MINE" in cell]
+    names = {"Path": Path, "shutil": shutil}
+    exec(clears, names)
+    exec(writes_stub, names)
+    stub = names["MINE"].read_text()
+    assert "NotImplementedError" in stub
+    names["MINE"].write_text("mine")
+    exec(clears, names)
+    exec(writes_stub, names)
+    assert names["MINE"].read_text() == "mine"
 
 
 # ------------------------------------------------------------------------------------------------------ under torchrun

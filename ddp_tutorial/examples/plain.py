@@ -51,21 +51,23 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
+    if batch % size:
+        raise ValueError(f"batch must be a multiple of the number of ranks, got {batch} on {size} ranks")
     torch.manual_seed(0)  # the same weights on all ranks
     convs = [(nn.Conv2d(a, b, 3, padding=1, bias=False), BatchNorm(b), nn.ReLU()) for a, b in pairwise((1, 16, 32, 64))]
     model = nn.Sequential(*sum(convs, ()), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).to(device)
-    ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=steps)
     sampler: Any = DistributedSampler(data := TensorDataset(*images("train")), size, rank)
     loader = DataLoader(data, batch // size, sampler=sampler, drop_last=True)
     parts: list[Any] = [model, optimizer, scheduler]
-    losses: list[float] = []
-    path, aside = Path(checkpoint), Path(f"{checkpoint}.part")  # in a folder that all ranks see
-    if path.exists():  # for all of them or none: it is written after a step, which takes all
-        losses, *states = torch.load(path, map_location=device)
-        for part, state in zip(parts, states, strict=True):
-            part.load_state_dict(state)
+    path, aside = Path(checkpoint), Path(f"{checkpoint}.part")
+    saved = [torch.load(path, map_location="cpu") if rank == 0 and path.exists() else [[]]]
+    dist.broadcast_object_list(saved, device=device)  # rank 0 decides for all ranks: another rank may not see the file
+    losses, *states = saved[0]
+    for part, state in zip(parts, states, strict=False):  # no states: start at step 0
+        part.load_state_dict(state)
+    ddp = DistributedDataParallel(model)  # sends rank 0's weights
     while len(losses) < steps:
         epoch, done = divmod(len(losses), len(loader))
         sampler.set_epoch(epoch)  # else every epoch has the order of the first

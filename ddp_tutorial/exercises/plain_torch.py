@@ -387,8 +387,8 @@ train_script = Exercise(
         "all ranks, becomes the gradient of the mean over all letters.",
         "DataLoader(data, 16 // size, sampler=DistributedSampler(data, size, rank, seed=0)) has 13 batches, the last "
         "one smaller. After `done` steps, divmod(done, 13) says which epoch it is, and how many batches to leave out.",
-        "Load on all ranks, before the first step: the model, the optimizer and the number of steps. Save on rank 0, "
-        "to another name, and then rename.",
+        "Load the model, the optimizer and the number of steps before DDP wraps the model. Rank 0 reads the file and "
+        "sends its content with dist.broadcast_object_list. Save on rank 0, to a temporary name, and then rename.",
         "Leave with os._exit(0) after destroy_process_group(), as above.",
     ),
 )

@@ -31,18 +31,22 @@ def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, batch: list[torch.Tens
 def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
+    if 16 % size:
+        raise ValueError(f"16 words per step cannot be split equally over {size} ranks")
     data = TensorDataset(*torch.load(words))
     sampler = DistributedSampler(data, size, rank, seed=0)
     loader = DataLoader(data, 16 // size, sampler=sampler)
 
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(27, 16), nn.Linear(16, 27)))
-    optimizer, done = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.9), 0
-    if checkpoint.exists():  # on all ranks or on none: rank 0 writes it after a step, which takes all
-        saved = torch.load(checkpoint)
-        ddp.module.load_state_dict(saved["model"])
+    model = nn.Sequential(nn.Embedding(27, 16), nn.Linear(16, 27))
+    optimizer, done = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), 0
+    sent = [torch.load(checkpoint) if rank == 0 and checkpoint.exists() else None]
+    dist.broadcast_object_list(sent)  # rank 0 decides for all ranks: another rank may not see the file
+    if saved := sent[0]:
+        model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         done = saved["step"]
+    ddp = DistributedDataParallel(model)
 
     while done < steps:
         epoch, taken = divmod(done, len(loader))

@@ -26,7 +26,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 def find_notebooks() -> list[Path]:
     """All notebooks of the project, in the order in which they are read."""
     found = NOTEBOOKS.rglob("*.ipynb")
-    own = [path for path in found if not {"runs", ".ipynb_checkpoints"} & set(path.relative_to(NOTEBOOKS).parts)]
+    other = {"runs", "work", ".ipynb_checkpoints"}
+    own = [path for path in found if not other & set(path.relative_to(NOTEBOOKS).parts)]
     return sorted(own, key=lambda path: (len(path.parts), path))
 
 
