@@ -1,17 +1,13 @@
 """Law: ranks that wait for one another for ever are ended, and told who waits where; all others are left alone."""
 
-import ast
-import os
 import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import nbformat
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,11 +193,13 @@ def watched(world: World, function, seconds: float) -> object:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("nprocs", [2, 3])
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
-def test_a_hang_ends_with_rank_collective_and_line(hang, nprocs: int) -> None:
+def test_a_hang_ends_with_rank_collective_and_line(hang) -> None:
+    """On three ranks, of which two may stand in the same place. The notebook and the benchmark have two ranks."""
+    began = time.monotonic()
     with pytest.raises(RankError) as caught:
-        launch(watched, nprocs, hang, SECONDS, device="cpu", echo=False, timeout=60)
+        launch(watched, 3, hang, SECONDS, device="cpu", echo=False, timeout=60)
+    assert time.monotonic() - began < 40, "well before the timeouts of group and launch: about 5 s on a quiet machine"
     assert not isinstance(caught.value, RankTimeoutError)
     assert caught.value.is_a(CollectiveError), caught.value
     verdict, op = HANGS[hang]
@@ -211,14 +209,6 @@ def test_a_hang_ends_with_rank_collective_and_line(hang, nprocs: int) -> None:
     marked = {number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "# here" in line}
     assert told, caught.value.message
     assert told <= marked, caught.value.message
-
-
-def test_a_hang_is_told_well_before_the_time_limits_of_group_and_launch() -> None:
-    began = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        launch(watched, 2, only_rank_zero, SECONDS, device="cpu", echo=False, timeout=60)
-    assert caught.value.is_a(CollectiveError)
-    assert time.monotonic() - began < 40  # it takes about 5 s; a busy machine may take its time
 
 
 @pytest.mark.timeout(120)
@@ -250,8 +240,7 @@ def test_each_hang_of_the_benchmark_has_a_line_for_each_rank() -> None:
 # ------------------------------------------------------------------------------- the hangs of the notebook about hangs
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "11_debugging_hangs.ipynb"
-PATIENCE = 1.0
-# The hang -> the lines of the notebook that have to be told, of rank 0 and of rank 1.
+# The hang -> the lines of the notebook that the verdict names, for rank 0 and for rank 1.
 LAB = {
     "evaluate": ("dist.all_reduce(loss)", "dist.barrier()"),
     "another_order": ("dist.all_reduce(torch.ones(3))", "dist.broadcast(torch.ones(3), 0)"),
@@ -266,66 +255,33 @@ OPERATIONS = {"dist.all_reduce": "all_reduce", "net(x)": "all_reduce", "dist.bar
 OPERATIONS["dist.broadcast"] = "broadcast"
 
 
-def cells() -> list[str]:
-    return [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+def committed_verdicts() -> dict[str, dict[int, tuple[str, str]]]:
+    """Return, for each hang and rank, what the notebook's output says about the rank, and the line that it names.
+
+    nbval executes the notebook, and its cells assert the kind of verdict. This reads the output that readers see.
+    """
+    cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    lines = {cell.execution_count: cell.source.splitlines() for cell in cells}
+    verdicts: dict[str, dict[int, tuple[str, str]]] = {}
+    for cell in cells:
+        if call := re.search(r"= verdict_on\((\w+)", cell.source):
+            text = "".join(output.get("text", "") for output in cell.outputs)
+            found = verdicts[call[1]] = {}
+            for part in re.split(r"; (?=rank)|\. (?=Rank)", text.partition("\n\n")[0]):
+                if place := re.search(r"(?i)ranks? (\d) .*Cell In\[(\d+)\], line (\d+)", part):
+                    found[int(place[1])] = part, lines[int(place[2])][int(place[3]) - 1].strip()
+    return verdicts
 
 
-def from_the_notebook(folder: Path) -> dict[str, Any]:
-    """What its cells define, without what they do. A line of `File "cell 7"` is one of the seventh cell."""
-    defined: dict[str, Any] = {"__name__": "the_lab", "patience": PATIENCE, "FOLDER": folder}
-    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    for number, source in enumerate(cells()):
-        kept = [
-            each
-            for each in ast.parse(source).body
-            if isinstance(each, kinds) or (isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "HELD_OUT")
-        ]
-        exec(compile(ast.Module(kept, []), f"cell {number}", "exec"), defined)
-    return defined
-
-
-def with_its_pid(world: World, function, folder: Path, watched) -> object:
-    (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
-    return watched(world, function)
-
-
-def told_of(name: str, folder: Path) -> tuple[str, float, list[int]]:
-    """The verdict on one hang of the notebook, the seconds from the hang until it was here, and who is left."""
-    lab = from_the_notebook(folder)
-    with pytest.raises(RankError) as caught:
-        launch(with_its_pid, 2, lab[name], folder, lab["watched"], device="cpu", threads=1, echo=False, timeout=60)
-    now, began = time.monotonic(), [float((folder / f"began-{rank}").read_text()) for rank in range(2)]
-    assert caught.value.is_a(CollectiveError), caught.value
-    pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(2)]
-    return caught.value.message, now - max(began), [pid for pid in pids if psutil.pid_exists(pid)]
-
-
-def places(message: str) -> dict[int, tuple[str, str]]:
-    """By rank: what the verdict says of it, and the line of the notebook that it names."""
-    found, sources = {}, cells()
-    for part in re.split(r"; (?=rank)|\. ", message.partition("\n")[0]):
-        if match := re.search(r'(?i)ranks? ([\d, ]+) .*File "cell (\d+)", line (\d+)', part):
-            line = sources[int(match[2])].splitlines()[int(match[3]) - 1].strip()
-            found |= {int(rank): (part, line) for rank in match[1].split(",")}
-    return found
-
-
-def test_all_hangs_of_the_notebook_are_tested() -> None:
-    assert re.findall(r"verdict_on\((\w+)[,)]", "\n".join(cells())) == ["function", *LAB]
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", LAB)
-def test_a_hang_of_the_notebook_is_told_with_ranks_collectives_and_its_lines(name: str, tmp_path: Path) -> None:
-    message, seconds, left = told_of(name, tmp_path)
-    found = places(message)
-    assert sorted(found) == [0, 1], message
-    for rank, expected in enumerate(LAB[name]):
-        said, line = found[rank]
-        assert line.startswith(expected), message
-        assert next(op for call, op in OPERATIONS.items() if expected.startswith(call)) in said, message
-    assert not left
-    assert seconds < PATIENCE + 20  # it is less than 2 more on a quiet machine; a busy one may take its time
+def test_the_notebook_shows_each_hang_with_its_ranks_collectives_and_lines() -> None:
+    verdicts = committed_verdicts()
+    assert verdicts.keys() == LAB.keys()
+    for name, expected in LAB.items():
+        assert sorted(verdicts[name]) == [0, 1], name
+        for rank, line in enumerate(expected):
+            said, named = verdicts[name][rank]
+            assert named.startswith(line), (name, said)
+            assert next(op for call, op in OPERATIONS.items() if line.startswith(call)) in said, (name, said)
 
 
 # ---------------------------------------------------------------------------------------------- what is left alone
