@@ -1,6 +1,8 @@
 """Law: two hosts are as one, to the bit; what is lost is named in time; of a cluster nothing is left."""
 
+import errno
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -24,6 +26,7 @@ from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster import delay as delays
 from ddp_tutorial.cluster.delay import seconds_of
 from ddp_tutorial.cluster.network import address_of, bits_per_second
+from ddp_tutorial.cluster.refusals import refusals
 from ddp_tutorial.config import ConfigError, FailedError, load
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
@@ -105,7 +108,7 @@ def test_settings_that_cannot_be_used_are_refused_before_anything_starts(wrong: 
 
 def test_other_systems_are_told_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert clusters.why_not() == "no cluster: it needs the namespaces of Linux, and this is darwin"
+    assert clusters.why_not() == "needs Linux: a cluster consists of the kernel's namespaces, and this is darwin"
 
 
 def test_a_system_that_does_not_allow_namespaces_says_so_in_one_line(
@@ -118,9 +121,27 @@ def test_a_system_that_does_not_allow_namespaces_says_so_in_one_line(
     refusing = tmp_path / "unshare"
     refusing.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     refusing.chmod(0o755)
-    wanted = "no cluster: this system does not allow namespaces (unshare: unshare failed: Operation not permitted)"
+    wanted = "no cluster: the kernel permits no namespaces here (unshare: unshare failed: Operation not permitted)"
     assert clusters.why_not() == wanted
+    refusing.write_text("#!/bin/sh\necho 'TypeError: main() takes no arguments' >&2\nexit 1\n")
+    with pytest.raises(FailedError, match=r"did not start: its first process exited with 1\nTypeError: main\(\)"):
+        clusters.why_not()
     assert psutil.Process().children() == before
+
+
+class NetlinkError(Exception):
+    """As pyroute2 has it: no `OSError`, and the error number is `code`."""
+
+    code = errno.EOPNOTSUPP
+
+
+def test_only_what_the_kernel_refuses_is_no_cluster_and_a_defect_is_raised() -> None:
+    for refused in (PermissionError(errno.EPERM, "no"), OSError(errno.ENOENT, "no such qdisc"), NetlinkError()):
+        with pytest.raises(ConfigError, match=r"^no bridge \([A-Z][a-z ]+\)$"), refusals("no bridge"):
+            raise refused
+    for defect in (TypeError("link() got an unexpected argument"), OSError(errno.EINVAL, "a wrong call"), EOFError()):
+        with pytest.raises(type(defect)), refusals("no bridge"):
+            raise defect
 
 
 def test_the_command_line_refuses_with_exit_code_2(tmp_path: Path) -> None:
@@ -134,7 +155,7 @@ def test_the_command_line_refuses_with_exit_code_2(tmp_path: Path) -> None:
 RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 RANK_0 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
-    "no namespaces": ("cluster run -- true", {"PATH": "{bin}"}, "this system does not allow namespaces"),
+    "no namespaces": ("cluster run -- true", {"PATH": "{bin}"}, "the kernel permits no namespaces here"),
     "no interface": ("train tiny device=cpu", RANK_0 | {"GLOO_SOCKET_IFNAME": "lo77"}, "GLOO_SOCKET_IFNAME=lo77: "),
     "no Slurm": ("slurm tiny --submit", {"PATH": "{bin}"}, "Slurm is not installed here"),
     "other nodes": ("slurm tiny nprocs=2 nodes=2 nodelist=n[1-3]", {}, "n[1-3] are 3, and 'slurm.nodes' says 2"),
@@ -293,6 +314,41 @@ def test_an_interrupt_leaves_no_answer_to_the_next_question_and_no_process(two: 
     assert [each.output for each in two.run("hostname")] == ["n0\n", "n1\n"]
 
 
+def test_a_request_that_fails_leaves_the_cluster_up(two: Cluster) -> None:
+    for entry, why in (("no_such_module:f", "ModuleNotFoundError"), ("os:no_such_function", "AttributeError")):
+        with pytest.raises(FailedError, match=f"the cluster cannot fork: {why}"):
+            two.fork(entry, node=0, env={}, files=(1, 1))
+    box = psutil.Process(two._box.pid).children()[0]
+    limit, room = resource.prlimit(box.pid, resource.RLIMIT_NOFILE), box.num_fds()
+    for more in range(6):  # from no room for the request's files, to room for all but one of the box's own
+        resource.prlimit(box.pid, resource.RLIMIT_NOFILE, (room + more, limit[1]))
+        with suppress(FailedError):
+            assert [each.code for each in two.run("true")] == [0, 0]
+    resource.prlimit(box.pid, resource.RLIMIT_NOFILE, limit)
+    assert box.num_fds() == room, "a request that failed has left files open"
+
+
+def test_a_request_has_no_largest_size(two: Cluster) -> None:
+    """A packet has room for 128 KiB. Linux allows as much for one argument, and some megabytes for all together."""
+    many = {f"BIG{i}": "x" * 100_000 for i in range(4)}
+    told = two.run("sh", "-c", "echo ${#BIG0} ${#BIG3} $#", "sh", *["y" * 100_000] * 4, env=many)
+    assert [each.output for each in told] == ["100000 100000 4\n"] * 2
+
+
+def test_nodes_find_the_same_modules_and_get_no_library_of_this_python(
+    two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "found_only_here.py").write_text("answer = 42")
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    program = "import os, found_only_here, torch; print(found_only_here.answer, os.environ['PYTHONPATH'])"
+    said = two.start(sys.executable, "-c", program, node=0).wait(60).output.split()
+    assert said[0] == "42"
+    folders = {Path(folder) for folder in said[1].split(os.pathsep)}
+    assert tmp_path / "mine" in folders
+    assert folders.isdisjoint({Path(os.__file__).parent, Path(torch.__file__).parents[1]})
+
+
 def test_where_one_node_refuses_a_command_none_runs_it(two: Cluster) -> None:
     two.kill(1)
     for run in (two.run, two.torchrun):
@@ -368,7 +424,8 @@ def test_an_all_reduce_has_a_delay_for_each_piece_that_a_rank_sends(nbytes: int,
 
 def test_without_tap_devices_a_delay_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delays, "_DEVICE", "/dev/net/none")
-    with pytest.raises(ConfigError, match=r"^no delay: this system refuses a TAP device \(/dev/net/none: No such file"):
+    refused = r"^no delay: the kernel refuses a TAP device, /dev/net/none \(No such file or directory\)$"
+    with pytest.raises(ConfigError, match=refused):
         delays.open_wire()
 
 
@@ -383,7 +440,7 @@ def test_where_the_machine_has_no_tap_device_the_command_line_refuses_a_delay_an
     done = subprocess.run(
         [*hide, *line], capture_output=True, text=True, timeout=60, check=False, env=env, cwd=tmp_path
     )
-    refused = "error: no delay: this system refuses a TAP device (/dev/net/tun: No such file or directory)\n"
+    refused = "error: no delay: the kernel refuses a TAP device, /dev/net/tun (No such file or directory)\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", refused)
     assert boxes() == before
 

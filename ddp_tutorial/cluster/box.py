@@ -2,8 +2,12 @@
 
 `Cluster` starts it and asks it for things, one at a time, over a socket; it forks, and the child goes to a host. It
 ends when the other end of the socket is closed, which the kernel does if the parent is killed.
+
+A request is one packet, which the kernel sends whole or not at all, even if the sender is interrupted. A packet has
+room for 128 KiB, and an environment may be larger, so the arguments are in a file in memory that comes with the packet.
 """
 
+import errno
 import os
 import pickle
 import pkgutil
@@ -12,27 +16,32 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from ddp_tutorial.cluster.delay import hold
 from ddp_tutorial.cluster.network import Network
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, FailedError
 
-LARGEST = 2**17  # bytes of a request or a reply
+LARGEST = 2**17  # bytes of a packet
+_LONGEST_ERROR = 4000  # characters, so that a reply fits into a packet
 NO_DELAY = 3  # the box's exit code where the process that delays frames has ended: no host reaches another any more
-DESCRIPTORS = 8
+DESCRIPTORS = 9  # of a request: its arguments, input, output, exit code, and five for a function
 
 
-def send(channel: socket.socket, message: Any, fds: list[int] | None = None) -> None:
-    """A message, whole, with duplicates of open files."""
-    socket.send_fds(channel, [pickle.dumps(message)], fds or [])
+def send_request(channel: socket.socket, number: int, name: str, args: tuple[Any, ...], fds: Sequence[int]) -> None:
+    """Send a request for `do_NAME(*args, fds)`, with duplicates of the open files `fds`."""
+    with os.fdopen(os.memfd_create("request"), "wb", buffering=0) as body:
+        body.write(pickle.dumps(args))
+        files = [body.fileno(), *fds]
+        socket.send_fds(channel, [pickle.dumps((number, name, len(files)))], files)
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """The next message, and its files. Raises `EOFError` where the other side has ended."""
+    """Return the next packet and its files. Raises `EOFError` if the other side has exited."""
     try:
-        data, fds, _, _ = socket.recv_fds(channel, LARGEST, DESCRIPTORS)
+        data, fds, _, _ = socket.recv_fds(channel, LARGEST, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         raise EOFError from None
     if not data:
@@ -66,17 +75,26 @@ class Box:
                 self.answer()
 
     def answer(self) -> None:
-        """The reply to a question has its number: who asked may have been interrupted, and others ask before it is
-        taken."""
-        (number, name, args), fds = receive(self.channel)
+        """Answer one request. The reply has the number of its request, since a caller that was interrupted leaves its
+        reply in the socket. A request that fails leaves the cluster as it is: the reply is the error."""
+        (number, name, files), fds = receive(self.channel)
+        error: Exception | None = None
+        answer = None
         try:
-            reply: tuple[int, str | None, Any] = number, None, getattr(self, f"do_{name}")(*args, fds)
-        except ConfigError as error:
-            reply = number, str(error), None
+            if len(fds) < files:  # the kernel has dropped those for which this process has no room
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            with os.fdopen(fds.pop(0), "rb") as body:
+                body.seek(0)
+                args = pickle.load(body)
+            answer = getattr(self, f"do_{name}")(*args, fds)
+        except ConfigError as refused:
+            error = ConfigError(str(refused)[:_LONGEST_ERROR])
+        except Exception as failed:
+            error = FailedError(f"the cluster cannot {name}: {type(failed).__name__}: {failed}"[:_LONGEST_ERROR])
         finally:
             for fd in fds:
                 os.close(fd)
-        send(self.channel, reply)
+        self.channel.send(pickle.dumps((number, error, answer)))
 
     def reap(self) -> None:
         while True:
@@ -129,19 +147,14 @@ class Box:
         """Call a function on a host, with the files that came after the third. This process imports it first, and with
         it torch, once for all forks to come."""
         function = pkgutil.resolve_name(entry)
-        files = [os.dup(fd) for fd in fds[3:]]
 
         def become() -> None:
             os.environ.clear()
             os.environ.update(env)
             os.chdir(cwd)
-            function(*files)
+            function(*fds[3:])
 
-        try:
-            return self.fork(node, fds, become)
-        finally:
-            for fd in files:
-                os.close(fd)
+        return self.fork(node, fds, become)
 
     def do_set_rate(self, rate: str | None, fds: list[int]) -> None:
         self.network.set_rate(rate)
@@ -172,9 +185,13 @@ class Box:
         """`fds`: what the child has for input and for output, and where its exit code will be written."""
         if node in self.off:
             raise ConfigError(f"n{node} has been killed, and does not come back")
-        status = os.dup(fds[2])
         sys.stdout.flush()
-        pid = os.fork()
+        status = os.dup(fds[2])
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(status)
+            raise
         if pid == 0:
             self._in_the_child(node, fds, become)
         self.running[pid] = status

@@ -2,16 +2,21 @@
 
 import os
 import signal
+import site
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 from typing import Any
 
-from ddp_tutorial.cluster.box import NO_DELAY, receive, send
+from ddp_tutorial.cluster.box import NO_DELAY, receive, send_request
 from ddp_tutorial.config import ConfigError, FailedError
 
 _END_SECONDS = 5.0  # that the box has to end by itself
@@ -43,17 +48,16 @@ class BoxClient:
         return self._box.pid
 
     def start(self) -> None:
-        """Raises `ConfigError` where the system does not allow namespaces."""
+        """Raises `ConfigError` if this system cannot hold a cluster, and `FailedError` if the box does not start."""
         _look_at_the_system()
-        refused = []
+        refused = ""
         for as_whom in ((), ("-U", "-r")) if os.geteuid() == 0 else (("-U", "-r"),):
-            if (error := self._start(as_whom)) is None:
+            if not (refused := self._start(as_whom)):
                 return
-            refused.append(error)
-        raise ConfigError(f"no cluster: this system does not allow namespaces ({refused[-1]})")
+        raise ConfigError(f"no cluster: the kernel permits no namespaces here ({refused})")
 
-    def _start(self, as_whom: tuple[str, ...]) -> str | None:
-        """Start the box; the reason if that is not possible."""
+    def _start(self, as_whom: tuple[str, ...]) -> str:
+        """Start the box. Returns the message of `unshare` if the kernel permits no namespaces, otherwise ""."""
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         python = [sys.executable, "-m", "ddp_tutorial.cluster.box", str(its.fileno())]
@@ -76,9 +80,14 @@ class BoxClient:
             except FailedError:
                 self.close()
                 errors.seek(0)
-                said = errors.read().decode(errors="replace").strip().split("\n")
-                return said[-1] or f"unshare has ended with {self._box.returncode}"
-        return None
+                printed = errors.read().decode(errors="replace").strip()
+                last = printed.rpartition("\n")[2]
+                if last.startswith("unshare: "):
+                    return last
+                raise FailedError(
+                    f"the cluster did not start: its first process exited with {self._box.returncode}\n{printed}"
+                ) from None
+        return ""
 
     def close(self) -> None:
         """End the box, and by that all that it holds."""
@@ -98,7 +107,7 @@ class BoxClient:
         A caller may be interrupted while it waits: the box does what it was asked all the same. Its answer is passed
         over when somebody asks again, and if it is that a process has been started, that process is killed.
 
-        Raises `ConfigError` where the box refuses, and `FailedError` where it is gone.
+        Raises `ConfigError` if the box refuses, and `FailedError` if it cannot, or is gone.
         """
         answer = self._ask(name, *args, fds=fds)
         with suppress(IndexError):
@@ -112,35 +121,38 @@ class BoxClient:
         try:
             with self._lock:
                 self._asked += 1
-                send(self._channel, (self._asked, name, args), list(fds))
+                send_request(self._channel, self._asked, name, args, fds)
                 while (reply := receive(self._channel)[0])[0] != self._asked:
                     if reply[2] is not None:  # only `start` and `fork` have an answer: the process
                         self._nobodys.append(reply[2])
                 _, error, answer = reply
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             with suppress(subprocess.TimeoutExpired):
                 self._box.wait(_END_SECONDS)
             holder = "delays its messages" if self._box.returncode == NO_DELAY else "holds it"
             raise FailedError(f"the cluster has ended: the process that {holder} is gone") from None
         if error is not None:
-            raise ConfigError(error)
+            raise error
         return answer
 
 
 def environment() -> dict[str, str]:
-    """That of this process, and Python finds the same modules in it."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """Return the environment of this process, in which Python finds the same modules.
+
+    PYTHONPATH lists the folders that were added to `sys.path`, such as a script's, and not those of the interpreter: a
+    command may run a different Python, which must not find this one's library.
+    """
+    interpreters = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+    found = [path for path in sys.path if path and Path(path).exists()]
+    added = [path for path in found if not any(Path(path).is_relative_to(own) for own in interpreters)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(added)}
 
 
 def _look_at_the_system() -> None:
     """Raise `ConfigError` on a system on which no cluster can be built."""
     if sys.platform != "linux":
-        raise ConfigError(f"no cluster: it needs the namespaces of Linux, and this is {sys.platform}")
-    from shutil import which
-
+        raise ConfigError(f"needs Linux: a cluster consists of the kernel's namespaces, and this is {sys.platform}")
     if which("unshare") is None:
         raise ConfigError("no cluster: the command 'unshare' is missing (package util-linux)")
-    try:
-        import pyroute2  # noqa: F401
-    except ImportError:
-        raise ConfigError("no cluster: the package pyroute2 is missing. Try: pip install pyroute2") from None
+    if find_spec("pyroute2") is None:
+        raise ConfigError("no cluster: the package pyroute2 is missing. Try: pip install pyroute2")

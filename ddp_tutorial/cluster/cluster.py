@@ -318,8 +318,10 @@ class Cluster:
 
 
 def why_not(delay: str | None = None) -> str:
-    """Why no cluster can be made here, or none with such a delay, in one line; empty where it can. Makes one, of one
-    node, to find out."""
+    """Return one line that says why this system cannot hold a cluster, or one with such a delay; "" if it can.
+
+    Starts a cluster of one node to find out. Raises `FailedError` if that fails for any other reason: it is a defect.
+    """
     try:
         with Cluster(1, "1gbit", delay):
             return ""

@@ -26,6 +26,7 @@ from collections import deque
 from contextlib import suppress
 from typing import NoReturn
 
+from ddp_tutorial.cluster.refusals import refusals
 from ddp_tutorial.config import ConfigError
 
 WIRE = "wire"
@@ -61,13 +62,11 @@ def seconds_of(delay: str) -> float:
 
 def open_wire() -> int:
     """Make the TAP device `wire`: the file at which its frames are read and written. It ends when that is closed."""
-    try:
+    with refusals(f"no delay: the kernel refuses a TAP device, {_DEVICE}"):
         wire = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         flags = _TAP | _NO_INFO | _WITH_HEADER
         fcntl.ioctl(wire, _TUNSETIFF, struct.pack("16sH22x", WIRE.encode(), flags))
         fcntl.ioctl(wire, _TUNSETOFFLOAD, _CHECKSUMS | _TCP4 | _TCP6)
-    except OSError as error:
-        raise ConfigError(f"no delay: this system refuses a TAP device ({_DEVICE}: {error.strerror})") from None
     return wire
 
 

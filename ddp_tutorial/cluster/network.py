@@ -18,13 +18,14 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ddp_tutorial.cluster.delay import MOST_BITS, MOST_FRAMES, WIRE, open_wire
+from ddp_tutorial.cluster.refusals import refusals
 from ddp_tutorial.config import ConfigError
 
 _NEWNET, _NEWUTS, _NEWNS = 0x40000000, 0x04000000, 0x00020000  # <sched.h>
@@ -115,7 +116,8 @@ class Network:
         self.uts = os.open("/proc/self/ns/uts", os.O_RDONLY)
         _write_hosts([(address_of(node), name_of(node)) for node in range(nodes)])
         with _rtnl() as kernel:
-            _ask(kernel.link, "a bridge", "add", ifname="bridge", kind="bridge", br_stp_state=0)
+            with refusals("no cluster: the kernel refuses a bridge"):
+                kernel.link("add", ifname="bridge", kind="bridge", br_stp_state=0)
             self.bridge = _index(kernel, "bridge")
             _quiet_ipv6()
             kernel.link("set", index=self.bridge, state="up")
@@ -130,7 +132,8 @@ class Network:
         _libc("setns", self.uts, 0)
         port = f"port{node}"
         peer = {"ifname": "eth0", "net_ns_fd": net}
-        _ask(kernel.link, "a veth pair", "add", ifname=port, kind="veth", peer=peer)
+        with refusals("no cluster: the kernel refuses a veth pair"):
+            kernel.link("add", ifname=port, kind="veth", peer=peer)
         index = _index(kernel, port)
         kernel.link("set", index=index, master=self.bridge, state="up")
         self._shape(kernel, index, _ARRIVING)
@@ -163,11 +166,12 @@ class Network:
             kernel.brport("set", index=index, learning=0)  # all frames come from there now; who is where, we say
             for host in self.hosts:
                 kernel.fdb("replace", ifindex=host.port, lladdr=host.mac, state="noarp")
-                _ask(kernel.tc, "a filter of what arrives (ingress)", "add", "ingress", index=host.port)
+                with refusals("no delay: the kernel refuses an ingress filter"):
+                    kernel.tc("add", "ingress", index=host.port)
                 action = {"kind": "mirred", "direction": "egress", "action": "redirect", "ifindex": index}
                 everything = {"keys": ["0x0/0x0+0"], "protocol": _ALL_PROTOCOLS, "parent": _INGRESS, "prio": 1}
-                what = "a detour (u32 and mirred)"
-                _ask(kernel.tc, what, "add-filter", "u32", index=host.port, target=1, action=action, **everything)
+                with refusals("no delay: the kernel refuses a redirection (u32 and mirred)"):
+                    kernel.tc("add-filter", "u32", index=host.port, target=1, action=action, **everything)
         return wire
 
     def _shape(self, kernel: Any, index: int, larger: int = 1) -> None:
@@ -178,7 +182,8 @@ class Network:
         burst = larger * _bucket(rate, self.frame_seconds)
         # a frame that is larger than the bucket would be cut, at a cost; so the sender does not make larger ones
         kernel.link("set", index=index, gso_max_size=_largest_frame(rate, self.frame_seconds))
-        _ask(kernel.tc, "a token bucket (tbf)", "replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
+        with refusals("no cluster: the kernel refuses a token bucket (tbf)"):
+            kernel.tc("replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
 
     def set_rate(self, rate: str | None) -> None:
         """Another rate for all links, from now on."""
@@ -214,22 +219,11 @@ class Network:
         return found
 
 
-Returned = TypeVar("Returned")
-
-
-def _ask(call: Callable[..., Returned], what: str, *args: Any, **kwargs: Any) -> Returned:
-    """Ask the kernel for something that it may not have been built with."""
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:
-        raise ConfigError(f"no cluster: this system's kernel refuses {what}: {error}") from None
-
-
-def _libc(name: str, *args: int) -> None:
+def _libc(name: str, *args: int | bytes | None) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*args) != 0:
-        number = ctypes.get_errno()
-        raise ConfigError(f"no cluster: this system's kernel refuses {name}: {os.strerror(number)}")
+    with refusals(f"no cluster: the kernel refuses {name}"):
+        if getattr(libc, name)(*args) != 0:
+            raise OSError(number := ctypes.get_errno(), os.strerror(number), name)
 
 
 @contextmanager
@@ -254,14 +248,11 @@ def _quiet_ipv6() -> None:
 
 def _write_hosts(names: list[tuple[str, str]]) -> None:
     """An /etc/hosts that only we see: a file in memory, laid over the machine's own in our mount namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
     over = b"/tmp"
-    if libc.mount(b"tmpfs", over, b"tmpfs", 0, b"size=64k") != 0:
-        raise ConfigError("no cluster: this system's kernel refuses a file system in memory")
+    _libc("mount", b"tmpfs", over, b"tmpfs", 0, b"size=64k")
     try:
         hosts = Path("/tmp/hosts")
         hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in names))
-        if libc.mount(bytes(hosts), b"/etc/hosts", None, _MS_BIND, None) != 0:
-            raise ConfigError("no cluster: /etc/hosts cannot be replaced in a mount namespace")
+        _libc("mount", bytes(hosts), b"/etc/hosts", None, _MS_BIND, None)
     finally:
-        libc.umount2(over, _MNT_DETACH)
+        _libc("umount2", over, _MNT_DETACH)
