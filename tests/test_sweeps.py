@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_tutorial.config import CONFIGS, ConfigError
-from ddp_tutorial.experiments import sweeps, tables
+from ddp_tutorial.experiments import parameter_check, sweeps, tables
 from ddp_tutorial.experiments.execute import _MARK, end_processes_of
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.experiments.sweeps import (
@@ -253,6 +253,44 @@ def test_notebooks_that_cannot_be_swept(workdir: Path) -> None:
             plan_sweep(path, [])
     with pytest.raises(ConfigError, match=r"the name '../x' should be a folder below runs/sweeps/"):
         plan_sweep(write_notebook(Path("good.ipynb"), PARAMETERS), [], name="../x")
+
+
+LEAVES_TRACES = """
+# read_parameters() would be here
+import os
+assert "LEFT" not in os.environ, "an earlier point was executed in this process"
+os.environ["LEFT"] = how
+print("a line that is no answer")
+os.chdir("/")
+if how == "exits":
+    raise SystemExit(0)
+if how == "dies":
+    os._exit(0)
+if how == "hangs":
+    import time
+    time.sleep(100)
+""".strip()
+
+
+def test_planning_executes_each_points_cells_in_a_process_of_its_own(workdir: Path) -> None:
+    notebook = write_notebook(Path("traces.ipynb"), PARAMETERS, LEAVES_TRACES)
+    assert len(plan_sweep(notebook, ["how=well,better"]).points) == 2
+    assert "LEFT" not in os.environ
+    assert Path.cwd() == workdir
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("exits", "raised SystemExit: 0"),
+        ("dies", "ended its process with code 0"),
+        ("hangs", "took more than 1 s"),
+    ],
+)
+def test_planning_reports_cells_that_exit_or_hang(how: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_check, "CELL_SECONDS", 1)
+    answer = parameter_check._answer_of_fork("traces.ipynb", ["", LEAVES_TRACES], {"how": how})
+    assert json.loads(answer) == {"error": f"traces.ipynb: the cell after the parameters {told}"}
 
 
 def test_the_command_refuses_in_one_line_with_exit_code_2(notebook: Path) -> None:

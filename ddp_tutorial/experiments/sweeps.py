@@ -14,7 +14,6 @@ import ast
 import contextlib
 import datetime
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -22,16 +21,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
 from ddp_tutorial.checkpoint.manifest import sha256_of_json
-from ddp_tutorial.config import Config, ConfigError, did_you_mean, merge, parse_yaml
+from ddp_tutorial.config import ConfigError, did_you_mean, merge, parse_yaml
 from ddp_tutorial.experiments.execute import end_processes_of, execute, last_lines, run_notebook
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS, source_digest
+from ddp_tutorial.experiments.parameter_check import resolve
 from ddp_tutorial.experiments.tables import FINISHED, FIXED, row_of, write_table
 from ddp_tutorial.files import RUNS, locked, write_json
 
@@ -149,30 +149,19 @@ class Parameters:
             targets += node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         return [target.id for target in targets if isinstance(target, ast.Name)]
 
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The configs that the notebook makes of these parameters. Raises `ConfigError` if it refuses them.
+    def resolve(self, points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the configs that the notebook creates for each point, so that a mistake in the last point is found
+        before the first one runs.
 
-        Executes the notebook's two cells here, so that a mistake in the last point is found before the first one runs.
+        Executes the notebook's two cells in other processes. Raises `ConfigError` if they reject a point.
         """
-        if not self.check:
-            unknown = [name for name in given if name not in self.names]
-            if unknown:
-                hint = did_you_mean(unknown[0], self.names)
-                raise ConfigError(f"{self.notebook} has no parameter {unknown[0]!r}.{hint}")
-            return {}
-        cells: dict[str, Any] = {"__name__": "__main__"}
-        with contextlib.redirect_stdout(io.StringIO()):
-            try:
-                exec(compile(self.source, self.notebook, "exec"), cells)
-                cells |= given
-                exec(compile(self.check, self.notebook, "exec"), cells)
-            except ConfigError:
-                raise
-            except Exception as error:
-                raise ConfigError(
-                    f"{self.notebook}: the cell after the parameters raised {type(error).__name__}: {error}"
-                ) from None
-        return {name: value.model_dump(mode="json") for name, value in cells.items() if isinstance(value, Config)}
+        if self.check:
+            return resolve(self.notebook, [self.source, self.check], points)
+        unknown = [name for point in points for name in point if name not in self.names]
+        if unknown:
+            hint = did_you_mean(unknown[0], self.names)
+            raise ConfigError(f"{self.notebook} has no parameter {unknown[0]!r}.{hint}")
+        return [{} for _ in points]
 
 
 def parameters_in(notebook: Any, name: str) -> Parameters:
@@ -236,13 +225,11 @@ def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: 
         raise ConfigError(f"the name {name!r} should be a folder below {SWEEPS}/, of letters, digits, '-', '_' and '.'")
     folder = SWEEPS / name
     code = code_version(source)
+    combinations = [values for values, _ in points_of(grid, 1)]
+    resolved = parameters.resolve([{**nested(values), "name": "sweeps/point"} for values in combinations])
     points = []
-    resolved: dict[str, dict[str, Any]] = {}  # each combination is resolved once for all repeats
-    for values, repeat in points_of(grid, repeats):
-        told = json.dumps(values)
-        if told not in resolved:
-            resolved[told] = parameters.resolve({**nested(values), "name": "sweeps/point"})
-        key = key_of(values, resolved[told], repeat, code)
+    for (values, repeat), configs in zip(points_of(grid, repeats), cycle(resolved)):
+        key = key_of(values, configs, repeat, code)
         points.append(Point(values, repeat, key, folder / folder_of(values, repeat, key)))
     return Plan(notebook, folder, points)
 

@@ -1,0 +1,93 @@
+"""Execute the cells of a notebook that read and check its parameters, in processes of their own.
+
+A cell may do anything: change the environment or the working directory, set torch's threads, exit. The process that
+plans a sweep therefore executes none. It starts one process, which imports the package once and forks for each point.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddp_tutorial.config import Config, ConfigError
+
+CELL_SECONDS = 60  # for the two cells of one point
+
+
+def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the configs that the notebook's cells create from the parameters of each point, by their names.
+
+    Args:
+        notebook: the name that error messages give.
+        cells: the sources of the parameters cell and of the cell that checks them.
+        points: the parameters of each point, as papermill would pass them.
+
+    Raises:
+        ConfigError: a cell rejects the parameters of a point, raises another exception, exits or takes too long.
+    """
+    request = json.dumps({"notebook": notebook, "cells": list(cells), "points": list(points)})
+    command = [sys.executable, "-m", "ddp_tutorial.experiments.parameter_check"]
+    done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for answer in answers:
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+    if done.returncode or len(answers) != len(points):
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"{notebook}: the parameters could not be checked: {reason}")
+    return [answer["configs"] for answer in answers]
+
+
+def main() -> None:
+    """Read a request from standard input, and write one line of JSON per point."""
+    import ddp_tutorial.training.config  # noqa: F401  every check imports it: once, before the forks
+
+    request = json.load(sys.stdin)
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the cells print is no answer
+    for point in request["points"]:
+        output.write(_answer_of_fork(request["notebook"], request["cells"], point) + "\n")
+        output.flush()
+
+
+def _answer_of_fork(notebook: str, cells: Sequence[str], point: Mapping[str, Any]) -> str:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even in C code
+        signal.alarm(CELL_SECONDS)
+        try:
+            os.write(writing, json.dumps(_execute(notebook, cells, point)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read().decode()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGALRM:
+        answer = json.dumps({"error": f"{notebook}: the cell after the parameters took more than {CELL_SECONDS} s"})
+    elif not answer:
+        answer = json.dumps({"error": f"{notebook}: the cell after the parameters ended its process with code {code}"})
+    return answer
+
+
+def _execute(notebook: str, cells: Sequence[str], point: Mapping[str, Any]) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        exec(compile(cells[0], notebook, "exec"), names)
+        names |= point
+        exec(compile(cells[1], notebook, "exec"), names)
+    except ConfigError as error:
+        return {"error": str(error)}
+    except (Exception, SystemExit) as error:
+        return {"error": f"{notebook}: the cell after the parameters raised {type(error).__name__}: {error}"}
+    return {
+        "configs": {name: value.model_dump(mode="json") for name, value in names.items() if isinstance(value, Config)}
+    }
+
+
+if __name__ == "__main__":
+    main()
