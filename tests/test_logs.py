@@ -630,6 +630,28 @@ def test_figures_are_written_in_the_format_of_their_ending_and_the_same_each_tim
     assert sorted(path.name for path in Path().iterdir()) == ["figure.pdf", "figure.png", "figure.svg", "runs"]
 
 
+def test_a_glob_over_runs_skips_what_is_not_a_run_and_reports_how_many() -> None:
+    made("a")
+    made("b")
+    made("sweeps/s/point")
+    Path("runs/cache").mkdir()
+    Path("runs/plot-a-b.png").touch()
+    names = sorted(map(str, Path("runs").iterdir()))
+    for command in (["plot", "--compare"], ["summary"]):
+        done = run("logs", *command, *names)
+        assert (done.returncode, done.stderr) == (0, "skipped 3 of 5 paths, which are not runs\n")
+    assert [line for line in done.stdout.splitlines() if line.startswith("runs/")] == ["runs/a", "runs/b"]
+    assert run("logs", "plot", "runs/cache", "runs/plot-a-b.png").returncode == 2
+    assert run("logs", "plot", "a", "gone").returncode == 2
+
+
+def test_a_figure_without_a_name_is_of_the_newest_run() -> None:
+    made("newest")
+    made("older")
+    os.utime("runs/older/config.json", (1000, 1000))
+    assert printed("plot") == "runs/plot-newest.png\n"
+
+
 def test_without_a_name_a_figure_goes_below_runs() -> None:
     made("exp/a")
     made("b")

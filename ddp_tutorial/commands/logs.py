@@ -27,6 +27,35 @@ def logs() -> None:
 _some_runs = click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=runs_begun)
 
 
+def _runs_named(names: tuple[str, ...]) -> list[Path]:
+    """Return the folders of the named runs, each once; without names, that of the newest run.
+
+    Existing files and folders that are not runs are skipped, and their number is reported: `runs/*` also matches
+    figures, caches and sweeps. Raises `ConfigError` if a name does not exist, or if nothing is left.
+    """
+    from ddp_tutorial.files import RUNS
+    from ddp_tutorial.runs.summaries import find_run, find_runs
+
+    if not names:
+        if newest := find_runs()[-1:]:
+            return newest
+        raise ConfigError("no runs below runs/; start one with: python -m ddp_tutorial train 2proc")
+    found: dict[Path, None] = {}
+    skipped = []
+    for name in names:
+        try:
+            found[find_run(name)] = None
+        except ConfigError as error:
+            if not (Path(name).exists() or (RUNS / name).exists()):
+                raise
+            skipped.append(error)
+    if not found:
+        raise skipped[0]
+    if skipped:
+        click.echo(f"skipped {len(skipped)} of {len(names)} paths, which are not runs", err=True)
+    return list(found)
+
+
 # ---------------------------------------------------------------------------------------------------------------- list
 
 
@@ -118,13 +147,11 @@ def summary(runs: tuple[str, ...], everything: bool, form: str) -> None:
 
     What they were, how they ended, losses, speed, where the time went, memory, checkpoints.
     """
-    from ddp_tutorial.runs.summaries import find_run, find_runs, summarise
+    from ddp_tutorial.runs.summaries import find_runs, summarise
 
     if runs and everything:
         raise ConfigError("give the names of runs, or --all, not both")
-    folders = [find_run(name) for name in runs] or find_runs()[0 if everything else -1 :]
-    if not folders:
-        raise ConfigError("no runs below runs/; start one with: python -m ddp_tutorial train 2proc")
+    folders = (everything and find_runs()) or _runs_named(runs)
     summaries = [summarise(folder) for folder in folders]
     if form == "json":
         click.echo(json.dumps([asdict(run) for run in summaries], indent=2))
@@ -332,7 +359,7 @@ def _memory(run: "Summary") -> str | None:
 
 
 @logs.command("plot")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=runs_begun)
+@_some_runs
 @click.option("--metrics", help="Names with commas between them.  [default: loss,grad_norm,learning_rate]")
 @click.option("--x", "axis", type=click.Choice(["step", "time", "tokens"]), default="step", show_default=True)
 @click.option(
@@ -355,20 +382,19 @@ def plot(
     with_losses: bool,
     output: Path | None,
 ) -> None:
-    """Draw the metrics of runs.
+    """Draw the metrics of runs, by default of the newest.
 
     A panel for each metric, and for each run unless they are compared. Without -o it goes to runs/plot-RUN.png. Other
     metrics are eval_loss, tokens_per_second, loss_scale, and seconds.PHASE, such as seconds.data.
     """
     from ddp_tutorial.files import RUNS
-    from ddp_tutorial.runs.summaries import find_run
 
     endings = [".png", ".svg", ".pdf"]
     if output is not None and output.suffix not in endings:
         raise ConfigError(f"'-o' {output}: the ending says what to write, one of {', '.join(endings)}")
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"'-o' {output}: there is no folder {str(output.parent)!r}")
-    folders = list(dict.fromkeys(find_run(name) for name in runs))
+    folders = _runs_named(runs)
 
     import matplotlib as mpl
 
