@@ -15,14 +15,20 @@ import torch.distributed as dist
 from ddp_tutorial.collectives import (
     Mean,
     all_gather,
+    any_rank,
+    as_vector,
     assert_same,
+    broadcast_tensors,
+    decided_by_rank_zero,
     digest,
     from_rank_zero,
     mean,
     mean_over_ranks,
     rank_zero_first,
+    to_rank_zero,
     total,
 )
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.runs.step_log import StepLog
 from ddp_tutorial.world import World
@@ -54,7 +60,7 @@ def talk(world: World) -> dict[str, Any]:
 
 
 def everything(world: World, folder: Path) -> dict[str, Any]:
-    return {each.__name__: each(world) for each in (talk, take_turns, compare)}
+    return {each.__name__: each(world) for each in (talk, take_turns, compare, follow)}
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -181,6 +187,38 @@ def test_tensors_in_another_order_are_noticed_on_every_rank(heard: list[dict[str
         assert each["compare"]["order"].startswith("RuntimeError: tensors come in another order")
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def follow(world: World) -> dict[str, Any]:
+    """What the ranks get from rank 0, and rank 0 from them."""
+    tensors = [torch.full((2, 3), world.rank), torch.tensor(world.rank + 0.5), torch.full((3, 2), world.rank + 7).t()]
+    broadcast_tensors(world, tensors)
+
+    def refuse(error: Exception) -> str:
+        return error_of(lambda: decided_by_rank_zero(world, lambda: _raise(error)))
+
+    return {
+        "broadcast": [tensor.tolist() for tensor in tensors],
+        "gathered": to_rank_zero(world, f"rank {world.rank}"),
+        "decided": decided_by_rank_zero(world, lambda: f"rank {world.rank}"),
+        "errors": [refuse(ConfigError("wrong")), refuse(OSError("full"))],
+        "any": [any_rank(world, world.rank == world.size - 1), any_rank(world, False)],
+    }
+
+
+def test_rank_zero_sends_its_values_decisions_and_errors_to_all_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
+    for rank, each in enumerate(heard):
+        assert each["follow"] == {
+            "broadcast": [[[0] * 3] * 2, 0.5, [[7] * 3] * 2],
+            "gathered": [f"rank {other}" for other in range(nprocs)] if rank == 0 else [],
+            "decided": "rank 0",
+            "errors": ["ConfigError: wrong", "OSError: full"],
+            "any": [True, False],
+        }
+
+
 # -------------------------------------------------------------------------------------------------- without ranks
 
 
@@ -197,11 +235,14 @@ def enter_rank_zero_first(world: World) -> None:
         lambda world: mean(world, torch.ones(1)),
         lambda world: all_gather(world, 1),
         lambda world: from_rank_zero(world, 1),
+        lambda world: to_rank_zero(world, 1),
+        lambda world: decided_by_rank_zero(world, lambda: 1),
+        lambda world: broadcast_tensors(world, [torch.ones(1)]),
         enter_rank_zero_first,
         lambda world: assert_same(world, {"a": torch.ones(1)}),
         lambda world: mean_over_ranks(world, [Mean(torch.ones(()), 1)]),
     ],
-    ids=["total", "mean", "all_gather", "from_rank_zero", "rank_zero_first", "assert_same", "mean_over_ranks"],
+    ids=lambda helper: "_".join(helper.__code__.co_names[:1]) or helper.__name__,
 )
 def test_two_ranks_without_a_group_raise_rather_than_go_their_own_way(
     helper: Callable[[World], object], rank: int
@@ -217,12 +258,21 @@ def test_one_process_needs_no_group() -> None:
     assert mean(world, torch.tensor(3)).item() == 3.0
     assert all_gather(world, "a") == ["a"]
     assert from_rank_zero(world, "a") == "a"
+    assert to_rank_zero(world, "a") == ["a"]
+    assert decided_by_rank_zero(world, lambda: "a") == "a"
+    broadcast_tensors(world, [tensor := torch.tensor([1.0, 2.0])])
+    assert tensor.tolist() == [1.0, 2.0]
     assert_same(world, {"a": torch.ones(1)})
     with pytest.raises(ValueError, match="no weight to compare"):
         assert_same(world, {}, "weight")
     assert mean_over_ranks(world, [Mean(torch.tensor(6.0), 3)]) == [2.0]
     with pytest.raises(ValueError, match="full"), rank_zero_first(world):
         raise ValueError("full")
+
+
+def test_numbers_and_tensors_become_one_vector_of_float64() -> None:
+    vector = as_vector([1, 0.1, torch.tensor(2.5)], torch.device("cpu"))
+    assert (vector.dtype, vector.tolist()) == (torch.float64, [1.0, 0.1, 2.5])
 
 
 def test_a_total_is_a_copy() -> None:

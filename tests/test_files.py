@@ -14,6 +14,9 @@ from ddp_tutorial.files import (
     clear_unfinished,
     directory_replaced_atomically,
     directory_written_atomically,
+    is_locked,
+    locked,
+    made_once,
     new_directory,
     observe_disk,
     replaced,
@@ -21,7 +24,7 @@ from ddp_tutorial.files import (
     write_atomically,
     write_json,
 )
-from disk import failing
+from disk import failing, noting
 
 
 def names(folder):
@@ -236,3 +239,43 @@ def test_a_directory_is_replaced_by_a_whole_one_and_found_whole_at_every_moment(
     path.rename(replaced(path))  # as a kill between two names leaves it
     settle(path)
     assert names(tmp_path) == ["model"]
+
+
+def test_observers_of_the_disk_see_every_operation_on_a_directory(tmp_path):
+    points = []
+    with observe_disk(noting(points)), directory_written_atomically(tmp_path / "step-5") as aside:
+        (aside / "weights").write_bytes(b"w")
+    parent = ("fsync", tmp_path.name)
+    assert points == [("write", "step-5"), ("fsync", "step-5"), ("fsync", "weights"), ("rename", "step-5"), parent]
+
+
+def test_several_processes_fill_a_directory_once(tmp_path):
+    folder = tmp_path / "cache"
+
+    def fill(aside):
+        (aside / "data").write_bytes(b"first")
+
+    def lose(aside):  # another process finishes before this one
+        made_once(folder, fill)
+        (aside / "data").write_bytes(b"second")
+
+    with pytest.raises(OSError, match="No space left"):
+        made_once(folder, fail)
+    assert names(tmp_path) == []
+    made_once(folder, lose)
+    made_once(folder, fail)  # not called
+    assert (folder / "data").read_bytes() == b"first"
+    assert names(tmp_path) == ["cache"]
+
+
+def test_no_descriptor_stays_open(tmp_path):
+    before = names(Path("/dev/fd"))
+    write_atomically(tmp_path / "state", b"s")
+    with locked(tmp_path):
+        pass
+    assert not is_locked(tmp_path)
+    assert names(Path("/dev/fd")) == before
+
+
+def test_a_directory_that_does_not_exist_is_not_locked(tmp_path):
+    assert not is_locked(tmp_path / "gone")
