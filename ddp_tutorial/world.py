@@ -76,9 +76,7 @@ class World:
         torchrun = _torchrun(environ)
         numbers = torchrun or _slurm(environ) or {}
         world = World(**numbers)
-        if device != "cpu" and gpus is None:
-            gpus = torch.cuda.device_count()
-        dealt = not torchrun and _gpus_are_dealt_out(environ, gpus or 0, world.local_size)
+        dealt = not torchrun and _gpus_are_dealt_out(environ, world.local_size)
         chosen = choose_device(device, world.local_rank, world.local_size, gpus, backend, dealt_out=dealt)
         return replace(world, device=chosen, backend=backend, timeout=timeout)
 
@@ -333,10 +331,12 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
     return 20_000 + (job + 1_009 * step) % 12_000
 
 
-def _gpus_are_dealt_out(environ: Mapping[str, str], gpus: int, local_size: int) -> bool:
-    """Does each task see GPUs of its own only, as with `srun --gpus-per-task=1`? That is so where it sees fewer than
-    there are tasks on the machine, and yet Slurm has given the machine enough for all."""
-    if "SLURM_STEP_ID" not in environ or gpus >= local_size:
+def _gpus_are_dealt_out(environ: Mapping[str, str], local_size: int) -> bool:
+    """Return whether Slurm has given the machine enough GPUs for its tasks, as with `srun --gpus-per-task=1`.
+
+    A task that sees fewer GPUs than the machine has tasks then sees its own only.
+    """
+    if "SLURM_STEP_ID" not in environ:
         return False
     on_node = re.search(r"\d+$", environ.get("SLURM_GPUS_ON_NODE", ""))
     if on_node is not None:

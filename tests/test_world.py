@@ -1,5 +1,6 @@
 """Law: the same environment variables give the same world everywhere; ranks that are not connected never train."""
 
+import json
 import os
 import signal
 import socket
@@ -8,13 +9,25 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.world import World, choose_device, node_names, process_group, require_group, tasks_per_node
+from ddp_tutorial.environment import cores, describe_environment, memory
+from ddp_tutorial.world import (
+    World,
+    _meeting_place,
+    choose_device,
+    node_names,
+    process_group,
+    require_group,
+    tasks_per_node,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -311,6 +324,49 @@ def test_a_group_that_somebody_else_has_started_is_used_and_left_as_it_is(monkey
     for other, error, message in refused:
         with pytest.raises(error, match=message), process_group(other):
             pytest.fail("the block was entered")
+
+
+def test_a_detected_world_has_the_timeout_that_was_given():
+    assert World.detect({}, "cpu", timeout=timedelta(seconds=3)).timeout == timedelta(seconds=3)
+
+
+def test_ranks_meet_at_the_host_of_rank_0(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    assert _meeting_place(World()) == "node1"
+    assert _meeting_place(World(init_method="tcp://node2:4000")) == "node2"
+    monkeypatch.delenv("MASTER_ADDR")
+    assert _meeting_place(World()) == _meeting_place(World(init_method="tcp://:4000")) == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "found"), [("4096\n", 4096), ("max\n", None), (str(2**60), None), (OSError(), None)], ids=str
+)
+def test_memory_is_the_machines_or_the_containers_limit(monkeypatch, limit, found):
+    def read(path):
+        assert path == Path("/sys/fs/cgroup/memory.max")
+        if isinstance(limit, OSError):
+            raise limit
+        return limit
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert memory() == (found or psutil.virtual_memory().total)
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == 8
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cores() == 1
+
+
+def test_the_description_of_a_machine_is_json_and_says_how_many_threads_compute():
+    described = json.loads(json.dumps(describe_environment()))
+    assert (described["torch"], described["cores"]) == (torch.__version__, cores())
+    assert (described["threads"], len(described["gpus"])) == (torch.get_num_threads(), torch.cuda.device_count())
+    assert described["processor"].strip() == described["processor"]
 
 
 GROUPS = """

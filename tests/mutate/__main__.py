@@ -49,7 +49,7 @@ class Room:
 
 ROOMS = {
     "files": Room("files.py", "files checkpoint manifest retention logs"),
-    "world": Room("world.py environment.py", "world rendezvous all_reduce collectives_metrics"),
+    "world": Room("world.py environment.py", "world restarts collectives_metrics"),
     "collectives": Room("collectives.py", "collectives_metrics all_reduce world"),
     "sharding": Room("sharding/*.py", "sharding corpus data sources any_dataset unshared"),
     "ddp": Room("ddp/*.py", "ddp buckets carrier choices hooks link shared_memory sync_bn"),
