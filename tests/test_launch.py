@@ -224,15 +224,31 @@ print("total", launch(total, 2, 1, device="cpu"))
 """
 
 
-def test_functions_of_a_command_and_of_a_script_without_a_guard_run_and_the_top_level_runs_once(tmp_path, start_python):
-    """Both at the same time: two launches on one machine do not race for a port either."""
+def test_functions_of_a_command_run_and_a_script_without_a_guard_is_refused_with_what_to_type(tmp_path, start_python):
+    """Both at the same time: two launches on one machine do not race for a port either.
+
+    A command has no file that ranks could import. A script has, and every rank would start ranks again.
+    """
     script = tmp_path / "unguarded.py"
     script.write_text(SMALL_LAUNCH)
-    both = [start_python("-c", SMALL_LAUNCH, cwd=tmp_path), start_python(script, cwd=tmp_path)]
-    for process in both:
-        out, err = process.communicate(timeout=90)
-        assert (process.returncode, err) == (0, "")
-        assert out.splitlines() == ["top level of __main__", "total [30, 30]"]  # 10 * 1 + 10 * 2
+    command, unguarded = start_python("-c", SMALL_LAUNCH, cwd=tmp_path), start_python(script, cwd=tmp_path)
+    out, err = command.communicate(timeout=90)
+    assert (command.returncode, err) == (0, "")
+    assert out.splitlines() == ["top level of __main__", "total [30, 30]"]  # 10 * 1 + 10 * 2
+    out, err = unguarded.communicate(timeout=90)
+    assert unguarded.returncode == 1
+    first, *others = out.splitlines()
+    assert first == "top level of __main__"
+    assert others  # of the rank that was first; the other one may have been terminated before it got there
+    assert set(others) <= {f"[rank {rank}] top level of __mp_main__" for rank in "01"}
+    assert f"MissingGuardError: {script} calls launch at its top level" in err
+    assert err.endswith('if __name__ == "__main__":\n    launch(...)\n')
+    assert err.count("Traceback") == 1
+
+
+def test_an_error_of_a_script_has_the_same_type_in_the_rank_that_imports_the_script():
+    on_the_rank, here = (type("OwnError", (ValueError,), {"__module__": name}) for name in ("__mp_main__", "__main__"))
+    assert Raised.of(on_the_rank()).is_a(here)
 
 
 def test_while_the_group_is_up_everyone_listens_on_the_loopback_interface_only():

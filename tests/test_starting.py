@@ -1,6 +1,7 @@
 """Law: the same script trains on the ranks that torchrun or Slurm started, or else on ranks that it starts itself."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,26 +17,36 @@ from ddp_tutorial import ConfigError, RankError, World, rank_zero_first, run
 from ranks import TORCHRUN
 
 SCRIPT = """
+import os
 import torch
 import torch.distributed as dist
 from ddp_tutorial import run
 
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+torch.nn.Linear.title = "an option of another module"
+os.environ["FLAG"] = "set"
+STARTED_AS = [os.environ.get("RANK")]
+
 class Net(torch.nn.Linear):  # a class of the script, as people's models are
     pass
-
-def main(world, start):
-    model = Net(1, 1, bias=False)
-    number = torch.tensor(start + world.rank)
-    if world.size > 1:
-        dist.all_reduce(number)
-    return f"{type(model).__name__} {number.item()} of {world.size}, group {dist.is_initialized()}, rank {world.rank}"
 
 def say(line):  # in one write, which no other rank's can cut in two
     print(line + "\\n", end="", flush=True)
 
+def main(world, start, kind):
+    train, _ = torch.utils.data.random_split(range(100), [80, 20])
+    model = kind(2, 1, bias=False)
+    number = torch.tensor(start + world.rank)
+    if world.size > 1:
+        dist.all_reduce(number)
+    STARTED_AS.append(model.title)
+    say(f"rank {world.rank}: {train.indices[:9]} {model.weight.tolist()} {os.environ['FLAG']} {STARTED_AS}")
+    return f"{number.item()} of {world.size}, group {dist.is_initialized()}, {isinstance(model, Net)}, {world.rank}"
+
 say("top level")
 if __name__ == "__main__":
-    say(run(main, 10, nprocs=3, device="cpu", threads=1))
+    say(f"result {run(main, 10, Net, nprocs=2, device='cpu', threads=1)}")
     assert not dist.is_initialized()
 """
 
@@ -47,32 +58,38 @@ def script(workdir: Path) -> Path:
     return path
 
 
-def python(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*command: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         list(map(str, command)),
         capture_output=True,
         text=True,
         timeout=150,
         check=False,
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
 
 
-def test_a_script_that_nobody_started_as_a_rank_starts_ranks_and_has_the_result_of_rank_0(script: Path) -> None:
-    done = python(sys.executable, script)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["top level", "Net 33 of 3, group True, rank 0"]  # 10 + 11 + 12
+def facts(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What `main` has seen on each rank."""
+    return sorted(re.findall(r"rank \d: .*", done.stdout))
 
 
-def test_under_torchrun_each_process_is_a_rank_and_starts_none(script: Path) -> None:
-    done = python(*TORCHRUN, script)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        "Net 21 of 2, group True, rank 0",  # 10 + 11
-        "Net 21 of 2, group True, rank 1",
-        "top level",
-        "top level",
-    ]
+def test_a_script_means_the_same_under_python_and_under_torchrun(script: Path) -> None:
+    """Every rank runs the top level: seeds, default types, globals, options of other modules, the environment."""
+    started = [python(sys.executable, *how, cwd=script.parent) for how in ([script], ["-m", "train"])]
+    joined = python(*TORCHRUN, script)
+    for done in started:
+        assert (done.returncode, done.stderr) == (0, "")
+        first, *others, last = done.stdout.splitlines()
+        assert first == "top level"  # of the process that starts the ranks
+        assert {"[rank 0] top level", "[rank 1] top level"} < set(others)
+        assert last == "result 21 of 2, group True, True, 0"  # 10 + 11
+    assert joined.returncode == 0, joined.stderr
+    assert [line for line in joined.stdout.splitlines() if line == "top level"] == ["top level"] * 2
+    assert "result 21 of 2, group True, True, 1" in joined.stdout.splitlines()
+    assert facts(started[0]) == facts(started[1]) == facts(joined)
+    assert len(facts(joined)) == 2
 
 
 def test_under_slurm_each_task_is_a_rank_and_starts_none(script: Path) -> None:
@@ -96,7 +113,8 @@ def test_under_slurm_each_task_is_a_rank_and_starts_none(script: Path) -> None:
         for rank, task in enumerate(tasks):
             out, err = task.communicate(timeout=100)
             assert task.returncode == 0, err
-            assert out.splitlines() == ["top level", f"Net 21 of 2, group True, rank {rank}"]
+            first, _, last = out.splitlines()
+            assert (first, last) == ("top level", f"result 21 of 2, group True, True, {rank}")
     finally:
         for task in tasks:
             task.kill()
@@ -106,7 +124,7 @@ def test_under_slurm_each_task_is_a_rank_and_starts_none(script: Path) -> None:
 def test_a_single_rank_under_torchrun_has_no_group_and_starts_no_other(script: Path) -> None:
     done = python(sys.executable, script, RANK="0", WORLD_SIZE="1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["top level", "Net 10 of 1, group False, rank 0"]
+    assert done.stdout.splitlines()[::2] == ["top level", "result 10 of 1, group False, True, 0"]
 
 
 def shown(error: BaseException) -> str:

@@ -8,9 +8,9 @@ import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -174,14 +174,17 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def main_module_hidden() -> Iterator[None]:
-    """Keep spawn from running the caller's script again in each rank: what a rank needs is sent to it by value."""
+    """Keep `multiprocessing` from importing the caller's script in the processes that start inside: see `script`.
+
+    It looks at `__main__.__spec__`, and imports nothing where that is the `__main__.py` of a package or folder.
+    """
     with _INHERITED:
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
+        spec, main.__spec__ = getattr(main, "__spec__", None), ModuleSpec("__main__", None)
         try:
             yield
         finally:
-            sys.modules["__main__"] = main
+            main.__spec__ = spec
 
 
 def cell_sources() -> dict[str, list[str]]:

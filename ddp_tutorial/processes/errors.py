@@ -40,8 +40,11 @@ class Raised:
 
 
 def _full_name(kind: type) -> str:
-    """Module and name. Not `__qualname__`: of a class inside a function, which travels by value, that is lost."""
-    return f"{kind.__module__}.{kind.__name__}"
+    """Return module and name. Not `__qualname__`: of a class inside a function, which travels by value, that is lost.
+
+    The script that is `__main__` in the parent is `__mp_main__` in its ranks.
+    """
+    return f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__name__}"
 
 
 class RankError(FailedError):

@@ -7,7 +7,8 @@
 
 The processes are started by `torch.multiprocessing.spawn`. This module adds what that lacks:
 
-- `fn` and its arguments travel by value, so lambdas, closures and functions of a cell work.
+- `fn` and its arguments are sent by value, so lambdas, closures and functions of a cell work. A script is imported by
+  every rank instead, as torchrun's ranks run it; see `script`.
 - The parent hosts the store where ranks meet, on a port that the system chose and on the loopback interface only,
   and sets the variables that torchrun sets. A rank runs the same code here and on a cluster.
 - Each rank has two pipes to the parent. One takes file descriptors 1 and 2, so that whatever the rank, its
@@ -60,6 +61,7 @@ from ddp_tutorial.processes.console import Console, RankLog, make_console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, lost_connection
 from ddp_tutorial.processes.logs import logs_here
 from ddp_tutorial.processes.rank import Job, run_rank
+from ddp_tutorial.processes.script import MissingGuardError, Script, require_guard
 from ddp_tutorial.processes.signals import StoppedError, handling
 from ddp_tutorial.processes.transport import Descriptor, dump_call, take_messages
 from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, choose_backend, choose_device
@@ -98,6 +100,11 @@ def launch(
     run to their end. Inside `fn` the process group is up (a single rank has none), and `progress` moves the bar that
     the parent shows.
 
+    In a script, call it under `if __name__ == "__main__":`. Every rank imports the script first, so what the script
+    does at its top level, such as `torch.manual_seed(0)`, holds in every rank, as under torchrun. What it does under
+    the guard happens in this process only: pass on as `args` what ranks need of it. The functions of a notebook, of
+    `python -c` and of an interactive session are sent by value, with the global variables that they use.
+
     - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
     - `backend`: "gloo", "nccl" or "auto": what fits the device. With device "cuda" and gloo, ranks may share a GPU.
     - `timeout`: seconds until every rank must have returned, counted from when all have started, for which they have
@@ -115,8 +122,10 @@ def launch(
 
     Raises `RankError` (`RankTimeoutError` at the limit) when a rank fails, after all have been ended; `StoppedError`
     where a signal that was passed on has ended ranks, because they did not handle it or not yet; and `ValueError` or
-    `TypeError` for arguments that cannot be used, before anything is started.
+    `TypeError` for arguments that cannot be used, before anything is started. Raises `MissingGuardError` if a script
+    calls `launch` at its top level.
     """
+    require_guard("launch")
     _check(fn, nprocs, timeout, collective_timeout, threads, in_process)
     _check_call(fn, args)
     kind = choose_device(device, local_size=nprocs, backend=backend)
@@ -129,13 +138,18 @@ def launch(
     if in_process:
         console.close([])
         return [fn(World.detect({}, device=kind.type, backend=carrier), *args)]
-    call = dump_call(fn, args)
+    script = Script.of_this_process()
+    call = dump_call(fn, args, script)
     ranks = _Ranks(nprocs, console)
     try:
         with handling(pass_on, ranks.pass_on), ranks:
-            ranks.start(call, kind.type, carrier, collective_timeout, threads or max(1, cores() // nprocs))
+            ranks.start(call, script, kind.type, carrier, collective_timeout, threads or max(1, cores() // nprocs))
             ranks.wait(timeout)
             return ranks.results()
+    except RankError as error:
+        if error.is_a(MissingGuardError):
+            raise MissingGuardError(error.message) from None
+        raise
     except KeyboardInterrupt as interrupt:  # a notebook shows this, and none of the frames in here
         told = ["KeyboardInterrupt: interrupted; all ranks have been ended", *getattr(interrupt, "__notes__", [])]
         interrupt._render_traceback_ = lambda: told  # type: ignore[attr-defined]
@@ -252,7 +266,9 @@ class _Ranks:
     def __enter__(self) -> None:
         pass
 
-    def start(self, call: bytes, device: str, backend: str, collective_timeout: float, threads: int) -> None:
+    def start(
+        self, call: bytes, script: Script | None, device: str, backend: str, collective_timeout: float, threads: int
+    ) -> None:
         self.store = store = loopback_store(self.nprocs)  # it has to live as long as the ranks
         environ = {**rank_environment(self.nprocs, threads, store.port if store else 0), MARK: self.mark}
         environ |= self.console.environment
@@ -272,6 +288,7 @@ class _Ranks:
                 device=device,
                 backend=backend,
                 collective_timeout=timedelta(seconds=collective_timeout),
+                script=script,
                 sources=cell_sources(),
                 logs=logs_here(),
                 parent=os.getpid(),

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.processes.errors import Raised
 from ddp_tutorial.processes.logs import Logs, set_up
+from ddp_tutorial.processes.script import Script
 from ddp_tutorial.processes.signals import die_with_parent
 from ddp_tutorial.processes.transport import Descriptor, Sender, dump_result
 from ddp_tutorial.world import World, process_group
@@ -74,6 +75,7 @@ class Job:
     device: str
     backend: str
     collective_timeout: timedelta
+    script: Script | None
     sources: dict[str, list[str]]
     logs: Logs | None
     parent: int
@@ -93,6 +95,8 @@ def run_rank(rank: int, job: Job) -> None:
     send("started")
     with ExitStack() as stack:
         try:
+            if job.script is not None:
+                job.script.run()
             fn, args = pickle.loads(mmap.mmap(job.call.fd, 0, access=mmap.ACCESS_READ))
             world = World.detect(device=job.device, backend=job.backend, timeout=job.collective_timeout)
             stack.enter_context(process_group(world))
@@ -198,7 +202,7 @@ def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
 def own_traceback(error: BaseException, *files: str) -> str:
     """The traceback without the frames of this package's launching, and of `files`; empty where there are no others."""
     story = traceback.TracebackException.from_exception(error)
-    ours = {__file__, dump_result.__code__.co_filename, *files}
+    ours = {__file__, *(ours.__code__.co_filename for ours in (Script.run, dump_result)), *files}
     story.stack = traceback.StackSummary.from_list([f for f in story.stack if f.filename not in ours])
     return "".join(story.format()) if story.stack else ""
 

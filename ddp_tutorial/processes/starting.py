@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.processes.script import require_guard
 from ddp_tutorial.processes.signals import SIGNALS, die_with_parent
 from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, joins_others, process_group
 
@@ -51,6 +52,7 @@ def run(
     else goes wrong on a rank arrives as it was raised where this process is that rank, and as a `RankError` where the
     ranks were started here.
     """
+    require_guard("run")
     if joins_others():
         here = World.detect(device=device, backend=backend, timeout=timedelta(seconds=collective_timeout))
         return _join(main, args, here)

@@ -19,18 +19,25 @@ from typing import Any
 import cloudpickle
 import torch
 
+from ddp_tutorial.processes.script import Script
+
 Message = tuple[Any, ...]
 _LENGTH = struct.Struct("!Q")
 _PIECE = 1 << 16
 
 
-def dump_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """`fn` and `args` by value: also lambdas, closures, and functions and classes of a cell.
+def dump_call(fn: Callable[..., object], args: tuple[object, ...], script: Script | None = None) -> bytes:
+    """Serialize `fn` and `args` by value: also lambdas, closures, and functions and classes of a cell.
 
-    Raises `TypeError` that names the argument or variable that cannot be sent.
+    Functions and classes that `script` defines are sent by name: the rank has imported the script.
+
+    Raises:
+        TypeError: Names the argument or variable that cannot be sent.
     """
+    buffer = io.BytesIO()
     try:
-        return cloudpickle.dumps((fn, args))
+        _CallPickler(buffer, script).dump((fn, args))
+        return buffer.getvalue()
     except Exception as error:
         culprit = _culprit_in_call(fn, args) or f"the call of {name_of(fn)}"
         raise TypeError(
@@ -47,6 +54,19 @@ def dump_result(result: object) -> bytes:
         culprit = _culprit(result, "result") or "the result"
         raise TypeError(f"{culprit} cannot be sent back to the parent: {error}. Return plain data instead.") from None
     return buffer.getvalue()
+
+
+class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends by name what the rank's script defines. cloudpickle sends everything in `__main__` by value."""
+
+    def __init__(self, buffer: io.BytesIO, script: Script | None) -> None:
+        super().__init__(buffer)
+        self._script = script
+
+    def reducer_override(self, value: Any) -> Any:
+        if self._script is not None and self._script.defines(value):
+            return NotImplemented  # as pickle does: module and name
+        return super().reducer_override(value)
 
 
 class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
