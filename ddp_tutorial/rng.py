@@ -1,10 +1,8 @@
-"""Random numbers that depend on what they are for, and not on who draws them, or when."""
+"""Seed, save and restore the random number generators of Python, NumPy and torch, always all of them together."""
 
-import ctypes
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,93 +10,51 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 
 def seed_of(*entropy: int) -> int:
-    """A seed of 32 bits, mixed from any number of whole numbers: those of (1, 0) and (0, 1) have nothing in common.
+    """Return a 32-bit seed mixed from any number of integers. The seeds of (1, 0) and (0, 1) are unrelated.
 
-    Do not add them up: with seed + rank, rank 1 of one run draws the same as rank 0 of the next.
+    Do not use sums such as seed + rank: rank 1 of one run would draw the same numbers as rank 0 of the next.
     """
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
-def reseed(*entropy: int) -> None:
-    """Seed torch (on all devices), NumPy and Python, each differently, from `entropy` alone."""
-    _reseed(torch.manual_seed, entropy)
+def reseed(*entropy: int, device: torch.device | None = None) -> None:
+    """Seed Python, NumPy, torch on the CPU, and `device` if it is a GPU, from `entropy` alone.
 
-
-def _reseed(torchs: Callable[[int], object], entropy: tuple[int, ...]) -> None:
-    # Torch's seed is that of `seed_of`. One mixing for all three, since it takes longer than all else.
+    Torch's seed is `seed_of(*entropy)`; the others differ from it. NumPy's global generator becomes an MT19937 if it is
+    of another kind.
+    """
     for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3).tolist()
-    torchs(for_torch)
+    # torch.manual_seed would seed every GPU. Without one in use, it saves a stack trace instead: 2 ms a call.
+    torch.default_generator.manual_seed(for_torch)
+    if device is not None and device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(for_torch)
+    if not isinstance(get_bit_generator(), np.random.MT19937):  # np.random.seed refuses any other kind
+        set_bit_generator(np.random.MT19937())
     np.random.seed(for_numpy)
     random.seed(for_python)
 
 
 @contextmanager
-def seeded_rng(*entropy: int, device: torch.device | None = None) -> Iterator[None]:
-    """In the block, what torch, NumPy and Python draw depends on `entropy` alone; after it, their states are as before.
-
-    Torch's numbers are those of the CPU, and of `device` if that is a GPU.
-    """
-    if device is not None and device.type == "cuda":
-        with torch.random.fork_rng(devices=[device]), _numpy_and_python_kept():
-            reseed(*entropy)
-            yield
-        return
-    # torch.manual_seed would seed the GPUs, too: slow, and nobody would restore their states.
-    before = torch.default_generator.get_state()
-    try:
-        with _numpy_and_python_kept():
-            _reseed(torch.default_generator.manual_seed, entropy)
-            yield
-    finally:
-        torch.default_generator.set_state(before)
-
-
-@contextmanager
-def _numpy_and_python_kept() -> Iterator[None]:
-    """In the block, seed and draw as you like; after it, the states of NumPy and Python are as before."""
-    before = random.getstate()
-    put_back = _numpy.put_aside()
+def kept_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Restore all generators after the block: those of Python, NumPy, torch on the CPU, and `device` if it is a GPU."""
+    python, cpu = random.getstate(), torch.get_rng_state()
+    generator, numpy = get_bit_generator(), np.random.get_state(legacy=False)
+    gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
     try:
         yield
     finally:
-        random.setstate(before)
-        put_back()
+        random.setstate(python)
+        set_bit_generator(generator)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if gpu is not None and device is not None:
+            torch.cuda.set_rng_state(gpu, device)
 
 
-class _NumPy:
-    """NumPy's global generator, put aside while its functions draw from another one.
-
-    NumPy's global functions are given another generator, which takes a microsecond; `np.random.get_state` and
-    `set_state` take 80 each. One part of the state is not in the generator: NumPy makes normal numbers in pairs, and
-    keeps the second of a pair beside it. Exchanging generators loses that number, so it is noted and put back.
-    """
-
-    _BYTES = 4 * 624 + 4  # of the state of MT19937: its words, and the place in them
-
-    def __init__(self) -> None:
-        self._other = np.random.MT19937(0)
-
-    def put_aside(self) -> Callable[[], None]:
-        """Exchange the generator; call what is returned to have it back as it was."""
-        before = get_bit_generator()
-        if type(before) is not np.random.MT19937 or before is self._other:  # somebody's own; a block inside of a block
-            state = np.random.get_state(legacy=False)
-            set_bit_generator(np.random.MT19937(0))
-            return lambda: _put_back(before, state)
-        address = before.ctypes.state_address
-        words = ctypes.string_at(address, self._BYTES)
-        second: float | None = np.random.standard_normal()
-        if ctypes.string_at(address, self._BYTES) != words:  # none was waiting: a new pair has been made
-            ctypes.memmove(address, words, self._BYTES)
-            second = None
-        set_bit_generator(self._other)
-        return lambda: _put_back(before, None if second is None else {"has_gauss": 1, "gauss": second})
-
-
-def _put_back(generator: np.random.BitGenerator, state: Mapping[str, Any] | None) -> None:
-    set_bit_generator(generator)
-    if state:
-        np.random.set_state({**np.random.get_state(legacy=False), **state})
-
-
-_numpy = _NumPy()
+@contextmanager
+def seeded_rng(*entropy: int, device: torch.device | None = None) -> Iterator[None]:
+    """Inside, random numbers depend on `entropy` alone; after it, all generators are restored (see `kept_rng`)."""
+    with kept_rng(device):
+        reseed(*entropy, device=device)
+        yield

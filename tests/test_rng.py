@@ -1,15 +1,27 @@
-"""Random numbers: what a block draws depends on its entropy alone, and nobody outside notices that there was one."""
+"""Random numbers: a seeded block depends on its entropy alone and has no effect outside; so have runs and evaluations.
+
+Every claim is made of all three generators: Python's, NumPy's and torch's.
+"""
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
 
-from ddp_tutorial.rng import seeded_rng
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.rng import reseed, seed_of, seeded_rng
+from ddp_tutorial.sharding.sources import make_source
+from ddp_tutorial.training.config import TrainConfig
+from ddp_tutorial.training.trainer import Trainer
+from ddp_tutorial.world import World
 
 DRAWS: dict[str, Callable[[], float]] = {
     "torch": lambda: float(torch.rand(())),
@@ -71,3 +83,90 @@ def test_another_generator_of_numpy_is_put_back() -> None:
         assert found == expected
     finally:
         np.random.set_bit_generator(before)
+
+
+def test_reseed_seeds_all_generators_and_replaces_another_generator_of_numpy() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        reseed(1, 2)
+        expected = drawn(sorted(DRAWS))
+        np.random.set_bit_generator(np.random.PCG64(5))
+        reseed(1, 2)
+        assert drawn(sorted(DRAWS)) == expected
+        reseed(1, 3)
+        assert drawn(["numpy"]) != expected[:1]
+        torch.manual_seed(seed_of(1, 2))
+        assert drawn(["torch"]) == [expected[sorted(DRAWS).index("torch")]]
+    finally:
+        np.random.set_bit_generator(before)
+
+
+# ------------------------------------------------------------------------------------------------------ whole runs
+
+
+def noise() -> float:
+    return random.random() + float(np.random.normal()) + float(torch.rand(()))
+
+
+class Noise(nn.Module):
+    """Multiply by random numbers in training, as dropout does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 0.1 * noise()) if self.training else x
+
+
+class NoisySamples(Dataset[Any]):
+    """Samples with a random transform."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((8,), index / 24) + noise(), torch.tensor([index / 24])
+
+
+def noisy_loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    """A loss that draws in evaluation too, and in the check that it returns a sum."""
+    return (1 + 0.1 * noise()) * F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+
+def train(world: World, name: str, strategy: str, eval_every: int, resume: str = "never") -> Any:
+    random.seed()  # as in a process that has just started
+    np.random.seed()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 1))
+    config = TrainConfig(
+        name=f"{strategy}-{name}",
+        strategy=strategy,  # type: ignore[arg-type]
+        steps=6,
+        eval_every=eval_every,
+        tensorboard=False,
+        checkpoint={"every": 3, "keep_last": 2},  # type: ignore[arg-type]
+        resume=resume,
+    )
+    source = make_source(NoisySamples(), 8, world)
+    return Trainer(model, source, noisy_loss, world, config, held_out=NoisySamples()).train()
+
+
+def train_in_several_ways(world: World, strategies: list[str]) -> dict[str, dict[str, Any]]:
+    return {
+        strategy: {
+            "first": train(world, "first", strategy, eval_every=3),
+            "same config": train(world, "again", strategy, eval_every=3),
+            "evaluated at each step": train(world, "often", strategy, eval_every=1),
+            "resumed": train(world, "resumed", strategy, 3, f"runs/{strategy}-first/checkpoints/step_00000003"),
+        }
+        for strategy in strategies
+    }
+
+
+@pytest.mark.usefixtures("workdir")
+def test_random_models_and_data_are_reproducible_evaluated_and_resumed_bitwise() -> None:
+    strategies = ["ddp", "invariant"]
+    for ways in launch(train_in_several_ways, 2, strategies, device="cpu", threads=1, echo=False, timeout=120):
+        for strategy in strategies:
+            first = ways[strategy]["first"]
+            for way, result in ways[strategy].items():
+                assert result.weights == first.weights, f"{strategy}, {way}"
+                assert result.losses == first.losses
+                assert {step: result.evaluations[step] for step in (3, 6)} == first.evaluations

@@ -10,6 +10,7 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Loss, call_loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.rng import kept_rng
 from ddp_tutorial.sharding.order import deal
 from ddp_tutorial.sharding.samples import Data
 from ddp_tutorial.sharding.sharded import to_device
@@ -27,17 +28,17 @@ def evaluate(
     batch_size: int,
     precision: Precision | None = None,
 ) -> dict[str, float]:
-    """The mean loss and metrics over the first `count` held-out samples, or all where there are fewer.
+    """Return the mean loss and metrics over the first `count` held-out samples, or over all if there are fewer.
 
-    Each sample is seen by exactly one rank, `batch_size` at a time: no rank pads, and what is shown is a mean of sums.
-    A rank with fewer batches than rank 0 computes one more, which does not count: where weights are sharded, a forward
-    is collective.
-    Collective; leaves each module in training or not, as it was.
+    Collective. Each rank evaluates its own samples, `batch_size` at a time; no rank pads, and the result is a mean of
+    sums. A rank with fewer batches than rank 0 computes one more, which does not count: with sharded weights, a forward
+    pass is collective. Restores the mode of each module, and all random number generators: training must not depend on
+    when it is evaluated.
     """
     precision = precision or Precision(world=world)
     mine, of_rank_zero = (deal(np.arange(min(count, len(held_out))), rank, world.size) for rank in (world.rank, 0))
     sums: dict[str, tuple[float, float]] = {}
-    with evaluating(model):
+    with kept_rng(world.device), evaluating(model):
         for start in range(0, len(of_rank_zero), batch_size):
             own = mine[start : start + batch_size]
             batch: Any = to_device(held_out.fetch(own if len(own) else of_rank_zero[:1]), world.device)

@@ -23,6 +23,7 @@ from ddp_tutorial.checkpoint.components import Component, Shared
 from ddp_tutorial.collectives import any_rank
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.phases import phase
+from ddp_tutorial.rng import kept_rng
 from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.optimization import (
@@ -225,8 +226,7 @@ def is_a_mean(loss: Loss, model: nn.Module, batch: Any, precision: Precision) ->
     """
     few = tree_map(lambda leaf: leaf[:2], batch)
     twice = tree_map(lambda leaf: torch.cat([leaf, leaf]), few)
-    devices = [leaf.device for leaf in tree_leaves(batch)[:1] if leaf.device.type == "cuda"]
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), evaluating(model), precision.autocast():
+    with kept_rng(tree_leaves(batch)[0].device), torch.no_grad(), evaluating(model), precision.autocast():
         try:
             pairs = [call_loss(loss, model, each)[1][LOSS] for each in (few, twice)]
         except Exception:  # what is wrong with the loss will be told where it is used

@@ -28,7 +28,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import RUNS, without_nan, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.rank import progress
-from ddp_tutorial.rng import reseed, seed_of
+from ddp_tutorial.rng import reseed
 from ddp_tutorial.runs.rank_logs import LOG
 from ddp_tutorial.runs.record import RunRecord, open_folder, require_rank_zeros
 from ddp_tutorial.sharding.samples import as_samples
@@ -93,7 +93,7 @@ class Trainer:
         self.held_out = None if held_out is None else as_samples(held_out)
         if self.held_out is not None:
             require_same_samples(self.held_out, world, "held-out samples")
-        torch.manual_seed(seed_of(config.seed, world.rank))  # different on every rank: so is dropout
+        reseed(config.seed, world.rank, device=world.device)  # different on every rank, for dropout
         self.settings = config.model_dump(mode="json")
         options = config.checkpoint
         if not options.shared:  # what rank 0 cannot do for all is refused before there is a folder
@@ -217,8 +217,8 @@ class Trainer:
         }
 
     def reseed(self, step: int) -> None:
-        """Seed this rank's random numbers anew from seed, rank and `step`: a world of another size goes on after it."""
-        reseed(self.config.seed, self.world.rank, step)
+        """Seed this rank's generators from the seed, the rank and `step`, to resume on a different number of ranks."""
+        reseed(self.config.seed, self.world.rank, step, device=self.world.device)
 
     def progress(self) -> dict[str, Any]:
         """How far the run is, as plain values and tensors."""
