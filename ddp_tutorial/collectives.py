@@ -6,6 +6,7 @@ receive.
 """
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.config import ConfigError, FailedError
+from ddp_tutorial.config import FailedError
 from ddp_tutorial.world import World, require_group
 
 Thing = TypeVar("Thing")
@@ -98,20 +99,31 @@ def from_rank_zero(world: World, thing: Thing) -> Thing:
 
 
 def decided_by_rank_zero(world: World, decide: Callable[[], Thing]) -> Thing:
-    """What `decide` returns on rank 0, on every rank: rank 0's disk is not everybody's, so one looks for all.
+    """Call `decide` on rank 0 and return its result on every rank. Collective.
 
-    What it raises there, all raise: a `ConfigError`, a `FailedError`, or an error of the disk.
+    Use it for anything that depends on a disk: nodes may not share one. If `decide` raises, every rank raises the same
+    exception, or `RankZeroFailedError` if it cannot be pickled.
     """
-    found: Thing | Exception | None = None
+    found: Thing | None = None
+    error: Exception | None = None
     if world.is_main:
         try:
             found = decide()
-        except (ConfigError, FailedError, OSError) as error:
-            found = error
-    found = from_rank_zero(world, found)
-    if isinstance(found, Exception):
-        raise found
+        except Exception as caught:
+            error = caught
+    found, sent = from_rank_zero(world, (found, None if error is None else _picklable(error)))
+    if sent is not None:
+        raise sent if error is None else error
     return found  # type: ignore[return-value]
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return `error`, or a `RankZeroFailedError` that describes it if other ranks could not unpickle it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RankZeroFailedError(f"rank 0 failed: {type(error).__name__}: {error}")
+    return error
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def talk(world: World) -> dict[str, Any]:
 
 
 def everything(world: World, folder: Path) -> dict[str, Any]:
-    return {each.__name__: each(world) for each in (talk, take_turns, compare, follow)}
+    parts = (talk, take_turns, let_rank_zero_decide, compare, follow)
+    return {each.__name__: each(world) for each in parts}
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -163,6 +165,42 @@ def compare(world: World) -> dict[str, str]:
     said = {name: error_of(lambda tensors=tensors: assert_same(world, tensors)) for name, tensors in cases.items()}
     said["first"] = error_of(lambda: assert_same(world, {"w": torch.tensor(float(world.is_main))}, "weight"))
     return said
+
+
+class UnpicklableError(Exception):
+    def __init__(self, path: str, number: int) -> None:  # pickle calls it with `args`, which is one text
+        super().__init__(f"{path} has number {number}")
+
+
+FAILURES: dict[str, Exception] = {
+    "of the disk": PermissionError(13, "Permission denied", "manifest.json"),
+    "of Python": RecursionError("maximum recursion depth exceeded"),
+    "of nobody's": UnpicklableError("manifest.json", 3),
+}
+
+
+def let_rank_zero_decide(world: World) -> dict[str, Any]:
+    def fail(error: Exception) -> None:
+        raise error
+
+    said: dict[str, Any] = {
+        "returned": decided_by_rank_zero(world, lambda: ValueError(f"returned by rank {world.rank}")).args
+    }
+    for name, error in FAILURES.items():
+        said[name] = error_of(partial(decided_by_rank_zero, world, partial(fail, error)))
+    said["afterwards"] = total(world, torch.tensor(1)).item()
+    return said
+
+
+def test_any_exception_in_rank_zeros_decision_is_raised_on_all_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
+    said = [each["let_rank_zero_decide"] for each in heard]
+    for rank in range(nprocs):
+        assert said[rank]["returned"] == ("returned by rank 0",)
+        assert said[rank]["of the disk"] == "PermissionError: [Errno 13] Permission denied: 'manifest.json'"
+        assert said[rank]["of Python"] == "RecursionError: maximum recursion depth exceeded"
+        wanted = "UnpicklableError: manifest.json has number 3"
+        assert said[rank]["of nobody's"] == (f"RankZeroFailedError: rank 0 failed: {wanted}" if rank else wanted)
+        assert said[rank]["afterwards"] == nprocs
 
 
 def test_tensors_that_differ_are_named_with_the_ranks_on_every_rank(heard: list[dict[str, Any]], nprocs: int) -> None:

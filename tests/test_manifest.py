@@ -22,6 +22,7 @@ from ddp_tutorial.checkpoint.manifest import (
     latest,
     name_of,
     read_manifest,
+    read_verified,
     sha256_of_json,
     to_remove,
     verify,
@@ -77,21 +78,12 @@ def test_listing_takes_no_torch() -> None:
         (json.dumps(CONTENT | {"schema_version": 2}), r"newer version \(schema 2; this one knows up to 1\)"),
         (json.dumps({**CONTENT, "step": "three"}), r"is damaged: its checksum"),
         (sealed({**CONTENT, "step": "three"}), r"is damaged: step: "),
-        (
-            sealed(
-                CONTENT
-                | {
-                    "components": {
-                        "x": {
-                            "shared": "global",
-                            "span": 1,
-                            "files": [{"path": "../../secrets", "rank": 0, "nbytes": 1, "sha256": ""}],
-                        }
-                    }
-                }
-            ),
-            "names files outside of its folder",
-        ),
+        ("[" * 200_000, "is damaged"),
+        ('{"a":' * 200_000, "is damaged"),
+        ('{"a":' * 900 + "1" + "}" * 900, "is damaged"),  # deep enough to read, and too deep to write again
+        ("1" * 5_000, "is damaged"),
+        ('{"schema_version": 1e400}', "is damaged"),
+        ('{"a": "\\ud800", "sha256": "0"}', "is damaged"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_told(written: str, told: str, tmp_path: Path) -> None:
@@ -100,6 +92,51 @@ def test_a_manifest_that_cannot_be_used_is_told(written: str, told: str, tmp_pat
     with pytest.raises(CheckpointError, match=told):
         read_manifest(folder)
     assert len(verify(folder)) == 1
+
+
+def listing(path: str) -> dict[str, Any]:
+    """The components of a manifest with one file."""
+    stored = {"path": path, "rank": 0, "nbytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    return {"components": {"x": {"shared": "global", "span": 1, "files": [stored]}}}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("../secret.pt", "x/../../secret.pt", "..", "{outside}/secret.pt", "link.pt", "inner/secret.pt"),
+        *(
+            "..\\secret.pt",
+            "x\\..\\..\\secret.pt",
+            "\\secret.pt",
+            "C:\\secret.pt",
+            "C:secret.pt",
+            "\\\\host\\secret.pt",
+        ),
+        *("secret.pt\0", "x\ud800.pt", "loop.pt"),
+    ],
+)
+def test_a_manifest_cannot_name_a_file_outside_its_folder(path: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    folder = made(outside, 3, **listing(path.format(outside=outside)))
+    (outside / "secret.pt").write_bytes(b"secret")
+    (folder / "link.pt").symlink_to("../secret.pt")
+    (folder / "loop.pt").symlink_to("loop.pt")
+    (folder / "inner").symlink_to(outside)
+    with pytest.raises(CheckpointError, match=r"is damaged|cannot be read"):
+        read_verified(folder)
+
+
+def test_a_manifest_names_files_in_its_folder_also_through_links(tmp_path: Path) -> None:
+    """The counterpart of the test above: these names are all good."""
+    real = made(tmp_path / "elsewhere", 3, **listing("part one/x..pt"))
+    (real / "part one").mkdir()
+    (real / "part one" / "file").write_bytes(b"secret")
+    (real / "part one" / "x..pt").symlink_to("file")
+    (tmp_path / "step_00000003").symlink_to(real)
+    assert verify(tmp_path / "step_00000003") == []
+    (real / "part one" / "file").unlink()
+    os.mkfifo(real / "part one" / "file")
+    assert verify(real) == [f"{real / 'part one' / 'x..pt'} is not a file"]
 
 
 def test_any_bit_of_a_manifest_that_has_changed_is_noticed(tmp_path: Path) -> None:

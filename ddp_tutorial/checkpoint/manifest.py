@@ -11,9 +11,11 @@ name and a manifest is complete; `verify` finds out whether its files have been 
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -130,35 +132,59 @@ def latest(parent: Path) -> Path | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `CheckpointError` for a folder that is no checkpoint, and for a manifest that this version cannot read."""
+    """Return the manifest of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: If `folder` is not a checkpoint, or its manifest is damaged or of a newer version, or lists
+            files that are not in the folder.
+    """
+    path = folder / MANIFEST
     try:
-        about_to("read", folder / MANIFEST)
-        content = json.loads((folder / MANIFEST).read_bytes())
+        about_to("read", path)
+        manifest = _parsed(path.read_bytes(), folder)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: there is no {MANIFEST} in it") from None
     except OSError as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: it is no object")
-    version, seal = content.get("schema_version"), content.pop("sha256", None)
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # RecursionError: objects nested thousands deep
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    return manifest
+
+
+def _parsed(content: bytes, folder: Path) -> Manifest:
+    """Return the manifest of `folder` in `content`.
+
+    Raises:
+        CheckpointError: If it is of a newer version.
+        ValueError, RecursionError: If it is damaged.
+    """
+    fields = json.loads(content)
+    if not isinstance(fields, dict):
+        raise ValueError("it is not a JSON object")  # noqa: TRY004, the content is wrong, not a type
+    version, seal = fields.get("schema_version"), fields.pop("sha256", None)
     if isinstance(version, int) and version > SCHEMA:
         raise CheckpointError(
             f"{folder} was written by a newer version (schema {version}; this one knows up to {SCHEMA}). "
             "Update ddp_tutorial to read it."
         )
-    if seal != sha256_of_json(content):
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: its checksum is not the one in it")
+    if seal != sha256_of_json(fields):
+        raise ValueError("its checksum is not the one in it")
     try:
-        manifest = Manifest.model_validate(content)
+        manifest = Manifest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: {where}: {first['msg']}") from None
-    if any(Path(file.path).is_absolute() or ".." in Path(file.path).parts for file in manifest.files):
-        raise CheckpointError(f"{folder / MANIFEST} names files outside of its folder")
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if outside := [file.path for file in manifest.files if not _is_inside(folder, file.path)]:
+        raise ValueError(f"it names a file outside of its folder, {outside[0]!r}")
     return manifest
+
+
+def _is_inside(folder: Path, path: str) -> bool:
+    """Return whether `path`, on any operating system, names a file in `folder`, not through a link that leaves it."""
+    names = PureWindowsPath(path)  # which splits at both kinds of slashes, and knows drives
+    if names.anchor or ".." in names.parts or "\0" in path:
+        return False
+    return Path(os.path.realpath(folder / path)).is_relative_to(os.path.realpath(folder))
 
 
 def verify(folder: Path) -> list[str]:
@@ -185,7 +211,9 @@ def _problems(folder: Path, manifest: Manifest) -> list[str]:
 def _problem(folder: Path, file: StoredFile) -> str | None:
     path = folder / file.path
     try:
-        if (nbytes := path.stat().st_size) != file.nbytes:
+        if not stat.S_ISREG((found := path.stat()).st_mode):  # reading a pipe would wait forever
+            return f"{path} is not a file"
+        if (nbytes := found.st_size) != file.nbytes:
             return f"{path} has {nbytes:,} bytes and should have {file.nbytes:,}"
         if sha256_of(path) != file.sha256:
             return f"{path} is damaged: its checksum is not the one in the manifest"
