@@ -1,9 +1,11 @@
 """Training: the same work on one process and on many, and what a run leaves behind."""
 
+import errno
 import json
 import math
 import os
 import signal
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.processes.launcher import RankError, launch
+from ddp_tutorial.files import Operation, finished_name, observe_disk
 from ddp_tutorial.runs.rank_logs import rank_log
 from ddp_tutorial.sharding.corpus import load_corpus
 from ddp_tutorial.sharding.order import Order
@@ -30,6 +33,8 @@ from ddp_tutorial.world import World
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
+from disk import failing
+from ranks import error_of
 TINY = ModelConfig(layers=1, heads=2, width=32, context=32)
 QUICK = TaskConfig(
     corpus="stories",
@@ -258,6 +263,53 @@ def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
 def test_a_name_that_is_taken_gets_a_number() -> None:
     config = changed(QUICK, name="mine", steps=1)
     assert [train(World(), config).run for _ in range(3)] == [
+def finish(world: World, config: TaskConfig) -> dict[str, Any]:
+    """Is the result there when a rank returns, if rank 0's disk is slow? What is raised if that disk is full?"""
+
+    def slow(operation: Operation, path: Path) -> None:
+        if finished_name(path) == "result.json":
+            time.sleep(0.3)
+
+    with observe_disk(slow):
+        is_there = (train(world, config).run / "result.json").exists()
+    with observe_disk(failing(("write", "result.json"), errno.ENOSPC)):
+        return {"is there": is_there, "full": error_of(lambda: train(world, config))}
+
+
+def test_no_rank_returns_before_rank_0_has_written_the_result() -> None:
+    for rank in launch(finish, 2, changed(QUICK, steps=1), device="cpu", threads=1, echo=False, timeout=60):
+        assert rank == {"is there": True, "full": "OSError: [Errno 28] No space left on device"}
+
+
+def samples_of_forwards(world: World, ways: list[dict[str, Any]]) -> list[dict[str, set[int]]]:
+    """For each way to train, the numbers of samples of a forward pass in training and in evaluation."""
+    found: list[dict[str, set[int]]] = []
+
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        found[-1]["training" if torch.is_grad_enabled() else "evaluation"].add(len(batch[0]))
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    data = TensorDataset(torch.rand(64, 8, generator=torch.Generator().manual_seed(0)))
+    for way in ways:
+        found.append({"training": set(), "evaluation": set()})
+        config = TrainConfig(steps=1, tensorboard=False, **way)
+        Trainer(nn.Linear(8, 1), make_source(data, 16, world), loss, world, config, held_out=data).train()
+    return found
+
+
+def test_a_forward_of_evaluation_has_no_more_samples_than_one_of_training() -> None:
+    ways = [
+        {},
+        {"accumulation": 3},
+        {"strategy": "invariant", "micro_batches": 8},
+        {"strategy": "zero2", "accumulation": 4},
+    ]
+    for rank in launch(samples_of_forwards, 2, ways, device="cpu", threads=1, echo=False, timeout=60):
+        assert [each["training"] for each in rank] == [{8}, {2, 3}, {2}, {2}]
+        # 2 and 4 are those of the check that the loss is a sum.
+        assert [each["evaluation"] for each in rank] == [{2, 4, 8}, {2, 4}, {2, 4}, {2, 4}]
+
+
         Path("runs") / name for name in ("mine", "mine-2", "mine-3")
     ]
     unnamed = train(World(), changed(QUICK, steps=1)).run.name

@@ -23,7 +23,7 @@ from ddp_tutorial.accumulation.loss import LOSS, Loss
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf, require_whole
 from ddp_tutorial.checkpoint.resuming import Start, find_start
-from ddp_tutorial.collectives import any_rank, assert_same, digest
+from ddp_tutorial.collectives import any_rank, assert_same, decided_by_rank_zero, digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import RUNS, without_nan, write_json
 from ddp_tutorial.phases import phase
@@ -271,7 +271,10 @@ class Trainer:
         return means
 
     def finish(self) -> TrainResult:
-        """Check that the ranks ended up with the same weights; rank 0 writes the model, and the result last."""
+        """Check that the ranks have the same weights; rank 0 writes the model, and the result last.
+
+        Collective. No rank returns before rank 0 has written, and if rank 0 cannot write, all ranks raise its error.
+        """
         self.stopping.close()
         self.train_step.strategy.sync_buffers()
         has_just_saved = self.is_due(self.config.checkpoint.every)
@@ -296,9 +299,13 @@ class Trainer:
             used = self.record.usage.of_ranks_in_all()
             if used["straggler"]:
                 LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
-            if self.world.is_main and not self.run.result.exists():  # as that of a finished run, said again, does
-                save_model(model, self.run.model)
-                self.record.write_result(self.summary(result, used))
+
+            def write() -> None:
+                if not self.run.result.exists():  # it exists if a finished run is run again
+                    save_model(model, self.run.model)
+                    self.record.write_result(self.summary(result, used))
+
+            decided_by_rank_zero(self.world, write)
         return result
 
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:
