@@ -38,10 +38,10 @@ def mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and its count, not yet divided: those of ranks and micro-batches can be added up, means cannot."""
+    """A sum and its count, not yet divided: unlike means, they can be summed over ranks and micro-batches."""
 
     sum: torch.Tensor
-    count: int
+    count: float
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.sum + other.sum, self.count + other.count)
@@ -49,7 +49,7 @@ class Mean:
 
 def mean_over_ranks(world: World, means: list[Mean]) -> list[float]:
     """Each mean over the samples of all ranks, in one collective. Every rank must give equally many means."""
-    pairs = [torch.stack([mean.sum.double(), mean.sum.new_tensor(mean.count).double()]) for mean in means]
+    pairs = [as_vector([mean.sum, mean.count], mean.sum.device) for mean in means]
     sums, counts = total(world, torch.stack(pairs)).unbind(1)
     values: list[float] = (sums / counts).tolist()
     return values

@@ -355,6 +355,11 @@ def test_a_digest_is_of_the_values_wherever_they_lie() -> None:
     assert digest({"a": tensor.requires_grad_()}) == digest({"a": tensor.detach()})
 
 
+def test_a_fractional_or_large_count_is_kept_whatever_the_dtype_of_the_sum() -> None:
+    means = [Mean(torch.tensor(1), 0.5), Mean(torch.tensor(2.0**24 + 2), 2**24 + 1)]
+    assert mean_over_ranks(World(), means) == [2.0, (2**24 + 2) / (2**24 + 1)]
+
+
 def test_sums_and_counts_add_up() -> None:
     both = Mean(torch.tensor(6.0), 3) + Mean(torch.tensor(10.0), 1)
     assert (both.sum.item(), both.count) == (16.0, 4)
@@ -399,6 +404,21 @@ def test_a_record_says_all_about_its_step(log: StepLog, tmp_path: Path) -> None:
     assert first == {"step": 1, "loss": 2.5, "tokens": 100, **rest}
     assert second == {"step": 2, "loss": 1.5, "tokens": 200, **rest}
     assert log.losses == [2.5, 1.5]
+
+
+@pytest.mark.parametrize(("count", "written"), [(0.5, "10"), (1.9, "38"), (2.5, "50"), (0.125, "2.5")])
+def test_fractional_counts_add_up_in_the_log_and_in_the_rate(count: float, written: str, tmp_path: Path) -> None:
+    log = StepLog(World(), tmp_path / "log.jsonl", events=True)
+    log.open()
+    for step in range(1, 21):
+        log.add(step, {"loss": 1.0}, count, torch.tensor(0.25), 0.125, {})
+    log.close()
+    last = records(tmp_path / "log.jsonl")[-1]
+    assert json.dumps(last["samples"]) == written
+    assert log.rates[0] > 0
+    [events] = tmp_path.glob("events.*")
+    assert b"samples_per_second" in events.read_bytes()
+    assert b"samples\x15" not in events.read_bytes(), "a total is not a curve"
 
 
 def test_a_flush_writes_every_step_so_far(log: StepLog, tmp_path: Path) -> None:

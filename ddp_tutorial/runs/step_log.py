@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
@@ -33,15 +33,15 @@ class StepLog:
         self.unit = unit
         self.losses: list[float] = []
         self.rates: list[float] = []  # of `unit` per second, between flushes
-        self.count = 0  # of `unit`, since the run began
+        self.count = 0.0  # of `unit`, since the run began; a loss with weighted samples counts fractions
         self._path = path
         self._is_main = world.is_main
         self._file: FileIO | None = None
         self._pending: list[tuple[Any, ...]] = []  # what `add` was given: records are quicker made many at a time
-        self._events = Events(path.parent) if events and world.is_main else None
+        self._events = Events(path.parent, totals={unit, "elapsed"}) if events and world.is_main else None
         self._began = time.monotonic()
         self._flushed = time.monotonic()
-        self._flushed_count = 0
+        self._flushed_count = 0.0
 
     def open(self) -> None:
         """Make the file, on rank 0, or go on at its end where it is there."""
@@ -60,10 +60,15 @@ class StepLog:
     ) -> None:
         """One step: means of the loss and the metrics over all ranks, how much the loss has counted, the norm of the
         gradient before clipping, seconds by phase, and other numbers."""
-        self.count += int(count)
+        self.count += count
         self.losses.append(means["loss"])
-        known = {"step": step, "learning_rate": learning_rate, self.unit: self.count, "elapsed": self.elapsed()}
+        known = {"step": step, "learning_rate": learning_rate, self.unit: self._total(), "elapsed": self.elapsed()}
         self._pending.append((known, seconds, others, means, grad_norm))
+
+    def _total(self) -> float:
+        """Return the count as it is written: an integer, unless the loss counts fractions."""
+        rounded = round(self.count, 6)
+        return int(rounded) if rounded.is_integer() else rounded
 
     def flush(self) -> None:
         """Write the steps since the last flush."""
@@ -89,12 +94,13 @@ class StepLog:
             )
         )
 
-    def go_back(self, step: int, losses: list[float], count: int) -> None:
+    def go_back(self, step: int, losses: list[float], count: float) -> None:
         """Carry on after `step` of an earlier run: cut its file back, so that no step is in it twice.
 
         A line that cannot be read, as a disk may leave it, is left out, as readers do.
         """
-        self.losses, self.count, self._flushed_count = list(losses), count, count
+        self.losses = list(losses)
+        self.count = self._flushed_count = float(count)
         self._pending = []
         if self._file is not None:
             kept = [row for row in read_lines(self._path) if isinstance(row.get("step"), int) and row["step"] <= step]
@@ -159,20 +165,20 @@ class Events:
     after that step in the file before does not count.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, totals: Set[str] = frozenset({"elapsed"})) -> None:
         from tensorboardX import SummaryWriter  # now, rather than in the time of a step
         from tensorboardX.proto.summary_pb2 import Summary
 
-        self._summary = Summary
+        self._summary, self._totals = Summary, totals
         self._open = partial(SummaryWriter, str(folder), flush_secs=10)
         self._purge_step: int | None = None
         self._writer: Any = None
 
     def write(self, record: dict[str, Any]) -> None:
-        """One point of every curve: all numbers of a record but the step, the time and what is counted up."""
+        """Write one point of every curve: all numbers of a record but the step, other integers, and totals."""
         if self._writer is None:
             self._writer = self._open(purge_step=self._purge_step)
-        shown = {name: value for name, value in record.items() if isinstance(value, float) and name != "elapsed"}
+        shown = {name: value for name, value in record.items() if isinstance(value, float) and name not in self._totals}
         # At once: one by one, as add_scalar takes them, they cost a fast step several percent.
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
         self._writer.file_writer.add_summary(self._summary(value=values), record["step"])

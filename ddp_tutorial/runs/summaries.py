@@ -217,7 +217,7 @@ class Summary:
     loss: Values | None
     eval_loss: Values | None
     unit: str  # what the loss counts: tokens, samples
-    count: int | None  # of that, in all
+    count: float | None  # of that, in all
     rate: float | None  # of that, per second: the median over the run
     phases: dict[str, float]  # seconds of rank 0
     inside_grads: dict[str, float]
@@ -284,9 +284,9 @@ def unit_of(rows: Sequence[Row]) -> str:
     return next(names, f"tokens{PER_SECOND}").removesuffix(PER_SECOND)
 
 
-def _count(rows: Sequence[Row], unit: str) -> int | None:
-    found = [count for row in rows if (count := number(row, unit)) is not None]
-    return int(max(found)) if found else None
+def _count(rows: Sequence[Row], unit: str) -> float | None:
+    """Return how many `unit` the run has counted, None without a count. Weighted samples count fractions."""
+    return max((count for row in rows if (count := number(row, unit)) is not None), default=None)
 
 
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
