@@ -13,28 +13,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import Operation, finished_name, observe_disk
 from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.processes.launcher import RankError, launch
-from ddp_tutorial.files import Operation, finished_name, observe_disk
 from ddp_tutorial.runs.rank_logs import rank_log
 from ddp_tutorial.sharding.corpus import load_corpus
 from ddp_tutorial.sharding.order import Order
+from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.adamw import AdamW
-from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.optimization import learning_rate_factor, make_optimizer
 from ddp_tutorial.training.tasks import launch_training, make_trainer, train
-from ddp_tutorial.training.trainer import TrainResult
+from ddp_tutorial.training.trainer import Trainer, TrainResult
 from ddp_tutorial.world import World
+from disk import failing
+from ranks import error_of
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
-from disk import failing
-from ranks import error_of
 TINY = ModelConfig(layers=1, heads=2, width=32, context=32)
 QUICK = TaskConfig(
     corpus="stories",
@@ -260,9 +263,6 @@ def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
     assert digest(GPT.from_pretrained(run / "model").state_dict()) == result.weights
 
 
-def test_a_name_that_is_taken_gets_a_number() -> None:
-    config = changed(QUICK, name="mine", steps=1)
-    assert [train(World(), config).run for _ in range(3)] == [
 def finish(world: World, config: TaskConfig) -> dict[str, Any]:
     """Is the result there when a rank returns, if rank 0's disk is slow? What is raised if that disk is full?"""
 
@@ -310,6 +310,9 @@ def test_a_forward_of_evaluation_has_no_more_samples_than_one_of_training() -> N
         assert [each["evaluation"] for each in rank] == [{2, 4, 8}, {2, 4}, {2, 4}, {2, 4}]
 
 
+def test_a_name_that_is_taken_gets_a_number() -> None:
+    config = changed(QUICK, name="mine", steps=1)
+    assert [train(World(), config).run for _ in range(3)] == [
         Path("runs") / name for name in ("mine", "mine-2", "mine-3")
     ]
     unnamed = train(World(), changed(QUICK, steps=1)).run.name

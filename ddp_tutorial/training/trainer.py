@@ -249,7 +249,9 @@ class Trainer:
         self.log.flush()
         with phase("evaluate"), self.log.paused():
             self.train_step.strategy.sync_buffers()
-            size = max(1, self.train_step.source.batch_size // self.world.size)
+            # Evaluation needs no more memory than training: a forward pass has no more samples than a micro-batch.
+            micro_batches = self.world.size * self.train_step.strategy.per_rank
+            size = max(1, self.train_step.source.batch_size // micro_batches)
             precision, samples = self.train_step.precision, self.config.eval_samples
             with self.train_step.strategy.judged():
                 means = evaluate(self.world, self.model, self.loss, self.held_out, samples, size, precision)
