@@ -9,8 +9,9 @@ observer of the same two events: a phase is entered, a phase is left.
     watch.take()   # {"data": 0.0123}
 """
 
+import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -85,43 +86,44 @@ def _tell(name: str, *, entered: bool) -> None:
 
 
 class Stopwatch:
-    """An observer that adds up the seconds spent in each phase. A phase inside another counts in both.
+    """An observer that sums the seconds spent in each phase. A phase inside another counts in both.
 
-    With the `device` of a GPU they are seconds of the GPU's work: a mark goes into its queue at both ends of a phase,
-    and the time between the two marks counts. How long Python is in the phase says little there: it only queues
-    kernels.
+    Phases may overlap in several threads, which write the files of a checkpoint: the seconds of all threads are summed.
+
+    With the `device` of a GPU, they are seconds of the GPU's work, between two events in its queue. Python's own time
+    in a phase says little there, because Python only queues kernels.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._is_gpu = device is not None and device.type == "cuda"
-        self._open: dict[str, Any] = {}
-        self._spans: list[tuple[str, Any, Any]] = []  # on a GPU: their lengths are known when it has come so far
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._gpu = device if device is not None and device.type == "cuda" else None
+        self._open: dict[tuple[int, str], Any] = {}  # by thread and phase
+        self._spans: deque[tuple[str, Any, Any]] = deque()  # appended to by any thread
 
     def __call__(self, edge: Edge) -> None:
-        mark = _gpu_event() if self._is_gpu else edge.time
+        mark = edge.time if self._gpu is None else _gpu_event(self._gpu)
+        key = threading.get_ident(), edge.name
         if edge.entered:
-            self._open[edge.name] = mark
-        elif edge.name in self._open:  # else the phase was entered before this stopwatch observed
-            start = self._open.pop(edge.name)
-            if self._is_gpu:
-                self._spans.append((edge.name, start, mark))
-            else:
-                self._seconds[edge.name] += mark - start
+            self._open[key] = mark
+        elif key in self._open:  # otherwise the phase was entered before this stopwatch observed
+            self._spans.append((edge.name, self._open.pop(key), mark))
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call; the next ones start from zero. Waits until a GPU has done what is
-        queued."""
-        for name, start, end in self._spans:
-            end.synchronize()
-            self._seconds[name] += start.elapsed_time(end) / 1e3  # of milliseconds
-        self._spans = []
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
-        return seconds
+        """Return the seconds by phase since the last call. Waits until a GPU has done the work in its queue."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        while self._spans:
+            name, start, end = self._spans.popleft()
+            seconds[name] += end - start if self._gpu is None else _gpu_seconds(start, end)
+        return dict(seconds)
 
 
-def _gpu_event() -> Any:
-    """A mark in the queue of the GPU's work, which notes when the GPU comes to it."""
+def _gpu_event(device: torch.device) -> Any:
+    """Return an event in the queue of `device`, also in a thread for which another GPU is the current one."""
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _gpu_seconds(start: Any, end: Any) -> float:
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3

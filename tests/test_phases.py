@@ -135,6 +135,23 @@ def test_a_stopwatch_adds_up_the_seconds_of_each_phase_and_starts_again():
     assert watch.take() == {"step": 4.0}
 
 
+def test_a_stopwatch_sums_a_phase_that_overlaps_in_several_threads():
+    """Thread number n is in the phase from n to n + 10 + n: all are in it at the same time."""
+    watch, everyone_is_in, count = Stopwatch(), threading.Barrier(5), 5
+
+    def work(number):
+        watch(edge("+sync", float(number)))
+        everyone_is_in.wait(30)
+        watch(edge("-sync", 10.0 + 2 * number))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert watch.take() == {"sync": sum(10.0 + number for number in range(count))}
+
+
 def test_a_stopwatch_measures_the_real_clock():
     with observe(Stopwatch()) as watch, phase("wait"):
         threading.Event().wait(0.05)
@@ -169,7 +186,8 @@ class FakeEvent:
 
     turn = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        assert device == torch.device("cuda", 1)
         FakeEvent.turn += 250.0
         self.at, self.awaited = FakeEvent.turn, False
 
@@ -183,7 +201,7 @@ class FakeEvent:
 
 def test_on_a_gpu_phases_last_from_mark_to_mark_in_its_own_order(monkeypatch):
     monkeypatch.setattr(phases, "_gpu_event", FakeEvent)
-    with observe(Stopwatch(torch.device("cuda", 0))) as watch:
+    with observe(Stopwatch(torch.device("cuda", 1))) as watch:
         with phase("grads"), phase("sync"):
             pass
         with phase("grads"):
