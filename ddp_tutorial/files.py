@@ -4,6 +4,7 @@ They are written under a temporary name, flushed to the disk, and then renamed, 
 what a failing disk does, or a kill at the worst moment, observes what is about to be done to files: `observe_disk`.
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -133,13 +134,19 @@ def _sync_all(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, have reached the disk. A rename is durable after the latter."""
+    """Wait until a file, or the names in a folder, have reached the disk. A rename is durable after the latter.
+
+    Some file systems (9p, CIFS, some of FUSE) cannot do this for a folder, which is ignored: there is no other way.
+    """
     about_to("fsync", path)
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}):
+            raise
 
 
 def made_once(folder: Path, fill: Callable[[Path], object]) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -97,6 +98,35 @@ def test_json_refuses_what_is_not_json_and_keeps_the_old_file(tmp_path, number):
         write_json(path, {"loss": number})
     assert json.loads(path.read_text()) == {"loss": 1}
     assert names(tmp_path) == ["result.json"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_only_a_folder_may_refuse_to_be_flushed_and_only_where_it_never_can(tmp_path, monkeypatch, number):
+    """9p, CIFS and some file systems of FUSE answer EINVAL or ENOTSUP for folders."""
+    refused = {"folders": False, "files": False}
+    fsync = os.fsync
+
+    def refusing(fd):
+        if refused["folders" if stat.S_ISDIR(os.fstat(fd).st_mode) else "files"]:
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    def write():
+        write_atomically(tmp_path / "x", b"x")
+        with directory_replaced_atomically(tmp_path / "folder") as aside:
+            (aside / "x").write_bytes(b"x")
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    refused["folders"] = True
+    if number == errno.EIO:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            write()
+    else:
+        write()
+        assert names(tmp_path / "folder") == ["x"]
+    refused.update(folders=False, files=True)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write()
 
 
 def test_a_directory_takes_its_name_when_it_is_complete(tmp_path):
