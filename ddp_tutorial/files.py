@@ -13,11 +13,13 @@ import os
 import re
 import secrets
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ddp_tutorial.config import ConfigError
 
@@ -142,11 +144,11 @@ def sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-    finally:
-        os.close(fd)
     except OSError as error:
         if not (path.is_dir() and error.errno in {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}):
             raise
+    finally:
+        os.close(fd)
 
 
 def made_once(folder: Path, fill: Callable[[Path], object]) -> None:
@@ -233,59 +235,194 @@ def new_directory(parent: Path, name: str) -> Path:
     raise FileExistsError(f"{parent / name}: ten thousand folders of that name are there already")
 
 
+_LOCK = ".lock"  # the name of the lock file in a locked folder
+_TOUCH_SECONDS = 5.0
+
+
 class FolderInUseError(ConfigError):
     """Another process has locked the folder."""
 
 
+class _Owner(NamedTuple):
+    """The process that has locked a folder, as written in the lock file."""
+
+    machine: str
+    pid: int
+    started: float  # so that another process with the same number is not taken for it
+    inode: int  # of the lock file, so that a copy of the folder is not locked
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` until the block ends, or this process, even if it is killed. Raises `FolderInUseError` if another
-    process has locked it. On a file system without locks, that is logged, and nothing is locked.
+    """Lock `folder` until the block ends, or this process exits, even if it is killed.
+
+    The lock is a file in `folder`, removed at the end. Two mechanisms keep others out:
+
+    - The kernel's lock of this file. NFS and Lustre may keep it on one host only, and some file systems have none.
+    - The owner that is written in the file. On the same machine, it counts as long as its process runs. On a different
+      machine, it counts as long as it touches the file, which it does every 5 seconds. So resuming a run on a different
+      machine than the one on which it was killed waits 15 seconds.
+
+    The second mechanism has limits: two machines that lock at the same instant may both succeed, and an owner that is
+    suspended for 15 seconds loses the folder.
+
+    Raises:
+        FolderInUseError: If another process has locked the folder.
     """
-    fd = os.open(folder, os.O_RDONLY)
+    path = folder / _LOCK
+    fd = _open_lock(path)
     try:
+        owner = _read_owner(fd)
+        if owner and (_is_running(owner) if owner.machine == _machine() else _is_touched(path)):
+            raise _in_use(path)
+        _write_owner(fd)
         try:
-            _lock(fd, folder)
-        except OSError as error:  # some network file systems; to refuse every run there would help nobody
-            LOG.warning(
-                "%s lies on a file system without locks (%s): nothing keeps two runs out of one folder, so take care "
-                "that no other uses it",
-                folder,
-                error.strerror,
-            )
-        yield
+            with _touching(fd):
+                yield
+        finally:
+            os.ftruncate(fd, 0)  # no owner, even if the file cannot be removed
+            path.unlink(missing_ok=True)
     finally:
         os.close(fd)
-
-
-def _lock(fd: int, folder: Path) -> None:
-    deadline = time.monotonic() + 0.2
-    while not _locked(fd, fcntl.LOCK_EX):  # `is_locked` in another process holds it for an instant
-        if time.monotonic() > deadline:
-            raise FolderInUseError(
-                f"{folder} is in use by another run. Wait until that one has ended, or use another name."
-            )
-        time.sleep(0.01)
 
 
 def is_locked(folder: Path) -> bool:
-    """Has a process locked `folder`? Takes a shared lock for an instant, for which `locked` waits."""
+    """Return whether a process has locked `folder`, without waiting. Takes the kernel's lock for an instant, for which
+    `locked` waits. The clocks of two machines may differ by less than a minute."""
     try:
-        fd = os.open(folder, os.O_RDONLY)
-    except OSError:  # it is gone, or we may not read it
+        fd = os.open(folder / _LOCK, os.O_RDONLY)
+    except OSError:  # there is none, or this user may not read it
         return False
     try:
-        return not _locked(fd, fcntl.LOCK_SH)
-    except OSError:  # the file system has no locks, so nobody has locked it
-        return False
+        with suppress(OSError):  # the file system has no locks
+            if not _flock(fd, fcntl.LOCK_SH):
+                return True
+            _flock(fd, fcntl.LOCK_UN)
+        owner, touched = _read_owner(fd), os.fstat(fd).st_mtime
     finally:
         os.close(fd)
+    if owner is None:
+        return False
+    return _is_running(owner) if owner.machine == _machine() else time.time() - touched < 60
 
 
-def _locked(fd: int, kind: int) -> bool:
-    """Try to take a lock of this kind, without waiting. Has it worked?"""
+def _open_lock(path: Path) -> int:
+    """Open the lock file with the kernel's lock on it. Raises `FolderInUseError` if another process has that lock."""
+    deadline = time.monotonic() + 0.2
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if _flock(fd, fcntl.LOCK_EX) and _is_at(fd, path):
+                return fd
+        except OSError as error:  # some network file systems; to refuse every run there would help nobody
+            LOG.warning(
+                "%s is on a file system without locks (%s). Do not start two runs in one folder at the same time.",
+                path.parent,
+                error.strerror,
+            )
+            return fd
+        os.close(fd)  # `is_locked` holds the lock for an instant, or the file has been removed meanwhile
+        if time.monotonic() > deadline:
+            raise _in_use(path)
+        time.sleep(0.01)
+
+
+def _flock(fd: int, kind: int) -> bool:
+    """Take or release a lock of this kind without waiting, and return whether that has worked."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether the open file has this path still."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(path: Path) -> FolderInUseError:
+    return FolderInUseError(
+        f"{path.parent} is in use by another run. Wait until that one has ended, or use another name."
+    )
+
+
+def _machine() -> str:
+    """Return a name that all processes of this machine's kernel share, and no others, also not after a reboot."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _started(pid: int) -> float | None:
+    """Return when this process has started, None if it does not run."""
+    import psutil  # slow to import, and only needed here
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _write_owner(fd: int) -> None:
+    owner = _Owner(_machine(), os.getpid(), _started(os.getpid()) or 0.0, os.fstat(fd).st_ino)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(owner._asdict()).encode(), 0)
+    os.fsync(fd)  # so that other hosts see it
+
+
+def _read_owner(fd: int) -> _Owner | None:
+    """Return the owner in a lock file, None if the file is empty or a copy of another."""
+    content = os.pread(fd, 4096, 0)
+    try:
+        owner = _Owner(**json.loads(content))
+    except (ValueError, TypeError):  # cut short by a crash, or of another version
+        return _Owner("", 0, 0.0, 0) if content else None
+    return owner if owner.inode == os.fstat(fd).st_ino else None
+
+
+def _is_running(owner: _Owner) -> bool:
+    started = _started(owner.pid)
+    return started is not None and abs(started - owner.started) < 2  # the clock may have been set meanwhile
+
+
+@contextmanager
+def _touching(fd: int) -> Iterator[None]:
+    """Until the block ends, touch the file every few seconds, from a thread."""
+    over = threading.Event()
+
+    def touch() -> None:
+        while not over.wait(_TOUCH_SECONDS):
+            with suppress(OSError):
+                os.utime(fd)
+
+    thread = threading.Thread(target=touch, name="lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _is_touched(path: Path) -> bool:
+    """Return whether somebody touches or writes the file, after up to three times the seconds between two touches.
+
+    The file is opened anew each time, for which network file systems ask their server.
+    """
+
+    def seen() -> tuple[int, int]:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+        return found.st_mtime_ns, found.st_size
+
+    before, deadline = seen(), time.monotonic() + 3 * _TOUCH_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(_TOUCH_SECONDS / 5)
+        if seen() != before:
+            return True
+    return False

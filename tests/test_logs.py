@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import call
+from ddp_tutorial import files
 from ddp_tutorial.commands import logs as commands
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import FolderInUseError, is_locked, locked
@@ -175,12 +177,76 @@ def test_where_a_file_system_has_no_locks_a_run_goes_on_and_one_line_says_so(
 
     monkeypatch.setattr(fcntl, "flock", flock)  # no such file system can be had here
     with locked(tmp_path):
-        assert not is_locked(tmp_path)
+        assert is_locked(tmp_path), "its owner is in the file"
+    assert not is_locked(tmp_path)
     [line] = caplog.messages
     assert line == (
-        f"{tmp_path} lies on a file system without locks ({os.strerror(number)}): nothing keeps two runs out of one "
-        "folder, so take care that no other uses it"
+        f"{tmp_path} is on a file system without locks ({os.strerror(number)}). Do not start two runs in one folder at "
+        "the same time."
     )
+
+
+# ------------------------------------------------------------ locks that the kernel keeps on one machine, or not at all
+
+
+@pytest.fixture
+def flock_lets_everybody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda fd, kind: None)
+    monkeypatch.setattr(files, "_TOUCH_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("flock_lets_everybody_in")
+def test_without_the_kernels_lock_the_owner_in_the_file_keeps_others_out(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        assert is_locked(tmp_path)
+        with pytest.raises(FolderInUseError, match="in use by another run"), locked(tmp_path):
+            pass
+        assert is_locked(tmp_path), "who was refused has changed nothing"
+        shutil.copytree(tmp_path, tmp_path / "copy")
+        assert not is_locked(tmp_path / "copy")
+        with locked(tmp_path / "copy"):
+            pass
+    assert not is_locked(tmp_path)
+    assert not (tmp_path / ".lock").exists()
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.usefixtures("flock_lets_everybody_in")
+def test_an_owner_that_was_killed_is_replaced_at_once_also_as_a_zombie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_TOUCH_SECONDS", 1000.0)
+    with another_process_holds(tmp_path) as holder:
+        assert is_locked(tmp_path)
+        with pytest.raises(FolderInUseError), locked(tmp_path):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert not is_locked(tmp_path)
+        with locked(tmp_path):
+            assert is_locked(tmp_path)
+
+
+@pytest.mark.usefixtures("flock_lets_everybody_in")
+def test_an_owner_on_another_machine_counts_as_long_as_it_touches_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as there:
+        there.setattr(files, "_machine", lambda: "another machine")
+        with locked(tmp_path):
+            there.undo()
+            assert is_locked(tmp_path)
+            with pytest.raises(FolderInUseError), locked(tmp_path):
+                pass
+            left = (tmp_path / ".lock").read_bytes()
+    monkeypatch.setattr(files, "_TOUCH_SECONDS", 0.05)
+    for content in (left, left[:20], b"[]"):  # of a machine that has crashed
+        (tmp_path / ".lock").write_bytes(content)
+        os.utime(tmp_path / ".lock", (1e9, 1e9))
+        assert not is_locked(tmp_path)
+        with locked(tmp_path):
+            pass
 
 
 # ------------------------------------------------------------------------------------------------------ finding a run
