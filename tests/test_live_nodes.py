@@ -102,6 +102,10 @@ def test_ranks_are_dealt_to_the_nodes_and_know_who_is_on_theirs(cluster: Cluster
         assert [each["node"] for each in four.status()] == ["n0", "n0", "n1", "n1"]
         four.execute("import torch, torch.distributed as dist; x = torch.tensor(world.rank); dist.all_reduce(x)")
         assert [each.item() for each in four.get("x")] == [6] * 4
+        with pytest.raises(CollectiveError, match="rank 3 runs no cell"):
+            four.execute("if world.rank < 3: dist.barrier()")
+        assert four.run(here)[0][:2] == ("n0", 0), "woken, on one node and across two, and not killed"
+        assert [each["state"] for each in four.status()] == ["ready"] * 4
     assert are_together(ranks), "another pool on the same nodes has come and gone"
 
 
@@ -238,7 +242,7 @@ def test_where_namespaces_are_not_allowed_one_line_says_so_and_nothing_is_left(
     refusing.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="no cluster: this system does not allow namespaces") as told:
+    with pytest.raises(ConfigError, match="no cluster: the kernel permits no namespaces here") as told:
         Ranks(2, cluster=Cluster(2), threads=1)
     assert "\n" not in str(told.value)
     assert set(psutil.Process().children()) <= set(before)

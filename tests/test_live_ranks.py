@@ -7,15 +7,17 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import termios
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import psutil
 import pytest
+import torch
 
 from ddp_tutorial.benches import as_text
 from ddp_tutorial.benches.ranks import measure
@@ -319,6 +321,37 @@ def test_a_hundred_random_acts_leave_no_process_and_a_pool_that_works(ranks):
     assert are_together(ranks)
     alive = {each["pid"] for each in ranks.status()}
     assert gone(pids - alive - {None}), "a rank that was replaced is still there"
+
+
+def test_a_ranks_death_is_noticed_whatever_it_leaves_running(monkeypatch):
+    """With ranks that are spawned: their sentinel leaks into what they start, and that of forked ranks does not."""
+    monkeypatch.setattr(torch.multiprocessing, "spawn", sys.modules["torch.multiprocessing.spawn"].spawn)
+    with Ranks(2, threads=1, device="cpu", echo=False) as pool:
+        pool.execute(IMPORTS)
+        began = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            pool.execute(
+                "if world.rank == 1:\n    os.system('sleep 50 &')\n"
+                "    if os.fork(): os.kill(os.getpid(), 9)\n    time.sleep(50)\n    os._exit(0)\n"
+                "dist.barrier()"
+            )
+        assert time.monotonic() - began < 30
+
+
+def test_waking_a_rank_leaves_its_other_connections_open(ranks):
+    """Such as one to a database on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as database, ExitStack() as stack:
+        ranks.put(port=database.getsockname()[1])
+        ranks.execute("import socket; database = socket.create_connection(('127.0.0.1', port))")
+        sessions = [stack.enter_context(database.accept()[0]) for _ in range(2)]
+        with pytest.raises(CollectiveError, match="the order of collectives differs"):
+            ranks.execute("dist.all_reduce(torch.ones(3)) if world.rank == 0 else dist.broadcast(torch.ones(2), 1)")
+        assert all(each.was_woken for each in ranks._people)
+        ranks.execute("database.sendall(b'still open')")
+        for session in sessions:
+            session.settimeout(20)
+            assert session.recv(10) == b"still open"
+    assert are_together(ranks)
 
 
 def unread(sender):

@@ -19,7 +19,7 @@ from ddp_tutorial.live.member import BUSY_SECONDS
 from ddp_tutorial.live.moments import Answer, Look
 from ddp_tutorial.live.person import Person, told_of
 from ddp_tutorial.live.places import Place
-from ddp_tutorial.processes.children import MARK, cell_sources
+from ddp_tutorial.processes.children import MARK, cell_sources, wait_for_exit
 from ddp_tutorial.processes.console import make_console
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.logs import logs_here
@@ -93,7 +93,8 @@ class Crew:
         """Let all ranks form a process group, in place of the one there is. Where one cannot within `MEET_SECONDS`,
         kills those that are still at it, and raises the error."""
         self._has_group = False
-        everyone = self._begin("meet", self._place.new_port(), on=self._people)
+        pids = self._place.pids(self._people)
+        everyone = self._begin("meet", self._place.new_port(), pids, on=self._people)
         deadline = time.monotonic() + MEET_SECONDS
         while any(each.is_busy for each in everyone) and not any(each.death or each.failure for each in everyone):
             if not self._hear(deadline - time.monotonic()):
@@ -219,8 +220,10 @@ class Crew:
     def _kill(self, people: Sequence[Person], why: str = "was killed") -> None:
         for each in people:
             each.process.kill()
-            each.process.join()
-            each.reap(self._selector, why)
+        stuck = wait_for_exit([each.process for each in people])
+        for each in people:
+            survived = f"did not exit after SIGKILL, and is process {each.process.pid}"
+            each.bury(self._selector, survived if each.process in stuck else why)
 
     def _interrupted(self, people: Sequence[Person]) -> KeyboardInterrupt:
         self._end_call(people)
@@ -237,9 +240,10 @@ class Crew:
         """The exception to raise for a call that has failed: its first cause. `found` is the verdict on those that
         waited."""
         own = [each for each in people if (each.failure or each.death) and not each.was_ended]
+        causes = [each for each in own if each.death or found is None or found.kind == "failed"]
         after = self._settle(people)
         verdict = told_of(str(found)) if found else ""
-        if found is not None and (found.kind != "failed" or not own):
+        if found is not None and not causes:
             story = "\n\n".join([verdict, *after])
             error = CollectiveError(story)
             error._render_traceback_ = lambda: f"CollectiveError: {story}".split("\n")  # type: ignore[attr-defined]

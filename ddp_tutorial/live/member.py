@@ -12,27 +12,28 @@ import os
 import pickle
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from ddp_tutorial.debug.hangs import Standing
 from ddp_tutorial.debug.recorder import calls, members, progress, standing_lines
-from ddp_tutorial.hosts import own_address
 from ddp_tutorial.live import shown
 from ddp_tutorial.live.moments import Bundle, Failure, Look, Receiver, Seat
+from ddp_tutorial.processes.children import MARK
 from ddp_tutorial.processes.errors import Raised, lost_connection
+from ddp_tutorial.processes.marks import marked
 from ddp_tutorial.processes.rank import become_rank, know_sources, own_traceback
 from ddp_tutorial.processes.transport import Sender, dump_result
 from ddp_tutorial.world import World, process_group
@@ -67,6 +68,7 @@ class Member:
         self.names.update(__builtins__=builtins, world=self.world, display=shown.display)
         self.group: AbstractContextManager[World] | None = None
         self.oldest = 0  # the recorder's number of the group that is used now
+        self.pids: Sequence[int] = ()  # of all ranks, as this process sees them
         self.number = 0  # of the call
         self.main_thread = threading.get_ident()
         self.interruptible = self.interrupted = False
@@ -111,9 +113,10 @@ class Member:
     def do_nothing(self) -> None:
         """Do nothing: for measuring what a call costs."""
 
-    def do_meet(self, port: int) -> None:
-        """Form a process group with the others, in place of the one there is."""
+    def do_meet(self, port: int, pids: Sequence[int]) -> None:
+        """Form a process group with the others, whose processes are `pids`, in place of the one there is."""
         self.do_leave()
+        self.pids = pids
         os.environ["MASTER_PORT"] = str(port)
         self.group = process_group(self.world)
         self.group.__enter__()
@@ -225,29 +228,29 @@ class Member:
             with suppress(Exception):
                 dist.distributed_c10d._abort_process_group()
             return
-        for connection in _connections(int(os.environ["MASTER_PORT"])):
-            with connection, suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        started = marked(MARK, os.environ.get(MARK, "").__eq__)  # a dead rank's connections may live on in its forks
+        ranks = {*self.pids, *(process.pid for process in started)} - {os.getpid()}
+        for connection in _connections_to(ranks, int(os.environ["MASTER_PORT"])):
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
 
 
-def _connections(store: int) -> list[socket.socket]:
-    """This process's connections through the interface that gloo uses, but for those to the store."""
-    own, found = own_address(), []
-    for file in list(Path("/dev/fd").iterdir()):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(file.name)).st_mode):
-                continue
-            connection = socket.socket(fileno=os.dup(int(file.name)))
-            try:
-                here, there = connection.getsockname(), connection.getpeername()
-                ours = connection.family in {socket.AF_INET, socket.AF_INET6} and here[0].endswith(own)
-            except (OSError, TypeError, IndexError):
-                ours = False
-            if ours and store not in {here[1], there[1]}:
-                found.append(connection)
-            else:
-                connection.close()
-    return found
+def _connections_to(pids: Iterable[int], store: int) -> list[Any]:
+    """Return this process's connections to the processes `pids`, but for those to the store, at port `store`.
+
+    A connection to a different node always counts: the processes of a different network namespace are not visible.
+    """
+    theirs = set[tuple[Any, Any]]()
+    for pid in pids:
+        with suppress(psutil.Error):  # a process that has exited has no connections
+            theirs.update((each.raddr, each.laddr) for each in psutil.Process(pid).net_connections("tcp"))
+    return [
+        each
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_ESTABLISHED
+        and store not in {each.laddr.port, each.raddr.port}
+        and (each.laddr.ip != each.raddr.ip or (each.laddr, each.raddr) in theirs)
+    ]
 
 
 def _failure(error: BaseException) -> Failure:

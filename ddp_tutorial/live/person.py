@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from ddp_tutorial.live.moments import Answer, Bundle, Failure, Look
-from ddp_tutorial.processes.children import name_cells, without_noise
+from ddp_tutorial.processes.children import exit_descriptor, has_exited, name_cells, without_noise
 from ddp_tutorial.processes.console import Console, NotebookConsole, RankLog
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.processes.transport import Outbox, Sender, take_messages
@@ -38,6 +38,7 @@ class Person:
         self._since = 0.0
         self._inbox = bytearray()
         self._pipes = ExitStack()
+        self._exit: int | None = None  # a descriptor that becomes readable when the process exits
         self._closed = False
         self._shown: list[Bundle] = []
         self.console = Console()
@@ -62,11 +63,13 @@ class Person:
         return output, messages, its_requests, its_control
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Listen to it."""
+        """Have `selector` handle what the rank prints and sends, and its exit."""
+        self._exit = exit_descriptor(self.process)
+        self._pipes.callback(os.close, self._exit)
         handlers: dict[int, Callable[..., object]] = {
             self._output: self._read_output,
             self._messages: self._read_messages,
-            self.process.sentinel: self.reap,
+            self._exit: self.reap,
         }
         for fd, handler in handlers.items():
             selector.register(fd, selectors.EVENT_READ, handler)
@@ -76,8 +79,8 @@ class Person:
         if self._closed:  # its descriptors may be somebody else's by now
             return
         self._closed = True
-        if self.process:
-            for fd in (self._output, self._messages, self.process.sentinel):
+        if self._exit is not None:
+            for fd in (self._output, self._messages, self._exit):
                 with suppress(KeyError, ValueError):
                     selector.unregister(fd)
             self._request.close(selector)
@@ -215,17 +218,22 @@ class Person:
                 break
         self.log.feed(b"", final=True)
 
-    def reap(self, selector: selectors.BaseSelector, why: str = "") -> None:
-        """The rank's process has ended: read what is left in its pipes, and note how it died, or `why`."""
+    def reap(self, selector: selectors.BaseSelector) -> None:
+        """Record that the rank's process has exited, and how."""
+        if not has_exited(self.process):  # a debugger or strace may hold the exit code back for a while
+            time.sleep(0.01)
+            return
+        code = self.process.exitcode
+        self.bury(selector, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
+
+    def bury(self, selector: selectors.BaseSelector, death: str) -> None:
+        """Read what is left in the rank's pipes, close them, and record its `death`, which says how it died."""
         if self.death:
             return
         while self._read_messages():
             pass
         self._drain()
-        self.process.join()
-        code = self.process.exitcode
-        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        self.death = why or killed
+        self.death = death
         self.close(selector)
 
 

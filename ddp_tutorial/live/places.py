@@ -44,6 +44,7 @@ class Place(Protocol):
     def check(self, ranks: Sequence[int]) -> None: ...
     def start(self, people: Sequence[Person], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None: ...
     def new_port(self) -> int: ...
+    def pids(self, people: Sequence[Person]) -> list[int]: ...
     def node_of(self, rank: int) -> str | None: ...
     def close(self) -> None: ...
 
@@ -86,6 +87,10 @@ class ThisMachine:
     def new_port(self) -> int:
         """The store's port, which is always the same."""
         return self.store.port if self.store else 0
+
+    def pids(self, people: Sequence[Person]) -> list[int]:
+        """The ranks' process ids, as the ranks see them."""
+        return [each.process.pid for each in people]
 
     def node_of(self, rank: int) -> str | None:
         """None: there is one machine."""
@@ -164,6 +169,10 @@ class Nodes:
         """A port at which no ranks have met before: rank 0 may still hold the last one."""
         return self.cluster.new_port()
 
+    def pids(self, people: Sequence[Person]) -> list[int]:
+        """The ranks' process ids inside of the cluster."""
+        return [each.process.number for each in people]
+
     def node_of(self, rank: int) -> str | None:
         """The name of the node that a rank is on."""
         return self.cluster.names[rank // self._each]
@@ -191,11 +200,11 @@ class NodeProcess:
         weakref.finalize(self, os.close, self.sentinel)
         try:
             entry = "ddp_tutorial.live.hosted:serve_here"
-            self._number = cluster.fork(entry, node=node, env=env, files=(output, status, *files))
+            self.number = cluster.fork(entry, node=node, env=env, files=(output, status, *files))
         finally:
             os.close(status)
         self._cluster = cluster
-        self.pid = cluster.pid_of(self._number)
+        self.pid = cluster.pid_of(self.number)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until it has ended."""
@@ -213,4 +222,4 @@ class NodeProcess:
     def _signal(self, number: signal.Signals) -> None:
         if self.exitcode is None:
             with suppress(FailedError, RuntimeError):  # the cluster is gone, and so is the rank
-                self._cluster.send_signal(self._number, number)
+                self._cluster.send_signal(self.number, number)

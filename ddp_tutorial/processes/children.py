@@ -78,9 +78,9 @@ def end_all(processes: list[Any], mark: str) -> list[Any]:
     """
     for process in processes:
         process.terminate()
-    for process in _wait_for_exit(processes):
+    for process in wait_for_exit(processes):
         process.kill()
-    stuck = _wait_for_exit(processes)
+    stuck = wait_for_exit(processes)
     # A process that a rank has started may have outlived the rank, and is no child of it any more.
     kill_marked(MARK, mark.__eq__)
     return stuck
@@ -94,7 +94,7 @@ def cannot_be_killed(rank: int, pid: int) -> str:
     )
 
 
-def _wait_for_exit(processes: list[Any]) -> list[Any]:
+def wait_for_exit(processes: list[Any]) -> list[Any]:
     """Wait at most `END_SECONDS`. Returns the processes that have not exited."""
     deadline = time.monotonic() + END_SECONDS
     while (left := [process for process in processes if not has_exited(process)]) and time.monotonic() < deadline:
