@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -69,12 +70,15 @@ def finished_name(path: Path) -> str:
     return re.sub(r"^\.(.+)\.[0-9a-f]{8}\.part$", r"\1", path.name)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically: a reader, or a crash at any moment, finds the old content or the new."""
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write `data` to `path` atomically: a reader, or a crash at any moment, finds the old content or the new.
+
+    The file's permissions are `mode`, less the process's umask.
+    """
     aside = unfinished(path)
     try:
         about_to("write", path)
-        with aside.open("wb") as file:
+        with open(aside, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
         sync(aside)
         rename(aside, path)

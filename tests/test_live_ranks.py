@@ -1,13 +1,17 @@
 """Ranks that stay: they keep what they have, and outlive errors, hangs, interrupts; none outlives its parent."""
 
 import array
+import ast
 import fcntl
 import json
+import math
 import os
 import random
 import re
+import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import termios
@@ -26,7 +30,7 @@ from ddp_tutorial.debug.hangs import CollectiveError
 from ddp_tutorial.live import crew
 from ddp_tutorial.live.magics import MagicError, _ranks_of
 from ddp_tutorial.live.pool import Ranks
-from ddp_tutorial.live.script import Step, indented, put_step, script_of
+from ddp_tutorial.live.script import Step, command_of, indented, put_step, script_of
 from ddp_tutorial.live.shown import Shown
 from ddp_tutorial.processes.errors import RankError
 from kernel import Kernel
@@ -404,9 +408,8 @@ def test_what_was_meant_for_an_earlier_call_does_no_harm_to_a_later_one(ranks, w
 def test_cells_become_a_script_that_torchrun_runs(tmp_path):
     steps = [
         Step("import torch\nimport torch.distributed as dist"),
-        put_step("config", {"rate": 0.5}),
-        put_step("dtype", complex),
-        Step('text = """one\n  two"""\nx = config["rate"] * torch.ones(1)', (1,)),
+        put_step("rate", 0.5),
+        Step('text = """one\n  two"""\nx = rate * torch.ones(1)', (1,)),
         Step("x = torch.zeros(1)", (0,)),
         Step("dist.all_reduce(x)\nx.item()  # the sum"),
         Step("(len(text),\n text)", (1,)),
@@ -419,6 +422,21 @@ def test_cells_become_a_script_that_torchrun_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     said = [path.read_text().splitlines() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
     assert said == [["[rank 0] 0.5"], ["[rank 1] 0.5", "[rank 1] (9, 'one\\n  two')"]]
+
+
+@pytest.mark.parametrize("value", ["a token", {"token": 1}, b"token", lambda: "token", math.inf])
+def test_a_script_contains_no_text_and_no_object_that_was_put(value):
+    step = put_step("secret", value)
+    assert step.lacks == "secret"
+    assert "token" not in step.source
+    with pytest.raises(NotImplementedError, match="give secret its value here"):
+        exec(step.source)
+
+
+@pytest.mark.parametrize("name", ["my runs/out file.py", 'a"""b.py', "a\\b'.py"])
+def test_a_script_says_how_to_run_it_whatever_it_is_called(name):
+    assert shlex.split(command_of(name, 2))[-1] == name
+    assert command_of(name, 2) in ast.get_docstring(ast.parse(script_of([], name, 2, 1, "cpu", "gloo")))
 
 
 def test_lines_inside_of_strings_are_not_indented():
@@ -501,8 +519,13 @@ def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
     assert "cumsum" in notebook.run("%%rank0\nloss.cumsum?")["printed"]
     answer = notebook.client.complete("%%ranks\nconf", reply=True, timeout=20)
     assert "config" in answer["content"]["matches"]
-    assert notebook.run("%ranks script out.py")["printed"] == "out.py: torchrun --nproc-per-node 2 out.py\n"
-    assert "loss" in (tmp_path / "out.py").read_text()
+    assert notebook.run("%ranks script 'an out.py'")["printed"] == (
+        "an out.py: torchrun --nproc-per-node 2 'an out.py'\n"
+        "First give a value in it to config: a script contains only the numbers that put sent.\n"
+    )
+    script = tmp_path / "an out.py"
+    assert "loss" in script.read_text()
+    assert stat.S_IMODE(script.stat().st_mode) == 0o600
     assert len(pids) == 2
     assert not gone(pids, within=0.1)
     notebook.manager.shutdown_kernel(now=True)

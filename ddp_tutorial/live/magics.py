@@ -14,6 +14,7 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from ddp_tutorial.cluster.cluster import Cluster
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.debug.hangs import CollectiveError
+from ddp_tutorial.files import write_atomically
 from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.live.script import Step, command_of, put_step, script_of
 from ddp_tutorial.live.shown import Shown
@@ -62,7 +63,7 @@ class RankMagics(Magics):
         %ranks get NAME        the values of NAME, as a list: here, and as the result
         %ranks put NAME        gives all ranks this notebook's NAME
         %ranks rate 100mbit    another speed for the links between nodes
-        %ranks script out.py   the cells so far, as a script for torchrun
+        %ranks script out.py   the cells so far, as a script for torchrun; of what was put, only numbers
 
         %%ranks                a cell for all ranks; %%ranks 0, %%ranks 1-3, %%ranks 0,2 for some; %%rank0 for rank 0
         %%ranks --raises       a cell that has to fail: its error is printed, and a notebook that is executed goes on
@@ -156,13 +157,20 @@ class RankMagics(Magics):
         print(cluster.in_words)
 
     def script(self, arguments: Sequence[str]) -> None:
-        """Write the cells so far as one script for torchrun; cells that failed are left out."""
+        """Write the cells so far as one script for torchrun, which only this user can read.
+
+        The script does not contain cells that failed, and of the values that `put` has sent only numbers.
+        """
         [name] = self._names("script", arguments)
         pool = self._alive()
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         text = script_of(self.steps, name, pool.n, pool.threads, pool.device, pool.backend, pool.nodes)
-        Path(name).write_text(text, encoding="utf-8")
+        write_atomically(Path(name), text.encode(), mode=0o600)
         print(f"{name}: {command_of(name, pool.n, pool.nodes)}")
+        if lacking := dict.fromkeys(step.lacks for step in self.steps if step.lacks):
+            print(
+                f"First give a value in it to {', '.join(lacking)}: a script contains only the numbers that put sent."
+            )
 
     def end(self) -> None:
         """End the ranks, if there are any."""

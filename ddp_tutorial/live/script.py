@@ -1,15 +1,14 @@
 """The cells that ranks have run, as one script for torchrun."""
 
 import ast
-import base64
 import io
+import math
+import shlex
 import textwrap
 import tokenize
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import cloudpickle
 
 _BEGINNING = '''"""Cells of live ranks, as one script{where}:
 
@@ -39,36 +38,37 @@ if dist.is_initialized():
 
 @dataclass(frozen=True)
 class Step:
-    """What was done: `source` run on the ranks of `on`, or on all."""
+    """What was done: `source` run on the ranks of `on`, or on all. `lacks` names a variable whose value is left out."""
 
     source: str
     on: tuple[int, ...] | None = None
+    lacks: str = ""
 
 
 def put_step(name: str, value: Any) -> Step:
-    """What gives `name` this value on all ranks: as text if it can be written so."""
-    try:
-        is_literal = bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError, TypeError, RuntimeError):
-        is_literal = False
-    if is_literal:
+    """Return the step that gives `name` this value on all ranks.
+
+    Only a number is written into the script. Text and objects may hold a secret, and scripts are shared.
+    """
+    if type(value) in {bool, int, float} and math.isfinite(value):
         return Step(f"{name} = {value!r}")
-    text = base64.b64encode(cloudpickle.dumps(value)).decode()
-    return Step(f"import base64, pickle\n{name} = pickle.loads(base64.b64decode({text!r}))")
+    told = f"give {name} its value here: the script does not contain what %ranks put has sent"
+    return Step(f"raise NotImplementedError({told!r})", lacks=name)
 
 
 def command_of(name: str, n: int, nodes: int = 1) -> str:
     """How to run the script `name` on `n` ranks; with several nodes, on each of them, where n0 is the first."""
+    script = shlex.quote(name)
     if nodes == 1:
-        return f"torchrun --nproc-per-node {n} {name}"
+        return f"torchrun --nproc-per-node {n} {script}"
     meet = "--rdzv-backend c10d --rdzv-endpoint n0:29500"
-    return f"torchrun --nnodes {nodes} --nproc-per-node {n // nodes} {meet} {name}"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {n // nodes} {meet} {script}"
 
 
 def script_of(steps: Iterable[Step], name: str, n: int, threads: int, device: str, backend: str, nodes: int = 1) -> str:
     """The whole script, which says how it is run. A last expression is printed with the rank's number in front."""
     where = f"; on each of {nodes} nodes, with n0 for the first one's name" if nodes > 1 else ""
-    command = command_of(name, n, nodes)
+    command = command_of(name, n, nodes).replace("\\", r"\\").replace('"', r"\"")  # it goes into a docstring
     parts = [_BEGINNING.format(where=where, command=command, threads=threads, device=device, backend=backend)]
     for step in steps:
         source = _printing(step.source.strip("\n"))
