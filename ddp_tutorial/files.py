@@ -222,17 +222,17 @@ def clear_unfinished(folder: Path, name: str) -> None:
         remove(path)
 
 
-def new_directory(parent: Path, name: str) -> Path:
-    """Make and return `parent/name`, or where that exists `name-2`, `name-3` and so on. `name` may have slashes in it.
+def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
+    """Create and return `parent/name`, or if that exists `name-2`, `name-3` and so on. `name` may contain slashes.
 
-    Two processes that call it at the same time get two folders. Raises `FileExistsError` after 9,999 names that are
-    taken.
+    The umask may take some of the permissions in `mode` away. Two processes that call it at the same time get two
+    folders. Raises `FileExistsError` after 9,999 names that are taken.
     """
     (parent / name).parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 10_000):
         path = parent / (name if attempt == 1 else f"{name}-{attempt}")
         try:
-            path.mkdir()
+            path.mkdir(mode)
         except FileExistsError:
             continue
         return path

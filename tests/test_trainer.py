@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import stat
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -308,6 +309,22 @@ def test_a_forward_of_evaluation_has_no_more_samples_than_one_of_training() -> N
         assert [each["training"] for each in rank] == [{8}, {2, 3}, {2}, {2}]
         # 2 and 4 are those of the check that the loss is a sum.
         assert [each["evaluation"] for each in rank] == [{2, 4, 8}, {2, 4}, {2, 4}, {2, 4}]
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+@pytest.mark.parametrize(
+    ("umask", "private", "mode"), [(0o022, True, 0o700), (0o077, False, 0o700), (0o027, False, 0o750)]
+)
+def test_only_its_owner_can_read_a_run_unless_a_setting_and_the_umask_allow_it(
+    umask: int, private: bool, mode: int, resume: str
+) -> None:
+    before = os.umask(umask)
+    try:
+        trainer = make_trainer(changed(QUICK, name="group/mine", resume=resume, private=private), World())
+    finally:
+        os.umask(before)
+    found = [stat.S_IMODE(path.stat().st_mode) for path in (trainer.run.path, Path("runs/group"), Path("runs"))]
+    assert found == [mode, 0o777 & ~umask, 0o777 & ~umask]
 
 
 def test_a_name_that_is_taken_gets_a_number() -> None:

@@ -3,13 +3,13 @@ logs start at once."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ddp_tutorial.checkpoint.manifest import CHECKPOINTS
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import write_atomically
+from ddp_tutorial.files import new_directory, write_atomically
 
 PER_SECOND = "_per_second"  # after what the loss counts, in the name of a rate: tokens_per_second
 StopRequest = Literal["stop", "save"]  # stop after the step that is at work; the second, with a checkpoint
@@ -20,6 +20,22 @@ class RunFolder:
     """The folder of a run, and where everything in it is. Nothing has to be there yet."""
 
     path: Path
+    mode: int = 0o700  # its permissions when it is created, from which the umask may take some away
+
+    def create(self) -> bool:
+        """Create the folder if it does not exist, and return whether it is new."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(self.mode)
+        except FileExistsError:
+            if not self.path.is_dir():
+                raise
+            return False
+        return True
+
+    def create_numbered(self) -> "RunFolder":
+        """Create the folder, or one with the next free number if it exists, and return it."""
+        return replace(self, path=new_directory(self.path.parent, self.path.name, self.mode))
 
     @property
     def config(self) -> Path:

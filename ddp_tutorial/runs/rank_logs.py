@@ -21,7 +21,7 @@ LOG = logging.getLogger("ddp_tutorial")
 @contextmanager
 def rank_log(world: World, run: RunFolder) -> Iterator[None]:
     """Inside, `LOG` and Python's warnings go to this rank's file in the folder of the run, and to the console."""
-    run.path.mkdir(parents=True, exist_ok=True)  # on another machine, without a common disk, it is not there yet
+    run.create()  # on another machine, without a common disk, it does not exist yet
     file = logging.FileHandler(run.rank_log(world.rank), encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
     # A notebook shows stderr as an alarm; in a terminal, stdout is for results.

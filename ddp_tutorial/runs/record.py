@@ -19,7 +19,7 @@ from ddp_tutorial.checkpoint.manifest import SHARE
 from ddp_tutorial.collectives import all_gather, decided_by_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import describe_environment
-from ddp_tutorial.files import RUNS, about_to, clear_unfinished, locked, new_directory, remove, unfinished, write_json
+from ddp_tutorial.files import RUNS, about_to, clear_unfinished, locked, remove, unfinished, write_json
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.runs.rank_logs import failure_noted, rank_log
@@ -30,25 +30,30 @@ from ddp_tutorial.world import World
 _MARK = "shared"  # the name, for an instant, of the file by which ranks see that they share a folder
 
 
-def open_folder(world: World, name: str, label: str, *, again: bool, shared: bool = False) -> RunFolder:
+def open_folder(
+    world: World, name: str, label: str, *, again: bool, shared: bool = False, private: bool = True
+) -> RunFolder:
     """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide. Collective.
     It is empty; `RunRecord.alone` makes it the folder of a run.
 
     It is called `name`, or by the time and `label`. With `again` it is the folder of that name, whoever made it; else a
     name that is taken gets a number. Where it has to be `shared`, as checkpoints do, and some rank does not see it, or
     sees another one of that name, raises `ConfigError` on all ranks, and there is no new folder.
+
+    If `private`, nobody but its owner can read a new folder. Otherwise the umask decides, as it does about the folders
+    that the new one is in, such as runs/.
     """
-    made, is_new = decided_by_rank_zero(world, lambda: _made_folder(name, f"{label}-{world.size}x", again))
-    folder = RunFolder(made)
-    others = _not_seeing(world, made) if shared else []
+    label = f"{label}-{world.size}x"
+    folder, is_new = decided_by_rank_zero(world, lambda: _made_folder(name, label, again, private))
+    others = _not_seeing(world, folder.path) if shared else []
     if others:
         if is_new and world.is_main:
-            shutil.rmtree(made)
+            shutil.rmtree(folder.path)
             with suppress(OSError):  # others are in it
                 RUNS.rmdir()
         raise ConfigError(
-            f"rank {', '.join(others)} does not see {made}, where checkpoints are to be saved: these ranks share no "
-            f"folder. {SHARE} To save none, use checkpoint.every=0."
+            f"rank {', '.join(others)} does not see {folder.path}, where checkpoints are to be saved: these ranks "
+            f"share no folder. {SHARE} To save none, use checkpoint.every=0."
         )
     return folder
 
@@ -89,14 +94,11 @@ def _marked(folder: Path) -> Path:
     return mark
 
 
-def _made_folder(name: str, label: str, again: bool) -> tuple[Path, bool]:
-    """Make the folder of a run (see `open_folder`); returns it, and whether it is a new one."""
-    if not again:
-        return new_directory(RUNS, name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), True
-    run = RUNS / name
-    is_new = not run.exists()
-    run.mkdir(parents=True, exist_ok=True)
-    return run, is_new
+def _made_folder(name: str, label: str, again: bool, private: bool) -> tuple[RunFolder, bool]:
+    """Create the folder of a run (see `open_folder`); return it, and whether it is new."""
+    path = RUNS / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}")
+    folder = RunFolder(path, mode=0o700 if private else 0o777)
+    return (folder, folder.create()) if again else (folder.create_numbered(), True)
 
 
 class RunRecord:

@@ -120,6 +120,7 @@ class TrainConfig(Config):
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     best_model: bool = Field(False, description="keep the weights of the best evaluation so far, in best/")
     tensorboard: bool = Field(True, description="events for TensorBoard, beside metrics.jsonl")
+    private: bool = Field(True, description="only you can read the run's folder; if false, as the umask says")
     memory_limit_mb: float = Field(0, ge=0, description="of one rank; warns above it; 0 for no limit")
     profile: ProfileConfig = ProfileConfig()
 

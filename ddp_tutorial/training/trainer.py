@@ -108,6 +108,7 @@ class Trainer:
             config.label,
             again=config.resume == "auto",
             shared=bool(options.every) and options.shared,
+            private=config.private,
         )
         self.record = RunRecord(
             world, self.run, self.settings, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
