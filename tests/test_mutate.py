@@ -19,6 +19,7 @@ CHANGES = {  # source: every change of it
     "x = f'{a + 1}'": [],
     "x: Literal[1] = True": ["x: Literal[1] = False"],
     "f(a, b=c)": ["pass", "f(a)"],
+    "f(description='one', examples=[1])": ["pass"],
     "x.y = z": ["pass"],
     "x = max(a, b)": ["x = min(a, b)"],
     "x = [a for a in b if c]": ["x = [a for a in b if True]"],

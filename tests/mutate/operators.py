@@ -1,7 +1,7 @@
 """Mutation operators: every small change of a source file that its tests should notice.
 
 A mutant replaces the text of one node of the syntax tree, so every other line keeps its number and its formatting.
-Docstrings, type hints, messages (f-strings, the arguments of `raise`), `if TYPE_CHECKING` and `__repr__` stay.
+Documentation, type hints, messages (f-strings, the arguments of `raise`), `if TYPE_CHECKING` and `__repr__` stay.
 """
 
 import ast
@@ -24,6 +24,7 @@ _PAIRS: list[tuple[type, type]] = [
 _SWAPPED = {ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult} | dict(_PAIRS) | {b: a for a, b in _PAIRS}
 _FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _TYPE_HINTS = {"annotation", "returns", "bases"}
+_DOCUMENTATION = {"description", "examples"}  # keyword arguments of pydantic's fields
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def _is_left_alone(node: ast.AST) -> bool:
             return True
         case ast.JoinedStr() | ast.Raise() | ast.Expr(value=ast.Constant()):
             return True
+        case ast.keyword(arg=name):
+            return name in _DOCUMENTATION
     return False
 
 
@@ -101,7 +104,7 @@ def _in_expression(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             if isinstance(function, ast.Name) and function.id in _FUNCTIONS:
                 yield function, _FUNCTIONS[function.id]
             for dropped in keywords:
-                if dropped.arg:
+                if dropped.arg and not _is_left_alone(dropped):
                     yield node, _with(node, keywords=[keyword for keyword in keywords if keyword is not dropped])
 
 
