@@ -326,6 +326,19 @@ def test_a_group_that_somebody_else_has_started_is_used_and_left_as_it_is(monkey
             pytest.fail("the block was entered")
 
 
+def test_a_slurm_step_without_a_job_id_still_has_a_port():
+    environ = {name: value for name, value in SLURM.items() if name != "SLURM_JOB_ID"}
+    assert World.detect(environ, "cpu").init_method == "tcp://gpu03:20000"
+
+
+@pytest.mark.parametrize("local_size", [1, 2], ids=["two hosts", "one host"])
+def test_an_interface_that_the_host_does_not_have_is_refused_by_name(monkeypatch, local_size):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo77")
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: pytest.fail("a group was started"))
+    with pytest.raises(ConfigError, match="has no interface called 'lo77'"), process_group(World(0, 2, 0, local_size)):
+        pytest.fail("the block was entered")
+
+
 def test_a_detected_world_has_the_timeout_that_was_given():
     assert World.detect({}, "cpu", timeout=timedelta(seconds=3)).timeout == timedelta(seconds=3)
 
