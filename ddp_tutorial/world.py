@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial import hosts
+from ddp_tutorial import hosts, rendezvous
 from ddp_tutorial.config import ConfigError
 
 # How long a rank waits in a collective for the others before it gives up.
@@ -196,7 +196,7 @@ def _require_same(world: World) -> None:
 
 def _meeting_place(world: World) -> str:
     """The host where the ranks meet: rank 0's."""
-    if world.init_method.startswith("tcp://"):
+    if world.init_method.startswith(("tcp://", "slurm://")):
         return urlsplit(world.init_method).hostname or ""
     return os.environ.get("MASTER_ADDR", "")
 
@@ -314,21 +314,17 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
             f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {len(per_node)}"
         )
     address = environ.get("MASTER_ADDR", names[0])
-    port = environ.get("MASTER_PORT", str(_slurm_port(environ)))
+    port = environ.get("MASTER_PORT")
+    step = [_number(environ, f"SLURM_{name}", default=0) for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
     return {
         "rank": _number(environ, "SLURM_PROCID"),
         "size": size,
         "local_rank": _number(environ, "SLURM_LOCALID", default=0),
         "local_size": per_node[node],
-        "init_method": f"tcp://{address}:{port}",
+        "init_method": f"tcp://{address}:{port}"
+        if port
+        else rendezvous.slurm_address(address, environ.get("SLURM_CLUSTER_NAME", "slurm"), *step),
     }
-
-
-def _slurm_port(environ: Mapping[str, str]) -> int:
-    """All ranks must find the same port without talking: derived from the job and its step, as two steps of a job may
-    run at a time, and below the system's own range."""
-    job, step = _number(environ, "SLURM_JOB_ID", default=0), _number(environ, "SLURM_STEP_ID", default=0)
-    return 20_000 + (job + 1_009 * step) % 12_000
 
 
 def _gpus_are_dealt_out(environ: Mapping[str, str], local_size: int) -> bool:

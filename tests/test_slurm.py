@@ -5,18 +5,23 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import slurm
+from ddp_tutorial import rendezvous
 from ddp_tutorial.config import ConfigError, check, from_arguments, layers, load
 from ddp_tutorial.processes.signals import EXIT_CODE
 from ddp_tutorial.processes.slurm import SlurmConfig, batch_script, ranks_per_node, seconds_of, submit
@@ -133,7 +138,7 @@ def test_a_job_on_gpus_asks_for_one_for_each_rank_and_what_else_is_set_is_in_the
     assert slurm_script("tiny", python="a b").count("'a b' -m ddp_tutorial") == 1
 
 
-STUBS = {"srun": 'exit "$CODE"', "scontrol": 'echo "scontrol $@" >> said; echo n0'}
+STUBS = {"srun": 'exit "$CODE"', "scontrol": 'echo "scontrol $@" >> said; echo n0', "python": "echo 4000"}
 
 
 @pytest.mark.parametrize(
@@ -231,6 +236,60 @@ def test_the_section_of_the_job_is_no_setting_of_the_run() -> None:
     """A checkpoint does not hold on to it: a job may go on with another time limit, on other nodes."""
     assert "slurm" not in TaskConfig().model_dump()
     assert not set(SlurmConfig.model_fields) & set(TaskConfig.model_fields)
+
+
+# --------------------------------------------------------------------------------------------- where the ranks meet
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+STEP |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+def meet(environ: dict[str, str], rank: int) -> Iterator[tuple[dist.Store, int, int]]:
+    """What `init_process_group` does with the address that a rank's environment gives."""
+    address = World.detect(environ, "cpu").init_method
+    return dist.rendezvous(address, rank, 2, timeout=timedelta(seconds=20))
+
+
+def test_ranks_of_a_step_meet_at_a_random_port_published_to_their_user_alone(workdir: Path) -> None:
+    seen = {}
+    for restart in ("0", "1"):
+        start = STEP | {"SLURM_RESTART_COUNT": restart}
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(next, meet(start, rank=1))  # before rank 0 has published anything
+            hosting = meet(start, rank=0)
+            store, *_ = next(hosting)
+            [file] = rendezvous.FOLDER.iterdir()
+            seen[file.name] = store.port
+            assert (stat.S_IMODE(file.parent.stat().st_mode), stat.S_IMODE(file.stat().st_mode)) == (0o700, 0o600)
+            other, rank, size = waiting.result(timeout=20)
+        assert (rank, size) == (1, 2)
+        store.set("from rank 0", restart)
+        assert other.get("from rank 0").decode() == restart
+        hosting.close()  # as torch does after the initialization
+        assert list(rendezvous.FOLDER.iterdir()) == []
+    assert set(seen) == {"slurm-7.0.0", "slurm-7.1.0"}
+    assert len(set(seen.values())) == 2
+
+
+def test_a_rank_does_not_stay_with_a_store_that_an_earlier_job_published(workdir: Path) -> None:
+    stale = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    stale.set("nonce", "of another job")
+    rendezvous.FOLDER.mkdir(mode=0o700, parents=True)
+    left = rendezvous.FOLDER / "slurm-7.0.0"
+    left.write_text(json.dumps({"host": "localhost", "port": stale.port, "nonce": "of a dead job"}))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(next, meet(STEP, rank=1))
+        time.sleep(0.5)  # it reads the stale file in that time
+        assert not waiting.done()
+        hosting = meet(STEP, rank=0)
+        assert next(hosting)[0].port == waiting.result(timeout=20)[0].port != stale.port
+
+
+def test_a_rendezvous_folder_that_others_may_enter_is_refused(workdir: Path) -> None:
+    rendezvous.FOLDER.mkdir(parents=True)
+    rendezvous.FOLDER.chmod(0o755)
+    with pytest.raises(ConfigError, match="must belong to the user of the job and be closed to others"):
+        next(meet(STEP, rank=0))
 
 
 # ------------------------------------------------------------------------------------------------------ a real Slurm

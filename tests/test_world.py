@@ -72,11 +72,10 @@ SLURM_TWO_NODES = {
             id="set by hand on one machine",
         ),
         pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 1, 0, 1), id="torchrun with one process"),
-        # 1234567 % 12000 = 10567
-        pytest.param(SLURM, World(4, 7, 0, 2, init_method="tcp://gpu03:30567"), id="srun"),
+        pytest.param(SLURM, World(4, 7, 0, 2, init_method="slurm://gpu03/slurm-1234567.0.0"), id="srun"),
         pytest.param(
             SLURM | {"SLURM_PROCID": "6", "SLURM_NODEID": "3"},
-            World(6, 7, 0, 1, init_method="tcp://gpu03:30567"),
+            World(6, 7, 0, 1, init_method="slurm://gpu03/slurm-1234567.0.0"),
             id="srun, the last node has one task",
         ),
         pytest.param(
@@ -86,7 +85,7 @@ SLURM_TWO_NODES = {
         ),
         pytest.param(
             SLURM_TWO_NODES,
-            World(3, 4, 1, 2, init_method="tcp://n1:23104"),  # 77 + 3 * 1009
+            World(3, 4, 1, 2, init_method="slurm://n1/slurm-77.0.3"),
             id="srun on two nodes, the job's variables",
         ),
         pytest.param(
@@ -235,9 +234,10 @@ def test_which_gpu_a_rank_has_goes_by_what_it_sees(environ, visible, device):
     assert str(World.detect(environ, "auto", gpus=visible).device) == device
 
 
-def test_two_steps_of_one_slurm_job_meet_at_different_ports():
-    steps = [World.detect(SLURM | {"SLURM_STEP_ID": str(step)}, "cpu").init_method for step in range(100)]
-    assert len(set(steps)) == 100
+def test_steps_and_starts_of_a_slurm_job_meet_at_different_addresses():
+    starts = [{"SLURM_STEP_ID": "0"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}]
+    starts += [{"SLURM_JOB_ID": "7"}, {"SLURM_CLUSTER_NAME": "east"}]
+    assert len({World.detect(SLURM | start, "cpu").init_method for start in starts}) == len(starts)
 
 
 def test_device_and_backend_are_two_choices_and_with_gloo_ranks_may_share_a_gpu():

@@ -188,13 +188,14 @@ def _tasks(srun: str, python: str, command: str) -> Iterable[str]:
 
 def _agents(srun: str, python: str, command: str, nodes: int, here: int) -> Iterable[str]:
     return (
-        f"# Each task is a torchrun, which starts {here} of the ranks. They meet on the first node, at a port that is",
-        "# made from the job's number. A signal is for the ranks: torchrun, which ignores it, ends when they have.",
+        f"# Each task is a torchrun, which starts {here} of the ranks. They meet on the first node, where this script",
+        "# runs, at a port that is free now. A signal is for the ranks: torchrun ignores it, and exits after them.",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        f"port=$({shlex.quote(python)} -c 'import socket; print(socket.create_server((\"\", 0)).getsockname()[1])')",
         f"{srun} \\",
         """    bash -c 'trap "" TERM USR1; PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) exec "$@"' on_each_node \\""",
         f"    {shlex.quote(python)} -m torch.distributed.run --nnodes={nodes} --nproc-per-node={here} \\",
-        '    --rdzv-backend=c10d --rdzv-endpoint="$first:$((20000 + SLURM_JOB_ID % 12000))" \\',
+        '    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" \\',
         '    --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --max-restarts=3 --signals-to-handle=SIGINT \\',
         f"    {command}",
         "code=$?",

@@ -1,0 +1,95 @@
+"""Where the ranks of a Slurm step meet: at a free port that rank 0 picks and publishes in a file of the job's user.
+
+Slurm tells a rank the names of the nodes, but no port. A port computed from the job's number may be in use, and every
+user of the cluster can compute it. Instead rank 0 listens at a port that the system picks, and writes host, port and a
+nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`: the folder has mode 0700, the file 0600. The other ranks wait for
+that file, connect, and compare the nonce, so they do not stay with a store that an earlier job has published.
+
+This module gives torch the scheme of such addresses: `init_process_group(init_method="slurm://n0/box-7.0.0", ...)`.
+"""
+
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import RUNS, rename, unfinished
+
+FOLDER = RUNS / ".rendezvous"
+_CONNECT_TIMEOUT = timedelta(seconds=10)  # for one attempt: a file of an earlier job may name a host that is gone
+
+
+def slurm_address(host: str, cluster: str, job: int, restarts: int, step: int) -> str:
+    """Return the `init_method` of one step in one start of a job: a requeued job gets a different one."""
+    return f"slurm://{host}/{cluster}-{job}.{restarts}.{step}"
+
+
+def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Collective. Yield the store of the step, the rank and the world size, as torch expects it of a handler."""
+    address, query = urlsplit(url), parse_qs(urlsplit(url).query)
+    rank, size = int(query["rank"][0]), int(query["world_size"][0])
+    host, path = address.hostname or "localhost", FOLDER / address.path.lstrip("/")
+    if rank:
+        yield _joined(path, timeout), rank, size
+        return
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    store.set("nonce", nonce := secrets.token_hex(16))
+    # torch drops this generator, which removes the file, when all ranks have initialized the process group.
+    with _published(path, {"host": host, "port": store.port, "nonce": nonce}):
+        yield store, rank, size
+
+
+@contextmanager
+def _published(path: Path, meeting: dict[str, Any]) -> Iterator[None]:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_private(path.parent)
+    aside = unfinished(path)
+    with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        json.dump(meeting, file)
+    rename(aside, path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _joined(path: Path, timeout: timedelta) -> dist.Store:
+    """Connect to the store that rank 0 publishes in `path`. Raises `RuntimeError` after `timeout`."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        with suppress(OSError, ValueError, RuntimeError):  # no file yet, or one of an earlier job
+            meeting = json.loads(path.read_text())
+            _require_private(path.parent)
+            store = dist.TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=_CONNECT_TIMEOUT)
+            if store.get("nonce").decode() == meeting["nonce"]:
+                store.set_timeout(timeout)
+                return store
+        time.sleep(0.05)
+    raise RuntimeError(
+        f"rank 0 did not publish its address in {path.absolute()} within {timeout.total_seconds():.0f} s. All nodes "
+        "must share the working directory. Otherwise set MASTER_ADDR and MASTER_PORT: rank 0's host and a free port."
+    )
+
+
+def _require_private(folder: Path) -> None:
+    """Raise `ConfigError` if another user owns the folder or may enter it."""
+    found = folder.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{folder.absolute()} must belong to the user of the job and be closed to others: remove it, or type "
+            f"chmod 700 {folder}"
+        )
+
+
+register_rendezvous_handler("slurm", _meet)
