@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import RUNS, rename, unfinished
+from ddp_tutorial.files import RUNS, write_atomically
 
 FOLDER = RUNS / ".rendezvous"
 _CONNECT_TIMEOUT = timedelta(seconds=10)  # for one attempt: a file of an earlier job may name a host that is gone
@@ -54,10 +54,7 @@ def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, 
 def _published(path: Path, meeting: dict[str, Any]) -> Iterator[None]:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_private(path.parent)
-    aside = unfinished(path)
-    with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        json.dump(meeting, file)
-    rename(aside, path)
+    write_atomically(path, json.dumps(meeting).encode(), mode=0o600)
     try:
         yield
     finally:
