@@ -1,7 +1,10 @@
 """Batch normalisation over all ranks: as one process would, on the union of their batches."""
 
+import copy
+import io
 from collections import OrderedDict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,10 +89,57 @@ def on_rank(world: World, variant: str, momentum: float | None, synchronised: bo
     return found | {"eval": net(data_of(9, world.size)).detach()}
 
 
-def alone(world: World) -> str:
-    """One value for each channel on rank 0, none on the others."""
+def one_value(world: World) -> str:
+    """The error of one value per channel on rank 0, and none on the other ranks."""
     net = synchronise_batch_norm(nn.BatchNorm1d(3), world)
     return error_of(lambda: net(torch.ones(1 if world.is_main else 0, 3)))
+
+
+def half_precision(world: World, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Outputs, gradients and statistics of a 16-bit layer; the sums exceed float16's range."""
+    net = synchronise_batch_norm(nn.BatchNorm1d(1), world).to(dtype)
+    x = wide_range(world.size)[world.rank].to(dtype).requires_grad_()
+    out = net(x)
+    (out * factors_of(x).to(dtype)).sum().backward()
+    return {"out": out.detach(), "x.grad": x.grad, "weight.grad": net.weight.grad, **net.state_dict()}
+
+
+def wide_range(size: int) -> tuple[torch.Tensor, ...]:
+    x = torch.full((2048, 1), 100.0)
+    x[::2] = 102
+    return x.chunk(size)
+
+
+def factors_of(x: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(len(x)) % 4 / 2)[:, None]
+
+
+def copied(world: World) -> list[torch.Tensor]:
+    """Outputs of a layer, of its deep copy, and of what was saved and loaded again, all in training."""
+    net = synchronise_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), world)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    nets = [net, copy.deepcopy(net), torch.load(file, weights_only=False)]
+    return [each(torch.arange(6.0).reshape(2, 3) ** (1 + world.rank)).detach() for each in nets]
+
+
+def evaluated_alone(world: World) -> torch.Tensor | None:
+    """Rank 0 evaluates a layer without running statistics; the other ranks do not take part."""
+    net = synchronise_batch_norm(nn.BatchNorm1d(3, track_running_stats=False), world).eval()
+    return net(torch.arange(6.0).reshape(2, 3)).detach() if world.is_main else None
+
+
+def groups_made(world: World) -> int:
+    """How many sockets and other files ten more models open."""
+
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = open_files()
+    for _ in range(10):
+        synchronise_batch_norm(nn.BatchNorm1d(3), world)
+    return open_files() - before
 
 
 def everything(world: World) -> dict[Any, Any]:
@@ -98,7 +148,11 @@ def everything(world: World) -> dict[Any, Any]:
         for variant in ("torch", "bucket", "naive")
         for momentum in (0.1, None)
     }
-    found["alone"] = alone(world)
+    found["one value"] = one_value(world)
+    if world.size > 1:
+        found |= {dtype: half_precision(world, dtype) for dtype in (torch.float16, torch.bfloat16)}
+        found["copied"], found["evaluated alone"] = copied(world), evaluated_alone(world)
+        found["files"] = groups_made(world)
     if min(SAMPLES[world.size]) > 1:
         found["apart"] = on_rank(world, "bucket", 0.1, synchronised=False)
     return found
@@ -133,34 +187,92 @@ def test_plain_batch_norm_would_have_been_noticed() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_one_value_for_a_channel_on_all_ranks_is_told_on_each(size: int) -> None:
-    assert {rank["alone"] for rank in ranks_of(size)} == {
-        "ValueError: 1 value for each channel, on all ranks together: there should be 2 or more"
+def test_one_value_per_channel_is_an_error_on_every_rank(size: int) -> None:
+    assert {rank["one value"] for rank in ranks_of(size)} == {
+        "ValueError: expected more than 1 value per channel on all ranks together, got 1"
     }
 
 
-def test_every_layer_is_replaced_however_deep_and_keeps_its_tensors() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_half_precision_matches_float32_on_the_union(size: int, dtype: torch.dtype) -> None:
+    net = nn.BatchNorm1d(1)
+    parts = wide_range(size)
+    x = torch.cat(parts).requires_grad_()
+    out = net(x)
+    (out * torch.cat([factors_of(part) for part in parts])).sum().backward()
+    close = {"rtol": 2e-2, "atol": 0.0}
+    weight = sum(rank[dtype]["weight.grad"].float() for rank in ranks_of(size))
+    torch.testing.assert_close(weight, net.weight.grad, **close)
+    assert x.grad is not None
+    of_ranks = [rank[dtype] for rank in ranks_of(size)]
+    for found, expected, gradient in zip(of_ranks, out.chunk(size), x.grad.chunk(size), strict=True):
+        assert found["out"].dtype == found["running_mean"].dtype == dtype
+        torch.testing.assert_close(found["out"].float(), expected.detach(), **close)
+        assert (found["x.grad"].float() - gradient).norm() < 0.02 * gradient.norm()
+        torch.testing.assert_close(found["running_mean"].float(), net.running_mean, **close)
+        torch.testing.assert_close(found["running_var"].float(), net.running_var, **close)
+        assert found["num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_copied_or_saved_layer_still_synchronizes(size: int) -> None:
+    union = torch.cat([torch.arange(6.0).reshape(2, 3) ** (1 + rank) for rank in range(size)])
+    expected = nn.BatchNorm1d(3)(union).detach().split(2)
+    for rank, mine in zip(ranks_of(size), expected, strict=True):
+        for found in rank["copied"]:
+            torch.testing.assert_close(found, mine)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_one_rank_can_evaluate_alone_without_running_statistics(size: int) -> None:
+    expected = nn.BatchNorm1d(3)(torch.arange(6.0).reshape(2, 3)).detach()
+    torch.testing.assert_close(ranks_of(size)[0]["evaluated alone"], expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_models_share_one_process_group(size: int) -> None:
+    assert {rank["files"] for rank in ranks_of(size)} == {0}
+
+
+def test_every_layer_is_replaced_and_keeps_its_tensors() -> None:
     net = make_net(0.1)
     bn, statistics = net.bn, net.bn.running_mean
     replaced = synchronise_batch_norm(net, World())
     assert replaced is net
-    assert [type(module) for module in net.modules()].count(SyncBatchNorm) == 2
+    layers = [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    assert [type(layer) for layer in layers] == [SyncBatchNorm, SyncBatchNorm]
     assert net.bn.weight is bn.weight
     assert net.bn.running_mean is statistics
-    assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_added_up_in_float32(dtype: torch.dtype) -> None:
-    net = synchronise_batch_norm(nn.BatchNorm1d(1), World())
-    x = torch.full((4096, 1), 100.0).to(dtype)  # the sum is more than float16 has
-    x[::2] = 102
-    out = net(x)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out[:2].flatten().float(), torch.tensor([1.0, -1.0]))
+def test_a_layer_used_in_several_places_stays_one_layer() -> None:
+    bn = nn.BatchNorm1d(4)
+    block = nn.Sequential(nn.Linear(4, 4), bn)
+    net = nn.Sequential(bn, nn.ReLU(), bn, block, block)
+    synchronise_batch_norm(net, World())
+    assert type(net[0]) is SyncBatchNorm
+    assert net[2] is net[0]
+    assert net[3] is net[4]
+    assert net[3][1] is net[0]
 
 
-def test_in_eval_mode_nobody_is_asked() -> None:
+def test_the_layer_has_the_attributes_of_torchs_layer() -> None:
+    options = {"eps": 0.1, "momentum": 0.2, "affine": False, "track_running_stats": False}
+    torchs = nn.SyncBatchNorm(3, **options)  # type: ignore[arg-type]
+    ours = synchronise_batch_norm(nn.BatchNorm1d(3, **options), World())  # type: ignore[arg-type]
+    assert repr(ours).partition("process_group")[0] == repr(torchs).partition("process_group")[0]
+    assert ours.num_features == 3
+    without_bias = nn.BatchNorm1d(3, bias=False)
+    assert list(synchronise_batch_norm(without_bias, World()).state_dict()) == list(without_bias.state_dict())
+
+
+def test_a_synchronized_layer_is_left_as_it_is() -> None:
+    net = synchronise_batch_norm(nn.BatchNorm1d(3), World())
+    assert synchronise_batch_norm(net, World()) is net
+
+
+def test_in_eval_mode_any_number_of_samples_is_accepted() -> None:
     net = synchronise_batch_norm(nn.BatchNorm1d(3), World()).eval()
     assert torch.equal(net(torch.zeros(0, 3)), torch.zeros(0, 3))
     assert net(torch.ones(1, 3)).shape == (1, 3)

@@ -1,9 +1,10 @@
-"""Batch normalisation over the batch of all ranks, with two all-reduces.
+"""Batch normalization over the batch of all ranks, with two all-reduces in forward and two in backward.
 
-A BatchNorm layer subtracts the mean of the batch and divides by its standard deviation. Under data parallelism "the
-batch" is a rank's part of it, so the output for a sample depends on which samples are on the same rank: four ranks with
-two samples each do not compute what one process with eight does. Here the sums are taken over all ranks, in forward
-and, because every output depends on every input, in backward. torch's `SyncBatchNorm` does the same, on GPUs only.
+A BatchNorm layer subtracts the mean of the batch and divides by its standard deviation. Under data parallelism, each
+rank sees only its part of the batch, so the output for a sample depends on the other samples of the same rank: four
+ranks with two samples each do not compute what one process with eight samples computes. `SyncBatchNorm` sums over all
+ranks, in forward and, because every output depends on every input, in backward. torch's `SyncBatchNorm` does the same,
+but only on GPUs.
 """
 
 from typing import Any
@@ -11,15 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_tutorial.world import World, require_group
+from ddp_tutorial.mesh import group_of, shared_group
+from ddp_tutorial.world import World
 
-Batched = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+# The layers need a process group of their own: they start all-reduces during backward, while another thread may be
+# sending buckets of gradients. In one group, ranks could start these in different orders and sum unrelated numbers.
+_PURPOSE = "batch norm"
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over ranks. Each rank's input is in the output of every rank, so its gradient is the sum of theirs."""
+    """The sum over ranks. Every rank's output depends on every rank's input, so the gradient is a sum as well."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -38,74 +42,85 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     return total
 
 
-class SyncBatchNorm(nn.Module):
-    """[samples, channels, ...] -> the same, each channel normalised over the samples of all ranks.
+class SyncBatchNorm(_BatchNorm):
+    """Normalize each channel of [samples, channels, ...] over the samples of all ranks, as torch's layer of this name.
 
-    Made by `synchronise_batch_norm`, with the weights and running statistics of the layer that it replaces. A rank may
-    have fewer samples than others, or none. Raises `ValueError`, on all ranks, where all of them together have fewer
-    than two values for a channel, which have no standard deviation.
+    In training, the forward and backward passes are collective. A rank may have fewer samples than the others, or none.
+    In evaluation, the layer is a plain BatchNorm and does not communicate.
+
+    The layer holds no process group, so it can be copied, saved and loaded.
+
+    Raises:
+        ValueError: On all ranks, if they have fewer than two values per channel in total.
     """
 
-    def __init__(self, layer: Batched, group: dist.ProcessGroup | None) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self.eps, self.momentum = layer.eps, layer.momentum
+    @classmethod
+    def from_layer(cls, layer: _BatchNorm) -> "SyncBatchNorm":
+        """Return a synchronized layer that shares the parameters and running statistics of `layer`."""
+        synced = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+        synced.weight, synced.bias = layer.weight, layer.bias
         for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(layer, name))
-        self.running_mean: torch.Tensor | None
-        self.running_var: torch.Tensor | None
-        self.num_batches_tracked: torch.Tensor | None
-        self.group = group
-        self.train(layer.training)
+            synced.register_buffer(name, getattr(layer, name))
+        return synced.train(layer.training)
+
+    def _check_input_dim(self, x: torch.Tensor) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training and self.running_mean is not None:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        over = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [1, -1] + [1] * (x.dim() - 2)  # that broadcasts one number for each channel over x
+        if not self.training:
+            return super().forward(x)
+        self._check_input_dim(x)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        group = shared_group(range(world_size), _PURPOSE) if world_size > 1 else None
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        channels = x.shape[1]
+        shape = [1, channels] + [1] * (x.dim() - 2)  # broadcasts one number per channel over x
         values = x.to(torch.promote_types(x.dtype, torch.float32))
-        here = torch.cat([values.sum(over), values.new_tensor([x.numel() // x.shape[1]])])
-        sums, count = _AllReduce.apply(here, self.group).split([x.shape[1], 1])
+        sums_and_count = torch.cat([values.sum(dims), values.new_tensor([x.numel() // channels])])
+        sums, count = _AllReduce.apply(sums_and_count, group).split([channels, 1])
         count = count.detach()
         if count < 2:
-            raise ValueError(f"{int(count)} value for each channel, on all ranks together: there should be 2 or more")
+            raise ValueError(f"expected more than 1 value per channel on all ranks together, got {int(count)}")
         mean = sums / count
         # Not the mean of squares minus the square of the mean: the difference of two large, nearly equal numbers is
         # mostly rounding error.
         deviations = values - mean.view(shape)
-        variance = _AllReduce.apply(deviations.square().sum(over), self.group) / count
-        if self.training:
-            self._remember(mean.detach(), variance.detach() * count / (count - 1))
+        variance = _AllReduce.apply(deviations.square().sum(dims), group) / count
+        self._update_running(mean.detach(), variance.detach() * count / (count - 1))
         normal = deviations * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+            normal = normal * self.weight.view(shape)
+        if self.bias is not None:
+            normal = normal + self.bias.view(shape)
         return normal.to(x.dtype)
 
-    def _remember(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics as BatchNorm does: with momentum None to the mean of all batches so far."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Update the running statistics as BatchNorm does; momentum=None averages over all batches so far."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         factor = float(1 / self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, factor)
-        self.running_var.lerp_(variance, factor)
+        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            running.copy_(running.to(new.dtype).lerp(new, factor))
 
 
 def synchronise_batch_norm(module: nn.Module, world: World) -> nn.Module:
-    """Replace each BatchNorm layer inside `module` by a `SyncBatchNorm`; returns the module, or its replacement.
+    """Replace each BatchNorm layer of `module` with a `SyncBatchNorm`. Collective.
 
-    Collective. The layers get a process group of their own: they start all-reduces during backward, while another
-    thread may be sending buckets of gradients. In one group, ranks could start these in different orders, and would add
-    up each other's numbers.
+    A layer that occurs several times in `module` is replaced everywhere, by one layer.
+
+    Returns:
+        The module itself, or its replacement if it is a BatchNorm layer.
     """
-    require_group(world)
-    group = dist.new_group() if world.size > 1 else None
-
-    def replaced(child: nn.Module) -> nn.Module:
-        if isinstance(child, Batched):
-            return SyncBatchNorm(child, group)
-        for name, grandchild in child.named_children():
-            setattr(child, name, replaced(grandchild))
-        return child
-
-    return replaced(module)
+    group_of([range(world.size)], world, _PURPOSE)
+    synced: dict[nn.Module, nn.Module] = {
+        layer: SyncBatchNorm.from_layer(layer)
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+    }
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if name and layer in synced:
+            module.set_submodule(name, synced[layer])
+    return synced.get(module, module)

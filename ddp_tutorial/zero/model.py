@@ -145,7 +145,7 @@ class ShardedModel:
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
         self.shards = Shards(world, mesh)
         # Gathers and reductions interleave as each rank's backward has it: two groups, each with an order of its own.
-        group = group_of(self.shards.mesh.rows, world)
+        group = group_of(self.shards.mesh.rows, world, "gather")
         self.names = [name for name, _ in module.named_parameters()]
         self.units: list[Unit] = []
         self._is_pinned = False
