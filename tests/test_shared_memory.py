@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import socket
 import time
 from collections.abc import Callable
 from functools import cache
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.checkpoint.manifest import name_of
 from ddp_tutorial.cluster import Cluster, why_not
-from ddp_tutorial.collectives import digest
+from ddp_tutorial.collectives import all_gather, digest
 from ddp_tutorial.config import load
 from ddp_tutorial.ddp import shared_memory
 from ddp_tutorial.ddp.buckets import MIB
@@ -308,17 +309,78 @@ def test_the_memory_goes_with_the_model() -> None:
     assert launch(open_files, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT) == [[set()] * 3] * 2
 
 
-def without_unnamed_memory(world: World) -> str:
-    if world.rank == 1:
-        del os.memfd_create  # as in a Python that was built for an old libc
-    model = data_parallel(net(), world, DDPConfig(shared_memory=True))
-    model(torch.ones(2, 8)).sum().backward()
-    return type(model.link).__name__
+def short_memory(nbytes: int) -> list[int]:
+    return memory_and_bell(nbytes // 2)
 
 
-def test_ranks_of_which_one_has_no_unnamed_memory_do_as_without_it() -> None:
-    found = launch(without_unnamed_memory, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
-    assert found == ["NoneType", "NoneType"]
+def unsealed_memory(nbytes: int) -> list[int]:
+    """Memory that its owner can truncate later."""
+    memory = os.memfd_create("gradients")
+    os.ftruncate(memory, nbytes)
+    return [memory, os.eventfd(0)]
+
+
+def two_bells(nbytes: int) -> list[int]:
+    return [os.eventfd(0), os.eventfd(0)]
+
+
+memory_and_bell = shared_memory._memory_and_bell
+
+
+def unusable_memory(world: World) -> list[tuple[str, set[str]]]:
+    """The link, and what memory is left, for each kind of memory that rank 1 offers."""
+    found = []
+    for make in (short_memory, unsealed_memory, two_bells, None):
+        if world.rank == 1 and make is None:
+            del os.memfd_create  # as in a Python that was built for an old libc
+        with patch.object(shared_memory, "_memory_and_bell", make if world.rank == 1 and make else memory_and_bell):
+            model = data_parallel(net(), world, DDPConfig(shared_memory=True))
+        model(torch.ones(2, 8)).sum().backward()
+        found.append((type(model.link).__name__, _memories()))
+    return found
+
+
+def test_memory_that_one_rank_cannot_share_safely_is_not_used() -> None:
+    found = launch(unusable_memory, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
+    assert found == [[("NoneType", set())] * 4] * 2
+
+
+def refuses_nobody(path: str) -> bool:
+    """Whether a process of another user is refused when it sends to the socket `path`."""
+    if (pid := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.connect(path)
+        except PermissionError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def connect_beside_another_user(world: World) -> tuple[list[bool], bool]:
+    """Another user tries to reach both sockets while the ranks connect."""
+    refused: list[bool] = []
+
+    def gathered(world: World, thing: Any) -> list[Any]:
+        things = all_gather(world, thing)
+        if not refused:  # the sockets exist, and no rank has sent yet
+            refused.extend(refuses_nobody(path) for path in things)
+            all_gather(world, None)
+        return things
+
+    with patch.object(shared_memory, "all_gather", gathered):
+        link = SharedMemory.connect(world, net().parameters())
+    return refused, link is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as a second user")
+def test_another_user_cannot_send_memory_to_a_rank() -> None:
+    found = launch(connect_beside_another_user, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
+    assert found == [([True, True], True)] * 2
 
 
 def stop_while_locked(world: World) -> None:

@@ -15,12 +15,12 @@ Steps with 34 kB, 480 kB and 3.3 MB of gradients took 4.5, 15 and 53 ms on two c
 import fcntl
 import mmap
 import os
-import secrets
 import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from weakref import finalize
 
@@ -88,15 +88,18 @@ class SharedMemory:
     def connect(cls, world: World, parameters: Iterable[nn.Parameter]) -> "SharedMemory | None":
         """Memory for the gradients of `parameters`. Collective.
 
-        None, on all ranks, where there are not two, where they are on two hosts or on GPUs, and where the system has no
-        memory without a name, as Linux has.
+        Returns:
+            The link; None on all ranks if there are not two ranks on the CPU of one host, or if the system has no
+            unnamed memory, as Linux has.
         """
-        if world.size != 2 or world.device.type != "cpu":
+        if world.size != 2 or world.local_size != 2 or world.device.type != "cpu":
             return None
-        mine = _memory_and_bell(_ALIGNED + sum(_aligned(each.nbytes) for each in parameters))
+        nbytes = _ALIGNED + sum(_aligned(each.nbytes) for each in parameters)
+        mine = _memory_and_bell(nbytes)
         theirs = _swapped(world, mine)
-        if theirs is None:
-            _close(mine)
+        is_valid = len(theirs) == len(mine) > 0 and _is_sealed(theirs[0], nbytes)
+        if not all(all_gather(world, is_valid)):
+            _close([*mine, *theirs])
             return None
         return cls(world, mine, theirs)
 
@@ -222,8 +225,9 @@ def _memory_and_bell(nbytes: int) -> list[int]:
     such things."""
     files: list[int] = []
     try:
-        files.append(os.memfd_create("gradients"))
+        files.append(os.memfd_create("gradients", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(files[0], nbytes)
+        fcntl.fcntl(files[0], fcntl.F_ADD_SEALS, _seals())
         files.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
     except (OSError, AttributeError):
         _close(files)
@@ -231,28 +235,48 @@ def _memory_and_bell(nbytes: int) -> list[int]:
     return files
 
 
-def _swapped(world: World, mine: Sequence[int]) -> list[int] | None:
-    """The other rank's files, as they are open here; None, on both ranks, where one has none or does not reach the
-    other. Collective.
+def _swapped(world: World, mine: Sequence[int]) -> list[int]:
+    """Return the other rank's files, open in this process; empty if a rank has none or cannot send them. Collective.
 
-    They meet under names that are known in one network, not in one file system: hosts that are namespaces share the
-    disk, and should not share memory.
+    Each rank receives on a socket in a folder that only its user can enter, so another user of the machine cannot send
+    files of their own.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
-        name = None
-        if mine:
-            mailbox.bind(name := f"\0ddp_tutorial-{secrets.token_hex(16)}")
-        names = all_gather(world, name)
-        theirs = names[1 - world.rank]
-        if name is None or theirs is None:
-            return None
-        sent = False
-        with suppress(OSError):  # there is no such name on this host
-            mailbox.connect(theirs)
-            sent = bool(socket.send_fds(mailbox, [b"!"], mine))
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
+        path = f"{folder}/mailbox"
+        is_ready = bool(mine) and _succeeds(lambda: mailbox.bind(path))
+        theirs = all_gather(world, path if is_ready else None)[1 - world.rank]
+        sent = is_ready and theirs is not None and _succeeds(lambda: _send(theirs, mine))
         if not all(all_gather(world, sent)):
-            return None
+            return []
         return list(socket.recv_fds(mailbox, 1, len(mine), socket.MSG_CMSG_CLOEXEC)[1])
+
+
+def _succeeds(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except OSError:
+        return False
+    return True
+
+
+def _send(path: str, files: Sequence[int]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.connect(path)
+        socket.send_fds(sender, [b"!"], files)
+
+
+def _seals() -> int:
+    """The seals that fix a file's size, on Linux: an access beyond the end of a shortened file kills the process."""
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _is_sealed(memory: int, nbytes: int) -> bool:
+    """Return whether a file in memory has this size, and keeps it."""
+    try:
+        seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
+    except OSError:  # not a file in memory
+        return False
+    return os.fstat(memory).st_size == nbytes and seals & _seals() == _seals()
 
 
 def _mapped(memory: int) -> tuple[torch.Tensor, memoryview]:
