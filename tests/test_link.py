@@ -5,6 +5,7 @@ Nothing here asks a busy machine to be quick: times have a lower bound that is e
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ import torch.distributed as dist
 from ddp_tutorial.collectives import mean
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
+from ddp_tutorial.mesh import group_of
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding.dispatched import DispatchedSource
+from ddp_tutorial.sharding.order import Order, Sharding
+from ddp_tutorial.sharding.samples import as_samples
+from ddp_tutorial.sharding.sharded import ShardedSource
 from ddp_tutorial.world import World
 from ranks import error_of, watched
 
@@ -148,6 +154,34 @@ def use_both_at_once(world: World) -> list[float]:
     return [slow[0].item(), quick[0].item()]
 
 
+def make_many(world: World) -> dict[str, int]:
+    """How many files and threads ten more of each thing that needs a process group leave behind."""
+
+    def make_link() -> None:
+        SimulatedLink(world, LinkModel(0.0, 1e12)).all_reduce(torch.ones(4)).wait()
+
+    def make_mesh() -> None:
+        group_of([[rank] for rank in range(world.size)], world)
+
+    def make_source() -> None:
+        samples = as_samples(torch.utils.data.TensorDataset(torch.arange(64.0)))
+        source = DispatchedSource(lambda: ShardedSource(samples, Sharding(Order(64, 0), 8), World()), world)
+        next(source)
+        source.close()
+
+    def held() -> int:
+        return len([*Path("/proc/self/fd").glob("*"), *Path("/proc/self/task").glob("*")])  # of a system with /proc
+
+    left = {}
+    for make in (make_link, make_mesh, make_source):
+        make()
+        before = held()
+        for _ in range(10):
+            make()
+        left[make.__name__] = held() - before
+    return left
+
+
 def lose_the_others(world: World) -> dict[str, str] | None:
     """Last of all: everybody but rank 0 leaves."""
     links = {"direct": DirectLink(world), "simulated": SimulatedLink(world, LinkModel(0.0, 1e9))}
@@ -172,6 +206,7 @@ ALL = [
     connect_what_it_cannot,
     sum_directly,
     use_both_at_once,
+    make_many,
     lose_the_others,
 ]
 
@@ -189,6 +224,12 @@ def nprocs(request: pytest.FixtureRequest) -> int:
 def heard(nprocs: int) -> Iterator[list[dict[str, Any]]]:
     """What each rank has to say; the ranks are started once for all tests."""
     return launch(everything, nprocs, device="cpu", threads=1, echo=False, timeout=90)
+
+
+def test_links_meshes_and_sources_leave_no_files_or_threads(heard: list[dict[str, Any]]) -> None:
+    for each in heard:
+        assert each["make_many"].keys() == {"make_link", "make_mesh", "make_source"}
+        assert all(left < 10 for left in each["make_many"].values()), each["make_many"]
 
 
 # ---------------------------------------------------------------------------------------------------- simulated link

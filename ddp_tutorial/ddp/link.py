@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.mesh import shared_group
 from ddp_tutorial.world import World, require_group
 
 
@@ -111,19 +114,10 @@ class DirectLink:
         require_group(world)
         self.world = world
         self.observer: Callable[[Transfer], object] | None = None
-        self._waiting: SimpleQueue[tuple[Any, str, int, float]] = SimpleQueue()
-        if world.backend == "nccl":
-            threading.Thread(target=self._tell_when_done, name="direct link", daemon=True).start()
+        self._calls = _calls_of("direct link") if world.backend == "nccl" else None
 
     def __str__(self) -> str:
         return "direct link"
-
-    def _tell_when_done(self) -> None:
-        while True:
-            done, name, nbytes, issued = self._waiting.get()
-            done.synchronize()
-            if self.observer is not None:
-                self.observer(Transfer(name, nbytes, issued, issued, time.monotonic()))
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
         """Start summing `tensor` over all ranks, in place."""
@@ -133,13 +127,22 @@ class DirectLink:
 
         def arrived(reduced: Future[list[torch.Tensor]]) -> torch.Tensor:
             reduced.value()  # raises if it failed, which `then` alone would not
-            if self.observer is not None and self.world.backend == "nccl":
-                self._waiting.put((torch.cuda.current_stream().record_event(), name, tensor.nbytes, issued))
-            elif self.observer is not None:
-                self.observer(Transfer(name, tensor.nbytes, issued, issued, time.monotonic()))
+            if self._calls is not None and self.observer is not None:
+                event = torch.cuda.current_stream().record_event()
+                self._calls.put(partial(self._report, name, tensor.nbytes, issued, event))
+            else:
+                self._report(name, tensor.nbytes, issued)
             return tensor
 
         return dist.all_reduce(tensor, async_op=True).get_future().then(arrived)
+
+    def _report(self, name: str, nbytes: int, issued: float, event: torch.cuda.Event | None = None) -> None:
+        """Tell the observer about an all-reduce, after waiting for `event` on a GPU."""
+        if self.observer is None:
+            return
+        if event is not None:
+            event.synchronize()
+        self.observer(Transfer(name, nbytes, issued, issued, time.monotonic()))
 
 
 class SimulatedLink:
@@ -147,7 +150,8 @@ class SimulatedLink:
     and the time for 2 (N - 1) / N of its bytes, counted from when the last rank has joined it and the one before ended.
 
     A thread computes the sum with a real all-reduce, then sleeps until that time is over; meanwhile the rank goes on
-    computing, as it does beside a network card. `overruns` counts the all-reduces that really took longer than the
+    computing, as it does beside a network card. All simulated links of a rank share this thread, and take turns.
+    `overruns` counts the all-reduces that really took longer than the
     model says: a simulated link cannot be faster than the machine. Only for ranks on the CPU of one machine, whose
     monotonic clock they share: raises `ConfigError` for others.
     """
@@ -160,12 +164,11 @@ class SimulatedLink:
         self.observer: Callable[[Transfer], object] | None = None
         self.overruns = 0
         self._free = 0.0  # when the link is free for the next all-reduce; the same time on all ranks
-        self._queue: SimpleQueue[tuple[torch.Tensor, str, float, Future[torch.Tensor]]] = SimpleQueue()
-        # A group of its own: in a shared one, the main thread's collectives could come before this thread's on one rank
-        # and after them on another.
-        self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
         if world.size > 1:
-            threading.Thread(target=self._carry, name="simulated link", daemon=True).start()
+            # Not the default group: there, the main thread's collectives could come before the link thread's on one
+            # rank and after them on another.
+            self._group = shared_group(range(world.size), "simulated link", backend="gloo", timeout=world.timeout)
+            self._calls = _calls_of("simulated link")
 
     def __str__(self) -> str:
         return f"simulated link: {self.model}"
@@ -175,20 +178,18 @@ class SimulatedLink:
         if self.world.size == 1:
             return _done(tensor)
         future: Future[torch.Tensor] = Future()
-        self._queue.put((tensor, name, time.monotonic(), future))
+        self._calls.put(partial(self._carry, tensor, name, time.monotonic(), future))
         return future
 
-    def _carry(self) -> None:
-        while True:
-            tensor, name, issued, future = self._queue.get()
-            try:
-                self._carry_one(tensor, name, issued)
-            except Exception as error:  # raised in the main thread, when it waits for the future
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(tensor)
+    def _carry(self, tensor: torch.Tensor, name: str, issued: float, future: Future[torch.Tensor]) -> None:
+        try:
+            self._sum(tensor, name, issued)
+        except Exception as error:  # raised in the main thread, when it waits for the future
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(tensor)
 
-    def _carry_one(self, tensor: torch.Tensor, name: str, issued: float) -> None:
+    def _sum(self, tensor: torch.Tensor, name: str, issued: float) -> None:
         joined = torch.tensor(issued, dtype=torch.float64)
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)  # when did the last rank join in?
         start = max(float(joined), self._free)
@@ -208,3 +209,26 @@ def _done(tensor: torch.Tensor) -> Future[torch.Tensor]:
     future: Future[torch.Tensor] = Future()
     future.set_result(tensor)
     return future
+
+
+Call = Callable[[], object]
+_threads: WeakKeyDictionary[dist.ProcessGroup, dict[str, SimpleQueue[Call | None]]] = WeakKeyDictionary()
+
+
+def _calls_of(name: str) -> SimpleQueue[Call | None]:
+    """Return the queue of the thread `name`, which makes the calls put into it until the default group is destroyed."""
+    default = dist.group.WORLD
+    assert default is not None
+    threads = _threads.setdefault(default, {})
+    if name not in threads:
+        calls: SimpleQueue[Call | None] = SimpleQueue()
+        threads[name] = calls
+        finalize(default, calls.put, None).atexit = False
+        threading.Thread(target=_make_calls, args=(calls,), name=name, daemon=True).start()
+    return threads[name]
+
+
+def _make_calls(calls: SimpleQueue[Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it refers to a link, which would outlive its owner while this thread waits

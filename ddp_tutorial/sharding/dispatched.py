@@ -46,8 +46,7 @@ class DispatchedSource:
         with rank_zero_first(world):
             self._inner = make() if world.is_main else None
             first = (self._inner.batch_size, self._inner.state_dict()) if self._inner else None
-        # gloo, on GPUs too: what travels is still in main memory, and other collectives are not disturbed.
-        self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
+        self._group: dist.ProcessGroup | None = None
         self._ahead: queue.Queue[tuple[Share, SourceState] | Exception] = queue.Queue(prefetch)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,6 +57,10 @@ class DispatchedSource:
         self._state: SourceState = told[1]
 
     def __next__(self) -> Share:
+        if self._group is None and self.world.size > 1:
+            # gloo, on GPUs too: the samples are still in main memory. A separate group keeps the threads' messages
+            # apart from the main thread's collectives.
+            self._group = dist.new_group(backend="gloo", timeout=self.world.timeout)
         share, self._state = self._next_here() if getattr(self._inner, "draws_here", False) else self._next_ahead()
         return replace(share, samples=to_device(share.samples, self.world.device))
 
@@ -144,13 +147,21 @@ class DispatchedSource:
         return self._state
 
     def load_state_dict(self, state: SourceState) -> None:
-        self.close()
+        self._stop()
         self._state = state
         if self._inner:
             self._inner.load_state_dict(state)
 
     def close(self) -> None:
-        """Collective: rank 0 stops sending, and the others receive until it has."""
+        """Stop reading, and release the process group. Collective."""
+        self._stop()
+        if self._group is not None:
+            with suppress(ValueError):  # the default group was destroyed, and this one with it
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _stop(self) -> None:
+        """Stop sending on rank 0, and receive until then on the other ranks. Collective."""
         if self._thread is not None:
             self._closing.set()
             self._thread.join()
