@@ -1,5 +1,6 @@
 """What detectors decide by numbers alone: slopes, spikes, divergence, who is slow, what overlaps."""
 
+import gc
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from ddp_tutorial.benches.debug import Triple, _compared
 from ddp_tutorial.debug import checking
 from ddp_tutorial.debug.detector import Finding, Program
-from ddp_tutorial.debug.memory import Kind, _own_memory, growth_per_step, live_tensors, more
+from ddp_tutorial.debug.memory import Kind, OwnMemory, growth_per_step, live_tensors, more
 from ddp_tutorial.debug.overlap import DataOverlap, Epoch, rows_hashed
 from ddp_tutorial.debug.pace import slow_rank
 from ddp_tutorial.debug.replicas import ReplicaDrift, checksums, first_difference
@@ -142,10 +143,21 @@ def test_the_minority_differs_and_where_there_is_none_all_do() -> None:
 
 
 def test_the_own_memory_of_a_process_is_what_psutil_says() -> None:
-    process, own = psutil.Process(), _own_memory()
+    process, own = psutil.Process(), OwnMemory()
     for _ in range(2):
         used = process.memory_info()
-        assert abs(next(own) - (used.rss - used.shared)) < 4e6
+        assert abs(own() - (used.rss - used.shared)) < 4e6
+
+
+def test_the_own_memory_of_a_process_closes_its_file_also_in_a_cycle() -> None:
+    gc.collect()
+    before = psutil.Process().num_fds()
+    owner = {"own": OwnMemory()}
+    owner["itself"] = owner
+    assert psutil.Process().num_fds() == before + 1
+    del owner
+    gc.collect()
+    assert psutil.Process().num_fds() == before
 
 
 def test_what_grows_is_named_by_shape_type_and_graph_and_shared_memory_counts_for_the_largest() -> None:
