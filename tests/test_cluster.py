@@ -212,6 +212,13 @@ def test_each_host_has_a_name_an_address_and_processes_of_its_own_and_the_folder
     assert [each.output.split() for each in told] == [
         [name, address, str(folder), "0"] for name, address in zip(cluster.names, cluster.addresses, strict=True)
     ]
+    program = (
+        "from pathlib import Path; from pyroute2 import IPRoute\n"
+        "print(Path('/proc/sys/net/ipv4/tcp_congestion_control').read_text().strip())\n"
+        "with IPRoute() as kernel: print(kernel.get_links(ifname='eth0')[0].get('gso_max_size'))"
+    )
+    said = cluster.run(sys.executable, "-c", program)
+    assert [each.output.split() for each in said] == [["reno", "4000"]] * 3, "frames of 150 us, at least 4,000 bytes"
     assert [each.code for each in cluster.run("sh", "-c", "exit 3")] == [3] * 3
     assert [each.code for each in cluster.run("no such command")] == [127] * 3
 
@@ -420,6 +427,30 @@ def test_a_delay_is_added_to_each_way_and_the_rate_stays(allowed: None, tmp_path
 def test_an_all_reduce_has_a_delay_for_each_piece_that_a_rank_sends(nbytes: int, ranks: int, delays: int) -> None:
     """As measured with 1 and 5 ms at 1 Gbit/s: 16 MiB over two hosts take 12 delays more than 4 MiB."""
     assert delays_in(nbytes, ranks) == delays
+
+
+def test_a_frame_is_held_for_its_delay_less_the_time_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 us, as measured. Too little for a test that measures it."""
+
+    class WaitsError(Exception):
+        pass
+
+    def select(files: list[int], _: object, __: object, left: float | None) -> tuple[list[int], ...]:
+        if left is None:
+            return files, [], []
+        raise WaitsError(left)
+
+    monkeypatch.setattr(delays.os, "sched_setscheduler", lambda *_: None)
+    monkeypatch.setattr(delays.gc, "disable", lambda: None)
+    monkeypatch.setattr(delays.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(delays.select, "select", select)
+    wire, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with wire, other:
+        wire.setblocking(False)
+        other.send(b"a frame")
+        with pytest.raises(WaitsError) as waits:
+            delays.hold(wire.fileno(), 0.5e-3)
+        assert waits.value.args[0] == pytest.approx(0.45e-3)
 
 
 def test_without_tap_devices_a_delay_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,14 @@ def test_a_hang_is_told_by_name_and_ended(ranks, source, said):
     assert are_together(ranks)
 
 
+def test_a_rank_that_has_ended_the_call_is_not_waited_for_long(ranks, monkeypatch):
+    monkeypatch.setattr(ranks, "patience", 120)
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="rank 0 runs no cell"):
+        ranks.execute("if world.rank == 1: dist.barrier()")
+    assert time.monotonic() - began < 60
+
+
 def test_a_rank_that_computes_is_waited_for(ranks):
     slow = "if world.rank == 1:\n    end = time.monotonic() + 2.5\n    while time.monotonic() < end: sum(range(1000))\n"
     ranks.execute(f"x = torch.ones(1)\n{slow}dist.all_reduce(x)")
@@ -243,7 +251,9 @@ def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks):
     with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL") as caught:
         ranks.execute("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     assert "Rank 0 lives on, and keeps its variables" in str(caught.value)
-    assert [each["state"] for each in ranks.status()] == ["ready", "was killed by SIGKILL"]
+    living, dead = ranks.status()
+    assert (living["state"], dead["state"], dead["pid"]) == ("ready", "was killed by SIGKILL", None)
+    assert living["memory"] > 10e6 > dead["memory"] == 0
     with pytest.raises(RankError, match="rank 1 is dead: it was killed by SIGKILL"):
         ranks.execute("1")
     assert repr(ranks.execute("kept", on=[0])) == "rank 0: 0", "to save what it has"
