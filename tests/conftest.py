@@ -21,16 +21,22 @@ settings.load_profile("project")
 # What a script starts by `make test &` ignores interrupts, which tests send, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Modules of tests whose ranks are spawned, as they are for users: they test how ranks and their workers start and end.
-SPAWNED = {"test_launch", "test_starting", "test_sources"}
+SPAWN = torch.multiprocessing.spawn
 
 
 @pytest.fixture(autouse=True, scope="module")
-def ranks_start_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+def ranks_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start ranks in tenths of a second. A test, or a module, about how ranks start and exit is marked `spawned`."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.module.__name__ not in SPAWNED:
+        if not request.node.get_closest_marker("spawned"):
             patch.setattr(torch.multiprocessing, "spawn", forked.spawn)
         yield
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_spawned_where_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("spawned"):
+        monkeypatch.setattr(torch.multiprocessing, "spawn", SPAWN)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ path of its own, imports the rest itself, and ends like any other. There are thr
 for Python's hashes, and a launch takes another one for each rank than the launch before: ranks which rely on the order
 of a set would differ, as they do when they are spawned.
 
-What cannot be had this way is left to the tests that spawn (`SPAWNED` in conftest.py) and to the notebooks: a rank's
+What cannot be had this way is left to the tests marked `spawned` and to the notebooks: a rank's
 parent is the server, which the kernel tells it of when it dies, and the environment that other processes see is the
 server's.
 

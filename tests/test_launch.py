@@ -84,6 +84,7 @@ def start_python(_nothing_is_left_behind):
 # --- results ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spawned
 def test_every_rank_has_its_results_place_and_environment():
     def look(world, base, *, names=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")):
         total = torch.tensor([float(base + world.rank)])
@@ -134,6 +135,7 @@ def test_four_ranks_return_what_a_class_of_the_caller_makes_of_it():
     assert [result.x for result in results] == [1111, 1112, 1113, 1114]
 
 
+@pytest.mark.spawned
 def test_a_single_spawned_rank_has_a_process_of_its_own_and_no_group():
     def alone(world):
         loss = (torch.ones(2, requires_grad=True) * 2).sum()
@@ -172,6 +174,7 @@ def test_large_arguments_and_results_arrive_equal():
     assert torch.equal(results[1], sent + 1)
 
 
+@pytest.mark.spawned
 def test_launches_leave_no_file_descriptor_open():
     def work(world, fail):
         if fail:
@@ -466,6 +469,7 @@ def test_a_rank_that_calls_sys_exit_has_failed_even_with_code_0():
     assert "sys.exit(0)" in error.traceback
 
 
+@pytest.mark.spawned
 def test_a_rank_that_crashes_in_native_code_leaves_its_stack_in_the_log():
     with pytest.raises(RankError, match="rank 0 was killed by SIGSEGV") as caught:
         launch(lambda world: os.kill(os.getpid(), signal.SIGSEGV), 1, device="cpu", echo=False)
@@ -487,6 +491,7 @@ def test_a_rank_that_returns_early_is_told_that_every_rank_must_enter_every_coll
     assert "every rank must enter every collective" in str(caught.value)
 
 
+@pytest.mark.spawned
 def test_the_time_limit_begins_when_all_ranks_have_started(monkeypatch):
     left, listen = [], _Ranks._listen_until
 
@@ -558,6 +563,7 @@ def start_a_program_and_fork(world):
     print("pid", child)
 
 
+@pytest.mark.spawned
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -598,6 +604,7 @@ def test_processes_that_a_rank_has_started_are_gone_when_it(how, reason):
                 psutil.Process(pid).kill()
 
 
+@pytest.mark.spawned
 def test_a_rank_ends_in_peace_while_torchs_threads_still_hold_tensors(capfd):
     def leave_work_behind(world):
         import atexit
@@ -811,6 +818,7 @@ def test_arguments_that_cannot_be_used_are_refused_with_what_to_type(monkeypatch
         launch(fn, nprocs, **vars(call))
 
 
+@pytest.mark.spawned
 @pytest.mark.parametrize("pipes", [5, 100])
 def test_a_launch_that_cannot_start_leaves_no_descriptor_open(pipes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Because there are no more pipes, or else no more processes."""

@@ -33,6 +33,8 @@ from ddp_tutorial.sharding.streamed import StreamedSource
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World
 
+pytestmark = pytest.mark.spawned  # how ranks and their workers start and exit
+
 CONTEXT = 3
 KINDS = ["sharded", "dispatched", "fast_stream", "streamed"]
 

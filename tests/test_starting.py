@@ -16,6 +16,8 @@ import torch
 from ddp_tutorial import ConfigError, RankError, World, rank_zero_first, run
 from ranks import TORCHRUN
 
+pytestmark = pytest.mark.spawned  # how ranks start and exit
+
 SCRIPT = """
 import os
 import torch
