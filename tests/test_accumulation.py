@@ -25,7 +25,7 @@ from ddp_tutorial.sharding.order import deal
 from ddp_tutorial.sharding.sharded import Share
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
-from ddp_tutorial.training.tasks import launch_training
+from ddp_tutorial.training.tasks import launch_training, make_trainer
 from ddp_tutorial.world import World
 from ranks import error_of
 
@@ -416,6 +416,21 @@ def test_an_invariant_run_of_the_same_config_is_the_same_run(workdir: object) ->
     first, second = (launch_training(config, threads=1, echo=False) for _ in range(2))
     assert first.weights == second.weights
     assert first.losses == second.losses
+
+
+def test_invariant_training_restores_the_number_of_threads(workdir: object) -> None:
+    before = torch.get_num_threads()
+    config = TaskConfig(
+        corpus="stories:200", strategy="invariant", steps=1, model=ModelConfig(layers=1, heads=1, width=16, context=16)
+    )
+    try:
+        torch.set_num_threads(3)
+        trainer = make_trainer(config, World())
+        assert torch.get_num_threads() == 1
+        trainer.train()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_seeding_for_the_length_of_a_block_leaves_gpus_alone_unless_one_is_named(

@@ -35,8 +35,9 @@ class InvariantStrategy(Replicas):
     """Gradients that do not depend on the number of ranks, as long as it divides `micro_batches`.
 
     Same bits need the same arithmetic in each micro-batch, so the same kind of processor, torch, and size of
-    micro-batch. On CPUs a sum is also cut up by threads: this process computes with one from here on, however many
-    ranks there are. A model with running statistics (BatchNorm) depends on who saw what, and is refused.
+    micro-batch. On CPUs a sum also depends on the number of threads: the constructor sets it to one for this process,
+    and `Trainer.train` restores it. A model with running statistics (BatchNorm) depends on which rank saw which sample,
+    and is refused.
     """
 
     link: Link | None = None  # gradients travel by torch's own collectives

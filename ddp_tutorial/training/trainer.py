@@ -12,7 +12,7 @@ launch(main, 2)
 
 import os
 import statistics
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ class Trainer:
         config = config or TrainConfig()
         if held_out is None and (config.best_model or config.early_stopping.patience):
             raise ConfigError("'early_stopping' and 'best_model' go by evaluations: give the Trainer held_out samples")
+        self.threads = torch.get_num_threads()  # of the caller; `invariant` uses one thread from here on
         self.train_step = TrainStep(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
         self.held_out = None if held_out is None else as_samples(held_out)
@@ -136,7 +137,8 @@ class Trainer:
 
     def train(self) -> TrainResult:
         """All steps, then the result."""
-        with self.record.alone():
+        with ExitStack() as afterwards, self.record.alone():
+            afterwards.callback(torch.set_num_threads, self.threads)
             if self.config.resume == "auto":
                 self.start = self.look()  # or refuse, with every file as it was
             with self.record, self.stopping.listening(), self.profiler:
