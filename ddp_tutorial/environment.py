@@ -1,7 +1,9 @@
-"""What machine and which versions a number was measured with."""
+"""What machine and which versions a number was measured with; and environment variables for the length of a block."""
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,20 @@ def describe_environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+@contextmanager
+def variables_restored(*names: str) -> Iterator[None]:
+    """Give these environment variables the values at the end of the block that they had at its beginning."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _processor() -> str:

@@ -21,9 +21,11 @@ import torch.distributed as dist
 
 from ddp_tutorial import hosts, rendezvous
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.environment import variables_restored
 
 # How long a rank waits in a collective for the others before it gives up.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_INIT_BARRIER = "TORCH_DIST_INIT_BARRIER"
 
 
 @dataclass(frozen=True)
@@ -156,30 +158,32 @@ def process_group(world: World) -> Iterator[World]:
         _require_same(world)
         yield world
         return
-    across = world.size > world.local_size and world.backend == "gloo"
-    if across or (world.backend == "gloo" and hosts.GLOO_INTERFACE in os.environ):
-        hosts.choose_interface(_meeting_place(world))
-    # Leave the initialisation together: a rank that has nothing to do would else be gone while others connect to it.
-    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world.init_method == "env://"
-    store = fresh_store(agent_store(world.timeout), world) if shared else None
-    dist.init_process_group(
-        backend=world.backend,
-        init_method=None if shared else world.init_method,
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=world.timeout,
-        device_id=world.device if world.backend == "nccl" else None,
-    )
-    peers = hosts.peers(world.rank, world.size) if across else []
-    try:
-        yield world
-    except BaseException as error:
-        abandon_group(world)
-        hosts.raise_if_lost(error, peers, world.rank)
-        raise
-    dist.destroy_process_group()
+    # torch and gloo read these when a group is started, also one that is started inside the block.
+    with variables_restored(_INIT_BARRIER, hosts.GLOO_INTERFACE):
+        across = world.size > world.local_size and world.backend == "gloo"
+        if across or (world.backend == "gloo" and hosts.GLOO_INTERFACE in os.environ):
+            hosts.choose_interface(_meeting_place(world))
+        # Leave the initialization together: a rank with nothing to do would be gone while others connect to it.
+        os.environ.setdefault(_INIT_BARRIER, "1")
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world.init_method == "env://"
+        store = fresh_store(agent_store(world.timeout), world) if shared else None
+        dist.init_process_group(
+            backend=world.backend,
+            init_method=None if shared else world.init_method,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=world.timeout,
+            device_id=world.device if world.backend == "nccl" else None,
+        )
+        peers = hosts.peers(world.rank, world.size) if across else []
+        try:
+            yield world
+        except BaseException as error:
+            abandon_group(world)
+            hosts.raise_if_lost(error, peers, world.rank)
+            raise
+        dist.destroy_process_group()
 
 
 def _require_same(world: World) -> None:

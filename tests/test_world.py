@@ -383,6 +383,7 @@ def test_the_description_of_a_machine_is_json_and_says_how_many_threads_compute(
 
 
 GROUPS = """
+import os
 import sys
 from datetime import timedelta
 import torch
@@ -394,6 +395,7 @@ rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 def world(name):
     return World(rank, size, rank, size, init_method=f"file://{folder}/{name}", timeout=timedelta(seconds=20))
 
+before = dict(os.environ)
 assert not dist.is_initialized()
 with process_group(world("first")) as here:
     require_group(here)
@@ -419,6 +421,7 @@ print("in haste", flush=True)
 for again in range(12):
     with process_group(world(f"short{again}")):
         pass  # whoever is up first leaves at once
+assert os.environ == before, os.environ
 print("done", flush=True)
 """
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.environment import variables_restored
 from ddp_tutorial.processes.console import ipython_shell
 from ddp_tutorial.processes.marks import kill_marked
 from ddp_tutorial.processes.signals import handling
@@ -159,17 +160,9 @@ def interrupts_held() -> Iterator[None]:
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
     """Set for the children that start inside, from their first moment on, and put back for this process."""
-    with _INHERITED:
-        before = {name: os.environ.get(name) for name in variables}
+    with _INHERITED, variables_restored(*variables):
         os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        yield
 
 
 @contextmanager
