@@ -5,6 +5,7 @@ was started), 75 a run was stopped before its last step (under torchrun 0, for i
 interrupted.
 """
 
+import os
 import sys
 
 import click
@@ -50,6 +51,8 @@ for command in (
 
 def main() -> None:
     """Run a command. Whatever goes wrong is told in one message, without the frames of this program."""
+    # Before torch is imported, here and in kernels and other processes that a command starts: see `rank_environment`.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(standalone_mode=False)
     except click.exceptions.Exit as leave:

@@ -104,6 +104,13 @@ def test_threads_that_launch_at_one_time_get_what_is_theirs_and_leave_no_trace()
     assert sys.modules["__main__"] is main
 
 
+def test_the_threads_of_ranks_sleep_while_they_wait_unless_the_user_has_decided(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert children.rank_environment(2, 2, 0)["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert children.rank_environment(2, 2, 0)["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
 @pytest.mark.parametrize(
     ("ranks", "device", "cores", "told"),
     [

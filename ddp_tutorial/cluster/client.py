@@ -62,7 +62,7 @@ class BoxClient:
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         python = [sys.executable, "-m", "ddp_tutorial.cluster.box", str(its.fileno())]
         # Its forks are ranks. Where no name server answers, torch warns in each that it does not know who connects.
-        environ = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | environment()
+        environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "PASSIVE"} | environment()
         with its, tempfile.TemporaryFile() as errors:
             self._box = subprocess.Popen(
                 ["unshare", *as_whom, *namespaces, *python],

@@ -121,7 +121,10 @@ def loopback_store(nprocs: int) -> dist.TCPStore | None:
 
 
 def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
-    """The variables that torchrun would set, all but RANK and LOCAL_RANK."""
+    """Return the variables that torchrun would set, all but RANK and LOCAL_RANK, and those that torch's threads need.
+
+    OpenMP reads its own when torch is imported, so they have to be there when the process starts.
+    """
     loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), "lo")
     return {
         "WORLD_SIZE": str(nprocs),
@@ -132,6 +135,9 @@ def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(threads),
+        # Threads of a matrix product wait for one another. By default they spin, and where another process has one of
+        # the cores, two threads are several times slower than one.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     }
 
 
