@@ -87,7 +87,7 @@ def launch(
     *args: Any,
     device: str = "auto",
     backend: str = "auto",
-    timeout: float | None = 600.0,
+    timeout: float | None = None,
     collective_timeout: float = COLLECTIVE_TIMEOUT.total_seconds(),
     threads: int | None = None,
     echo: bool = True,
@@ -108,8 +108,10 @@ def launch(
     - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
     - `backend`: "gloo", "nccl" or "auto": what fits the device. With device "cuda" and gloo, ranks may share a GPU.
     - `timeout`: seconds until every rank must have returned, counted from when all have started, for which they have
-      two minutes; None for no limit.
-    - `collective_timeout`: seconds that a rank waits in a collective for the others.
+      two minutes. By default there is no limit, as training takes as long as it takes. With one, a launch that hangs
+      raises `RankTimeoutError`, which reports the line that each rank is executing.
+    - `collective_timeout`: seconds that a rank waits in a collective for the others, ten minutes by default. Then it
+      raises, with and without `timeout`.
     - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
     - `echo`: show what the ranks print, their progress, and which device was chosen.
     - `in_process`: with `nprocs=1`, call `fn` in this process. Its exceptions then arrive as they were raised;

@@ -44,9 +44,8 @@ def run(
 
     `device` is "cpu", "cuda" or "auto", `backend` "gloo", "nccl" or "auto", and `collective_timeout` how many seconds a
     rank waits in a collective for the others. `launch_options` are those of `launch`, and of use only where ranks are
-    started here: `threads`, `echo`, and so on. Unlike `launch`, there is no time limit unless `timeout` is given, and
-    SIGTERM and SIGUSR1 are passed on to the ranks, so that training may save before it ends; ranks that do not handle
-    them, or not yet, end, and `StoppedError` is raised.
+    started here: `threads`, `echo`, and so on. Unlike `launch`, it passes SIGTERM and SIGUSR1 on to the ranks, so that
+    training may save before it ends; ranks that do not handle them, or not yet, end, and `StoppedError` is raised.
 
     Raises `ConfigError` where a setting or the environment cannot be used, also if that is found on a rank. Whatever
     else goes wrong on a rank arrives as it was raised where this process is that rank, and as a `RankError` where the
@@ -57,7 +56,7 @@ def run(
         here = World.detect(device=device, backend=backend, timeout=timedelta(seconds=collective_timeout))
         return _join(main, args, here)
     options: dict[str, Any] = {"device": device, "backend": backend, "collective_timeout": collective_timeout}
-    options |= {"timeout": None, "pass_on": SIGNALS} | launch_options
+    options |= {"pass_on": SIGNALS} | launch_options
     try:
         return launch(main, nprocs, *args, **options)[0]
     except RankError as error:

@@ -146,9 +146,9 @@ def train(world: World, config: TaskConfig) -> TrainResult:
 def launch_training(config: TaskConfig, **options: Any) -> TrainResult:
     """Train on `config.nprocs` ranks of this machine and return rank 0's result, which is that of all.
 
-    `options` go to `launch`. There is no time limit unless one is given: training may take as long as it takes.
+    `options` are those of `launch`.
     """
     check_world(config, config.nprocs)
-    defaults = {"timeout": None, "pass_on": SIGNALS, **config.group_options}
+    defaults = {"pass_on": SIGNALS, **config.group_options}
     results = launch(train, config.nprocs, config, **(defaults | options))
     return results[0]
