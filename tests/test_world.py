@@ -326,11 +326,6 @@ def test_a_group_that_somebody_else_has_started_is_used_and_left_as_it_is(monkey
             pytest.fail("the block was entered")
 
 
-def test_a_slurm_step_without_a_job_id_still_has_a_port():
-    environ = {name: value for name, value in SLURM.items() if name != "SLURM_JOB_ID"}
-    assert World.detect(environ, "cpu").init_method == "tcp://gpu03:20000"
-
-
 @pytest.mark.parametrize("local_size", [1, 2], ids=["two hosts", "one host"])
 def test_an_interface_that_the_host_does_not_have_is_refused_by_name(monkeypatch, local_size):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo77")
