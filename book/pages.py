@@ -1,4 +1,5 @@
-"""The sources of the book: the notebooks as they are, and pages made of the README and of docstrings.
+"""The sources of the book: the notebooks as they are, the Markdown files of this folder, and pages made of the README
+and of docstrings.
 
 Nothing is said twice: chapters and their parts, words and symptoms are those of the README's tables, so a notebook that
 is added there is in the book. A section of the README becomes a page.
@@ -14,6 +15,7 @@ from api import write_api
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS, Chapter, chapters
 
 README = NOTEBOOKS.parent / "README.md"
+OWN_PAGES = sorted(Path(__file__).parent.glob("*.md"))
 THE_NOTEBOOKS, WORDS, SYMPTOMS = "The notebooks", "Words", "When something goes wrong"
 # The sections that a reader comes back to; all others of the README are about using the project.
 LOOKED_UP = ("words", "symptoms", "api/index", "genindex")
@@ -42,6 +44,9 @@ def write_pages(folder: Path) -> None:
         if title not in {THE_NOTEBOOKS, SYMPTOMS}:
             using.append(slug(title))
             (folder / f"{slug(title)}.md").write_text(f"# {title}\n{promoted(text)}", encoding="utf-8")
+    for page in OWN_PAGES:
+        using.append(page.stem)
+        shutil.copy(page, folder)
     (folder / "words.md").write_text(page_of_words(), encoding="utf-8")
     (folder / "symptoms.md").write_text(page_of_symptoms(sections), encoding="utf-8")
     write_api(folder / "api")
@@ -50,7 +55,8 @@ def write_pages(folder: Path) -> None:
 
 def read_readme() -> tuple[str, dict[str, str]]:
     """What stands before the first section, and the text of each section by its title."""
-    beginning, *rest = re.split(r"^## (.+)$", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = README.read_text(encoding="utf-8").replace("](book/", "](")  # the book has these pages beside the README's
+    beginning, *rest = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     for title in (THE_NOTEBOOKS, SYMPTOMS):
         if title not in sections:

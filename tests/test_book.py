@@ -177,6 +177,13 @@ def test_every_public_name_is_described_on_one_page(site: Path) -> None:
     assert "the highest of the schedule" in front  # a setting's own words
 
 
+def test_the_threat_model_is_a_page_that_the_readme_links(site: Path) -> None:
+    assert "How to isolate a job" in article(site / "threat_model.html")
+    assert 'href="threat_model.html"' in article(site / "in_your_own_project.html")
+    beside = text_of(site / "index.html").partition('class="sidebar-tree"')[2].partition("</aside>")[0]
+    assert 'href="threat_model.html"' in beside
+
+
 def test_the_search_knows_every_page(site: Path) -> None:
     index = (site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")")
     known = set(json.loads(index)["docnames"])

@@ -696,7 +696,7 @@ def test_figures_are_written_in_the_format_of_their_ending_and_the_same_each_tim
     assert sorted(path.name for path in Path().iterdir()) == ["figure.pdf", "figure.png", "figure.svg", "runs"]
 
 
-def test_a_glob_over_runs_skips_what_is_not_a_run_and_reports_how_many() -> None:
+def test_a_glob_over_runs_skips_and_counts_paths_that_are_not_runs() -> None:
     made("a")
     made("b")
     made("sweeps/s/point")

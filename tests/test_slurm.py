@@ -250,7 +250,7 @@ def meet(environ: dict[str, str], rank: int) -> Iterator[tuple[dist.Store, int, 
     return dist.rendezvous(address, rank, 2, timeout=timedelta(seconds=20))
 
 
-def test_ranks_of_a_step_meet_at_a_random_port_published_to_their_user_alone(workdir: Path) -> None:
+def test_ranks_of_a_step_meet_at_a_random_port_that_only_their_user_reads(workdir: Path) -> None:
     seen = {}
     for restart in ("0", "1"):
         start = STEP | {"SLURM_RESTART_COUNT": restart}
