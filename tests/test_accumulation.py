@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp_tutorial.accumulation.invariant import InvariantStrategy, add_across_ranks, bit_reversed
-from ddp_tutorial.accumulation.loss import StepLoss
+from ddp_tutorial.accumulation.loss import LossError, StepLoss, call_loss
 from ddp_tutorial.accumulation.micro_batches import accumulate, group, split
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
@@ -397,6 +397,32 @@ def test_micro_batches_that_do_not_divide_are_refused(
     monkeypatch.setattr("ddp_tutorial.accumulation.invariant.require_group", lambda world: None)
     with pytest.raises(ConfigError, match=told):
         InvariantStrategy(nn.Linear(1, 1), world_of(0, size), next_token_loss, micro_batches)
+
+
+def test_an_invariant_step_of_one_micro_batch_counts_from_step_0() -> None:
+    strategy = InvariantStrategy(make_model(), World(), next_token_loss, 1)
+    assert (strategy.per_rank, strategy.state_dict()["step"]) == (1, 0)
+    strategy.backward([{"tokens": tokens_of(0, 0, 4)}])
+    assert strategy.state_dict()["step"] == 1
+
+
+@pytest.mark.parametrize("pair", [1.0, (1,), (1, 2, 3), (True, 1), (1, "2"), (torch.ones(2), 1), [1, 2]], ids=str)
+def test_a_metric_that_is_not_a_sum_and_a_count_is_refused_by_name(pair: Any) -> None:
+    with pytest.raises(LossError, match="metric 'accuracy' should be"):
+        call_loss(lambda model, batch: (torch.tensor(3.0), 2, {"accuracy": pair}), None, None)
+
+
+def test_an_error_describes_what_the_loss_returned() -> None:
+    with pytest.raises(LossError, match=r"found \(1 \(int\), a tensor of shape \[2\]\)"):
+        call_loss(lambda model, batch: (torch.tensor(3.0), 2, {"accuracy": (1, torch.ones(2))}), None, None)
+
+
+def test_sums_and_counts_of_the_loss_and_its_metrics_have_no_graph() -> None:
+    weight = torch.tensor(3.0, requires_grad=True)
+    total, parts = call_loss(lambda model, batch: (weight * 2, 2, {"accuracy": (weight * 1, 4)}), None, None)
+    assert total.requires_grad
+    assert parts == {"loss": (6.0, 2), "accuracy": (3.0, 4)}
+    assert not any(isinstance(each, torch.Tensor) and each.requires_grad for pair in parts.values() for each in pair)
 
 
 def test_running_statistics_are_refused_by_name() -> None:
