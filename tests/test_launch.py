@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,11 @@ import forked
 from ddp_tutorial.collectives import RankZeroFailedError, rank_zero_first
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
+from ddp_tutorial.processes import marks
 from ddp_tutorial.processes.console import Console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import GRACE_SECONDS, START_SECONDS, _Ranks, launch
-from ddp_tutorial.processes.rank import progress
+from ddp_tutorial.processes.rank import _never_outlive_the_parent, progress
 
 LOCK = threading.Lock()  # cannot be pickled
 
@@ -723,6 +725,27 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed(hanging):
     hanging.kill()
     assert wait_until(lambda: all(map(is_gone, pids)))
     assert hanging.communicate(timeout=20) == ("", "")
+
+
+def test_a_rank_whose_parent_has_died_before_it_could_ask_exits_at_once():
+    """The kernel kills a rank when its parent dies, but only if the rank has asked for that in time."""
+    origin = SimpleNamespace(parent=os.getppid(), dies_with_thread=False)  # not the parent of the child
+    if (child := os.fork()) == 0:
+        _never_outlive_the_parent(origin)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_processes_that_start_while_others_are_killed_are_killed_too(monkeypatch):
+    killed = []
+    found = iter([["first"], ["started meanwhile"], []])
+
+    def marked(*_):
+        return [SimpleNamespace(kill=partial(killed.append, name)) for name in next(found)]
+
+    monkeypatch.setattr(marks, "marked", marked)
+    marks.kill_marked("VARIABLE", bool)
+    assert killed == ["first", "started meanwhile"]
 
 
 # --- what cannot be sent ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import time
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -315,3 +316,9 @@ def test_numbers_beside_the_bar(numbers, text):
     before = dict(numbers)
     assert describe(numbers) == text
     assert list(numbers) == list(before)  # the caller's own is left alone
+
+
+def test_of_a_view_of_a_large_tensor_only_the_view_is_sent() -> None:
+    sent = dump_result(torch.arange(1_000_000)[3:5])
+    assert len(sent) < 10_000
+    assert torch.equal(pickle.loads(sent), torch.tensor([3, 4]))
