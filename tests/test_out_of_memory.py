@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError, is_out_of_memory, require_local_forward
+from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug import Fault, inject
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.gpt import next_token_loss
 from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World
@@ -142,6 +144,9 @@ def test_a_model_that_meets_others_in_forward_and_the_invariant_strategy_are_ref
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     with pytest.raises(ConfigError, match=r"'oom_skips' asks all ranks after forward, and '1' is a SyncBatchNorm"):
         require_local_forward(model)
+    with pytest.raises(ConfigError, match="'1' is a SyncBatchNorm"):
+        DDPStrategy(model, World(), next_token_loss, agree_on_memory=True)
+    DDPStrategy(model, World(), next_token_loss)
     with pytest.raises(ValueError, match="'oom_skips' is of strategy ddp"):
         small(strategy="invariant", oom_skips=1)
 

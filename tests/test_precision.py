@@ -12,7 +12,14 @@ from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.accumulation.micro_batches import accumulate, split
-from ddp_tutorial.accumulation.precision import NotFiniteError, Precision, PrecisionConfig, Scale, total_norm
+from ddp_tutorial.accumulation.precision import (
+    NotFiniteError,
+    Precision,
+    PrecisionConfig,
+    Scale,
+    total_norm,
+    total_norm_over,
+)
 from ddp_tutorial.collectives import any_rank, digest
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
 from ddp_tutorial.processes.launcher import launch
@@ -338,3 +345,9 @@ def test_an_update_leaves_no_gradient_behind_also_where_it_was_left_out() -> Non
         weight.grad = torch.full((3,), gradient)
         assert Precision().update(optimizer, 1.0, 0.0).made == made
         assert weight.grad is None
+
+
+def test_the_norm_over_one_rank_needs_no_group() -> None:
+    norm = total_norm_over([torch.tensor([3.0]), torch.tensor([[4.0]])], None, 1, torch.device("cpu"))
+    assert (norm.item(), norm.dtype) == (5.0, torch.float32)
+    assert total_norm_over([], None, 1, torch.device("cpu")).item() == 0

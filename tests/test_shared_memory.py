@@ -476,3 +476,7 @@ def test_it_is_for_two_ranks_on_cpus() -> None:
     on_gpus = World(size=2, device=torch.device("cuda", 0), backend="gloo")
     for world in (World(), World(size=3), on_gpus):  # without a group, so that asking each other would raise
         assert SharedMemory.connect(world, net().parameters()) is None
+
+
+def test_each_bucket_takes_whole_lines_of_64_bytes() -> None:
+    assert [shared_memory._aligned(nbytes) for nbytes in (0, 1, 64, 65, 640)] == [0, 64, 64, 128, 640]
