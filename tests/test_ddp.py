@@ -3,12 +3,15 @@
 The ranks are started once for each world size and work through all cases; each test looks at what all of them report.
 """
 
+import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -716,18 +719,18 @@ def test_allowed_and_unused_everywhere_a_parameter_gets_no_gradient(size: int, v
 
 
 @scenario
-def torch_with_unused_parameters(world: World) -> dict[str, Any]:
+def torch_with_unused_parameters(world: World) -> str:
     model = forked(world, "torch")
     backward(model, ("left",))
-    model.finish()
-    return {"next forward": error_of(lambda: model(inputs_of(world.rank), "left"))}
+    return error_of(model.finish)
 
 
 @two_or_three
-def test_torchs_ddp_complains_at_the_next_forward(size: int) -> None:
-    for each in heard_of(size):
-        message = each["torch_with_unused_parameters"]["next forward"]
-        assert message.startswith("RuntimeError: Expected to have finished reduction")
+def test_with_torchs_ddp_each_rank_names_its_unused_parameters(size: int) -> None:
+    for rank, each in enumerate(heard_of(size)):
+        assert each["torch_with_unused_parameters"].startswith(
+            f"RuntimeError: parameters that got no gradient: on rank {rank} 'right.weight', 'right.bias'. The loss"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ misuse
@@ -782,6 +785,7 @@ def test_a_second_gradient_before_finish_is_an_error_that_names_the_parameter(si
         message = each["misuse"][case]
         assert message.startswith("RuntimeError: parameter 'right.")
         assert "got a second gradient before finish(). Run all but the last backward of a step inside" in message
+        assert "use_reentrant=False" in message
 
 
 @two_or_three
@@ -819,43 +823,170 @@ def test_two_ranks_without_a_group_raise(variant: str, link: LinkConfig | None) 
 
 @scenario
 def wrap_again(world: World) -> dict[str, Any]:
-    """The same module in one wrapper after another, as when a cell is run twice."""
-    heard = {}
-    for variant in VARIANTS:
-        module = forked(world, "bucket").module
+    """One module in two wrappers of every pair of variants; the older wrapper is alive or garbage."""
+    heard: dict[Any, Any] = {}
+    for before, variant, is_kept in product(VARIANTS, VARIANTS, (True, False)):
+        older: DataParallel | None = forked(world, before)
+        module = older.module
         model = data_parallel(module, world, DDPConfig(variant=variant))
+        if not is_kept:
+            older = None
         for step in range(2):
             backward(model, ("left", "right"))
             model.finish()
-            heard[variant, step] = gradients_of(module), mean_by_hand(model, ("left", "right"))
+            heard[before, variant, is_kept, step] = gradients_of(module), mean_by_hand(model, ("left", "right"))
             module.zero_grad()
+        if older is not None:
+            heard[before, variant] = error_of(lambda older=older: older(inputs_of(world.rank), "left"))
+            heard[before, variant, "finish"] = error_of(older.finish) if heard[before, variant] != "no error" else ""
+    return heard
+
+
+pair = pytest.mark.parametrize(("before", "variant"), list(product(VARIANTS, VARIANTS)))
+
+
+@two_or_three
+@pair
+def test_a_module_that_is_wrapped_again_has_the_mean_gradient(size: int, before: str, variant: str) -> None:
+    for each in heard_of(size):
+        for is_kept, step in product((True, False), range(2)):
+            torch.testing.assert_close(*each["wrap_again"][before, variant, is_kept, step])
+
+
+@two_or_three
+@pair
+def test_a_replaced_wrapper_raises_if_either_acts_in_backward(size: int, before: str, variant: str) -> None:
+    for each in heard_of(size):
+        if {before, variant} <= {"naive", "flat"}:
+            assert each["wrap_again"][before, variant] == "no error"
+        else:
+            for when in ((), ("finish",)):
+                assert "Use the newest wrapper" in each["wrap_again"][before, variant, *when]
+
+
+@scenario
+def change_gradients_in_late_hooks(world: World) -> dict[str, Any]:
+    """A hook that is registered after wrapping changes each gradient before it is averaged."""
+    heard = {}
+    for variant in VARIANTS:
+        model = forked(world, variant)
+        for parameter in model.module.parameters():
+            parameter.register_post_accumulate_grad_hook(clamp_gradient)
+        for step in range(3):
+            backward(model, ("left", "right"))
+            model.finish()
+            heard[variant, step] = gradients_of(model.module), clamped_mean_by_hand(model)
+            model.module.zero_grad()
+    return heard
+
+
+def clamp_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(max=0.125)
+
+
+def clamped_mean_by_hand(model: DataParallel) -> dict[str, torch.Tensor]:
+    module = Fork()
+    module.load_state_dict(model.module.state_dict())
+    module(inputs_of(model.world.rank), "left", "right").sum().backward()
+    return {name: mean(model.world, p.grad.clamp(max=0.125)) for name, p in module.named_parameters()}
+
+
+@two_or_three
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_hook_registered_after_wrapping_changes_what_is_averaged(size: int, variant: str) -> None:
+    for each in heard_of(size):
+        for step in range(3):
+            torch.testing.assert_close(*each["change_gradients_in_late_hooks"][variant, step])
+
+
+class TwoLayouts(nn.Module):
+    """A layer used on rank 0 only and one used elsewhere only, in channels_last, beside a transposed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
+        self.transposed = nn.Parameter(torch.randn(5, 4).t())
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        layer = self.here if rank == 0 else self.there
+        return (layer(x).flatten(2).sum(2).tanh() @ self.transposed).square().sum()
+
+
+def image_of(rank: int) -> torch.Tensor:
+    return torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+
+
+@scenario
+def use_several_memory_layouts(world: World) -> dict[str, Any]:
+    heard = {}
+    for variant in VARIANTS:
+        torch.manual_seed(0)
+        model = data_parallel(TwoLayouts(), world, DDPConfig(variant=variant, find_unused_parameters=True))
+        alone = copy.deepcopy(model.module)
+        for rank in range(world.size):
+            (alone(image_of(rank), rank) / world.size).backward()
+        for step in range(2):
+            model(image_of(world.rank), world.rank).backward()
+            model.finish()
+            heard[variant, step] = gradients_of(model.module), gradients_of(alone)
+            model.module.zero_grad(set_to_none=False)
     return heard
 
 
 @two_or_three
-@pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_wrapper_that_is_gone_leaves_its_module_alone(size: int, variant: str, step: int) -> None:
+def test_gradients_of_any_memory_layout_are_averaged(size: int, variant: str) -> None:
     for each in heard_of(size):
-        torch.testing.assert_close(*each["wrap_again"][variant, step])
+        for step in range(2):
+            torch.testing.assert_close(*each["use_several_memory_layouts"][variant, step])
 
 
 @scenario
-def train_nothing(world: World) -> dict[str, Any]:
-    def one_step(variant: str) -> None:
-        model = data_parallel(nn.Linear(2, 2).requires_grad_(False), world, DDPConfig(variant=variant))
-        model(torch.ones(1, 2))
-        model.finish()
-
-    return {variant: error_of(lambda variant=variant: one_step(variant)) for variant in VARIANTS}
+def change_what_is_trainable(world: World) -> dict[str, str]:
+    heard = {}
+    for variant in VARIANTS:
+        frozen = nn.Linear(2, 2).requires_grad_(False)
+        config = DDPConfig(variant=variant)
+        heard[variant, "none"] = error_of(lambda frozen=frozen, config=config: data_parallel(frozen, world, config))
+        model = data_parallel(nn.Sequential(frozen, nn.Linear(2, 2)), world, config)
+        frozen.weight.requires_grad_(True)
+        heard[variant, "unfrozen"] = error_of(lambda model=model: model(torch.ones(1, 2)))
+    return heard
 
 
 @two_or_three
-def test_a_model_without_anything_to_train_is_let_through_by_ours_and_not_by_torch(size: int) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_unfrozen_after_wrapping_are_an_error(size: int, variant: str) -> None:
     for each in heard_of(size):
-        heard = each["train_nothing"]
-        assert [heard[variant] for variant in OURS] == ["no error"] * 3
-        assert "doesn't have any parameter that requires a gradient" in heard["torch"]
+        message = each["change_what_is_trainable"][variant, "unfrozen"]
+        assert message.startswith("RuntimeError: parameters that were frozen when the model was wrapped")
+        assert "'0.weight'" in message
+
+
+@two_or_three
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_with_nothing_to_train_is_an_error(size: int, variant: str) -> None:
+    for each in heard_of(size):
+        assert each["change_what_is_trainable"][variant, "none"] == (
+            "RuntimeError: the model has no parameter that requires a gradient: there is nothing to average"
+        )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_wrapper_that_is_copied_says_to_copy_its_module(variant: str, duplicate: Callable[[object], object]) -> None:
+    model = data_parallel(nn.Linear(2, 2), World(), DDPConfig(variant=variant))
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: copy or save its \.module"):
+        duplicate(model)
+
+
+def test_by_default_only_the_first_bucket_is_small() -> None:
+    layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)])  # 1 MiB each
+    default: Any = data_parallel(layers, World(), DDPConfig(variant="bucket"))
+    assert [bucket.names for bucket in default.buckets] == [["2.weight"], ["1.weight", "0.weight"]]
+    given: Any = data_parallel(layers, World(), DDPConfig(variant="bucket", bucket_cap_mb=25))
+    assert [bucket.names for bucket in given.buckets] == [["2.weight", "1.weight", "0.weight"]]
 
 
 # -------------------------------------------------------------------------------------------------- different models

@@ -14,17 +14,18 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, cast
-from weakref import WeakMethod
+from typing import Any, ClassVar, Literal, NoReturn, cast
+from weakref import WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,14 +101,20 @@ _ONLY = {
 
 
 class DataParallel(ABC):
-    """A model of which every rank has a copy that it trains on its own part of the batch.
+    """A model that every rank holds a copy of, and trains on its own part of the batch.
 
-    Not an `nn.Module`: the model is `.module`, and its state dict is the one to save. Constructing is collective: the
-    ranks compare their models, and start with rank 0's weights and buffers.
+    A wrapper is not an `nn.Module`: the model is `.module`, whose state dict is the one to save. Constructing is
+    collective: the ranks compare their models, and start with rank 0's weights and buffers. A wrapper averages the
+    parameters that are trainable when it is made. Wrap the module again after unfreezing parameters, and after any
+    other change of its parameters; the new wrapper replaces the older one.
+
+    Raises:
+        RuntimeError: On every rank, if the ranks hold different models or nothing is trainable.
     """
 
     link: Link | None = None  # what carries the gradients; None where torch's C++ code sends them by itself
     kept: PowerSGD | None = None  # what this rank keeps of its own from one step to the next, if it compresses so
+    acts_in_backward: ClassVar[bool] = False  # then no other wrapper of the same parameters can be in use
     carrier: Carrier | None = None  # takes numbers along; then it has to be loaded before each backward with sync
 
     def __init__(
@@ -118,10 +125,20 @@ class DataParallel(ABC):
         self.find_unused_parameters = find_unused_parameters
         # A tied parameter has several names and is listed once; a frozen one has no gradient to average.
         self.trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        if not self.trainable:
+            raise RuntimeError("the model has no parameter that requires a gradient: there is nothing to average")
         self.sync_buffers = sync_buffers
+        self._is_replaced = False
+        _replace_older(self)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        self.check()
         return self.forward(*inputs, **named)
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} cannot be copied or pickled: copy or save its .module, and wrap the copy again")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's output on this rank's inputs."""
@@ -139,13 +156,48 @@ class DataParallel(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Call it after the last backward of a step: every `.grad` becomes the mean over all ranks, and rank 0's
-        buffers are broadcast. Collective.
+        """Average every `.grad` over all ranks, and broadcast rank 0's buffers. Collective.
 
-        Raises `RuntimeError`, on all ranks, where a parameter has no gradient on some rank, unless
-        `find_unused_parameters` allows it. Then it counts as zero on that rank; a parameter that no rank has used has
-        no gradient afterwards.
+        Call this method after the last backward of a step. With `find_unused_parameters`, a parameter without a
+        gradient on some ranks counts as zero there. A parameter that no rank has used has no gradient afterwards.
+
+        Raises:
+            RuntimeError: On all ranks, if a parameter has no gradient on some rank and `find_unused_parameters` is
+                False. Also if parameters were unfrozen, or a newer wrapper was made.
         """
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if this wrapper would miss gradients."""
+        if self._is_replaced:
+            raise RuntimeError(
+                "this wrapper was replaced: its parameters were wrapped again later. Use the newest wrapper. To train "
+                "two models that share parameters, wrap one module that contains both."
+            )
+        unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            raise RuntimeError(
+                f"parameters that were frozen when the model was wrapped require gradients now: "
+                f"{', '.join(map(repr, unfrozen))}. Their gradients would not be averaged. Wrap the model again."
+            )
+
+    def detach(self) -> None:
+        """Stop averaging gradients: a newer wrapper does it. Using this wrapper raises an error from now on."""
+        self._is_replaced = True
+
+
+_wrappers: WeakSet[DataParallel] = WeakSet()  # in use; a notebook may keep an old one alive, in a traceback for example
+
+
+def _replace_older(wrapper: DataParallel) -> None:
+    """Detach older wrappers that share parameters, if one of the two averages in backward: gradients would be averaged
+    twice."""
+    parameters = {parameter for _, parameter in wrapper.trainable}
+    for older in list(_wrappers):
+        shares = not parameters.isdisjoint(parameter for _, parameter in older.trainable)
+        if shares and (wrapper.acts_in_backward or older.acts_in_backward):
+            older.detach()
+            _wrappers.discard(older)
+    _wrappers.add(wrapper)
 
 
 class NaiveDDP(DataParallel):
@@ -161,7 +213,9 @@ class NaiveDDP(DataParallel):
     def finish(self) -> None:
         for name, parameter in agree_on_used(self, self.link):
             check_dense(name, parameter.grad)
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            # The same layout on every rank: a gradient in channels_last would meet zeros in another order of elements.
+            parameter.grad = gradient.contiguous()
             parameter.grad /= self.world.size
             self.link.all_reduce(parameter.grad, name).wait()
         broadcast_tensors(self.world, self.buffers)
@@ -196,6 +250,7 @@ class BucketDDP(DataParallel):
     """
 
     link: Link
+    acts_in_backward = True
 
     def __init__(
         self, module: nn.Module, world: World, hook: Hook, *, bucket_cap_mb: float | None = None, **options: bool
@@ -208,8 +263,16 @@ class BucketDDP(DataParallel):
         self._sync = True
         self._rebuilt = False
         self._build(range(len(self.trainable))[::-1])
-        for index, (_, parameter) in enumerate(self.trainable):
-            parameter.register_post_accumulate_grad_hook(partial(_arrive_at, WeakMethod(self._arrive), index))
+        # The autograd nodes that accumulate the gradients. Their hooks run after all hooks of the parameters: those may
+        # still change the gradient. A parameter does not keep its node alive.
+        self._nodes = [get_gradient_edge(parameter).node for _, parameter in self.trainable]
+        arrive: WeakMethod[Callable[[int], None]] = WeakMethod(self._arrive)
+        self._hooks = [node.register_hook(partial(_arrive_at, arrive, index)) for index, node in enumerate(self._nodes)]
+
+    def detach(self) -> None:
+        super().detach()
+        for hook in self._hooks:
+            hook.remove()
 
     def _build(self, order: Sequence[int]) -> None:
         """Cut the parameters into buckets, in the order of these indices."""
@@ -240,12 +303,14 @@ class BucketDDP(DataParallel):
         finally:
             self._sync = before
 
-    def _arrive(self, index: int, parameter: nn.Parameter) -> None:
-        """Called by autograd as soon as `parameter.grad` is complete for this backward."""
+    def _arrive(self, index: int) -> None:
+        """Start the all-reduce of the parameter's bucket if the bucket is complete. Autograd calls this method once the
+        parameter's gradient is final for this backward."""
         if index in self._arrived:  # its bucket may be under way, and adding to it, in no_sync too, would spoil the sum
             raise RuntimeError(
                 f"parameter {self.trainable[index][0]!r} got a second gradient before finish(). Run all but the last "
-                "backward of a step inside no_sync()."
+                "backward of a step inside no_sync(). If a checkpointed layer is used twice, use "
+                "checkpoint(..., use_reentrant=False)."
             )
         if not self._sync:
             return
@@ -288,14 +353,21 @@ class BucketDDP(DataParallel):
                     parameter.grad = view.copy_(parameter.grad)
 
 
-def _arrive_at(arrive: WeakMethod[Callable[[int, nn.Parameter], None]], index: int, parameter: nn.Parameter) -> None:
-    """The hook of a parameter. It outlives its `BucketDDP`, and then does nothing: the module may be wrapped anew."""
+def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object) -> None:
+    """The hook of a node. A graph may keep the node, and with it this hook, longer than its `BucketDDP`."""
     if (method := arrive()) is not None:
-        method(index, parameter)
+        method(index)
 
 
 class TorchDDP(DataParallel):
-    """torch's own `DistributedDataParallel`. Its backward waits for the all-reduces, so `finish` does nothing."""
+    """torch's own `DistributedDataParallel`. Its backward waits for the all-reduces.
+
+    Two promises of `finish` are torch's. Buffers are broadcast before the next forward pass instead of in `finish`. And
+    `finish` raises an error for unused parameters only on the ranks that did not use them; the other ranks may wait in
+    backward until the collective timeout.
+    """
+
+    acts_in_backward = True
 
     def __init__(
         self, module: nn.Module, world: World, config: DDPConfig, hook: Hook | None = None, *, room: int = 0
@@ -308,6 +380,7 @@ class TorchDDP(DataParallel):
         )
         self.link = hook.link if hook else None  # without a hook, torch's C++ code calls gloo or NCCL by itself
         self.ddp: DistributedDataParallel | None = None
+        self._allows_unused = config.find_unused_parameters or config.static_graph
         if world.size == 1:
             return
         gpu = [world.device.index] if world.device.type == "cuda" else None
@@ -347,7 +420,14 @@ class TorchDDP(DataParallel):
                 yield
 
     def finish(self) -> None:
-        pass
+        self.check()
+        unused = [name for name, parameter in self.trainable if parameter.grad is None]
+        if self.ddp is not None and unused and not self._allows_unused:
+            raise _unused_error({self.world.rank: unused})
+
+    def detach(self) -> None:
+        super().detach()
+        self.ddp = None
 
 
 def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -426,17 +506,23 @@ def agree_on_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Paramet
 
     Raises `RuntimeError`, on all ranks, for a parameter without a gradient on some rank, unless that is allowed.
     """
+    model.check()
     mine = [parameter.grad is not None for _, parameter in model.trainable]
     counts = torch.tensor(mine, dtype=torch.int32, device=model.world.device)
     link.all_reduce(counts, "who uses what").wait()
     if not model.find_unused_parameters and bool((counts < model.world.size).any()):
         unused = all_gather(model.world, [name for name, parameter in model.trainable if parameter.grad is None])
-        told = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in enumerate(unused) if names)
-        raise RuntimeError(
-            f"parameters that got no gradient: {told}. The loss does not depend on them. Use them, freeze them with "
-            "requires_grad_(False), or allow it with find_unused_parameters=True."
-        )
+        raise _unused_error(dict(enumerate(unused)))
     return [named for named, count in zip(model.trainable, counts.tolist(), strict=True) if count]
+
+
+def _unused_error(unused: Mapping[int, Sequence[str]]) -> RuntimeError:
+    """The error for parameters without a gradient: rank -> their names."""
+    told = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in unused.items() if names)
+    return RuntimeError(
+        f"parameters that got no gradient: {told}. The loss does not depend on them. Use them, freeze them with "
+        "requires_grad_(False), or allow it with find_unused_parameters=True."
+    )
 
 
 def assign_grads(buckets: Sequence[Bucket], used: Sequence[tuple[str, nn.Parameter]]) -> None:
