@@ -228,6 +228,18 @@ def send_half_precision(world: World) -> dict[str, Any]:
     return {"exact": exact, "found": average(world, PowerSGD(DirectLink(world), world.size, 3), gradients)["weight"]}
 
 
+def send_complex_numbers(world: World) -> dict[str, Any]:
+    link = DirectLink(world)
+    mine = {"weight": torch.complex(random(12, 20, seed=world.rank), random(12, 20, seed=10 + world.rank))}
+    hooks = {
+        "fp16": Cast(link, torch.float16),
+        "bf16": Cast(link, torch.bfloat16),
+        "powersgd": PowerSGD(link, world.size),
+    }
+    exact = mean(world, mine["weight"])
+    return {name: (average(world, hook, mine)["weight"], exact) for name, hook in hooks.items()}
+
+
 def fail_inside(world: World) -> dict[str, str]:
     """Whoever watches the link raises, in another thread."""
 
@@ -281,6 +293,7 @@ ALL: list[Callable[[World], Any]] = [
     train_low_rank,
     regress,
     send_half_precision,
+    send_complex_numbers,
     fail_inside,
     lose_the_others,
 ]
@@ -449,6 +462,13 @@ def test_training_with_powersgd_gets_near_the_exact_loss_with_fewer_bytes(heard:
         # 24 x 16 weights and 16 biases, or rank 1 of them: 16 + 24 and 16
         assert exact["nbytes"] == 100 * 4 * (24 * 16 + 16)
         assert compressed["nbytes"] == 100 * 4 * (16 + 24 + 16)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_every_hook_keeps_the_imaginary_part(heard: list[dict[str, Any]], hook: str) -> None:
+    for each in heard:
+        found, exact = each["send_complex_numbers"][hook]
+        torch.testing.assert_close(found, exact, rtol=0.03, atol=0.03)
 
 
 # ------------------------------------------------------------------------------------------------------- and failure

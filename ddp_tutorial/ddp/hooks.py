@@ -46,7 +46,7 @@ class Plain:
 
 
 class Cast:
-    """Send gradients in `dtype`, of 16 bits: half of float32's bytes.
+    """Send gradients in `dtype`, of 16 bits: half of float32's bytes. A complex number is sent as two numbers.
 
     bfloat16 keeps float32's range, and 8 bits of precision. float16 keeps 11 bits, but anything below 6e-8 becomes zero
     and above 65,504 infinity. The sum is computed in `dtype` as well, so its error grows with the number of ranks.
@@ -57,17 +57,23 @@ class Cast:
 
     def start(self, bucket: Bucket) -> Future[torch.Tensor]:
         """Begin to sum the bucket over all ranks; the sum is cast back as soon as it has arrived."""
-        small = bucket.buffer.to(self.dtype)
-        summed = self.link.all_reduce(small, bucket.name)
-        return summed.then(lambda done: bucket.buffer.copy_(done.value()))  # value() raises if the all-reduce failed
+        numbers = torch.view_as_real(bucket.buffer) if bucket.buffer.is_complex() else bucket.buffer
+        summed = self.link.all_reduce(numbers.to(self.dtype), bucket.name)
+
+        def cast_back(done: Future[torch.Tensor]) -> torch.Tensor:
+            numbers.copy_(done.value())  # value() raises if the all-reduce failed
+            return bucket.buffer
+
+        return summed.then(cast_back)
 
 
 class PowerSGD:
     """Send a gradient matrix M [n, m] as P = M Q [n, rank] and Q = M' P [m, rank]: one step of power iteration.
 
     The part of M that P Q' does not represent is kept on this rank and added to its next gradient (error feedback), so
-    it arrives late instead of never. Q is kept too, as the start of the next step's iteration. Vectors, and matrices
-    for which P and Q would not be smaller, are sent as they are. Raises `ValueError` for a `rank` below 1.
+    it arrives late instead of never. Q is kept too, as the start of the next step's iteration. Vectors, complex
+    gradients, and matrices for which P and Q would not be smaller, are sent as they are. Raises `ValueError` for a
+    `rank` below 1.
 
     Vogels, Karimireddy & Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
     """
@@ -118,7 +124,7 @@ class _Factors:
         self.as_they_are: list[torch.Tensor] = []
         self.matrices: dict[str, torch.Tensor] = {}
         for name, view in zip(bucket.names, bucket.views, strict=True):
-            if hook.is_worth_it(view.shape):
+            if hook.is_worth_it(view.shape) and not view.is_complex():
                 matrix = self.matrices[name] = view.reshape(view.shape[0], -1)
                 if name in hook.errors:
                     matrix += hook.errors[name].to(matrix)
