@@ -244,8 +244,8 @@ def _swapped(world: World, mine: Sequence[int]) -> list[int]:
     with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
         path = f"{folder}/mailbox"
         is_ready = bool(mine) and _succeeds(lambda: mailbox.bind(path))
-        theirs = all_gather(world, path if is_ready else None)[1 - world.rank]
-        sent = is_ready and theirs is not None and _succeeds(lambda: _send(theirs, mine))
+        theirs = all_gather(world, path)[1 - world.rank]
+        sent = is_ready and _succeeds(lambda: _send(theirs, mine))  # fails if the other rank has no mailbox
         if not all(all_gather(world, sent)):
             return []
         return list(socket.recv_fds(mailbox, 1, len(mine), socket.MSG_CMSG_CLOEXEC)[1])
