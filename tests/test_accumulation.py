@@ -15,14 +15,13 @@ from torch.nn import functional as F
 
 from ddp_tutorial.accumulation.invariant import InvariantStrategy, add_across_ranks, bit_reversed
 from ddp_tutorial.accumulation.loss import LossError, StepLoss, call_loss
-from ddp_tutorial.accumulation.micro_batches import accumulate, group, split
+from ddp_tutorial.accumulation.micro_batches import accumulate, group
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.rng import seeded_rng
-from ddp_tutorial.sharding.order import deal
-from ddp_tutorial.sharding.sharded import Share
+from ddp_tutorial.sharding.order import deal, deal_parts, parts_of_world
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.tasks import launch_training, make_trainer
@@ -47,41 +46,32 @@ def world_of(rank: int, size: int) -> World:
     return World(rank, size, rank, size)
 
 
-def share_of(samples: int, rank: int, size: int) -> Share:
-    """Of a step with samples 0, 1, 2 ..., dealt out."""
-    mine = deal(torch.arange(samples), rank, size)
-    return Share({"tokens": mine}, len(mine), samples)
-
-
-# ------------------------------------------------------------------------------------------------ cutting a batch
+# ------------------------------------------------------------------------------------------------ dealing a batch
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
-def test_the_micro_batches_of_a_share_have_its_samples_once(samples: int, size: int, count: int) -> None:
+def test_micro_batches_have_each_sample_of_a_rank_once(samples: int, size: int, count: int) -> None:
     for rank in range(size):
-        share = share_of(samples, rank, size)
-        parts = split(share, count, world_of(rank, size))
+        parts = deal_parts(torch.arange(samples), rank, size, count)
         assert len(parts) == count
-        found = Counter(chain.from_iterable(part.samples["tokens"].tolist() for part in parts))
-        assert found == Counter(share.samples["tokens"].tolist())
-        assert [part.count for part in parts] == [len(part.samples["tokens"]) for part in parts]
-        assert max(part.count for part in parts) - min(part.count for part in parts) <= 1
+        found = Counter(chain.from_iterable(part.tolist() for part in parts))
+        assert found == Counter(deal(torch.arange(samples), rank, size).tolist())
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
-def test_every_rank_knows_how_many_samples_a_micro_batch_has_on_all(samples: int, size: int, count: int) -> None:
-    ranks = [split(share_of(samples, rank, size), count, world_of(rank, size)) for rank in range(size)]
-    for parts in zip(*ranks, strict=True):
-        assert {part.world_count for part in parts} == {sum(part.count for part in parts)}
+def test_every_rank_knows_the_global_size_of_a_micro_batch(samples: int, size: int, count: int) -> None:
+    ranks = [deal_parts(torch.arange(samples), rank, size, count) for rank in range(size)]
+    assert parts_of_world(samples, size, count) == [sum(map(len, parts)) for parts in zip(*ranks, strict=True)]
 
 
 @given(st.integers(0, 60), st.integers(0, 3), st.integers(0, 3))
 def test_the_micro_batches_of_a_step_are_the_same_for_every_number_of_ranks(samples: int, a: int, b: int) -> None:
     def numbered(size: int, count: int) -> dict[int, list[int]]:
         return {
-            rank + size * number: part.samples["tokens"].tolist()
+            rank + size * number: part.tolist()
             for rank in range(size)
-            for number, part in enumerate(split(share_of(samples, rank, size), count, world_of(rank, size)))
+            for number, part in enumerate(deal_parts(torch.arange(samples), rank, size, count))
         }
 
     assert numbered(2**a, 2**b) == numbered(1, 2 ** (a + b)) == numbered(2 ** (a + b), 1)
@@ -96,8 +86,6 @@ def test_groups_have_every_micro_batch_and_none_waits_for_the_next_epoch(items: 
 
 
 def test_a_step_of_no_micro_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 micro-batch or more, found 0"):
-        split(share_of(4, 0, 1), 0, World())
     with pytest.raises(ValueError, match="1 micro-batch or more, found 0"):
         next(group([1], 0))
     model = data_parallel(nn.Linear(2, 2), World())
@@ -376,8 +364,7 @@ class Unused(nn.Module):
 def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
     module = Unused()
     strategy = InvariantStrategy(module, World(), next_token_loss, 2)
-    share = Share({"tokens": tokens_of(0, 0, 4)}, 4, 4)
-    strategy.backward([part.samples for part in split(share, 2, World())])
+    strategy.backward([{"tokens": part} for part in deal_parts(tokens_of(0, 0, 4), 0, 1, 2)])
     assert module.used.weight.grad is not None
     assert module.unused.weight.grad is None
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,17 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset, TensorDataset
 
-from ddp_tutorial import ConfigError, TrainConfig, Trainer, TrainResult, World, launch, load, make_source
+from ddp_tutorial import (
+    ConfigError,
+    SourceConfig,
+    TrainConfig,
+    Trainer,
+    TrainResult,
+    World,
+    launch,
+    load,
+    make_source,
+)
 from ddp_tutorial.accumulation.loss import LossError
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.sharding.order import Order
@@ -219,6 +229,44 @@ def test_a_run_of_any_model_is_resumed_to_the_same_bits() -> None:
 
 def resumed(world: World, name: str, path: str) -> tuple[TrainResult, str]:
     return train_two(world, name, 8, resume=path)
+
+
+class Followed(IterableDataset[Any]):
+    """The same rows, which can only be followed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Sentences().__getitem__, range(40))
+
+
+def noisy(batch: Any) -> Any:
+    """An augmentation that draws random numbers."""
+    return {"text": batch["text"], "scale": 1 + torch.rand(len(batch["text"]))}
+
+
+def padding_counts(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    """The loss of all tokens, padding included. `view` needs contiguous targets."""
+    logits = model(batch["text"]) * batch["scale"][:, None, None]
+    targets = batch["text"].view(-1)
+    return F.cross_entropy(logits.view(-1, 11), targets, reduction="sum"), targets.numel()
+
+
+def padded_invariantly(world: World) -> dict[str, str]:
+    weights = {}
+    for kind, rows in {"sharded": Sentences(), "dispatched": Sentences(), "streamed": Followed()}.items():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+        reading = SourceConfig.model_validate({"kind": kind, **({"streams": 4} if kind == "streamed" else {})})
+        source = make_source(rows, 8, world, config=reading, collate_fn=padded, transform=noisy)
+        config = config_of(strategy="invariant", micro_batches=4)
+        weights[kind] = Trainer(model, source, padding_counts, world, config).train().weights
+    return weights
+
+
+@pytest.mark.timeout(180)
+def test_invariant_weights_do_not_depend_on_how_many_ranks_pad_batches() -> None:
+    weights = [rank for size in (1, 2, 4) for rank in launch(padded_invariantly, size, device="cpu", echo=False)]
+    assert weights == weights[:1] * 7
+    assert weights[0]["sharded"] != weights[0]["dispatched"]  # rank 0 pads for all, so padding does reach the weights
 
 
 def classify(model: nn.Module, batch: Any) -> tuple[Any, ...]:

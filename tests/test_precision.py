@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import StepLoss
-from ddp_tutorial.accumulation.micro_batches import accumulate, split
+from ddp_tutorial.accumulation.micro_batches import accumulate
 from ddp_tutorial.accumulation.precision import (
     NotFiniteError,
     Precision,
@@ -23,7 +23,7 @@ from ddp_tutorial.accumulation.precision import (
 from ddp_tutorial.collectives import any_rank, digest
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.sharded import Share
+from ddp_tutorial.sharding.order import deal_parts
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.tasks import make_trainer, train
@@ -322,7 +322,7 @@ def test_the_gradient_of_a_cut_batch_is_scaled_as_that_of_a_whole_one() -> None:
     def gradient(precision: Precision, parts: int) -> torch.Tensor:
         torch.manual_seed(0)
         model = data_parallel(GPT(layers=1, heads=2, width=16, context=8), World())
-        batches = [part.samples for part in split(Share({"tokens": tokens}, 5, 5), parts, World())]
+        batches = [{"tokens": part} for part in deal_parts(tokens, 0, 1, parts)]
         totals = accumulate(model, StepLoss(next_token_loss, World(), precision), batches)
         assert totals.means()["loss"] < 10, "the loss itself is not scaled"
         return torch.cat([weight.grad.flatten() for weight in model.module.parameters() if weight.grad is not None])

@@ -2,7 +2,6 @@ from .invariant import InvariantStrategy as InvariantStrategy
 from .loss import LossError as LossError
 from .loss import StepLoss as StepLoss
 from .micro_batches import accumulate as accumulate
-from .micro_batches import split as split
 from .out_of_memory import OutOfMemoryError as OutOfMemoryError
 from .precision import NotFiniteError as NotFiniteError
 from .precision import Precision as Precision

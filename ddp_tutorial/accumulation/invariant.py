@@ -1,8 +1,8 @@
 """The same training run, bit for bit, on 1, 2, 4 ... ranks.
 
 Floating-point sums depend on the order of adding. Here the order is fixed before anybody knows the number of ranks: a
-step has V micro-batches (a power of two), numbered by `accumulation.split`, and their gradients are added up in one
-binary tree. With n left, number v is added to number v + n / 2:
+step has V micro-batches (a power of two), numbered as in `sharding.order.deal_parts`, and their gradients are added up
+in one binary tree. With n left, number v is added to number v + n / 2:
 
     V = 4      0   1   2   3
                 \\   \\ /   /            0 + 2 and 1 + 3: on one rank where two ranks have 0, 2 and 1, 3

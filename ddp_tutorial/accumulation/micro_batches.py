@@ -1,4 +1,4 @@
-"""The micro-batches of one optimiser step: how a batch is cut, and when ranks talk.
+"""The micro-batches of one optimizer step, and when ranks communicate.
 
 The gradient of a step is that of the mean loss over all its micro-batches on all ranks. A mean of the micro-batches'
 means is another number as soon as they differ in length; so what adds up here are sums, divided once by the count of
@@ -17,34 +17,9 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.ddp.variants import DataParallel
 from ddp_tutorial.phases import phase
-from ddp_tutorial.sharding.samples import as_batch, rows_of
-from ddp_tutorial.sharding.sharded import Share
 from ddp_tutorial.world import World
 
 Item = TypeVar("Item")
-
-
-def split(share: Share, count: int, world: World) -> list[Share]:
-    """Deal a rank's share of a step out once more, into `count` micro-batches of the same size, or one less.
-
-    As shares are dealt to ranks like cards, micro-batch j of rank r has the samples of the step at places r + W j, r +
-    W j + W K, ...: what a world of W K ranks would have given to rank r + W j. So the W K micro-batches of a step are
-    the same for every W and K with the same product. Raises `ValueError` for samples that are no tree of tensors with
-    a row for each.
-    """
-    if count < 1:
-        raise ValueError(f"a step has 1 micro-batch or more, found {count}")
-    if count == 1:
-        return [share]
-    samples = as_batch(share.samples, share.count)
-    return [
-        Share(
-            rows_of(samples, slice(number, None, count)),
-            len(range(number, share.count, count)),
-            sum(len(range(world.size * number + r, share.world_count, world.size * count)) for r in range(world.size)),
-        )
-        for number in range(count)
-    ]
 
 
 def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"] = "flush") -> Iterator[list[Item]]:

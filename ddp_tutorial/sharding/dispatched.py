@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
-from ddp_tutorial.sharding.order import deal
-from ddp_tutorial.sharding.samples import as_batch, rows_of
+from ddp_tutorial.sharding.order import deal_parts, parts_of_world
+from ddp_tutorial.sharding.samples import Tree, as_batch, rows_of
 from ddp_tutorial.sharding.sharded import Share, Source, SourceState, to_device
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World, require_group
@@ -47,7 +47,8 @@ class DispatchedSource:
             self._inner = make() if world.is_main else None
             first = (self._inner.batch_size, self._inner.state_dict()) if self._inner else None
         self._group: dist.ProcessGroup | None = None
-        self._ahead: queue.Queue[tuple[Share, SourceState] | Exception] = queue.Queue(prefetch)
+        self._ahead: queue.Queue[tuple[list[Share], SourceState] | Exception] = queue.Queue(prefetch)
+        self._parts = 1  # micro-batches of a step
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_open = False  # do others wait for more? Rank 0 knows
@@ -57,18 +58,24 @@ class DispatchedSource:
         self._state: SourceState = told[1]
 
     def __next__(self) -> Share:
+        return self.take(1)[0]
+
+    def take(self, parts: int) -> list[Share]:
+        if parts != self._parts:
+            self.load_state_dict(self._state)  # what has been read ahead is in other micro-batches
+            self._parts = parts
         if self._group is None and self.world.size > 1:
             # gloo, on GPUs too: the samples are still in main memory. A separate group keeps the threads' messages
             # apart from the main thread's collectives.
             self._group = dist.new_group(backend="gloo", timeout=self.world.timeout)
-        share, self._state = self._next_here() if getattr(self._inner, "draws_here", False) else self._next_ahead()
-        return replace(share, samples=to_device(share.samples, self.world.device))
+        shares, self._state = self._next_here() if getattr(self._inner, "draws_here", False) else self._next_ahead()
+        return [replace(share, samples=to_device(share.samples, self.world.device)) for share in shares]
 
-    def _next_here(self) -> tuple[Share, SourceState]:
+    def _next_here(self) -> tuple[list[Share], SourceState]:
         self._is_open = True
         return self._step()
 
-    def _next_ahead(self) -> tuple[Share, SourceState]:
+    def _next_ahead(self) -> tuple[list[Share], SourceState]:
         if self._thread is None:
             self._closing.clear()
             self._is_open = True
@@ -88,16 +95,21 @@ class DispatchedSource:
         except Exception as error:
             self._put(error)
 
-    def _step(self) -> tuple[Share, SourceState]:
+    def _step(self) -> tuple[list[Share], SourceState]:
         """Read a step, send the others their shares, and return rank 0's own. What fails is told to all."""
         assert self._inner is not None
         try:
             share, state = next(self._inner), self._inner.state_dict()
             samples = as_batch(share.samples, share.count)
-            parts = [deal(torch.arange(share.count), rank, self.world.size) for rank in range(self.world.size)]
+            counts = parts_of_world(share.count, self.world.size, self._parts)
+
+            def dealt(rank: int) -> list[tuple[Tree, int, int]]:
+                parts = deal_parts(torch.arange(share.count), rank, self.world.size, self._parts)
+                return [(rows_of(samples, part), len(part), count) for part, count in zip(parts, counts, strict=True)]
+
             for rank in range(1, self.world.size):
-                self._send((rows_of(samples, parts[rank]), len(parts[rank]), share.world_count, state), rank)
-            return Share(rows_of(samples, parts[0]), len(parts[0]), share.world_count), state
+                self._send((dealt(rank), state), rank)
+            return [Share(*each) for each in dealt(0)], state
         except Exception as error:
             told = f"rank 0 could not read on: {error}"
             self._end_others(told)
@@ -115,12 +127,12 @@ class DispatchedSource:
             while (found := self._recv()) is not None:
                 if isinstance(found, str):
                     return self._put(SourceError(found))
-                *share, state = found
-                self._put((Share(*share), state))
+                dealt, state = found
+                self._put(([Share(*each) for each in dealt], state))
         except Exception as error:  # the connection is lost: the main thread will raise it
             self._put(error)
 
-    def _put(self, found: tuple[Share, SourceState] | Exception) -> None:
+    def _put(self, found: tuple[list[Share], SourceState] | Exception) -> None:
         """Hand a share, or the error, to the main thread as soon as there is room, unless the source is being
         closed."""
         while not self._closing.is_set():

@@ -190,4 +190,15 @@ def deal(indices: Some, rank: int, size: int) -> Some:
     return indices[rank::size]
 
 
+def deal_parts(indices: Some, rank: int, size: int, parts: int) -> list[Some]:
+    """This rank's part in `parts` micro-batches. Number j has what `size * parts` ranks would deal to `rank + size *
+    j`, so the micro-batches of a step are the same for every `size` and `parts` with the same product."""
+    return [deal(indices, rank + size * number, size * parts) for number in range(parts)]
+
+
+def parts_of_world(count: int, size: int, parts: int) -> list[int]:
+    """How many of `count` samples each micro-batch has on all ranks together."""
+    return [sum(len(range(size * j + rank, count, size * parts)) for rank in range(size)) for j in range(parts)]
+
+
 _NONE = np.empty(0, dtype=np.int64)

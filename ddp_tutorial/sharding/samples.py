@@ -28,11 +28,14 @@ CollateFn = Callable[[list[Any]], Tree]  # a list of samples -> one batch, as fo
 
 
 def rows_of(tree: Tree, which: torch.Tensor | slice) -> Tree:
-    """Some of the samples of a batch. Raises `ValueError`, naming the leaf, for one that is not a tensor with rows."""
+    """Some of the samples of a batch, as contiguous tensors, since a loss may call `view` on them.
+
+    Raises `ValueError`, naming the leaf, for one that is not a tensor with rows.
+    """
     leaves, form = tree_flatten(tree)
     if not all(torch.is_tensor(leaf) and leaf.dim() for leaf in leaves):
         raise ValueError(f"the samples of a batch cannot be told apart: {_contents(tree)}. {_HINT}")
-    return tree_unflatten([leaf[which] for leaf in leaves], form)
+    return tree_unflatten([leaf[which].contiguous() for leaf in leaves], form)
 
 
 def as_batch(tree: Tree, count: int) -> Tree:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seeded_rng
-from ddp_tutorial.sharding.order import Indices, Sharding, deal
+from ddp_tutorial.sharding.order import Indices, Sharding, deal_parts, parts_of_world
 from ddp_tutorial.sharding.samples import ArrowShards, Data, Tensors, TokenBlocks, Tree, as_batch, as_samples, rows_of
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
@@ -29,11 +29,13 @@ from ddp_tutorial.world import World
 
 Transform = Callable[[Tree], Tree]
 SourceState = Mapping[str, int]
+# A micro-batch: its number among those of all ranks, the cursor after its step, and its samples.
+_Planned = tuple[int, int, Indices]
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank gets of one step: `count` samples, of `world_count` on all ranks.
+    """What a rank gets of one step, or of one micro-batch of it: `count` samples, of `world_count` on all ranks.
 
     `samples` is what the data's fetch or `collate_fn`, then `transform`, made: a tree of tensors with `count` rows. At
     the end of an epoch a rank may have none of a step; then the tensors have no rows.
@@ -52,7 +54,13 @@ class Source(Protocol):
         """Samples of a step over all ranks; the last step of an epoch may have fewer."""
         ...
 
-    def __next__(self) -> Share: ...
+    def take(self, parts: int) -> list[Share]:
+        """This rank's samples of the next step, in `parts` micro-batches; see `order.deal_parts`."""
+        ...
+
+    def __next__(self) -> Share:
+        """This rank's samples of the next step, in one batch."""
+        ...
 
     def state_dict(self) -> SourceState:
         """Where the world stands after the steps that have been taken, the same on every rank. Batches that were read
@@ -74,8 +82,9 @@ class ShardedSource:
     `data` is any map-style dataset, or samples as `as_samples` makes them (with a `collate_fn`, for instance).
 
     With `workers`, other processes read up to `prefetch` batches ahead each, and apply `transform` there. The random
-    numbers that the dataset, its `collate_fn` and `transform` draw (torch's, NumPy's, Python's) depend on seed, rank
-    and cursor alone: a resumed run draws the same ones, and the number of workers changes nothing.
+    numbers that the dataset, its `collate_fn` and `transform` draw (torch's, NumPy's, Python's) depend on seed, cursor
+    and micro-batch alone: a resumed run draws the same ones, and the number of workers changes nothing. Each
+    micro-batch is collated by itself, so how far it is padded does not depend on the number of ranks.
 
     A worker that has died is told in the log and, once for each step, the workers are started again at the same
     samples. Raises `SourceError`, naming rank, worker and samples, for whatever fails while reading, a worker that dies
@@ -100,10 +109,11 @@ class ShardedSource:
         self.sharding, self.world, self.batch_size = sharding, world, sharding.batch_size
         self.workers, self.worker_timeout = workers, worker_timeout
         self.cursor = 0
-        self._planned: deque[tuple[Indices, int, int]] = deque()  # samples of this rank, cursor and count of the world
-        self._fetch = _Fetch(self.data, transform, (sharding.order.seed or 0, world.rank))
+        self._parts = 1  # micro-batches of a step
+        self._planned: deque[tuple[list[Indices], int, int]] = deque()  # this rank's samples; the world's cursor, count
+        self._fetch = _Fetch(self.data, transform, sharding.order.seed or 0)
         self._options = worker_options(workers, prefetch, worker_timeout)
-        self._batches: Iterator[Tree] | None = None
+        self._batches: Iterator[list[Tree]] | None = None
         self._revival = Revival()
 
     @property
@@ -111,15 +121,21 @@ class ShardedSource:
         """Does reading draw, or seed, random numbers of this process? No other thread may, meanwhile."""
         return not (self.workers or self._fetch.is_deterministic)
 
-    def _plan(self) -> Iterator[tuple[int, Indices]]:
-        cursor = self.cursor
+    def _plan(self) -> Iterator[list[_Planned]]:
+        cursor, rank, size = self.cursor, self.world.rank, self.world.size
         while True:
             indices, cursor = self.sharding.step(cursor)
-            mine = deal(indices, self.world.rank, self.world.size)
+            mine = deal_parts(indices, rank, size, self._parts)
             self._planned.append((mine, cursor, len(indices)))
-            yield cursor, mine
+            yield [(rank + size * number, cursor, each) for number, each in enumerate(mine)]
 
     def __next__(self) -> Share:
+        return self.take(1)[0]
+
+    def take(self, parts: int) -> list[Share]:
+        if parts != self._parts:
+            self.close()  # what has been read ahead is in other micro-batches
+            self._parts = parts
         if self._batches is None:
             self._batches = self._read()
             self._taken = 0
@@ -128,25 +144,29 @@ class ShardedSource:
         except Exception as error:
             turn = self._taken % max(1, self.workers)
             who, ahead = culprit(self._batches, turn, self.workers)
-            where = _range(self._planned[ahead][0]) if ahead < len(self._planned) else "reading ahead"
+            where = _range(np.concatenate(self._planned[ahead][0])) if ahead < len(self._planned) else "reading ahead"
             told = f"rank {self.world.rank}{who}, {where}: {error}"
             again = self._revival.is_due(self._batches, self.cursor, told)
             self.close()  # the same step can be tried again
             if again:
-                return next(self)
+                return self.take(parts)
             raise SourceError(told) from error
         self._taken += 1
         mine, self.cursor, world_count = self._planned.popleft()
-        return Share(to_device(samples, self.world.device), len(mine), world_count)
+        counts = parts_of_world(world_count, self.world.size, parts)
+        return [
+            Share(to_device(each, self.world.device), len(indices), count)
+            for each, indices, count in zip(samples, mine, counts, strict=True)
+        ]
 
-    def _read(self) -> Iterator[Tree]:
+    def _read(self) -> Iterator[list[Tree]]:
         """Batch after batch, from the cursor on. Without workers and a GPU, torch's DataLoader would only cost time."""
         if not self.workers and self.world.device.type == "cpu":
             return map(self._fetch.__getitem__, self._plan())
-        loader: DataLoader[Tree] = DataLoader(
+        loader: DataLoader[list[Tree]] = DataLoader(
             self._fetch,
             sampler=_Plan(self._plan),
-            batch_size=None,  # what the plan asks for is a batch already
+            batch_size=None,  # what the plan asks for are batches already
             generator=torch.Generator(),  # else torch's own would move on
             pin_memory=self.world.device.type == "cuda",
             **self._options,
@@ -176,13 +196,13 @@ def _range(indices: Indices) -> str:
     return f"samples {indices.min()} to {indices.max()} ({len(indices)} of them)"
 
 
-class _Plan(Sampler[tuple[int, Indices]]):
-    """What a DataLoader is to read: pairs of a cursor and this rank's samples there, as `plan()` yields them anew."""
+class _Plan(Sampler[list[_Planned]]):
+    """The steps that a DataLoader reads, as `plan()` yields them, each a list of micro-batches."""
 
-    def __init__(self, plan: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
+    def __init__(self, plan: Callable[[], Iterator[list[_Planned]]]) -> None:
         self.plan = plan
 
-    def __iter__(self) -> Iterator[tuple[int, Indices]]:
+    def __iter__(self) -> Iterator[list[_Planned]]:
         return self.plan()
 
 
@@ -196,19 +216,21 @@ class ByValue:
         vars(self).update(cloudpickle.loads(state))
 
 
-class _Fetch(ByValue, Dataset[Tree]):
-    """The dataset that a DataLoader, and so a worker, reads: its items are whole batches."""
+class _Fetch(ByValue, Dataset[list[Tree]]):
+    """The dataset that a DataLoader, and so a worker, reads: its items are steps, in micro-batches."""
 
-    def __init__(self, data: Data, transform: Transform | None, entropy: tuple[int, ...]) -> None:
-        self.data, self.transform, self.entropy = data, transform, entropy
+    def __init__(self, data: Data, transform: Transform | None, seed: int) -> None:
+        self.data, self.transform, self.seed = data, transform, seed
         # Seeding takes longer than reading from these, and they draw nothing.
         self.is_deterministic = transform is None and isinstance(data, TokenBlocks | ArrowShards | Tensors)
 
-    def __getitem__(self, planned: tuple[int, Indices]) -> Tree:
-        cursor, indices = planned
+    def __getitem__(self, step: list[_Planned]) -> list[Tree]:
+        return [self._batch(*planned) for planned in step]
+
+    def _batch(self, number: int, cursor: int, indices: Indices) -> Tree:
         if not len(indices):  # one sample goes the way of all, and is then left out: what is left has the right form
-            return rows_of(self[cursor, np.zeros(1, dtype=np.int64)], slice(0, 0))
-        with nullcontext() if self.is_deterministic else seeded_rng(*self.entropy, cursor):
+            return rows_of(self._batch(number, cursor, np.zeros(1, dtype=np.int64)), slice(0, 0))
+        with nullcontext() if self.is_deterministic else seeded_rng(self.seed, number, cursor):
             samples = self.data.fetch(indices)
             return as_batch(self.transform(samples) if self.transform else samples, len(indices))
 

@@ -82,7 +82,8 @@ class StreamedSource:
         self.epoch = 0
         self.places = 0  # that the world has passed in this epoch
         self._options = worker_options(workers, prefetch, worker_timeout)
-        self._parts: Iterator[_Part] | None = None
+        self.parts = 1  # micro-batches of a step
+        self._steps: Iterator[list[_Part]] | None = None
         self._revival = Revival()
         self._empty: Tree | None = None  # a batch without rows, for steps in which this rank has no samples
 
@@ -92,9 +93,16 @@ class StreamedSource:
         return not self.workers
 
     def __next__(self) -> Share:
+        return self.take(1)[0]
+
+    def take(self, parts: int) -> list[Share]:
+        if parts != self.parts:
+            self.close()  # what has been read ahead is in other micro-batches
+            self.parts = parts
         while True:
-            samples, count = self._next_here()
-            counts = all_gather(self.world, count)
+            mine = self._next_here()
+            of_ranks = all_gather(self.world, [count for _, count in mine])
+            counts = [sum(of_parts) for of_parts in of_ranks]
             if self.places == 0 and 0 in counts and any(counts):
                 raise ConfigError(
                     f"rank {counts.index(0)} of {self.world.size} has no samples: there are fewer samples than streams "
@@ -102,32 +110,39 @@ class StreamedSource:
                 )
             if any(counts):
                 self.places += self.batch_size
-                return Share(to_device(samples, self.world.device), count, sum(counts))
+                return [
+                    Share(to_device(samples, self.world.device), count, sum(of_part))
+                    for (samples, count), of_part in zip(mine, zip(*of_ranks, strict=True), strict=True)
+                ]
             if self.places == 0:
                 raise ConfigError("the data set is empty: none of its streams has a sample")
             self.close()
             self.epoch, self.places = self.epoch + 1, 0
 
-    def _next_here(self) -> tuple[Tree, int]:
-        """This rank's samples of the next step, in the order of their places."""
-        if self._parts is None:
+    def _next_here(self) -> list[tuple[Tree, int]]:
+        """This rank's samples of the next step, in micro-batches, in the order of their places."""
+        if self._steps is None:
             entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # of what the iterable draws in workers
             generator = torch.Generator().manual_seed(seed_of(*entropy))
             loader = DataLoader(_Follow(self), batch_size=None, generator=generator, **self._options)
-            self._parts = Batches(loader) if self.workers else iter(loader)
-        parts: list[_Part] = []
-        for worker in range(max(1, self.workers)):  # one part from each, in turn
+            self._steps = Batches(loader) if self.workers else iter(loader)
+        of_workers: list[list[_Part]] = []
+        for worker in range(max(1, self.workers)):  # a step from each, in turn
             try:
-                parts.append(next_from(self._parts, self.worker_timeout))
+                of_workers.append(next_from(self._steps, self.worker_timeout))
             except Exception as error:
-                who, _ = culprit(self._parts, worker, self.workers)
+                who, _ = culprit(self._steps, worker, self.workers)
                 where = f"places {self.places} to {self.places + self.batch_size - 1} of epoch {self.epoch}"
                 told = f"rank {self.world.rank}{who}, {where}: {error}"
-                again = self._revival.is_due(self._parts, (self.epoch, self.places), told)
+                again = self._revival.is_due(self._steps, (self.epoch, self.places), told)
                 self.close()  # the same step can be tried again
                 if again:
                     return self._next_here()
                 raise SourceError(told) from error
+        return [self._joined(parts) for parts in zip(*of_workers, strict=True)]
+
+    def _joined(self, parts: Iterable["_Part"]) -> tuple[Tree, int]:
+        """The samples that all workers have of one micro-batch, and their number."""
         full = [part for part in parts if len(part.places)]
         if not full:
             if self._empty is None:  # resumed where this rank has none left
@@ -163,28 +178,28 @@ class StreamedSource:
 
     def close(self) -> None:
         """End the workers. The next step would start new ones."""
-        if isinstance(self._parts, Batches):
-            self._parts.close()
-        self._parts = None
+        if isinstance(self._steps, Batches):
+            self._steps.close()
+        self._steps = None
 
 
 class _Part(NamedTuple):
-    """What one worker has of a step: samples, and the places [n] (int64) that they belong to."""
+    """What one worker has of a micro-batch: samples, and the places [n] (int64) that they belong to."""
 
     places: torch.Tensor
     samples: Tree
 
 
-class _Follow(ByValue, IterableDataset[_Part]):
+class _Follow(ByValue, IterableDataset[list[_Part]]):
     """Follows the streams of one rank, or those of them that fall to this worker, step by step, for ever."""
 
     def __init__(self, source: StreamedSource) -> None:
         self.shards, self.streams, self.batch_size = source.shards, source.streams, source.batch_size
         self.seed, self.epoch, self.places = source.seed, source.epoch, source.places
-        self.rank, self.size = source.world.rank, source.world.size
+        self.rank, self.size, self.parts = source.world.rank, source.world.size, source.parts
         self.collate_fn, self.transform = source.collate_fn, source.transform
 
-    def __iter__(self) -> Iterator[_Part]:
+    def __iter__(self) -> Iterator[list[_Part]]:
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info else (0, 1)
         own = range(self.rank, self.streams, self.size)[number::workers]
@@ -192,15 +207,16 @@ class _Follow(ByValue, IterableDataset[_Part]):
             following = {stream: self.follow(stream) for stream in own}
         place = self.places
         while True:
+            of_rank = [p for p in range(place, place + self.batch_size) if p % self.streams % self.size == self.rank]
             with _worker_hidden():
                 found = [
-                    (each, row)
-                    for each in range(place, place + self.batch_size)
+                    (number % self.parts, each, row)
+                    for number, each in enumerate(of_rank)
                     if (stream := each % self.streams) in following
                     for row in islice(following[stream], 1)
                 ]
             place += self.batch_size
-            yield self.together(found)
+            yield [self.together([(p, row) for of, p, row in found if of == part]) for part in range(self.parts)]
 
     def follow(self, stream: int) -> Iterator[Any]:
         """The rows of a stream, from this epoch's place on."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ddp_tutorial.accumulation.loss import LOSS, Loss, LossError, Totals, call_loss
-from ddp_tutorial.accumulation.micro_batches import locate_nonfinite, split
+from ddp_tutorial.accumulation.micro_batches import locate_nonfinite
 from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError
 from ddp_tutorial.accumulation.precision import NotFiniteError, Precision
 from ddp_tutorial.checkpoint.components import Component, Shared
@@ -124,7 +124,7 @@ class TrainStep:
 
     def batches(self) -> list[Any]:
         """This rank's micro-batches of the next step."""
-        return [part.samples for part in split(next(self.source), self.strategy.per_rank, self.world)]
+        return [part.samples for part in self.source.take(self.strategy.per_rank)]
 
     def _update(self, loss: float, batches: list[Any]) -> tuple[torch.Tensor, bool]:
         """Clip by the norm over all parameters, step, zero. Returns the norm before clipping, and whether the weights
