@@ -338,9 +338,22 @@ def ragged_leaves(rows: list[Any]) -> Any:
     return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])[:-1]
 
 
-def start(world: World, loss: Any = squared_error, model: Any = None, collate_fn: Any = None, **others: Any) -> Any:
+def start(
+    world: World,
+    loss: Any = squared_error,
+    model: Any = None,
+    collate_fn: Any = None,
+    optimizer: Any = None,
+    **settings: Any,
+) -> Any:
     source = make_source(dataset(), BATCH, world, collate_fn=collate_fn)
-    return Trainer(model or make_model(), source, loss, world, config_of(), **others).train()
+    return Trainer(model or make_model(), source, loss, world, config_of(**settings), optimizer=optimizer).train()
+
+
+def past_the_wrapper(world: World, **settings: Any) -> Any:
+    """The loss uses the model that it closes over, not the one that it is given."""
+    model = make_model()
+    return start(world, lambda _, batch: squared_error(model, batch), model, **settings)
 
 
 def half_on_meta() -> nn.Module:
@@ -366,6 +379,17 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         lambda world: start(world, optimizer=lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)),
         "ConfigError: the optimizer lacks parameter '2.weight' and 1 others",
     ),
+    **{
+        f"past the wrapper, {name}": (
+            lambda world, settings=settings: past_the_wrapper(world, **settings),
+            "LossError: the loss did not call the model that it was given",
+        )
+        for name, settings in {
+            "zero1": {"strategy": "zero1"},
+            "accelerate": {"strategy": "accelerate"},
+            **{variant: {"ddp": {"variant": variant}} for variant in VARIANTS},
+        }.items()
+    },
     "no length": (lambda world: make_source(Endless(), BATCH, world), "ConfigError: "),
     "ragged leaves": (lambda world: start(world, collate_fn=ragged_leaves), "SourceError: rank {rank}, "),
     "best of nothing": (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
+from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals, require_call
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import Replicas
 from ddp_tutorial.config import ConfigError
@@ -77,6 +77,11 @@ class AccelerateStrategy(Replicas):
             )
         _require_fit(self.accelerator, world)
         self.wrapped = self.accelerator.prepare(model)
+        self.calls = 0  # forward passes so far
+        self.wrapped.register_forward_pre_hook(self._count_call)
+
+    def _count_call(self, *_: object) -> None:
+        self.calls += 1
 
     @property
     def per_rank(self) -> int:
@@ -91,9 +96,11 @@ class AccelerateStrategy(Replicas):
         self.accelerator.step, self.accelerator.gradient_accumulation_steps = 0, parts
         for number, batch in enumerate(batches):
             with self.accelerator.accumulate(self.wrapped):
+                calls = self.calls
                 with phase("forward"):
                     # Gradients are averaged over ranks and micro-batches, and this is a part of a sum.
                     part = self.loss.forward(self.wrapped, batch, times=self.world.size * parts)
+                require_call(self.calls > calls)
                 if number == parts - 1:
                     self.loss.reduce(votes)
                 with phase("backward"):

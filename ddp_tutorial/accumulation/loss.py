@@ -80,6 +80,16 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
     return total, {name: (_detached(a), _detached(b)) for name, (a, b) in pairs.items()}
 
 
+def require_call(is_called: bool) -> None:
+    """Raise `LossError` unless the loss called the model that it was given."""
+    if not is_called:
+        raise LossError(
+            "the loss did not call the model that it was given as its first argument. A call of the inner module goes "
+            "past the wrapper that synchronizes gradients. Write the loss as 'def loss(model, batch): ...', and call "
+            "that 'model' in it, not a model from outside of the function, or model.module"
+        )
+
+
 def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals, call_loss
+from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals, call_loss, require_call
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.ddp.variants import DataParallel
@@ -42,7 +42,8 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], vote
     ranks, times `precision.loss_scale`.
 
     Ranks talk once, in the last one. Returns the totals of all ranks. Raises `ValueError` for no micro-batches, and, on
-    all ranks, for a step in which the loss counts nothing on any of them.
+    all ranks, for a step in which the loss counts nothing on any of them. Raises `LossError` if the loss does not call
+    `model`.
     """
     if not batches:
         raise ValueError("a step has 1 micro-batch or more, found 0")
@@ -50,9 +51,11 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], vote
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         with nullcontext() if is_last else model.no_sync():  # forward too: torch decides there what to reduce
+            calls = model.calls
             with phase("forward"):
                 # Gradients are averaged over ranks, which divides by their number; this is a part of a sum.
                 part = loss.forward(model, batch, times=model.world.size)
+            require_call(model.calls > calls)
             carrier = model.carrier if is_last else None
             if carrier:
                 loss.send_with(carrier, votes)

@@ -116,6 +116,7 @@ class DataParallel(ABC):
     kept: PowerSGD | None = None  # what this rank keeps of its own from one step to the next, if it compresses so
     acts_in_backward: ClassVar[bool] = False  # then no other wrapper of the same parameters can be in use
     carrier: Carrier | None = None  # takes numbers along; then it has to be loaded before each backward with sync
+    calls = 0  # forward passes so far
 
     def __init__(
         self, module: nn.Module, world: World, *, find_unused_parameters: bool = False, sync_buffers: bool = True
@@ -134,6 +135,7 @@ class DataParallel(ABC):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         self.check()
+        self.calls += 1
         return self.forward(*inputs, **named)
 
     def __reduce__(self) -> NoReturn:
