@@ -41,7 +41,10 @@ ROOMS = [
     ["commands"],
     ["__main__"],
 ]
-ROOT = {"phases", "config", "files", "environment", "rng", "hosts", "rendezvous", "world", "mesh", "collectives"}
+ROOT = {
+    *("phases", "compat", "config", "files", "environment", "rng"),
+    *("hosts", "rendezvous", "world", "mesh", "collectives"),
+}
 NAMED_FOR = {"ddp", "sharding", "accumulation", "checkpoint"}  # what the project is named for
 FRONT_DOOR = "__init__"  # of the package; it hands names on, each imported when it is asked for
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -4,7 +4,8 @@ import shutil
 from collections.abc import Callable
 from contextlib import chdir
 from copy import deepcopy
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 from commands import call
 from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
@@ -35,6 +37,8 @@ from ddp_tutorial.training.plan import memory
 from ddp_tutorial.training.strategies import make_strategy
 from ddp_tutorial.training.tasks import launch_training, make_trainer
 from ddp_tutorial.world import World
+from ddp_tutorial.zero.elementwise import is_elementwise
+from ddp_tutorial.zero.gradients import ShardedGradients
 from ddp_tutorial.zero.memory import DIVIDED, bytes_kept, bytes_sent
 from ddp_tutorial.zero.model import ShardedModel
 from ddp_tutorial.zero.optimizer import ShardedOptimizer
@@ -435,13 +439,264 @@ def test_any_optimizer_can_be_sharded_and_has_the_bits_and_the_state_dict_of_the
                 )
 
 
-def test_an_optimizer_with_a_state_is_refused() -> None:
-    p = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([p])
-    p.grad = torch.ones(2)
-    optimizer.step()
-    with pytest.raises(ValueError, match="shard it before it has a state"):
-        ShardedOptimizer(optimizer, World())
+def test_an_optimizer_that_has_been_stepped_is_refused() -> None:
+    for make in (torch.optim.AdamW, torch.optim.Adagrad, partial(torch.optim.SGD, momentum=0.9)):
+        p = nn.Parameter(torch.ones(2))
+        optimizer = make([p])
+        p.grad = torch.ones(2)
+        optimizer.step()
+        with pytest.raises(ValueError, match="shard it before its first step"):
+            ShardedOptimizer(optimizer, World())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LBFGS computes the loss several times in one step"):
+        ShardedOptimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), World())
+
+
+ELEMENTWISE = {
+    "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD": True,
+    "Adafactor LBFGS Muon SparseAdam": False,
+}
+
+
+def test_a_trial_tells_which_of_torchs_optimizers_are_elementwise() -> None:
+    every = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name, None), type)}
+    assert every - {"Optimizer"} == set(" ".join(ELEMENTWISE).split())  # of a new one, somebody has to decide
+    weight, state = nn.Parameter(torch.ones(8, 8)), torch.get_rng_state()
+    for names, expected in ELEMENTWISE.items():
+        for name in names.split():
+            optimizer = getattr(torch.optim, name)([weight])
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # a warm-up, attached already
+            assert is_elementwise(optimizer) == expected, name
+            assert all(key != "step" or value == 0 for key, value in optimizer.state[weight].items()), name
+    assert not is_elementwise(Sized([weight]))
+    assert is_elementwise(torch.optim.AdamW([{"params": [weight]}], fused=True, amsgrad=True))
+    assert torch.equal(weight, torch.ones(8, 8))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --------------------------------------------------------------------------------- what only some models and loops do
+
+
+def inputs_of(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+class Recomputed(nn.Module):
+    """A layer that is used twice, recomputed each time: autograd brings its gradient in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return x
+
+
+@dataclass
+class Answer:
+    hidden: torch.Tensor
+
+
+class Answering(nn.Module):
+    """A block that returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Answer | torch.Tensor) -> Answer:
+        return Answer(self.inner(x.hidden if isinstance(x, Answer) else x).tanh())
+
+
+class Answers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Answering(), Answering()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x)).hidden
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+
+class Breaking(nn.Module):
+    """The backward pass of its middle raises when it is told to, after the last block's gradient is on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 600), nn.Linear(600, 600), nn.Linear(600, 8)])
+        self.breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[2](self.blocks[1](Boom.apply(x) if self.breaks else x))
+
+
+class Experts(nn.Module):
+    """Each rank takes the expert that its first sample chooses; the experts have different sizes."""
+
+    def __init__(self, widths: tuple[int, int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, w), nn.Linear(w, 8)) for w in widths), nn.Linear(8, 8)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x).tanh()
+        return self.blocks[3](x + self.blocks[1 + int(x[0, 0] > 0)](x))
+
+
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
+def once(model: nn.Module, rank: int) -> None:
+    square(model, inputs_of(rank)).backward()
+
+
+def twice(model: nn.Module, rank: int) -> None:
+    once(model, rank)
+    square(model, inputs_of(rank, 1)).backward()
+
+
+def broken_before(model: nn.Module, rank: int) -> None:
+    """A loop that catches the error of one batch, and takes the next."""
+    model.breaks = True
+    with pytest.raises(ValueError, match="boom"):
+        square(model, inputs_of(rank, 1)).backward()
+    model.breaks = False
+    model.zero_grad()
+    once(model, rank)
+
+
+Loop = Callable[[nn.Module, int], None]
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop, Loop]] = {  # what a rank does, and what one process does for it
+    "a shared layer, recomputed": (Recomputed, once, once),
+    "two backward passes": (Answers, twice, twice),
+    "a backward pass that raised": (Breaking, broken_before, once),
+    "different experts": (lambda: Experts((5, 7)), once, once),
+}
+
+
+def wrong_by(world: World, make: Callable[[], nn.Module], loop: Loop, expected_of: Loop, kind: type[Any]) -> float:
+    """The largest error of this rank's pieces of the gradient, in a second step, which does not release gradients."""
+    torch.manual_seed(0)
+    model = make().double()
+    alone = deepcopy(model)
+    sharded = kind(model, world)
+    for step in range(2):
+        loop(model, world.rank + 5 * step)
+        sharded.reduce()
+        sharded.finish()
+        pieces = sharded.pieces if kind is ShardedGradients else {p: p for p in model.parameters()}
+        errors = []
+        alone.zero_grad()
+        for rank in range(world.size):
+            expected_of(alone, rank + 5 * step)
+        for (name, own), p in zip(alone.named_parameters(), pieces, strict=True):
+            expected = torch.zeros_like(own) if own.grad is None else own.grad
+            cut = expected.flatten()[piece_of(own.numel(), world.rank, world.size)]
+            found = pieces[p].grad
+            assert (found is None) == (own.grad is None or not len(cut)), name
+            errors.append(0.0 if found is None else float((found - cut).abs().max() / expected.abs().max()))
+        for piece in pieces.values():
+            if piece.grad is not None:
+                piece.grad.zero_()  # as zero_grad(set_to_none=False) does
+    return max(errors)
+
+
+def apart(world: World, kind: str, widths: tuple[int, int], steps: int) -> str:
+    """What strategy `kind` raises if the ranks take different experts in the last of the steps."""
+    torch.manual_seed(0)
+    model = Experts(widths).double()
+    config = TrainConfig.model_validate({"strategy": kind})
+    strategy = make_strategy(config, model, world, lambda m, x: (m(x).square().sum(), len(x)))
+    strategy.share_out(torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():  # the sign of the first element of tanh(x), negated on rank 1
+        first = inputs_of(0)
+    try:
+        for step in range(steps):
+            x = -4 * first if world.rank and step == steps - 1 else 4 * first
+            strategy.backward([x])
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def adagrad(world: World, kind: str) -> dict[str, torch.Tensor]:
+    config = TrainConfig.model_validate({"strategy": kind, "ddp": {"variant": "bucket"} if kind == "zero1" else {}})
+    torch.manual_seed(0)
+    model = Answers()
+    made = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+    strategy = make_strategy(config, model, world, lambda m, x: (m(x).square().sum(), len(x)))
+    optimizer = strategy.share_out(made)
+    for step in range(3):
+        strategy.backward([inputs_of(world.rank, step).float()])
+        optimizer.step()
+        optimizer.zero_grad()
+    with strategy.whole() as whole:
+        return {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+
+
+def rims(world: World) -> dict[str, Any]:
+    return {
+        "errors": {
+            (name, kind.__name__): wrong_by(world, *loop, kind)
+            for name, loop in LOOPS.items()
+            for kind in (ShardedGradients, ShardedModel)
+        },
+        "adagrad": {kind: adagrad(world, kind) for kind in ("zero1", "zero2", "zero3", "fsdp")},
+        "first step": apart(world, "fsdp", (5, 7), 1),
+        "third step": apart(world, "fsdp", (5, 5), 3),
+        "zero3": apart(world, "zero3", (5, 7), 3),
+    }
+
+
+@cache
+def at_the_rim() -> list[dict[str, Any]]:
+    return launch(rims, 2, device="cpu", threads=1, echo=False, timeout=100)
+
+
+def test_gradients_that_come_late_again_or_on_some_ranks_are_summed() -> None:
+    for rank in at_the_rim():
+        assert len(rank["errors"]) == 2 * len(LOOPS)
+        for case, error in rank["errors"].items():
+            assert error < 1e-12, case
+
+
+def test_an_optimizer_with_a_state_from_the_beginning_can_be_sharded() -> None:
+    torch.manual_seed(0)
+    model = Answers()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+    for step in range(3):
+        (sum(square(model, inputs_of(rank, step).float()) for rank in range(2)) / 6).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in at_the_rim():
+        for kind, weights in rank["adagrad"].items():
+            for name, expected in model.state_dict().items():
+                torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5, msg=f"{kind}, {name}")
+
+
+def test_fsdp_names_the_modules_in_which_ranks_differ_and_zero3_trains() -> None:
+    for rank in at_the_rim():
+        assert rank["zero3"] == "no error"
+        assert rank["first step"].startswith("DifferentPathsError: rank 0 came to module 'blocks.")
+        assert rank["third step"].startswith("DifferentPathsError: the ranks used different modules of the model")
+        assert "Use strategy=zero2" in rank["third step"]
 
 
 # --------------------------------------------------------------------------------------------------- the trainer

@@ -45,6 +45,7 @@ class Totals:
     sums: dict[str, float]
     counts: dict[str, float]
     votes: float = 0.0  # of all ranks; see `StepLoss.reduce`
+    same_path: bool = True  # whether `path` was the same number on all ranks; see `StepLoss.reduce`
 
     def means(self) -> dict[str, float]:
         """Sum over count of each; NaN where nothing was counted."""
@@ -166,12 +167,13 @@ class StepLoss:
         self.expected = self.expected or _power_of_two(sum(each for _, _, each in of_ranks))
         return total, parts
 
-    def reduce(self, votes: float = 0.0) -> None:
+    def reduce(self, votes: float = 0.0, path: int = 0) -> None:
         """Begin to add up over the ranks. After the last forward, before its backward: it travels meanwhile.
 
-        `votes` are added up with it: a question to all ranks that costs no all-reduce of its own.
+        `votes` are added up with it: a question to all ranks that costs no all-reduce of its own. So is `path`, a
+        number below 2^16 that should be the same on all ranks.
         """
-        values = as_vector(self._numbers(votes), self.world.device)
+        values = as_vector(self._numbers(votes, path), self.world.device)
         work = dist.all_reduce(values, async_op=True) if self.world.size > 1 else None
 
         def summed() -> list[float]:
@@ -192,8 +194,8 @@ class StepLoss:
             self._summed = carrier.sums
         carrier.load(numbers)
 
-    def _numbers(self, votes: float) -> list[Number]:
-        return [*(value for pair in self._parts.values() for value in pair), votes]
+    def _numbers(self, votes: float, path: int = 0) -> list[Number]:
+        return [*(value for pair in self._parts.values() for value in pair), votes, path, path**2]
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> Totals:
         """The totals of all ranks. Corrects the gradients of `parameters`, which are those of the whole step by now.
@@ -201,10 +203,10 @@ class StepLoss:
         Raises `ValueError`, on all ranks, where no rank has counted anything: there is no mean of nothing.
         """
         assert self._summed is not None, "finish comes after reduce"
-        *numbers, votes = self._summed()
+        *numbers, votes, path, squares = self._summed()
         self._summed = None
         sums, counts = (dict(zip(self.names, numbers[i::2], strict=True)) for i in range(2))
-        totals = Totals(sums, counts, votes)
+        totals = Totals(sums, counts, votes, same_path=self.world.size * squares == path**2)  # no variance
         count = totals.counts[LOSS]
         if count == 0:
             raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")

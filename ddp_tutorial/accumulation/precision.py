@@ -7,6 +7,7 @@ it after. Where the scale was too large, the gradient overflows: the step is lef
 halved.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from pydantic import Field
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_tutorial.collectives import any_rank
-from ddp_tutorial.config import Config
+from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.world import World
 
 
@@ -33,6 +34,17 @@ class PrecisionConfig(Config):
 
 class NotFiniteError(RuntimeError):
     """A loss or a gradient is infinite or not a number, and a smaller loss scale would not help."""
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ConfigError` if `optimizer.step` needs a closure that computes the loss again, as LBFGS's does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes the loss several times in one step, through a closure. A step here "
+            "computes one gradient over all ranks. Use an optimizer whose step() needs no closure, such as "
+            "torch.optim.AdamW"
+        )
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from ddp_tutorial.accumulation.precision import require_no_closure
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.training.adamw import AdamW
 from ddp_tutorial.training.config import TrainConfig
@@ -66,7 +67,9 @@ def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise `ConfigError` unless it has each parameter of `model` that is trained, and no others."""
+    """Raise `ConfigError` unless it has each parameter of `model` that is trained, and no others, and steps without a
+    closure."""
+    require_no_closure(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if foreign := held - names.keys():

@@ -56,4 +56,4 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     try:
         safetensors.torch.load_model(model, path)
     except RuntimeError as error:
-        raise ConfigError(f"{path} does not fit the model: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path} does not fit the model: {' '.join(str(error).split())}") from None

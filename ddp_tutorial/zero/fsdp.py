@@ -3,17 +3,20 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.zero.optimizer import require_shardable
+from ddp_tutorial.zero.path import Path, require_same_unit
 from ddp_tutorial.zero.state import ModelState, OptimizerState, device_mesh, with_parameters
 from ddp_tutorial.zero.strategies import Sharded
 from ddp_tutorial.zero.units import units_of
@@ -23,16 +26,19 @@ class FSDPStrategy(Sharded):
     """Each rank has some rows of every parameter, as a DTensor. The units are those of `ShardedModel`.
 
     With precision bf16, parameters are gathered in float32, and autocast does the rest, as with DDP. Every rank must
-    use the same parameters. One rank alone has nothing to shard.
+    use the same units in the same order. That is checked: unit by unit in the first forward pass, then once a step. One
+    rank alone has nothing to shard.
     """
 
     def begin(self) -> None:
+        self.used, self._is_first_pass = Path(), True
         self.times = float(self.world.size)  # torch averages
         if scalars := [name for name, parameter in self.module.named_parameters() if not parameter.dim()]:
             raise ConfigError(f"strategy fsdp cuts parameters into rows, and {scalars[0]!r} is one number: use zero3")
         sync_initial_state(self.module, self.world)
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        require_shardable(optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
         self.tied = {name: names[id(parameter)] for name, parameter in every if name != names[id(parameter)]}
@@ -40,11 +46,36 @@ class FSDPStrategy(Sharded):
         if self.world.size > 1:
             self.unsharded = deepcopy(self.module).to("meta")  # without memory, for `whole`
             mesh = device_mesh(self.world, self.mesh)
-            for unit in units_of(self.module).values():
+            for number, (name, unit) in enumerate(units_of(self.module).items()):
                 fully_shard(unit, mesh=mesh)
+                # Before torch's own hook, which gathers the unit.
+                unit.register_forward_pre_hook(partial(self._use, number, f"module {name!r}"), prepend=True)
+            self.module.register_forward_hook(self._end_first_pass)
         sharded = dict(self.module.named_parameters())
-        with_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
+
+        def rows_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            rows = sharded[names[id(parameter)]]
+            return distribute_tensor(value, rows.device_mesh, rows.placements) if isinstance(rows, DTensor) else value
+
+        with_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]], rows_of)
+        if isinstance(optimizer, torch.optim.SGD):  # DTensor lacks a rule for torch's fused SGD
+            for group in optimizer.param_groups:
+                group["fused"] = False
         return optimizer
+
+    @property
+    def path(self) -> int:
+        return self.used.digest
+
+    def _use(self, number: int, name: str, *_: object) -> None:
+        self.used.add(number)
+        if self._is_first_pass:
+            require_same_unit(self.world, name)
+
+    def _end_first_pass(self, *_: object) -> None:
+        if self._is_first_pass:
+            require_same_unit(self.world, "the end")
+            self._is_first_pass = False
 
     def reduce(self) -> None:
         """Does nothing: torch's backward ends only when all gradients are reduced."""
@@ -62,7 +93,7 @@ class FSDPStrategy(Sharded):
             yield self.module
             return
         tensors = self.module.state_dict()
-        state = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
+        state = {name: _full(each) if isinstance(each, DTensor) else each for name, each in tensors.items()}
         model = deepcopy(self.unsharded)
         model.load_state_dict(state, assign=True)
         for name, first in self.tied.items():
@@ -76,3 +107,10 @@ class FSDPStrategy(Sharded):
 
     def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
         return (ModelState(self.module, lambda _, own: own), "sharded"), OptimizerState(optimizer, self.stepped())
+
+
+def _full(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor, in memory of its own. If its rows do not divide evenly, torch returns a view of padded memory,
+    which safetensors does not write."""
+    full = tensor.full_tensor()
+    return full if full.untyped_storage().nbytes() == full.nbytes else full.clone()

@@ -18,8 +18,10 @@ times the model on the wire and not two, for 1/W of the memory.
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -28,13 +30,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ddp_tutorial.collectives import from_rank_zero
+from ddp_tutorial.compat import is_in_backward
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.mesh import Mesh, group_of
 from ddp_tutorial.world import World
-from ddp_tutorial.zero.gradients import Reduction, cross, used_somewhere
+from ddp_tutorial.zero.path import Path
 from ddp_tutorial.zero.pieces import Layout, mark_as_piece
+from ddp_tutorial.zero.reductions import Reduction, Reductions
 from ddp_tutorial.zero.shards import Shards
 from ddp_tutorial.zero.units import units_of
 
@@ -44,11 +48,14 @@ class Unit:
     whole, it has its shape, in `dtype`.
 
     A whole parameter has memory of its own, which is freed and taken again under the same tensor: what autograd has
-    saved of it for backward is that tensor, and finds the values there again.
+    saved of it for backward is that tensor, and finds the values there again. A gradient of the piece is put aside
+    while the parameter is whole.
     """
 
-    def __init__(self, named: dict[str, nn.Parameter], shards: Shards, dtype: torch.dtype | None, group: Any) -> None:
-        self.parameters, self.shards, self.group = list(named.values()), shards, group
+    def __init__(
+        self, named: dict[str, nn.Parameter], shards: Shards, dtype: torch.dtype | None, group: Any, path: Path
+    ) -> None:
+        self.parameters, self.shards, self.group, self.path = list(named.values()), shards, group, path
         kinds = {parameter.dtype: name for name, parameter in named.items()}
         if len(kinds) > 1:
             told = " and ".join(f"{name!r} of {dtype}" for dtype, name in kinds.items())
@@ -63,17 +70,21 @@ class Unit:
         self.pieces = self.layout.pieces(self.row, shards.rank)
         self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=shards.device) for p in self.parameters]
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.reduction = Reduction(list(self.trained.values()), master, shards)
+        self.reduction = Reduction(self.trained, master, shards)
+        self.awaited = 0  # gradients that have not arrived since the last gather
+        self.number = 0  # the same on all ranks, and different for each unit of a model
         for parameter in self.parameters:
             mark_as_piece(parameter)
         self.is_whole = self.in_backward = False
         self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._gradients: list[torch.Tensor | None] = []  # of the pieces, while the parameters are whole
         self.free()
 
     def start(self) -> None:
         """Begin to gather. Collective, as all ranks gather the same units in the same order."""
         if self.is_whole or self._coming is not None:
             return
+        self.path.add(self.number)
         self._coming = self._gathered(self.row.to(self.dtype))
 
     def _gathered(self, row: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
@@ -93,7 +104,10 @@ class Unit:
         (rows, work), self._coming = self._coming, None
         if work is not None:
             work.wait()
+        self.awaited = len(self.trained)
+        self._gradients = [parameter.grad for parameter in self.parameters]
         for index, (parameter, whole) in enumerate(zip(self.parameters, self.wholes, strict=True)):
+            parameter.grad = None
             whole.untyped_storage().resize_(whole.numel() * whole.element_size())
             self.layout.unpack(rows, index, whole)
             parameter.data = whole
@@ -120,7 +134,20 @@ class Unit:
         for parameter, whole, piece in zip(self.parameters, self.wholes, self.pieces, strict=True):
             parameter.data = piece
             whole.untyped_storage().resize_(0)
+        if self.is_whole:
+            for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+                parameter.grad = gradient
         self.is_whole = False
+
+    def skip(self) -> None:
+        """Take part in gathering the parameters, without using them here: other ranks may."""
+        self.start()
+        self.free()
+
+    def release(self) -> None:
+        """Free the parameters at the end of a pass, whether or not their gradients have arrived."""
+        self.free()
+        self.in_backward = False
 
 
 class ShardedModel:
@@ -131,6 +158,13 @@ class ShardedModel:
     whole parameters are gathered in, and floating-point inputs of a unit cast to; pieces, and the sums of gradients,
     stay in the parameters' own. A unit with frozen parameters is freed when backward has ended. With a `mesh` there are
     several copies, and each rank keeps a piece of that of its row.
+
+    Every rank takes part in gathering every unit, in the order of rank 0's first forward pass, so ranks may use
+    different units, as with a mixture of experts. A unit that is used again, or out of this order, is gathered again;
+    there all ranks must do the same.
+
+    Several backward passes before a `reduce` are summed. The next forward pass drops the gradients of a backward pass
+    that raised. It must have raised on all ranks alike.
     """
 
     def __init__(
@@ -143,41 +177,71 @@ class ShardedModel:
     ) -> None:
         sync_initial_state(module, world)
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
-        self.shards = Shards(world, mesh)
+        self.shards, self.path = Shards(world, mesh), Path()
         # Gathers and reductions interleave as each rank's backward has it: two groups, each with an order of its own.
         group = group_of(self.shards.mesh.rows, world, "gather")
-        self.names = [name for name, _ in module.named_parameters()]
-        self.units: list[Unit] = []
+        self.units: list[Unit] = []  # in the order of the forward pass, the model's own unit first
+        self._ahead: deque[Unit] = deque()  # the units that this pass has not come to
+        self._entered: dict[Unit, None] | None = {}  # in the first forward pass, in order; None after it
         self._is_pinned = False
-        self._order: list[Unit] = []  # of the first forward
-        self._is_recorded = False
-        self._started = 0
-        self._used: set[str] = set()
+        module.register_forward_pre_hook(self._begin_forward)
         names = {parameter: name for name, parameter in module.named_parameters()}
         for submodule in units_of(module).values():
             of_it = {names[p]: p for p in submodule.parameters() if p in names}
             for parameter in of_it.values():
                 names.pop(parameter)
             if of_it:
-                self._add(submodule, Unit(of_it, self.shards, compute_dtype, group))
-        module.register_forward_hook(self._recorded)
-        self._turns = self.units[::-1]
+                unit = Unit(of_it, self.shards, compute_dtype, group, self.path)
+                self.units.insert(0 if submodule is module else len(self.units), unit)
+                self._follow(submodule, unit)
+        module.register_forward_hook(self._end_forward)
+        for number, unit in enumerate(self.units):
+            unit.number = number
+        self.reductions = Reductions(self._reductions(), world)
+        for unit in self.units:
+            for index, parameter in enumerate(unit.trained.values()):
+                parameter.register_post_accumulate_grad_hook(partial(self._arrive, unit, index))
 
-    def _add(self, module: nn.Module, unit: Unit) -> None:
-        self.units.append(unit)
+    def _follow(self, module: nn.Module, unit: Unit) -> None:
+        """Let the unit be gathered and freed as `module` computes."""
         module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
         module.register_forward_hook(partial(self._after_forward, unit))
-        for index, (name, parameter) in enumerate(unit.trained.items()):
-            parameter.register_post_accumulate_grad_hook(partial(self._arrive, unit, index, name))
+
+    def _reductions(self) -> list[Reduction]:
+        """The units' reductions, in the order in which the backward pass completes them."""
+        return [unit.reduction for unit in self.units[::-1] if unit.trained]
+
+    def _reach(self, unit: Unit) -> None:
+        """Gather `unit`, after the units before it in this pass, which this rank does not use. Start to gather the
+        following unit."""
+        if unit in self._ahead:
+            while (passed := self._ahead.popleft()) is not unit:
+                passed.skip()
+        unit.gather()
+        if self._ahead:
+            self._ahead[0].start()
+
+    def _skip_rest(self) -> None:
+        """Take part in gathering the units that this pass has not come to."""
+        while self._ahead:
+            self._ahead.popleft().skip()
 
     # ------------------------------------------------------------------------------------------------------- forward
 
+    def _begin_forward(self, *_: object) -> None:
+        if self._is_pinned or is_in_backward():  # activations are recomputed
+            return
+        if self.reductions.was_interrupted:
+            self.reductions.discard()
+        for unit in self.units:
+            unit.release()
+        self._ahead = deque(self.units)
+
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, named: Any) -> Any:
         if not (self._is_pinned or unit.in_backward):  # else it is whole; in backward, activations are recomputed
-            unit.gather()
-            if not self._is_recorded:
-                self._order.append(unit)
-            self._start_next(unit, 1)
+            self._reach(unit)
+            if self._entered is not None:
+                self._entered[unit] = None
         if self.compute_dtype is None:
             return None
         return tree_map(self._cast, (args, named))
@@ -189,69 +253,63 @@ class ShardedModel:
         if self._is_pinned or unit.in_backward:
             return
         if torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if torch.is_tensor(tensor) and tensor.requires_grad:
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit))
             if module is self.module:  # backward will need it at once
                 return
         unit.free()
 
-    def _recorded(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self._is_recorded or self._is_pinned):
-            self._is_recorded = True
-            self._order = list(dict.fromkeys(self._order))
-            self._turns = [*self._order[::-1], *(unit for unit in self.units if unit not in self._order)]
+    def _end_forward(self, *_: object) -> None:
+        if self._is_pinned or is_in_backward():
+            return
+        self._skip_rest()
+        if self._entered is not None:
+            self._set_order(list(self._entered))
+            self._entered = None
+        if torch.is_grad_enabled():
+            self._ahead = deque(unit for unit in self.units[::-1] if not unit.is_whole)
+            while self._ahead and not self._ahead[-1].trained:  # most often, no gradient goes so far back
+                self._ahead.pop()
 
-    def _start_next(self, unit: Unit, direction: int) -> None:
-        """Begin to gather the unit that is needed after this one."""
-        following = self._order.index(unit) + direction if self._is_recorded and unit in self._order else -1
-        if 0 <= following < len(self._order):
-            self._order[following].start()
+    def _set_order(self, entered: list[Unit]) -> None:
+        """Let the units be in the order of rank 0's first forward pass. One that it did not use stays behind the unit
+        before it. Collective."""
+        for place, unit in enumerate(self.units):
+            if unit not in entered:
+                entered.insert(entered.index(self.units[place - 1]) + 1 if place else 0, unit)
+        numbers = from_rank_zero(self.world, [unit.number for unit in entered])
+        of_number = {unit.number: unit for unit in self.units}
+        self.units = [of_number[number] for number in numbers]
+        self.reductions.ordered = self._reductions()
 
     # ------------------------------------------------------------------------------------------------------ backward
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         if not (self._is_pinned or unit.in_backward):
             unit.in_backward = True
-            unit.gather()
-            self._start_next(unit, -1)
+            self._reach(unit)
 
-    def _arrive(self, unit: Unit, index: int, name: str, parameter: torch.Tensor) -> None:
+    def _arrive(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
         """Called by autograd as soon as a gradient is complete."""
-        check_dense(name, parameter.grad)
-        assert parameter.grad is not None, "autograd has just added to it"
-        unit.reduction.put(index, parameter.grad)
-        parameter.grad = None
-        self._used.add(name)
-        if not unit.reduction.missing and len(unit.trained) == len(unit.parameters):
-            unit.free()
-        while self._started < len(self._turns) and not self._turns[self._started].reduction.missing:
-            self._start()
-
-    def _start(self) -> None:
-        if (unit := self._turns[self._started]).trained:
-            unit.reduction.start()
-        self._started += 1
-        cross([unit.reduction for unit in self._turns[: self._started] if unit.trained])
+        self.reductions.arrive(unit.reduction, index, parameter)
+        unit.awaited -= 1
+        if not unit.awaited and len(unit.trained) == len(unit.parameters):
+            unit.release()
 
     def reduce(self) -> None:
-        """After each backward: reduce what has not been reduced, wait, and free what is whole. Collective."""
-        while self._started < len(self._turns):
-            self._start()
-        self._started = 0
-        for unit in self._turns:
-            unit.free()
-            unit.in_backward = False
-            if unit.trained:
-                unit.reduction.wait()
+        """Free what is whole, and wait for the reductions, after each backward pass. Collective."""
+        self._skip_rest()
+        for unit in self.units:
+            unit.release()
+        self.reductions.reduce()
 
     def finish(self) -> None:
-        """After the last backward of a step: give the pieces their gradients. Collective."""
-        used = used_somewhere(self.world, self.names, self._used)
-        self._used.clear()
-        for unit in (unit for unit in self.units if unit.trained):
-            for (name, parameter), gradient in zip(unit.trained.items(), unit.reduction.take(), strict=True):
-                parameter.grad = gradient if name in used and len(gradient) else None
+        """Give the pieces their gradients, after the last backward pass of a step. Collective."""
+        gradients = self.reductions.take()
+        for unit in self.units:
+            for name, parameter in unit.trained.items():
+                parameter.grad = gradients.get(name)
 
     # --------------------------------------------------------------------------------------------------------- whole
 
@@ -268,3 +326,12 @@ class ShardedModel:
             self._is_pinned = False
             for unit in self.units:
                 unit.free()
+
+
+def tensors_of(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returns: in containers that torch knows, and in dataclasses."""
+    for leaf in tree_leaves(output):
+        if torch.is_tensor(leaf):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from tensors_of([getattr(leaf, field.name) for field in fields(leaf)])

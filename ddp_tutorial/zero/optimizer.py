@@ -15,14 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.accumulation.precision import require_no_closure
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World, require_group
 from ddp_tutorial.zero.shards import Shards
 
 
+def require_shardable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` for an optimizer that has been stepped, and `ConfigError` for one that needs a closure.
+
+    Some, such as Adagrad, have a state before their first step.
+    """
+    require_no_closure(optimizer)
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ValueError("the optimizer has been stepped, or loaded: shard it before its first step")
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Any optimizer, `of_all`, that has not been stepped yet, from now on stepping this rank's parameters only.
+    `of_all` must not need a closure.
 
     `param_groups` are those of all parameters, for schedulers and for clipping; a group may be added later. Parameters
     are dealt out from the largest to the smallest, each to the rank that has least: so no rank has more than 1/W of all
@@ -32,14 +44,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, of_all: torch.optim.Optimizer, world: World, mesh: Mesh | None = None) -> None:
         require_group(world)
-        if of_all.state:
-            raise ValueError("the optimizer has been stepped, or loaded: shard it before it has a state")
+        require_shardable(of_all)
         self.mine, self.world, self.shards = of_all, world, Shards(world, mesh)
         self.owner: dict[torch.Tensor, int] = {}  # by its place in the row
         self.elements = [0] * self.shards.size  # of each rank's parameters
         groups, of_all.param_groups = of_all.param_groups, []
         super().__init__(groups, of_all.defaults)
-        self.state = of_all.state
+        own = {p: state for p, state in of_all.state.items() if self.owner[p] == self.shards.rank}
+        self.mine.state = self.state = defaultdict(dict, own)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

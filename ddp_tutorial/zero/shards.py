@@ -13,6 +13,7 @@ import torch
 
 from ddp_tutorial.mesh import Mesh, group_of
 from ddp_tutorial.world import World
+from ddp_tutorial.zero.pieces import piece_of
 
 
 class Shards:
@@ -33,6 +34,10 @@ class Shards:
         self.across: Any = None
         if self.copies > 1:
             self.inside, self.across = group_of(self.mesh.rows, world), group_of(self.mesh.columns, world)
+
+    def piece_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's flat piece of a tensor, in memory of its own."""
+        return tensor.reshape(-1)[piece_of(tensor.numel(), self.rank, self.size)].clone()
 
     @property
     def device(self) -> torch.device:

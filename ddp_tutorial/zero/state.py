@@ -1,6 +1,7 @@
 """What a checkpoint keeps of sharded state: tensors by name, of which each rank writes its part, as components that are
 "sharded". On another number of ranks each reads what belongs to its own part then."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -148,9 +149,17 @@ class Groups:
             group.update(options)
 
 
-def with_parameters(optimizer: torch.optim.Optimizer, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter p of an optimizer by `of(p)`. Raises `ValueError` for an optimizer that has a state."""
-    if optimizer.state:
-        raise ValueError("the optimizer has been stepped, or loaded: it is to be shared out before it has a state")
+def with_parameters(
+    optimizer: torch.optim.Optimizer,
+    of: Callable[[torch.Tensor], torch.Tensor],
+    part_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace each parameter p of an optimizer that has not been stepped by `of(p)`, and each tensor t that it keeps
+    for the elements of p by `part_of(p, t)`."""
+    whole, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in whole.get(parameter, {}).items():
+                is_counter = key == "step" or not torch.is_tensor(value)
+                optimizer.state[of(parameter)][key] = value if is_counter else part_of(parameter, value)
         group["params"] = [of(parameter) for parameter in group["params"]]

@@ -17,9 +17,11 @@ from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
+from ddp_tutorial.zero.elementwise import require_elementwise
 from ddp_tutorial.zero.gradients import ShardedGradients
 from ddp_tutorial.zero.model import ShardedModel
-from ddp_tutorial.zero.optimizer import ShardedOptimizer
+from ddp_tutorial.zero.optimizer import ShardedOptimizer, require_shardable
+from ddp_tutorial.zero.path import DifferentPathsError
 from ddp_tutorial.zero.shards import Shards
 from ddp_tutorial.zero.state import (
     Groups,
@@ -78,6 +80,11 @@ class Sharded(ABC):
     def per_rank(self) -> int:
         return self.accumulation
 
+    @property
+    def path(self) -> int:
+        """A digest of the order in which this rank used the sharded parameters so far."""
+        return 0
+
     @abstractmethod
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer: ...
 
@@ -108,14 +115,17 @@ class Sharded(ABC):
             with phase("forward"):
                 part = self.loss.forward(self.module, batch, self.times)
             if number == len(batches) - 1:
-                self.loss.reduce(votes)
+                self.loss.reduce(votes, self.path)
             with phase("backward"):
                 part.backward()
             with phase("finish"):
                 self.reduce()
         with phase("finish"):
             self.give_gradients()
-            return self.loss.finish(self.stepped().values())
+            totals = self.loss.finish(self.stepped().values())
+        if not totals.same_path:
+            raise DifferentPathsError("the ranks used different modules of the model in this step, or in another order")
+        return totals
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm of the whole gradient: the squares of all elements are added up over the ranks of a copy.
@@ -148,8 +158,14 @@ class Zero2Strategy(Sharded):
         self.shards = self.sharded.shards
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        require_shardable(optimizer)
+        require_elementwise(optimizer, "zero2")
         pieces: Mapping[Any, torch.Tensor] = self.sharded.pieces
-        with_parameters(optimizer, lambda parameter: pieces.get(parameter, parameter))  # a frozen one is whole
+        with_parameters(
+            optimizer,
+            lambda parameter: pieces.get(parameter, parameter),  # a frozen one is whole
+            lambda parameter, value: self.shards.piece_of(value) if parameter in pieces else value,
+        )
         optimizer.register_step_post_hook(lambda *_: self.sharded.gather())
         return optimizer
 
@@ -183,10 +199,16 @@ class Zero3Strategy(Sharded):
 
     def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """From here on the parameters are pieces, the optimizer's too: they are the same."""
-        with_parameters(optimizer, lambda parameter: parameter)
+        require_shardable(optimizer)
+        require_elementwise(optimizer, "zero3")
         self.sharded = ShardedModel(self.module, self.world, compute_dtype=self.compute_dtype, mesh=self.mesh)
         self.shards = self.sharded.shards
+        with_parameters(optimizer, lambda parameter: parameter, lambda _, value: self.shards.piece_of(value))
         return optimizer
+
+    @property
+    def path(self) -> int:
+        return self.sharded.path.digest
 
     def reduce(self) -> None:
         self.sharded.reduce()

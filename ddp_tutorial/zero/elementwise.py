@@ -1,0 +1,74 @@
+"""Does an optimizer treat each element of a parameter by itself? Only then may a rank step a flat piece of it.
+
+SGD and Adam do. Adafactor and Muon do not: they use the shape of the parameter. LAMB does not: it uses a norm. No
+attribute of an optimizer tells, so it is tried on a parameter of 24 elements: whole, and in two pieces.
+"""
+
+from collections import OrderedDict, defaultdict
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_tutorial.config import ConfigError
+
+_SHAPE, _CUT, _STEPS = (4, 6), 13, 3
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Raise `ConfigError` if the update of an element depends on other elements of its parameter."""
+    if not is_elementwise(optimizer):
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"strategy {strategy} steps a flat piece of each parameter on each rank, so the optimizer must treat each "
+            f"element by itself. {kind} does not: in a trial, it stepped a matrix and its flat pieces differently. Use "
+            f"{kind} with strategy=zero1, which cuts no parameter, or with strategy=ddp"
+        )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether copies of `optimizer` step the flat pieces of a matrix as they step the matrix."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(1 + _STEPS, *_SHAPE, generator=generator)  # the weights, then a gradient for each step
+    flat = tensors.flatten(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole, first, last = (_stepped(optimizer, each) for each in (tensors, flat[:, :_CUT], flat[:, _CUT:]))
+            torch.testing.assert_close(torch.cat([first, last], dim=1), whole)
+    except Exception:  # Muon, for one, raises for a parameter that is not a matrix
+        return False
+    return True
+
+
+def _stepped(optimizer: torch.optim.Optimizer, tensors: torch.Tensor) -> torch.Tensor:
+    """Return the weights after some steps of a copy of `optimizer`, one flat row for each of its groups."""
+    copy, parameters = _copy(optimizer, tensors[0])
+    for gradient in tensors[1:]:
+        for parameter in parameters:
+            parameter.grad = gradient.to(parameter)
+        copy.step()
+    return torch.stack([parameter.detach().flatten() for parameter in parameters])
+
+
+def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """Return a copy of `optimizer` that has one parameter with these weights in each group, and the parameters."""
+    copy = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): copy}
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    parameters = []
+    for group in optimizer.param_groups:
+        first = group["params"][0]
+        parameters.append(nn.Parameter(weights.to(first.device, first.dtype, copy=True)))
+        memo |= {id(each): parameters[-1] for each in group["params"]}
+        for key, value in optimizer.state.get(first, {}).items():  # Adagrad has a state from the beginning
+            is_filled = key != "step" and torch.is_tensor(value) and value.numel()
+            state[parameters[-1]][key] = torch.full_like(weights, value.flatten()[0]) if is_filled else deepcopy(value)
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in {"state", "step"}}
+    vars(copy).update(deepcopy(attributes, memo), state=state)
+    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for group, parameter in zip(copy.param_groups, parameters, strict=True):
+        group["params"] = [parameter]
+        if "lr" in group:  # it may be 0 at the beginning of a warm-up
+            group["lr"] = group["lr"] * 0 + 0.1
+    return copy, parameters

@@ -1,0 +1,40 @@
+"""Do all ranks use the same units of the model, in the same order?"""
+
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.world import World
+
+_PRIME = 65521  # the squares of some hundred ranks add up exactly in float64
+
+
+class DifferentPathsError(RuntimeError):
+    """The ranks used different parts of a sharded model, so they gathered different parameters into one another.
+
+    Args:
+        found: What was found, as a sentence without a period.
+    """
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found}. With parameters sharded over the ranks, all ranks have to use the same modules in the same "
+            "order. Use strategy=zero2, or strategy=ddp with ddp.find_unused_parameters=true. With strategy=zero3, "
+            "ranks may skip different modules"
+        )
+
+
+class Path:
+    """The units that this rank has used so far, in order, as one number that the ranks can compare."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+
+    def add(self, number: int) -> None:
+        """Record that the unit of this number is used next."""
+        self.digest = (31 * self.digest + number + 1) % _PRIME
+
+
+def require_same_unit(world: World, name: str) -> None:
+    """Raise `DifferentPathsError`, on all ranks, unless all of them have come to the unit `name`. Collective."""
+    names = all_gather(world, name)
+    for rank, other in enumerate(names):
+        if other != names[0]:
+            raise DifferentPathsError(f"rank 0 came to {names[0]} in its first forward pass, rank {rank} to {other}")

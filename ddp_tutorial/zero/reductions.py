@@ -1,0 +1,202 @@
+"""Reduce-scatters of gradients that overlap the backward pass, in the same order on every rank."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_tutorial.collectives import total
+from ddp_tutorial.compat import after_backward, is_in_backward
+from ddp_tutorial.ddp.buckets import check_dense
+from ddp_tutorial.world import World
+from ddp_tutorial.zero.pieces import Layout
+from ddp_tutorial.zero.shards import Shards
+
+
+class Reduction:
+    """The gradients of several parameters, reduced together.
+
+    A gradient is packed into one row for each rank. The rows are summed over the ranks that share one copy of the
+    model, and rank r keeps row r. If there are several copies, the row is then summed over the copies. The results of
+    several backward passes are summed.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], dtype: torch.dtype, shards: Shards) -> None:
+        self.names, self.dtype, self.shards = list(named), dtype, shards
+        self.layout = Layout([parameter.shape for parameter in named.values()], shards.size)
+        self.used: set[int] = set()  # parameters that got a gradient on this rank since the last `take`
+        self._kept: torch.Tensor | None = None  # this rank's row, summed over ranks and backward passes
+        self._late: dict[int, torch.Tensor] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._packed: set[int] = set()
+        self._rows: torch.Tensor | None = None
+        self._row: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+        self._crossing: dist.Work | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each parameter has its gradient."""
+        return len(self._packed) == len(self.names)
+
+    @property
+    def has_late(self) -> bool:
+        """Whether a parameter got a second gradient before `wait`. The rows may be on their way by then."""
+        return bool(self._late)
+
+    def put(self, index: int, gradient: torch.Tensor) -> None:
+        """Pack the gradient of parameter `index`. A second gradient is kept until `put_late`."""
+        if index not in self._packed:
+            self.layout.pack(self._zeros(), index, gradient)
+            self._packed.add(index)
+        elif index in self._late:
+            self._late[index] += gradient
+        else:
+            self._late[index] = gradient
+
+    def put_late(self) -> None:
+        """Pack the gradients that came second, as the next reduction."""
+        late, self._late = self._late, {}
+        for index, gradient in late.items():
+            self.put(index, gradient)
+
+    def _zeros(self) -> torch.Tensor:
+        if self._rows is None:
+            self._rows = torch.zeros(self.shards.size, self.layout.length, dtype=self.dtype, device=self.shards.device)
+        return self._rows
+
+    def start(self) -> None:
+        """Start to sum. A missing gradient counts as zero. Every rank starts the same reductions in the same order."""
+        rows = self._zeros()
+        if self.shards.size == 1:
+            self._row = rows[0]
+        elif self.shards.world.backend == "gloo":  # its reduce-scatter is an all-reduce inside, and sends twice as much
+            self._row = torch.empty_like(rows)
+            flat = self._row.view(-1), rows.view(-1)
+            self._work = dist.all_to_all_single(*flat, group=self.shards.inside, async_op=True)
+        else:
+            self._row = rows.new_empty(self.layout.length)
+            self._work = dist.reduce_scatter_tensor(self._row, rows.view(-1), group=self.shards.inside, async_op=True)
+
+    def cross(self, wait: bool) -> bool:
+        """Start to sum over the copies, if the sum within this copy is done; with `wait`, wait for that.
+
+        Returns whether it has started, or there is one copy. All ranks cross with the same reductions, in the same
+        order.
+        """
+        if self._crossing is None and self.shards.copies > 1:
+            if self._work is not None and not (wait or self._work.is_completed()):
+                return False
+            self._arrive()
+            self._crossing = dist.all_reduce(self._row, group=self.shards.across, async_op=True)
+        return True
+
+    def _arrive(self) -> None:
+        """Wait for the sum over the ranks of this copy."""
+        assert self._row is not None, "it was not started"
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._row.dim() > 1:  # rows from all ranks, this rank's of each
+            self._row = self._row.sum(0)
+
+    def wait(self) -> None:
+        """Wait for the sum over all ranks, and add this rank's row of it to the rows of earlier backward passes."""
+        self.cross(wait=True)
+        self._arrive()
+        if self._crossing is not None:
+            self._crossing.wait()
+        assert self._row is not None, "it has just arrived"
+        self._kept = self._row if self._kept is None else self._kept.add_(self._row)
+        self.used |= self._packed
+        self._begin()
+
+    def discard(self) -> None:
+        """Drop the gradients that have been packed since the last `wait`."""
+        if self._row is not None:
+            self._arrive()  # a collective that has started has to end on all ranks
+            if self._crossing is not None:
+                self._crossing.wait()
+        self._late.clear()
+        self._begin()
+
+    def take(self) -> list[torch.Tensor]:
+        """Return this rank's pieces of the sums, in the order of the parameters."""
+        assert self._kept is not None, "take comes after wait"
+        row, self._kept = self._kept, None
+        self.used.clear()
+        return self.layout.pieces(row, self.shards.rank)
+
+
+class Reductions:
+    """The reductions of a model. Every rank starts them in the same order, each as soon as it has its gradients."""
+
+    def __init__(self, reductions: Iterable[Reduction], world: World) -> None:
+        self.ordered, self.world = list(reductions), world
+        self._started = 0
+        self._is_open = False  # a backward pass has brought gradients, and has not finished
+
+    def arrive(self, reduction: Reduction, index: int, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter. Autograd calls this as soon as the gradient is complete."""
+        check_dense(reduction.names[index], parameter.grad)
+        assert parameter.grad is not None, "autograd has just added to it"
+        if not self._is_open:
+            self._is_open = True
+            after_backward(self._close)
+        reduction.put(index, parameter.grad)
+        parameter.grad = None
+        while self._started < len(self.ordered) and self.ordered[self._started].is_complete:
+            self._start()
+
+    def _close(self) -> None:
+        self._is_open = False
+
+    def _start(self) -> None:
+        self.ordered[self._started].start()
+        self._started += 1
+        for reduction in self.ordered[: self._started]:
+            if not reduction.cross(wait=False):
+                return
+
+    def reduce(self) -> None:
+        """Start what has not been started, and wait for everything. Called after each backward pass. Collective."""
+        while self._started < len(self.ordered):
+            self._start()
+        self._started = 0
+        for reduction in self.ordered:
+            reduction.wait()
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the last backward pass raised an error."""
+        return self._is_open and not is_in_backward()
+
+    def discard(self) -> None:
+        """Drop the gradients that have arrived since the last `reduce`, after a backward pass that raised on all ranks
+        alike."""
+        for reduction in self.ordered:
+            reduction.discard()
+        self._started, self._is_open = 0, False
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces of the sums, by parameter name. A parameter that no rank has used, and an empty
+        piece, are left out. Collective: one all-reduce of one number for each parameter."""
+        names = [name for reduction in self.ordered for name in reduction.names]
+        used, has_late = self._agree()
+        if has_late:
+            for reduction in self.ordered:
+                reduction.put_late()
+            self.reduce()
+        pieces = [piece for reduction in self.ordered for piece in reduction.take()]
+        found = zip(names, pieces, used, strict=True)
+        return {name: piece for name, piece, is_used in found if is_used and len(piece)}
+
+    def _agree(self) -> tuple[list[bool], bool]:
+        """Whether some rank has used each parameter, and whether some rank has a second gradient to reduce."""
+        flags = [index in each.used for each in self.ordered for index in range(len(each.names))]
+        counts = torch.tensor([*flags, any(each.has_late for each in self.ordered)], dtype=torch.int32)
+        *used, late = (total(self.world, counts.to(self.world.device)) > 0).tolist()
+        return used, late
