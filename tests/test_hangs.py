@@ -153,23 +153,23 @@ def another_order(world: World) -> None:
     if world.rank == 1:
         dist.broadcast(torch.ones(3), 0)  # here: rank 1
     else:
-        dist.all_reduce(torch.ones(3))  # here: rank 0
+        dist.all_reduce(torch.ones(3))  # here: rank 0 or 2
 
 
 def only_rank_zero(world: World) -> None:
     if world.is_main:
         dist.barrier()  # here: rank 0
-    time.sleep(60)  # here: rank 1
+    time.sleep(60)  # here: rank 1 or 2
 
 
 def another_number_of_steps(world: World) -> None:
     model = DistributedDataParallel(nn.Linear(4, 1))
     for _ in range(3 if world.is_main else 4):
-        model(torch.ones(2, 4)).sum().backward()  # here: rank 0 or 1
+        model(torch.ones(2, 4)).sum().backward()  # here: rank 0, 1 or 2
 
 
 def another_shape(world: World) -> None:
-    dist.all_reduce(torch.ones(3 + world.rank))  # here: rank 0 or 1
+    dist.all_reduce(torch.ones(3 + world.rank))  # here: rank 0, 1 or 2
     dist.barrier()
 
 
@@ -177,7 +177,7 @@ def a_first_collective_that_one_leaves_out(world: World) -> None:
     if world.is_main:
         dist.all_reduce(torch.ones(3))  # here: rank 0
     else:
-        time.sleep(60)  # here: rank 1
+        time.sleep(60)  # here: rank 1 or 2
 
 
 def marked(function: Callable[[World], None]) -> dict[int, int]:
@@ -221,8 +221,7 @@ def test_a_hang_ends_with_rank_collective_and_line(hang) -> None:
     verdict, op = HANGS[hang]
     assert verdict in caught.value.message
     assert op in caught.value.message
-    expected = marked(hang)
-    assert named(caught.value.message) == {**expected, 2: expected[1]}, caught.value.message
+    assert named(caught.value.message) == marked(hang), caught.value.message
 
 
 @pytest.mark.timeout(120)
