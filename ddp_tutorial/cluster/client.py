@@ -34,8 +34,14 @@ class BoxClient:
 
     @property
     def is_up(self) -> bool:
-        """Is it there? Not before `start`, not after `close`, and not if it has been killed."""
-        return self._channel is not None and self._box.poll() is None
+        """Return whether the box answers: not before `start`, not after `close`, and not if it has been killed."""
+        if self._channel is None or self._box.poll() is not None:
+            return False
+        try:
+            self.ask("hello")  # `unshare` may take a moment to notice that its child, the box, has been killed
+        except FailedError:
+            return False
+        return True
 
     @property
     def is_open(self) -> bool:
