@@ -417,7 +417,7 @@ def test_a_setting_may_differ_only_if_it_or_what_it_is_in_is_allowed_by_its_whol
 # --------------------------------------------------------------------------------------------------- on real ranks
 
 
-def shared_in_every_way(world: World, folder: Path) -> dict[str, Any]:
+def shared_in_every_way(world: World, folder: Path, shared: bool = True) -> dict[str, Any]:
     patterns = {
         "replicated": value({"x": torch.tensor(1.0)}),
         "global": value({"x": torch.tensor(10 + world.rank)}, "global"),
@@ -425,7 +425,7 @@ def shared_in_every_way(world: World, folder: Path) -> dict[str, Any]:
         "per_node": value({"x": torch.tensor(30.0)}, "per_node"),
         "per_group": value({"x": torch.tensor(40 + world.rank // 2)}, "per_group", 2),
     }
-    checkpointer = Checkpointer(folder, {name: part for name, (part, _) in patterns.items()}, world)
+    checkpointer = Checkpointer(folder, {name: part for name, (part, _) in patterns.items()}, world, shared=shared)
     checkpointer.save(1)
     manifest = checkpointer.load(folder / name_of(1))
     return {
@@ -497,7 +497,9 @@ def unreadable_on_one(world: World, folder: Path) -> str:
 def everything(world: World, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"diverged": diverged(world, folder / "diverged")}
     if world.size % 2 == 0:
-        found |= shared_in_every_way(world, folder / "shared")
+        found["one disk"] = shared_in_every_way(world, folder / "shared")
+        found["own disks"] = shared_in_every_way(world, own := folder / f"disk of {world.rank}", shared=False)
+        found["writes"] = own.exists()
     for background in (False, True):
         found["fails", background] = one_fails(world, folder / f"fails {background}", background)
     found["unreadable"] = unreadable_on_one(world, folder / "unreadable")
@@ -513,7 +515,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)  # groups of two ranks
 def test_each_rank_gets_back_what_it_shares_and_each_group_writes_once(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
-    for rank, found in enumerate(ranks):
+    for rank, found in [(rank, each[disks]) for rank, each in enumerate(ranks) for disks in ("one disk", "own disks")]:
         assert found["given"] == {
             "replicated": 1,
             "global": 10,
@@ -529,6 +531,7 @@ def test_each_rank_gets_back_what_it_shares_and_each_group_writes_once(ranks: li
             "per_node": [0],
             "per_group": everyone[::2],
         }
+    assert [each["writes"] for each in ranks] == [True] + [False] * (size - 1)
 
 
 def test_one_element_that_differs_on_one_rank_is_named_on_all(ranks: list[dict[str, Any]]) -> None:
