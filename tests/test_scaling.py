@@ -196,11 +196,11 @@ class Noting:
     def __init__(self, inner: Any) -> None:
         self.inner, self.read, self.shares = inner, [], []
 
-    def __next__(self) -> Any:
-        share = next(self.inner)
-        self.read += [sample.numpy().tobytes() for sample in share.samples["tokens"]]
-        self.shares.append(share.count)
-        return share
+    def take(self, parts: int) -> Any:
+        shares = self.inner.take(parts)
+        self.read += [sample.numpy().tobytes() for share in shares for sample in share.samples["tokens"]]
+        self.shares.append(sum(share.count for share in shares))
+        return shares
 
 
 def work_of(world: World, setups: dict[str, Setup], steps: int) -> dict[str, Any]:
