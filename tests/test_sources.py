@@ -802,7 +802,7 @@ def test_what_fails_on_rank_0_is_raised_on_all_ranks_and_names_it(where: str, tr
         kind, told, seconds, state = rank[f"dispatched, {where}"]
         assert kind == "SourceError"
         assert told.startswith(f"rank 0 could not read on: rank 0{worker}, samples 24 to 31 (8 of them): ")
-        assert seconds < 10
+        assert seconds < SOON
         assert state == {"cursor": 24}  # three steps were taken
     assert "sample 24 is a bad one" in trouble[0]["dispatched, transform"][1]
     assert "sample 24 is a bad one" in trouble[1]["dispatched, transform"][1]
@@ -964,7 +964,7 @@ def test_a_killed_worker_stops_all_ranks_in_seconds_with_one_error(kind: str) ->
     with pytest.raises(RankError, match="rank 1, worker 0 of 1, ") as raised:
         launch(train_on, 2, kind, device="cpu", echo=False, timeout=60)
     assert raised.value.rank == 1
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 50
 
 
 def leave(world: World) -> int:
@@ -976,9 +976,7 @@ def leave(world: World) -> int:
 
 @pytest.mark.timeout(60)
 def test_a_dispatched_source_that_nobody_closed_does_not_keep_the_ranks() -> None:
-    start = time.monotonic()
-    assert launch(leave, 2, device="cpu", echo=False, timeout=30) == [4, 4]
-    assert time.monotonic() - start < 15
+    assert launch(leave, 2, device="cpu", echo=False, timeout=40) == [4, 4]
 
 
 def uneven(world: World) -> dict[str, Any]:
