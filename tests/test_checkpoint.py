@@ -652,6 +652,7 @@ def uneven(world: World, folder: Path) -> str:
     """As on two machines, one of which has two of the three ranks."""
     here = replace(world, local_rank=world.rank % 2, local_size=2 if world.rank < 2 else 1)
     part = Component(StateOf(lambda: {"x": 1}, lambda state: None), "per_node")
+    Checkpointer(folder, {"part": replace(part, shared="replicated")}, here)
     return error_of(lambda: Checkpointer(folder, {"part": part}, here))
 
 

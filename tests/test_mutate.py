@@ -70,12 +70,12 @@ for result in driver.run_room(driver.Room("*.py", "toy", "toy", Path.cwd()), 100
 """
 VERDICTS = """
 print(b)|explained|Nothing
-pass|survived|1
+pass|survived|2
 return (a - b)|killed|failed
 return None|killed|failed
 def wait(done=False):|killed|timeout
 while (done):|killed|timeout
-while False:|survived|1
+while False:|survived|2
 time.sleep(1.1)|survived|no
 pass|survived|no
 """
@@ -103,7 +103,7 @@ tests = ["tests/test_starting.py", "tests/test_forked.py"]
 for test in tests:
     (copy.folder / test).write_text(ranks)
 with copy.changed({changed: (copy.folder / changed).read_text() + "PLANTED = 'yes'"}):
-    print([outcome.result for outcome in copy.run(tests, lambda test: 100, record=True)])
+    print([outcome.result for outcome in copy.run(tests, lambda test: 100, go_on=True)])
 """
 
 

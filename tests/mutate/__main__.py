@@ -78,13 +78,20 @@ class Recording:
     tests: dict[str, set[str]]
 
     def select(self, mutant: Mutant) -> list[str]:
-        """Return the tests that execute the line of a mutant: quick files first, and quick tests within them."""
+        """Return the tests to run, by file: first those that execute the line of a mutant, the quick ones first.
+
+        Tests of a file may share a result, such as that of a launch; then one executes the line and another checks it.
+        So the other tests of the file follow.
+        """
         named = self.tests.get(f"{mutant.file}:{mutant.line}", set())
-        chosen = [test for test in self.seconds if {test, file_of(test), ANY} & named]
+        files = {file_of(test) for test in (self.seconds if ANY in named else named)}
+        chosen = [test for test in self.seconds if file_of(test) in files]
         cost: Counter[str] = Counter()
         for test in chosen:
             cost[file_of(test)] += self.seconds[test]
-        return sorted(chosen, key=lambda test: (cost[file_of(test)], file_of(test), self.seconds[test]))
+        return sorted(
+            chosen, key=lambda test: (cost[file_of(test)], file_of(test), test not in named, self.seconds[test])
+        )
 
     def limit(self, test: str) -> float:
         """Return the time limit of a test in seconds. A test may have to set up what an earlier one did before."""
@@ -131,7 +138,7 @@ def _record(test: str, sources: dict[str, str]) -> tuple[list[Outcome], dict[str
     hits = _copy.folder.with_name("hits")
     hits.write_text("")
     with _copy.changed({file: recorded(source, file, str(hits)) for file, source in sources.items()}):
-        return list(_copy.run([test], lambda test: 600, record=True)), covering(hits.read_text())
+        return list(_copy.run([test], lambda test: 600, go_on=True)), covering(hits.read_text())
 
 
 def _join(recordings) -> Recording:

@@ -49,13 +49,9 @@ def _must_be_first(statement: ast.stmt) -> bool:
 
 
 def covering(hits: str) -> dict[str, set[str]]:
-    """Return for each `file:line` the tests that execute it.
-
-    A line that a fixture executes counts for all tests of the file, because they share its result.
-    """
+    """Return for each `file:line` the tests that execute it."""
     tests: dict[str, set[str]] = defaultdict(set)
     for entry in hits.splitlines():
         line, test = entry.split("\t")
-        nodeid, _, phase = test.rpartition(" ")
-        tests[line].add(nodeid if phase == "(call)" else nodeid.partition("::")[0])
+        tests[line].add(test.rpartition(" ")[0])  # without the phase, such as "(call)"
     return dict(tests)

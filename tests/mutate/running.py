@@ -72,19 +72,19 @@ class Copy:
             for file, (source, modified) in before.items():
                 _write(self.folder / file, source, modified)
 
-    def run(self, tests: list[str], limit: Callable[[str], float], record: bool = False) -> Iterator[Outcome]:
+    def run(self, tests: list[str], limit: Callable[[str], float], go_on: bool = False) -> Iterator[Outcome]:
         """Run tests, given by file or by node, and yield the outcome of each until one fails. Leave no process behind.
 
         Args:
             limit: returns the seconds that a test may take; for the name "", the seconds until the first begins.
-            record: go on after a failure; all tests of a file share what a cached function of it executes.
+            go_on: continue after a failure.
         """
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir()
         receiver, sender = multiprocessing.Pipe(duplex=False)
         others = psutil.Process().children()
         if not os.fork():
-            self._run_pytest(tests, sender, record)
+            self._run_pytest(tests, sender)
         sender.close()
         running, began = "", time.monotonic()
         try:
@@ -94,7 +94,7 @@ class Copy:
                         running, began = test, time.monotonic()
                     case (test, result):
                         yield Outcome(test, result, time.monotonic() - began)
-                        if result == "failed" and not record:
+                        if result == "failed" and not go_on:
                             return
                     case None:
                         return
@@ -105,14 +105,14 @@ class Copy:
             receiver.close()
             _kill_children_except(others)
 
-    def _run_pytest(self, tests: list[str], sender: Connection, record: bool) -> None:
+    def _run_pytest(self, tests: list[str], sender: Connection) -> None:
         """In the forked process, for good."""
         try:
             self._enter()
             import pytest
 
             files = list(dict.fromkeys(file_of(test) for test in tests))
-            code = pytest.main([*files, *_OPTIONS.split()], [_Reporter(tests, sender, record)])
+            code = pytest.main([*files, *_OPTIONS.split()], [_Reporter(tests, sender)])
             if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
                 sender.send(None)
         except BaseException:
@@ -166,17 +166,13 @@ def _start_server() -> str:
 class _Reporter:
     """A pytest plugin that selects the tests, and sends the name of each as it starts and its outcome."""
 
-    def __init__(self, tests: list[str], sender: Connection, record: bool) -> None:
-        self.tests, self.sender, self.record = tests, sender, record
+    def __init__(self, tests: list[str], sender: Connection) -> None:
+        self.tests, self.sender = tests, sender
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         places = {test: place for place, test in enumerate(self.tests)}
         chosen = [item for item in items if {item.nodeid, file_of(item.nodeid)} & places.keys()]
         items[:] = sorted(chosen, key=lambda item: places.get(item.nodeid, 0))
-        for module in {item.module for item in items} if self.record else ():
-            for name, value in list(vars(module).items()):
-                if hasattr(value, "cache_clear"):
-                    setattr(module, name, _shared(value, items[0].nodeid))
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -188,16 +184,6 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or not report.passed:
             self.sender.send((report.nodeid, report.outcome))
-
-
-def _shared(cached: Callable[..., Any], test: str) -> Callable[..., Any]:
-    """Wrap a cached function of a test module, whose result tests share as they share a fixture's."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with patch.dict(os.environ, PYTEST_CURRENT_TEST=f"{test} (setup)"):
-            return cached(*args, **kwargs)
-
-    return call
 
 
 def file_of(test: str) -> str:
@@ -220,8 +206,16 @@ def _write(path: Path, source: str, modified: float) -> None:
 def _kill_children_except(others: list[psutil.Process]) -> None:
     """Kill children and their descendants; orphans among these become children, until none is left."""
     while children := [child for child in psutil.Process().children() if child not in others]:
-        for child in children:
+        descendants = [process for child in children for process in _tree(child)]
+        for process in descendants:
             with suppress(psutil.NoSuchProcess):
-                for process in [*child.children(recursive=True), child]:
+                # A resource tracker removes the semaphores of killed processes, and then exits by itself.
+                if "resource_tracker" not in " ".join(process.cmdline()):
                     process.kill()
-        psutil.wait_procs(children, timeout=5)
+        psutil.wait_procs(descendants, timeout=5)
+
+
+def _tree(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return [*process.children(recursive=True), process]
+    return []
