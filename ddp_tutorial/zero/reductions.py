@@ -176,7 +176,9 @@ class Reductions:
 
     def discard(self) -> None:
         """Drop the gradients that have arrived since the last `reduce`, after a backward pass that raised on all ranks
-        alike."""
+        alike. Collective: ranks that use different parameters have started different reductions, so all are started."""
+        while self._started < len(self.ordered):
+            self._start()
         for reduction in self.ordered:
             reduction.discard()
         self._started, self._is_open = 0, False
