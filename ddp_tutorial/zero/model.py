@@ -19,7 +19,7 @@ Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel",
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -255,10 +255,18 @@ class ShardedModel:
         if torch.is_grad_enabled():
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, unit))
+                    self._watch(tensor, unit)
             if module is self.module:  # backward will need it at once
                 return
         unit.free()
+
+    def _watch(self, tensor: torch.Tensor, unit: Unit) -> None:
+        """Let the unit be gathered when the backward pass comes to its output. A module that returns its input shares
+        this tensor with the module before, whose unit is gathered after it."""
+        units = vars(tensor).setdefault("units_before_backward", [])
+        if not units:
+            tensor.register_hook(lambda _: self._before_backward(units[::-1]))
+        units.append(unit)
 
     def _end_forward(self, *_: object) -> None:
         if self._is_pinned or is_in_backward():
@@ -285,10 +293,11 @@ class ShardedModel:
 
     # ------------------------------------------------------------------------------------------------------ backward
 
-    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
-        if not (self._is_pinned or unit.in_backward):
-            unit.in_backward = True
-            self._reach(unit)
+    def _before_backward(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if not (self._is_pinned or unit.in_backward):
+                unit.in_backward = True
+                self._reach(unit)
 
     def _arrive(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
         """Called by autograd as soon as a gradient is complete."""
