@@ -102,7 +102,7 @@ class FSDPStrategy(Sharded):
         buffers = dict(self.module.named_buffers())
         for name, module in model.named_modules():
             for each in module._buffers:  # those that are in no state dict
-                module._buffers[each] = buffers[f"{name}.{each}".lstrip(".")]
+                module._buffers[each] = buffers.get(f"{name}.{each}".lstrip("."))  # None, if the layer has none
         yield model
 
     def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
