@@ -14,7 +14,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -175,16 +175,21 @@ class DataParallel(ABC):
                 "this wrapper was replaced: its parameters were wrapped again later. Use the newest wrapper. To train "
                 "two models that share parameters, wrap one module that contains both."
             )
-        unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if unfrozen:
-            raise RuntimeError(
-                f"parameters that were frozen when the model was wrapped require gradients now: "
-                f"{', '.join(map(repr, unfrozen))}. Their gradients would not be averaged. Wrap the model again."
-            )
+        require_frozen(self._frozen, "Wrap the model again")
 
     def detach(self) -> None:
         """Stop averaging gradients: a newer wrapper does it. Using this wrapper raises an error from now on."""
         self._is_replaced = True
+
+
+def require_frozen(named: Iterable[tuple[str, nn.Parameter]], advice: str) -> None:
+    """Raise `RuntimeError` if a parameter requires a gradient that was frozen when the model was wrapped."""
+    unfrozen = [name for name, parameter in named if parameter.requires_grad]
+    if unfrozen:
+        raise RuntimeError(
+            f"parameters that were frozen when the model was wrapped require gradients now: "
+            f"{', '.join(map(repr, unfrozen))}. Their gradients would not be averaged. {advice}."
+        )
 
 
 _wrappers: WeakSet[DataParallel] = WeakSet()  # in use; a notebook may keep an old one alive, in a traceback for example

@@ -17,6 +17,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.zero.optimizer import require_shardable
 from ddp_tutorial.zero.path import Path, require_same_unit
+from ddp_tutorial.zero.pieces import require_no_gradient
 from ddp_tutorial.zero.state import ModelState, OptimizerState, device_mesh, with_parameters
 from ddp_tutorial.zero.strategies import Sharded
 from ddp_tutorial.zero.units import units_of
@@ -31,6 +32,10 @@ class FSDPStrategy(Sharded):
     """
 
     def begin(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
+            require_no_gradient(name, parameter)
         self.used, self._is_first_pass = Path(), True
         self.times = float(self.world.size)  # torch averages
         if scalars := [name for name, parameter in self.module.named_parameters() if not parameter.dim()]:

@@ -13,13 +13,15 @@ more bytes than data parallelism. A gradient is whole only until its bucket has 
 """
 
 from functools import partial
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.buckets import MIB, assign_buckets
-from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.ddp.variants import require_frozen, sync_initial_state
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.pieces import mark_as_piece, piece_of
@@ -42,9 +44,12 @@ class ShardedGradients:
     """
 
     def __init__(self, module: nn.Module, world: World, *, bucket_cap_mb: float = 25, mesh: Mesh | None = None) -> None:
+        if any(parameter in other.pieces for other in _in_use for parameter in module.parameters()):
+            raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
         sync_initial_state(module, world)
         self.module, self.world, self.shards = module, world, Shards(world, mesh)
         self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.pieces: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in self.named.values():
             parameter.data = parameter.data.contiguous()
@@ -62,11 +67,13 @@ class ShardedGradients:
         self.buckets = [Reduction(named, next(iter(named.values())).dtype, self.shards) for named in of_buckets]
         self.reductions = Reductions(self.buckets, world)
         module.register_forward_pre_hook(self._before_forward)
+        _in_use.add(self)
         for bucket in self.buckets:
             for index, name in enumerate(bucket.names):
                 self.named[name].register_post_accumulate_grad_hook(partial(self.reductions.arrive, bucket, index))
 
     def _before_forward(self, *_: object) -> None:
+        require_frozen(self._frozen, "Unfreeze parameters before the model is sharded")
         if self.reductions.was_interrupted:
             self.reductions.discard()
 
@@ -93,3 +100,6 @@ class ShardedGradients:
             dist.all_gather_into_tensor(rows.view(-1), row, group=self.shards.inside)
             for index, parameter in enumerate(parameters):
                 layout.unpack(rows, index, parameter.data)
+
+
+_in_use: WeakSet[ShardedGradients] = WeakSet()  # each as long as its module

@@ -33,11 +33,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ddp_tutorial.collectives import from_rank_zero
 from ddp_tutorial.compat import is_in_backward
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.ddp.variants import require_frozen, sync_initial_state
 from ddp_tutorial.mesh import Mesh, group_of
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.path import Path
-from ddp_tutorial.zero.pieces import Layout, mark_as_piece
+from ddp_tutorial.zero.pieces import Layout, is_piece, mark_as_piece, require_no_gradient
 from ddp_tutorial.zero.reductions import Reduction, Reductions
 from ddp_tutorial.zero.shards import Shards
 from ddp_tutorial.zero.units import units_of
@@ -175,6 +175,10 @@ class ShardedModel:
         compute_dtype: torch.dtype | None = None,
         mesh: Mesh | None = None,
     ) -> None:
+        for name, parameter in module.named_parameters():
+            if is_piece(parameter):
+                raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
+            require_no_gradient(name, parameter)
         sync_initial_state(module, world)
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
         self.shards, self.path = Shards(world, mesh), Path()
@@ -184,6 +188,7 @@ class ShardedModel:
         self._ahead: deque[Unit] = deque()  # the units that this pass has not come to
         self._entered: dict[Unit, None] | None = {}  # in the first forward pass, in order; None after it
         self._is_pinned = False
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         module.register_forward_pre_hook(self._begin_forward)
         names = {parameter: name for name, parameter in module.named_parameters()}
         for submodule in units_of(module).values():
@@ -231,6 +236,7 @@ class ShardedModel:
     def _begin_forward(self, *_: object) -> None:
         if self._is_pinned or is_in_backward():  # activations are recomputed
             return
+        require_frozen(self._frozen, "Unfreeze parameters before the model is sharded")
         if self.reductions.was_interrupted:
             self.reductions.discard()
         for unit in self.units:

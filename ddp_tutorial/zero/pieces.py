@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ddp_tutorial.config import ConfigError
+
 
 def piece_of(count: int, rank: int, size: int) -> slice:
     """Rank's piece of `count` elements: ceil(count / size) of them, in the order of the ranks, until there are no more.
@@ -29,6 +31,12 @@ def mark_as_piece(parameter: torch.Tensor) -> None:
 
 def is_piece(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "is_piece", False)
+
+
+def require_no_gradient(name: str, parameter: torch.Tensor) -> None:
+    """Raise `ConfigError` if a parameter that is about to be sharded has a gradient."""
+    if parameter.grad is not None:
+        raise ConfigError(f"parameter {name!r} has a gradient, which sharding would lose. Call zero_grad() first")
 
 
 class Layout:
