@@ -287,7 +287,10 @@ class History:
         outputs = {f"block returns {block.returns}" for block in self.blocks} | {f"model returns {self.returns}"}
         reentrant = any("reentrant" in block.kind for block in self.blocks)
         both = {"reentrant and find_unused"} if reentrant and self.find_unused else set()
-        return blocks | options | outputs | both | self._events()
+        events = self._events()
+        if "two losses" in events and "used on rank 0" in blocks:
+            both.add("two losses and used on rank 0")
+        return blocks | options | outputs | both | events
 
     def _events(self) -> set[str]:
         """Each event, whether it comes before or after the wrapping, and what events of one step amount to."""

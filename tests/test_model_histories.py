@@ -145,6 +145,9 @@ NOT_RUN = [
     Pair(TORCH, "two losses", "torch's DDP reduces in one backward pass for each forward pass"),
     Pair(("fsdp",), "used on rank 0", "FSDPStrategy: every rank must use the same parameters"),
     Pair(("fsdp",), "failing backward", "torch's fully_shard keeps the state of a backward pass that raised"),
+    Pair(
+        ("zero3",), "two losses and used on rank 0", "ShardedModel: where units are used again, all ranks do the same"
+    ),
     Pair(("zero2", "zero3"), "lbfgs", "ShardedGradients: for optimizers that treat each element by itself"),
 ]
 
