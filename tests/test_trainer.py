@@ -355,7 +355,8 @@ def test_a_run_that_is_killed_leaves_whole_lines_and_no_result() -> None:
     with pytest.raises(RankError, match="SIGKILL"):
         launch(train_until_killed, 2, config, device="cpu", echo=False)
     run = Path("runs/killed")
-    assert files_of(run) == {"config.json", "metrics.jsonl", "rank_0.log", "rank_1.log", "events.out.tfevents"}
+    written = {"config.json", "metrics.jsonl", "rank_0.log", "rank_1.log", "events.out.tfevents"}
+    assert files_of(run) == written | {".lock"}, "a killed owner cannot remove its lock file, which locks nothing now"
     lines = log_of(run)
     # seven steps were done; flushed after 2, 4 and 6
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
