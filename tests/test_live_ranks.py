@@ -40,7 +40,7 @@ PATIENCE = 0.6
 
 
 @pytest.fixture(scope="module")
-def one_pool(ranks_start_quickly):
+def one_pool(ranks_are_forked):
     with Ranks(2, threads=1, device="cpu", patience=PATIENCE) as ranks:
         ranks.execute(IMPORTS)
         yield ranks
