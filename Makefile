@@ -26,9 +26,9 @@ check: $(READY)  ## lint, format, types
 test: check  ## all of it: check, unit and process tests, experiments through papermill, every notebook through nbval
 	$(MAKE) --jobs=2 --keep-going test-python test-notebooks
 
-# Tests that execute notebooks, answer their exercises or need Jupyter: they follow the notebooks, so that both sides of
-# `make test` take about as long.
-LAB := $(patsubst %,tests/test_%.py,book browser exercises kernel live notebooks watch)
+# Tests that execute notebooks, answer their exercises or need Jupyter. They run after the notebooks, so that both sides of
+# `make test` take about the same time.
+LAB := $(patsubst %,tests/test_%.py,book browser exercises kernel live live_ranks notebooks sweeps watch)
 
 # Two cores for both sides: threads of a matrix product that wait for one another should sleep. By default they spin, and
 # where something else has one of the cores, two threads then took four to seven times as long as one.
