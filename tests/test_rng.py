@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from ddp_tutorial.checkpoint.components import RandomState
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.rng import reseed, seed_of, seeded_rng
 from ddp_tutorial.sharding.sources import make_source
@@ -83,6 +84,15 @@ def test_another_generator_of_numpy_is_put_back() -> None:
         assert found == expected
     finally:
         np.random.set_bit_generator(before)
+
+
+def test_a_state_that_a_gpu_rank_saved_can_be_loaded_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cuda, "set_rng_state")
+    on_cpu = RandomState(torch.device("cpu"))
+    saved = on_cpu.state_dict() | {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    first = drawn(sorted(DRAWS))
+    on_cpu.load_state_dict(saved)
+    assert drawn(sorted(DRAWS)) == first
 
 
 def test_reseed_seeds_all_generators_and_replaces_another_generator_of_numpy() -> None:
