@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +28,7 @@ from ddp_tutorial.collectives import RankZeroFailedError, rank_zero_first
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
 from ddp_tutorial.processes import marks
+from ddp_tutorial.processes.children import exit_descriptor
 from ddp_tutorial.processes.console import Console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import GRACE_SECONDS, START_SECONDS, _Ranks, launch
@@ -554,6 +555,17 @@ def test_a_flood_of_output_does_not_put_off_the_time_limit():
     with pytest.raises(RankTimeoutError):
         launch(lambda world: os.system("timeout 20 yes"), 1, device="cpu", timeout=4, echo=False)
     assert time.monotonic() - start < 4 + 14, "it waited for the end of what the rank does outside of Python"
+
+
+def test_without_a_pidfd_the_sentinel_tells_that_a_process_has_exited():
+    """A rank on a node of a cluster has no number if it exits before it is looked for."""
+    sentinel, theirs = os.pipe()
+    descriptor = exit_descriptor(SimpleNamespace(pid=None, sentinel=sentinel))
+    assert not connection.wait([descriptor], 0)
+    os.close(theirs)
+    assert connection.wait([descriptor], 0)
+    os.close(descriptor)
+    os.close(sentinel)
 
 
 def start_a_program_and_fork(world):

@@ -59,7 +59,7 @@ def exit_descriptor(process: Any) -> int:
     """
     try:
         return os.pidfd_open(process.pid)
-    except (AttributeError, OSError):  # not Linux, an old kernel or a sandbox; or the process has been waited for
+    except (AttributeError, OSError, TypeError):  # not Linux, an old kernel, a sandbox; or the process has no number
         return os.dup(process.sentinel)
 
 
