@@ -6,9 +6,10 @@ import os
 import pickle
 import random
 import resource
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.comparison import compare
-from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf
+from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf, Stored
 from ddp_tutorial.checkpoint.manifest import (
     CHECKPOINTS,
     CheckpointError,
@@ -34,6 +35,7 @@ from ddp_tutorial.checkpoint.manifest import (
 )
 from ddp_tutorial.checkpoint.replicas import agreed, leaves
 from ddp_tutorial.checkpoint.resuming import find_start, latest_valid
+from ddp_tutorial.checkpoint.storage import load_shards, write_shards
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.processes.launcher import launch
@@ -105,6 +107,16 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(background: bool, tmp_path:
     assert others["model"].thing.head.weight is others["model"].thing.tokens.weight  # type: ignore[attr-defined]
     assert verify(folder) == []
     assert [path.name for path in tmp_path.iterdir()] == [name_of(7)]
+
+
+def test_the_thread_of_a_background_save_does_not_delay_the_exit(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, components(), World(), background=True)
+    threads: list[threading.Thread] = []
+    with observe_disk(lambda operation, path: threads.append(threading.current_thread())):
+        checkpointer.save(1)
+        checkpointer.finish()
+    [writer] = {thread for thread in threads if thread.name == "checkpoint"}
+    assert writer.daemon
 
 
 def test_weights_are_safetensors_and_nothing_else_is_a_pickle_that_executes(tmp_path: Path) -> None:
@@ -260,23 +272,28 @@ def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
     assert [path.name for path in folders(tmp_path)] == [name_of(1), name_of(2)]
 
 
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Limit each file to `size` bytes: a write fails for real, after some have succeeded."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @pytest.mark.parametrize("kilobytes", [1, 30, 60])
 def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_the_earlier_checkpoints_and_nothing_else(
     kilobytes: int, tmp_path: Path
 ) -> None:
-    """A limit on the size of files stands for it: a write fails for real, after some have succeeded."""
     checkpointer = Checkpointer(tmp_path, components(), World())
     checkpointer.save(1)
     sizes = sorted(path.stat().st_size for path in (tmp_path / name_of(1)).glob("[mo]*[st]"))
     assert sizes[0] > 30_000, sizes
     assert sizes[-1] > 60_000, sizes
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000 * kilobytes, hard))
-    try:
-        with pytest.raises(CheckpointError):
-            checkpointer.save(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(1000 * kilobytes), pytest.raises(CheckpointError):
+        checkpointer.save(2)
     assert [path.name for path in tmp_path.iterdir()] == [name_of(1)]
     assert verify(tmp_path / name_of(1)) == []
 
@@ -627,7 +644,23 @@ def reshard(world: World, folder: Path, step: int, start: float | None) -> dict[
         checkpointer.load(folder / name_of(step - 1))
     checkpointer.save(step)
     files = sorted(path.name for path in (folder / name_of(step) / "shards").iterdir())
-    return {"whole": shards.whole(), "rows": shards.state["a"].to_local().shape[0], "files": files}
+    return {
+        "whole": shards.whole(),
+        "rows": shards.state["a"].to_local().shape[0],
+        "files": files,
+        "missing": error_of(lambda: load_tensor_missing_on_rank_0(world, folder / name_of(step) / "shards")),
+        "full disk": error_of(lambda: save_with_full_disk_on_rank_0(checkpointer)),
+    }
+
+
+def load_tensor_missing_on_rank_0(world: World, folder: Path) -> None:
+    names = ["a", "missing"] if world.is_main else ["a"]
+    load_shards(folder, StateOf(lambda: {name: torch.zeros(10, 7) for name in names}, lambda state: None))
+
+
+def save_with_full_disk_on_rank_0(checkpointer: Checkpointer) -> None:
+    with full_disk(100) if checkpointer.world.is_main else nullcontext():
+        checkpointer.save(99)
 
 
 def test_sharded_tensors_go_from_4_ranks_to_2_to_3_without_a_pickle(tmp_path: Path) -> None:
@@ -640,7 +673,36 @@ def test_sharded_tensors_go_from_4_ranks_to_2_to_3_without_a_pickle(tmp_path: Pa
             assert same(found["whole"], expected)
             assert len(found["files"]) == size
             assert all(name.endswith(".safetensors") for name in found["files"])
+            missing = "RuntimeError: Missing key in checkpoint state_dict: missing."
+            assert found["missing"] == f"CheckpointError: rank 0: {missing}"
+            assert found["full disk"].startswith("CheckpointError: rank 0: ")
+            assert "File too large" in found["full disk"]
         assert verify(tmp_path / name_of(step)) == []
+        assert sorted(tmp_path.iterdir()) == folders(tmp_path), "what the full disk interrupted is removed"
+
+
+class EmptyAtFirst:
+    """Has no tensors until it has loaded some, like the state of an optimizer before its first step."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, torch.Tensor] = {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+    def empty(self, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in stored.items()}
+
+
+def test_sharded_state_that_is_empty_at_first_is_loaded_by_one_process(tmp_path: Path) -> None:
+    saved = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(2)}
+    write_shards(tmp_path, saved, World())
+    loaded = EmptyAtFirst()
+    load_shards(tmp_path, loaded)
+    assert same(dict(sorted(loaded.state.items())), saved)
 
 
 def test_two_ranks_without_a_group_raise(tmp_path: Path) -> None:

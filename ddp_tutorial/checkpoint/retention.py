@@ -32,7 +32,6 @@ class Retention:
 
     def note_valid(self, checkpoint: Path, metrics: Mapping[str, float | None]) -> None:
         """Note that a checkpoint has just been written or verified."""
-        self._damaged.discard(checkpoint)
         self._valid[checkpoint] = metrics.get(self.metric)
 
     def apply(self, written: Path) -> None:

@@ -108,7 +108,7 @@ def write_shards(folder: Path, state: State, world: World) -> None:
     about_to("write", folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _without_warning():
+    with _as_checkpoint_error():
         dcp.save(dict(state), storage_writer=writer, no_dist=world.size == 1)
     sync(folder)  # so that the names of the files are on the disk; the files themselves follow in `sync_and_hash`
 
@@ -118,7 +118,7 @@ def load_shards(folder: Path, thing: Stateful) -> None:
     import torch.distributed.checkpoint as dcp
 
     state = dict(thing.empty(_tensors_in(folder)) if isinstance(thing, Lazy) else thing.state_dict())
-    with _without_warning():
+    with _as_checkpoint_error():
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
     thing.load_state_dict(state)
 
@@ -128,18 +128,28 @@ def read_whole(folder: Path) -> State:
     import torch.distributed.checkpoint as dcp
 
     state: State = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in _tensors_in(folder).items()}
-    with _without_warning():
+    with _as_checkpoint_error():
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     return state
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
-    """In the block, torch does not warn that no process group is up: one process reads alone, as it has been told
-    to."""
+def _as_checkpoint_error() -> Iterator[None]:
+    """Raise `CheckpointError` in place of torch's `CheckpointException`, which is not an `Exception`.
+
+    Also hide torch's warning that there is no process group: one process may read alone.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            failures = sorted(error.failures.items())
+            raise CheckpointError(
+                "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failures)
+            ) from error
 
 
 def _tensors_in(folder: Path) -> dict[str, Stored]:
