@@ -23,8 +23,8 @@ lab: $(READY)  ## the notebooks in JupyterLab, which opens at the first
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-test: check  ## all of it: check, unit and process tests, experiments through papermill, every notebook through nbval
-	$(MAKE) --jobs=2 --keep-going test-python test-notebooks
+test:  ## all of it: check, unit and process tests, experiments through papermill, every notebook through nbval
+	$(MAKE) --jobs=3 --keep-going check test-python test-notebooks
 
 # Tests that execute notebooks, answer their exercises or need Jupyter. They run after the notebooks, so that both sides of
 # `make test` take about the same time.
