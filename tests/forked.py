@@ -69,6 +69,7 @@ def _run(_: int, rank: int, environ: dict[str, str], fn: Callable[..., Any], arg
     """In the new process: be what a spawned one would be, then do as told."""
     assert set(PRELOADED) <= sys.modules.keys(), "the server goes on where it cannot import, and every rank is slow"
     _become(environ)
+    torch.distributed.set_debug_level_from_env()  # torch does this when it is imported
     np.random.seed()  # Python does this for its own random numbers; torch begins with the same in any process
     for job in args:
         if hasattr(job, "parent"):  # that of a spawned rank is the process that launches it

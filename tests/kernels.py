@@ -1,8 +1,8 @@
 """Kernels whose ranks are forked, not spawned, for notebooks under nbval: `python -m pytest -p tests.kernels --nbval`.
 
-More than half of a notebook's processor time is spent importing torch, in every rank of every launch. `forked` says
-what differs in a forked rank. The ranks of the notebooks in `SPAWNED` are spawned, as a learner's are. So are those of
-the notebooks that a browser executes (test_browser.py), and of two that papermill executes (test_notebooks.py).
+More than half of a notebook's processor time is spent importing torch, in every rank of every launch. `forked`
+describes how a forked rank differs from a spawned one. Ranks are spawned, as they are for users, in the notebooks that
+a browser executes (test_browser.py) and in two that papermill executes (test_notebooks.py).
 """
 
 import sys
@@ -14,9 +14,6 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 import forked
-
-# They are about the start and the end of processes, or what torch reads when it is imported.
-SPAWNED = {"01_processes", "11_debugging_hangs", "12_fault_tolerance"}
 
 # Run by a kernel before its first cell, to which it leaves no name: a cell that forgot an import has to fail.
 STARTUP = """
@@ -53,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """nbval starts a notebook's kernel when its first cell is set up; the kernel inherits the environment."""
     with pytest.MonkeyPatch.context() as patch:
-        if item.path.suffix == ".ipynb" and item.path.stem not in SPAWNED:
+        if item.path.suffix == ".ipynb":
             for name, value in forking_profile(Path(item.config.stash[FOLDER])).items():
                 patch.setenv(name, value)
         yield
