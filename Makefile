@@ -43,8 +43,8 @@ test-notebooks: $(READY)  # beside the tests, as both wait more than they comput
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
 
-book: $(READY)  ## the notebooks as a site to read, in book/_build/site; half a minute
-	$(BIN)/python book/build.py
+book: $(READY)  ## the documentation and the notebooks as a website, in book/_build/site; half a minute
+	$(BIN)/python book/generate.py && $(BIN)/python book/build.py
 
 bench: $(READY)  ## what the project claims about its own speed, measured
 	for name in launch overhead ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done

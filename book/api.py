@@ -1,7 +1,7 @@
-"""Pages about the public names: what the package hands on at its front door, and what each room does.
+"""Generate the API reference from the public names and their docstrings.
 
-Made by looking at the objects themselves. Docstrings are Markdown here, as they are written: a name between backticks,
-an indented block of code. A name stands on one page, with the front door's names on the first.
+The names come from the objects themselves: those that `from ddp_tutorial import ...` offers, and those of each room.
+Docstrings are Markdown. Each name is described on one page, and the names of the package come first.
 """
 
 import importlib
@@ -12,89 +12,104 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 from sphinx.util.inspect import stringify_signature
 
 import ddp_tutorial
+from ddp_tutorial.config import Config
+from settings import settings_table
 
 PACKAGE = Path(ddp_tutorial.__file__).parent
 TOP = "ddp_tutorial"
-# How many backticks stand around a directive: more around those that hold others.
-_PAGE, _MEMBER = "`" * 8, "`" * 6
+_PAGE, _MEMBER = "`" * 8, "`" * 6  # fences of directives; the outer fence is longer
+
+INDEX = """\
+# API reference
+
+The names of the package `ddp_tutorial` are stable. The names of its subpackages may change.
+
+```{{toctree}}
+:maxdepth: 1
+
+{pages}
+```
+"""
 
 
 def public_names() -> dict[str, dict[str, Any]]:
-    """The front door and each room that hands names on -> name -> object. An object is named once, at the front door
-    if it is there."""
-    rooms = [TOP, *(f"{TOP}.{stub.parent.name}" for stub in sorted(PACKAGE.glob("*/__init__.pyi")))]
+    """Return the public objects by package and name. A name of the top package is not repeated under its room."""
+    packages = [TOP, *(f"{TOP}.{stub.parent.name}" for stub in sorted(PACKAGE.glob("*/__init__.pyi")))]
     found: dict[str, dict[str, Any]] = {}
-    for room in rooms:
-        module = importlib.import_module(room)
+    for package in packages:
+        module = importlib.import_module(package)
         names = {name: getattr(module, name) for name in sorted(module.__all__)}
-        found[room] = {name: value for name, value in names.items() if name not in found.get(TOP, {})}
+        found[package] = {name: value for name, value in names.items() if name not in found.get(TOP, {})}
     return found
 
 
 def write_api(folder: Path) -> None:
-    """A page for the front door and each room, and one that lists them."""
+    """Write a page for each package with public names, and an index of these pages."""
     folder.mkdir()
     found = public_names()
-    for room, names in found.items():
-        (folder / f"{_page(room)}.md").write_text(page_of_room(room, names), encoding="utf-8")
-    pages = "\n".join(_page(room) for room in found)
-    (folder / "index.md").write_text(
-        "# Names of the package\n\n"
-        "What `from ddp_tutorial import ...` offers is meant to stay as it is. Rooms have more, which may change.\n\n"
-        f"```{{toctree}}\n:maxdepth: 1\n\n{pages}\n```\n",
-        encoding="utf-8",
-    )
+    for package, names in found.items():
+        (folder / f"{package}.md").write_text(package_page(package, names), encoding="utf-8")
+    (folder / "index.md").write_text(INDEX.format(pages="\n".join(found)), encoding="utf-8")
 
 
-def _page(room: str) -> str:
-    return "front_door" if room == TOP else room.partition(".")[2]
-
-
-def page_of_room(room: str, names: dict[str, Any]) -> str:
-    """The docstring of the room, and all its names."""
-    title = "The front door: `ddp_tutorial`" if room == TOP else f"`{room}`"
-    module = importlib.import_module(room)
-    text = [f"# {title}\n", inspect.getdoc(module) or ""]
-    at_front = sorted(set(module.__all__) - set(names))
-    if at_front:
-        listed = ", ".join(f"{{py:obj}}`{name} <{TOP}.{name}>`" for name in at_front)
-        text.append(f"\nThe front door has these names, too: {listed}.")
+def package_page(package: str, names: dict[str, Any]) -> str:
+    """Return the page of a package: its docstring and its public names."""
+    module = importlib.import_module(package)
+    text = [f"# `{package}`\n", inspect.getdoc(module) or ""]
+    elsewhere = sorted(set(module.__all__) - set(names))
+    if elsewhere:
+        listed = ", ".join(f"{{py:obj}}`{name} <{TOP}.{name}>`" for name in elsewhere)
+        text.append(f"\nThis package also contains {listed}.")
     text.append("")
     for name, value in names.items():
         text.append(f"## `{name}`\n")
-        text.append(described(room, name, value))
+        text.append(description(package, name, value))
     return "\n".join(text)
 
 
-def described(room: str, name: str, value: Any) -> str:
-    """A directive with the signature and the docstring of one name, and of its methods and fields if it has any."""
+def description(package: str, name: str, value: Any) -> str:
+    """Return the directive of one name: its signature, its docstring, and the methods and settings of a class."""
     if inspect.isclass(value):
         kind = "exception" if issubclass(value, BaseException) else "class"
-        return directive(kind, f"{name}{signature(value)}", f":module: {room}\n\n{about_class(value)}")
+        return directive(kind, f"{name}{signature(value)}", f":module: {package}\n\n{class_body(value)}")
     if callable(value):
-        return directive("function", f"{name}{signature(value)}", f":module: {room}\n\n{doc_of(value)}")
+        return directive("function", f"{name}{signature(value)}", f":module: {package}\n\n{doc_of(value)}")
     kind = f"A {type(value).__name__} of {len(value)}." if hasattr(value, "__len__") else ""
-    return directive("data", name, f":module: {room}\n\n{kind}")
+    return directive("data", name, f":module: {package}\n\n{kind}")
 
 
 def directive(kind: str, declared: str, content: str, fence: str = _PAGE) -> str:
     return f"{fence}{{py:{kind}}} {declared}\n{content}\n{fence}\n"
 
 
+SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Example|Examples|Note):$", re.MULTILINE)
+
+
 def doc_of(value: Any) -> str:
-    """The docstring, if it is its own."""
-    doc = getattr(value, "__doc__", None)
-    return inspect.cleandoc(doc) if doc else ""
+    """Return the docstring of `value` as Markdown, with the sections of the Google convention as lists."""
+    doc = inspect.cleandoc(getattr(value, "__doc__", None) or "")
+    beginning, *sections = SECTION.split(doc)
+    pairs = zip(sections[::2], sections[1::2], strict=True)
+    return "\n".join([beginning, *(f"**{title}:**\n\n{_section(title, text)}" for title, text in pairs)])
 
 
-def about_class(cls: type) -> str:
+def _section(title: str, text: str) -> str:
+    """Return the text of a section. Each entry, such as `name: description`, becomes an item of a list."""
+    body, _, rest = text.partition("\n\n")
+    body = inspect.cleandoc(body)
+    if title in {"Args", "Raises", "Attributes"}:
+        body = re.sub(r"^(\S[^:\n]*): ", r"- `\1`: ", body, flags=re.MULTILINE)
+    return f"{body}\n\n{inspect.cleandoc(rest) if rest else ''}"
+
+
+def class_body(cls: type) -> str:
+    """Return the docstring of a class, the table of its settings if it is a config, and its methods."""
     text = [doc_of(cls)]
-    if issubclass(cls, BaseModel):
-        text.append(table_of_fields(cls))
+    if issubclass(cls, Config):
+        text.append(settings_table(cls.model_fields))
     for name, member in members(cls):
         if isinstance(member, property):
             text.append(directive("property", name, doc_of(member), _MEMBER))
@@ -108,7 +123,7 @@ def about_class(cls: type) -> str:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that have a docstring, also those of a base that is ours."""
+    """Yield the public methods and properties with a docstring, including those of base classes in this package."""
     seen: set[str] = set()
     for base in cls.__mro__:
         if not base.__module__.startswith(TOP):
@@ -122,28 +137,15 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def signature(value: Any, *, method: bool = False) -> str:
-    """Arguments with their types and defaults, written as in Python; "" where there is nothing to tell."""
+    """Return the parameters with types and defaults, as in Python; "" for a config, an exception or a protocol."""
     if inspect.isclass(value) and issubclass(value, BaseModel | BaseException):
-        return ""  # a table tells the settings; exceptions are made by the package
+        return ""
     if getattr(value, "_is_protocol", False):
         return ""
     try:
-        told = inspect.signature(value)
+        found = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
-    arguments = list(told.parameters.values())[1 if method else 0 :]
-    written = stringify_signature(told.replace(parameters=arguments), unqualified_typehints=True)
+    parameters = list(found.parameters.values())[1 if method else 0 :]
+    written = stringify_signature(found.replace(parameters=parameters), unqualified_typehints=True)
     return re.sub(r" at 0x[0-9a-f]+", "", written)
-
-
-def table_of_fields(cls: type[BaseModel]) -> str:
-    """The settings of a config: name, type, default, what it is for."""
-    lines = ["| setting | type | by default | what for |", "|---|---|---|---|"]
-    for name, field in cls.model_fields.items():
-        kind = inspect.formatannotation(field.annotation).replace("typing.", "")
-        kind = re.sub(r"\b(?:\w+\.)+(?=\w)", "", kind).replace("|", "\\|")
-        default = "" if field.default is PydanticUndefined else f"`{field.default!r}`"
-        if isinstance(field.default, BaseModel):
-            default = "its own"
-        lines.append(f"| `{name}` | `{kind}` | {default} | {field.description or ''} |")
-    return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Build the book: `python book/build.py [FOLDER]`, by default in book/_build; `make book` does.
+"""Build the book: `python book/build.py [DIRECTORY]`, by default in `book/_build`.
 
-Writes the sources to FOLDER/pages and the site to FOLDER/site; open FOLDER/site/index.html. Executes no notebook. Ends
-with code 1 where Sphinx has a warning, a link inside the site leads nowhere, or a page would load something from
-another host.
+Writes the sources to `DIRECTORY/pages` and the site to `DIRECTORY/site`; open `DIRECTORY/site/index.html`. Executes no
+notebook. Exits with code 1 on a Sphinx warning, a broken link inside the site, a malformed external link, or a page
+that would load something from another host.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sphinx.cmd.build import build_main
 
-from check import problems
+from check import find_problems
 from pages import write_pages
 
 BOOK = Path(__file__).parent
@@ -33,14 +33,14 @@ def main(folder: Path) -> int:
 
 
 def is_built(pages: Path, site: Path) -> bool:
-    """Make the site of these pages. Prints what is wrong, if anything is."""
+    """Build the site from the sources in `pages` and check it. Print the problems and return whether there are none."""
     options = ["-q", "-W", "--keep-going", "-c", str(BOOK), "-d", str(site.parent / "doctrees")]
     if build_main([*options, str(pages), str(site)]):
         return False
-    wrong = problems(site)
-    if wrong:
-        print(*wrong, sep="\n", file=sys.stderr)
-    return not wrong
+    problems = find_problems(site)
+    if problems:
+        print(*problems, sep="\n", file=sys.stderr)
+    return not problems
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Sphinx's settings for the book. Its sources are made by `pages.py`; `python book/build.py` does all of it."""
+"""Sphinx settings of the book. `pages.py` writes the sources, and `python book/build.py` runs everything."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # `ours`, `pages`
+sys.path.insert(0, str(Path(__file__).parent))  # for the extension
 
 project = "ddp_tutorial"
 html_title = "ddp_tutorial"
 language = "en"
 
-extensions = ["myst_nb", "ours"]
-nb_execution_mode = "off"  # what is shown is what was committed
+extensions = ["myst_nb", "extension"]
+nb_execution_mode = "off"  # the book shows the committed outputs
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-smartquotes = False  # "--steps" has two hyphens
+smartquotes = False  # keep the two hyphens of "--steps"
 
 html_theme = "furo"
 html_theme_options = {"navigation_with_keys": True}

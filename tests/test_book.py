@@ -1,20 +1,27 @@
-"""The book: built once, as `make book` does, and read. Every chapter, figure, word and name is in it, its links lead
-somewhere, and it is all there without a network."""
+"""The book: built once, as `make book` does. It is complete, its links have targets, and it works offline."""
 
 import base64
 import html
+import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import click
 import nbformat
 import pytest
+import yaml
+from torch.distributed.run import parse_args
 
 import ddp_tutorial
+from ddp_tutorial.__main__ import cli as main_command
+from ddp_tutorial.config import CONFIGS, flat, layers, load, merged
+from ddp_tutorial.debug.settings import FaultyConfig
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS, chapters, find_notebooks
 
 BOOK = Path(__file__).parent.parent / "book"
@@ -22,7 +29,7 @@ BOOK = Path(__file__).parent.parent / "book"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Building fails on a warning of Sphinx, on a link inside that leads nowhere, and on what another host has."""
+    """The built site. The build fails on a Sphinx warning, a broken link, and content from a different host."""
     folder = tmp_path_factory.mktemp("book")
     command = [sys.executable, str(BOOK / "build.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
@@ -48,28 +55,26 @@ def text_of(page: Path) -> str:
 
 
 def article(page: Path) -> str:
-    """What is the page's own, without the lists of pages beside it."""
+    """Return the content of a page, without the sidebars."""
     return text_of(page).partition("<article")[2].partition("</article>")[0]
 
 
-# ---------------------------------------------------------------------------------------------------------- chapters
+# --------------------------------------------------------------------------------------------------------- notebooks
 
 
-def test_every_notebook_is_a_chapter_in_the_order_of_the_readme_and_in_its_part(site: Path) -> None:
+def test_every_notebook_is_in_the_sidebar_as_in_the_readme(site: Path) -> None:
     beside = text_of(site / "index.html").partition('class="sidebar-tree"')[2].partition("</aside>")[0]
     found, part = [], ""
     for caption, link in re.findall(r'class="caption-text">([^<]+)<|href="(notebooks/[^"]+)\.html"', beside):
         part = html.unescape(caption) or part
         if link:
             found.append((part, link))
-    told = [(each.part, f"notebooks/{each.path.relative_to(NOTEBOOKS).with_suffix('')}") for each in chapters()]
-    assert found == told
+    expected = [(each.part, f"notebooks/{each.path.relative_to(NOTEBOOKS).with_suffix('')}") for each in chapters()]
+    assert found == expected
     assert {each.path for each in chapters()} == set(find_notebooks())
 
 
-def test_a_notebook_that_the_readme_does_not_name_yet_is_a_chapter_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebook_without_a_row_in_the_readme_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notebooks").mkdir()
     for name in ("01_one", "02_two"):
         (tmp_path / "notebooks" / f"{name}.ipynb").touch()
@@ -81,7 +86,7 @@ def test_a_notebook_that_the_readme_does_not_name_yet_is_a_chapter_all_the_same(
     ]
 
 
-def test_every_figure_stands_in_its_chapter_and_can_be_enlarged(site: Path) -> None:
+def test_every_figure_is_on_its_page_and_can_be_enlarged(site: Path) -> None:
     count = 0
     for path in find_notebooks():
         page = page_of(site, path)
@@ -95,16 +100,16 @@ def test_every_figure_stands_in_its_chapter_and_can_be_enlarged(site: Path) -> N
     assert count > 50
 
 
-def test_printed_output_is_there_as_it_was_committed(site: Path) -> None:
+def test_printed_output_is_as_committed(site: Path) -> None:
     for path in find_notebooks():
-        told = html.unescape(re.sub(r"<[^>]+>", "", article(page_of(site, path))))
+        shown = html.unescape(re.sub(r"<[^>]+>", "", article(page_of(site, path))))
         for cell in nbformat.read(path, as_version=4).cells:
             for output in cell.get("outputs", []):
                 first = output.get("text", "").strip().partition("\n")[0]
-                assert "\x1b" in first or first in told, f"{path.stem}: {first}"
+                assert "\x1b" in first or first in shown, f"{path.stem}: {first}"
 
 
-def test_formulas_are_drawn_by_the_browser_itself(site: Path) -> None:
+def test_formulas_are_mathml(site: Path) -> None:
     count = 0
     for path in find_notebooks():
         prose = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
@@ -115,84 +120,153 @@ def test_formulas_are_drawn_by_the_browser_itself(site: Path) -> None:
     assert count > 50
 
 
-def test_a_notebook_that_is_named_in_a_chapter_is_linked(site: Path) -> None:
+def test_the_name_of_a_notebook_is_a_link(site: Path) -> None:
     for path in find_notebooks():
         last = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"][-1]
         for name in re.findall(r"`(\w+)\.ipynb`", last):
             assert f'href="{name}.html"' in article(page_of(site, path)), f"{path.stem} -> {name}"
 
 
-# ------------------------------------------------------------------------------------------- words, symptoms, names
+# -------------------------------------------------------------------------------------------------------------- pages
 
 
-def test_every_word_of_the_readme_is_in_the_glossary_and_linked_from_a_chapter_that_shows_it(
-    site: Path, root: Path
-) -> None:
-    table = (root / "README.md").read_text().partition("\n### Words\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| (.+) \| (\[.+) \|$", table, re.MULTILINE)
-    glossary, linked = text_of(site / "words.html"), 0
-    for terms, _, shown in rows:
-        places = [
-            f"term-{re.sub(r'[^0-9A-Za-z_]+', '-', term.replace('`', '')).strip('-')}" for term in terms.split(", ")
-        ]
-        assert all(f'id="{place}"' in glossary for place in places), terms
-        pages = [site / f"notebooks/{name}.html" for name in re.findall(r"notebooks/([\w/]+)\.ipynb", shown)]
-        linked += any(f'words.html#{place}"' in text_of(page) for place in places for page in pages)
-    assert len(rows) > 50
-    assert linked > 0.6 * len(rows)  # the others stand in code, or in a heading, or in other words
+def test_the_readme_is_a_landing_page_that_links_every_page(root: Path) -> None:
+    text = (root / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert set(re.findall(r"\]\(book/(\w+\.md)\)", text)) == {path.name for path in BOOK.glob("*.md")}
+    assert len(re.findall(r"!\[", text)) == 1
 
 
-def test_a_word_is_linked_once_on_a_page_and_tells_its_meaning(site: Path) -> None:
+def test_the_sidebar_lists_every_page(site: Path) -> None:
+    beside = text_of(site / "index.html").partition('class="sidebar-tree"')[2].partition("</aside>")[0]
+    assert set(re.findall(r'href="book/(\w+)\.html"', beside)) == {path.stem for path in BOOK.glob("*.md")}
+    assert 'href="api/index.html"' in beside
+
+
+def test_relative_links_of_pages_work_on_github_too(root: Path) -> None:
+    """The build checks them in the book, whose pages have the same layout as the repository."""
+    for page in [root / "README.md", *BOOK.glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            target = (page.parent / link).resolve()
+            assert target.exists() or link == "api/index.md", f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "architecture.svg"])
+def test_a_generated_file_is_current(name: str, tools: Any) -> None:
+    generated = importlib.import_module("generate").GENERATED[name]()
+    assert (BOOK / name).read_text(encoding="utf-8") == generated, "run `make book` and commit the result"
+
+
+def test_every_setting_is_in_the_configuration_reference(tools: Any) -> None:
+    text = (BOOK / "configuration.md").read_text(encoding="utf-8")
+    base = flat(yaml.safe_load((CONFIGS / "base.yaml").read_text()))
+    assert [name for name in base if f"| `{name}` |" not in text] == []
+
+
+def test_every_term_is_in_the_glossary_and_most_are_linked_from_a_notebook(site: Path, tools: Any) -> None:
+    terms = importlib.import_module("pages").glossary()
+    glossary, linked = text_of(site / "book" / "glossary.html"), 0
+    for term in terms:
+        places = [f"term-{re.sub(r'[^0-9A-Za-z_]+', '-', name.replace('`', '')).strip('-')}" for name in term.names]
+        assert all(f'id="{place}"' in glossary for place in places), term.names
+        assert term.notebooks, term.names
+        pages = [site / "notebooks" / path.with_suffix(".html") for path in term.notebooks]
+        linked += any(f'glossary.html#{place}"' in text_of(page) for place in places for page in pages)
+    assert len(terms) > 50
+    assert linked > 0.6 * len(terms)  # the others occur in code, in a heading, or as a part of other terms
+
+
+def test_a_term_is_linked_once_on_a_page_with_its_definition(site: Path) -> None:
     page = article(site / "notebooks" / "02_collectives.html")
     links = re.findall(
-        r'<a class="word reference internal" href="\.\./words\.html#term-([\w-]+)" title="([^"]+)"', page
+        r'<a class="term reference internal" href="\.\./book/glossary\.html#term-([\w-]+)" title="([^"]+)"', page
     )
     assert len(dict(links)) == len(links) > 5
-    assert dict(links)["all-reduce"] == "everybody gives a tensor, everybody gets the sum"
-
-
-def test_every_symptom_of_the_readme_is_a_heading_and_in_the_index(site: Path, root: Path) -> None:
-    table = (root / "README.md").read_text().partition("\n## When something goes wrong\n")[2].partition("\n## ")[0]
-    symptoms = [line.split(" | ")[0].lstrip("| ") for line in table.splitlines() if line.startswith("|")][2:]
-    page = html.unescape(re.sub(r"</?(?:code|span)[^>]*>", "", text_of(site / "symptoms.html")))
-    index = html.unescape(text_of(site / "genindex.html"))
-    assert len(symptoms) > 20
-    for symptom in symptoms:
-        words = symptom.replace("`", "")
-        assert f"<h2>{words[0].upper()}{words[1:]}<" in page
-        assert words.replace(";", ",") in index
+    assert dict(links)["all-reduce"].startswith("A collective that sums a tensor")
 
 
 def test_every_public_name_is_described_on_one_page(site: Path) -> None:
     pages = {path: text_of(path) for path in (site / "api").glob("*.html")}
     for name in ddp_tutorial.__all__:
-        assert [path.name for path, text in pages.items() if f'id="ddp_tutorial.{name}"' in text] == ["front_door.html"]
-        assert f'href="front_door.html#ddp_tutorial.{name}"' not in pages[site / "api" / "front_door.html"]
-    assert 'href="front_door.html#ddp_tutorial.launch"' in pages[site / "api" / "processes.html"]
-    assert 'id="ddp_tutorial.debug.checking"' in pages[site / "api" / "debug.html"]
-    assert "api/debug.html#ddp_tutorial.debug.watching" in article(site / "symptoms.html")
-    assert "../api/front_door.html#ddp_tutorial.launch" in article(site / "notebooks" / "live_ranks.html")
-    front = html.unescape(re.sub(r"<[^>]+>", "", pages[site / "api" / "front_door.html"]))
-    assert " ".join((ddp_tutorial.World.__doc__ or "").split()[:6]).replace("`", "") in " ".join(front.split())
-    assert "the highest of the schedule" in front  # a setting's own words
+        found = [path.name for path, text in pages.items() if f'id="ddp_tutorial.{name}"' in text]
+        assert found == ["ddp_tutorial.html"]
+    assert 'href="ddp_tutorial.html#ddp_tutorial.launch"' in pages[site / "api" / "ddp_tutorial.processes.html"]
+    assert 'id="ddp_tutorial.debug.checking"' in pages[site / "api" / "ddp_tutorial.debug.html"]
+    assert "api/ddp_tutorial.debug.html#ddp_tutorial.debug.watching" in article(site / "book" / "troubleshooting.html")
+    assert "../api/ddp_tutorial.html#ddp_tutorial.launch" in article(site / "notebooks" / "live_ranks.html")
+    top = html.unescape(re.sub(r"<[^>]+>", "", pages[site / "api" / "ddp_tutorial.html"]))
+    assert " ".join((ddp_tutorial.World.__doc__ or "").split()[:6]).replace("`", "") in " ".join(top.split())
+    assert "<h1>API reference<" in text_of(site / "api" / "index.html")
 
 
-def test_the_threat_model_is_a_page_that_the_readme_links(site: Path) -> None:
-    assert "How to isolate a job" in article(site / "threat_model.html")
-    assert 'href="threat_model.html"' in article(site / "in_your_own_project.html")
-    beside = text_of(site / "index.html").partition('class="sidebar-tree"')[2].partition("</aside>")[0]
-    assert 'href="threat_model.html"' in beside
-
-
-def test_the_search_knows_every_page(site: Path) -> None:
+def test_the_search_finds_every_page(site: Path) -> None:
     index = (site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")")
     known = set(json.loads(index)["docnames"])
-    assert {"words", "symptoms", "api/debug"} <= known
+    assert known >= {f"book/{path.stem}" for path in BOOK.glob("*.md")} | {"api/ddp_tutorial.debug"}
     assert {f"notebooks/{path.relative_to(NOTEBOOKS).with_suffix('')}" for path in find_notebooks()} <= known
 
 
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def code_blocks(kind: str) -> list[tuple[str, str]]:
+    """Return the code blocks of a language in the README and the pages, each with the name of its page."""
+    pages = [BOOK.parent / "README.md", *BOOK.glob("*.md")]
+    block = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [(page.name, text) for page in pages for of, text in block.findall(page.read_text()) if of == kind]
+
+
+def documented_commands() -> list[list[str]]:
+    """Return the commands in code blocks, with torchrun's arguments in torchrun's commands."""
+    lines = [line for _, text in code_blocks("") for line in text.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line.partition(" > ")[0], comments=True) for line in lines if "ddp_tutorial" in line]
+
+
+def test_documented_commands_have_known_names_and_options() -> None:
+    count = 0
+    for words in documented_commands():
+        if "ddp_tutorial" in words:
+            command, context, rest = main_command, click.Context(main_command), words[words.index("ddp_tutorial") + 1 :]
+            while isinstance(command, click.Group):
+                name, found, rest = command.resolve_command(context, rest)
+                command, context = found, click.Context(found, info_name=name, parent=context)
+            command.make_context(context.info_name, rest, resilient_parsing=False, parent=context.parent)
+            count += 1
+    assert count > 20
+
+
+def test_documented_configs_and_settings_are_valid() -> None:
+    trained = [words[words.index("train") + 1 :] for words in documented_commands() if "train" in words]
+    assert len(trained) > 10
+    for config, *arguments in trained:
+        if not config.startswith("my"):
+            load(config, FaultyConfig, [each for each in arguments if re.match(r"[\w.]+=", each)])
+
+
+def test_documented_yaml_is_valid() -> None:
+    for page, text in code_blocks("yaml"):
+        for document in yaml.safe_load_all(text):
+            assert document, page
+            if "extends" in document:
+                FaultyConfig.model_validate(merged([*layers(document.pop("extends")), (page, document)]))
+
+
+def test_torchrun_accepts_the_commands_of_the_manifests() -> None:
+    manifests = [text for _, text in code_blocks("yaml") if "torchrun" in text]
+    assert len(manifests) == 2
+    for text in manifests:
+        command = text.partition("torchrun ")[2].replace("\\\n", " ").split(" resources:")[0]
+        for variable, value in {"JOB_COMPLETION_INDEX": "1", "SKYPILOT_NODE_RANK": "1"}.items():
+            command = command.replace(f"${variable}", value)
+        command = re.sub(r"\$\(.*?\)|\$\w+", "2", command)
+        given = parse_args(shlex.split(command))
+        assert (given.nnodes, given.node_rank, given.training_script) == ("2", 1, "ddp_tutorial")
+        [config, *settings] = given.training_script_args[1:]
+        assert load(config, FaultyConfig, settings).resume == "auto"
+
+
 @pytest.mark.timeout(300)
-def test_in_a_browser_it_turns_dark_enlarges_a_figure_follows_a_word_finds_and_asks_no_host(site: Path) -> None:
+def test_dark_mode_figures_terms_and_search_work_offline_in_a_browser(site: Path) -> None:
     browser = pytest.importorskip("browser", reason="an extra: pip install 'ddp-tutorial[dev]'")
     if browser.CHROMIUM is None:
         pytest.skip(browser.ADVICE)
@@ -210,29 +284,32 @@ def test_in_a_browser_it_turns_dark_enlarges_a_figure_follows_a_word_finds_and_a
         page.locator("dialog.enlarged img").wait_for()
         page.keyboard.press("Escape")
         page.locator("dialog.enlarged").wait_for(state="detached")
-        page.locator("a.word").first.click()
-        page.wait_for_url("**/words.html#term-*")
+        page.locator("a.term").first.click()
+        page.wait_for_url("**/book/glossary.html#term-*")
         page.goto((site / "search.html").as_uri() + "?q=rendezvous")
         page.locator("#search-results a").first.wait_for()
     assert "file" in asked
     assert asked <= {"file", "data"}
 
 
-# -------------------------------------------------------------------------------------------------- nothing is missing
+# ---------------------------------------------------------------------------------------------------------- the checks
 
 
-def test_it_is_small(site: Path) -> None:
+def test_the_site_is_smaller_than_15_mb(site: Path) -> None:
     assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 15e6
 
 
 @pytest.mark.parametrize(
     ("head", "body", "said"),
     [
-        ("", '<a href="gone.html">x</a>', "gone.html leads to no file"),
-        ("", '<a href="b.html#gone">x</a>', "b.html#gone leads to no place in that page"),
-        ("", '<a href="#gone">x</a>', "#gone leads to no place in that page"),
-        ("", '<a href="../../out.html">x</a>', "../../out.html leads to no file"),
-        ("", '<img src="gone.png">', "gone.png leads to no file"),
+        ("", '<a href="gone.html">x</a>', "gone.html is no file"),
+        ("", '<a href="b.html#gone">x</a>', "b.html#gone is no anchor of that page"),
+        ("", '<a href="#gone">x</a>', "#gone is no anchor of that page"),
+        ("", '<a href="../../out.html">x</a>', "../../out.html is no file"),
+        ("", '<a href="https://exa mple.org">x</a>', "is malformed"),
+        ("", '<a href="http://[x">x</a>', "is malformed"),
+        ("", '<a href="file:///etc/hosts">x</a>', "is neither relative nor http(s)"),
+        ("", '<img src="gone.png">', "gone.png is no file"),
         ("", '<img src="https://example.org/x.png">', "loads https://example.org/x.png"),
         ("", '<img srcset="b.html 1x, //example.org/x.png 2x">', "loads //example.org/x.png"),
         ('<script src="//example.org/x.js"></script>', "", "loads //example.org/x.js"),
@@ -243,14 +320,14 @@ def test_it_is_small(site: Path) -> None:
         ("", '<p style="background: url(//example.org/x.png)">x</p>', "names //example.org/x.png"),
     ],
 )
-def test_the_check_finds(head: str, body: str, said: str, tools: Any, tmp_path: Path) -> None:
+def test_the_check_reports(head: str, body: str, said: str, tools: Any, tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(f"<html><head>{head}</head><body>{body}</body></html>")
     (tmp_path / "b.html").write_text('<p id="there">x</p>')
-    [found] = tools.problems(tmp_path)
+    [found] = tools.find_problems(tmp_path)
     assert said in found
 
 
-def test_the_check_reads_styles_and_scripts_and_lets_through_what_is_not_fetched(tools: Any, tmp_path: Path) -> None:
+def test_the_check_reads_styles_and_scripts_but_not_comments(tools: Any, tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<link rel="canonical" href="https://example.org">'
         '<a href="https://example.org">x</a><a href="b.html#there">y</a>'
@@ -258,16 +335,16 @@ def test_the_check_reads_styles_and_scripts_and_lets_through_what_is_not_fetched
     (tmp_path / "b.html").write_text('<p id="there">x</p>')
     (tmp_path / "a.css").write_text("/* https://example.org */ a { background: url(b.png) }")
     (tmp_path / "a.js").write_text('// see https://example.org\nmake("http://www.w3.org/2000/svg"); f(a) // b.c\n')
-    assert tools.problems(tmp_path) == []
+    assert tools.find_problems(tmp_path) == []
     (tmp_path / "a.css").write_text("@font-face { src: url(https://example.org/x.woff2) }")
     (tmp_path / "a.js").write_text('fetch("//example.org/x.json")')
-    assert sorted(tools.problems(tmp_path)) == [
+    assert sorted(tools.find_problems(tmp_path)) == [
         "a.css: names https://example.org/x.woff2",
         "a.js: names //example.org/x.json",
     ]
 
 
-def test_a_warning_is_an_error(tmp_path: Path) -> None:
+def test_a_sphinx_warning_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages" / "index.md").write_text("# A page\n\nSee [another](gone.md).\n")
     code = "import sys, build, pathlib; sys.exit(not build.is_built(*map(pathlib.Path, sys.argv[1:])))"

@@ -67,10 +67,13 @@ def parameter_names(path):
     return [statement.target.id for statement in ast.parse(cell).body]
 
 
-def test_a_figure_is_kept_beside_its_notebook_if_and_only_if_the_readme_shows_it():
+def test_a_figure_is_saved_if_and_only_if_a_page_shows_it():
     tags = [tag for path in NOTEBOOKS for cell in code_cells(path) for tag in cell.metadata.get("tags", [])]
     saved = {tag.removeprefix("save:") for tag in tags if tag.startswith("save:")}
-    shown = set(re.findall(r"notebooks/figures/(\w+)\.png", (ROOT / "README.md").read_text()))
+    pages = [ROOT / "README.md", *(ROOT / "book").glob("*.md")]
+    shown = {
+        name for page in pages for name in re.findall(r"\]\((?:\.\./)?notebooks/figures/(\w+)\.png", page.read_text())
+    }
     assert saved == shown == {path.stem for path in (ROOT / "notebooks" / "figures").iterdir()}
 
 

@@ -1,4 +1,4 @@
-"""What the book adds to Sphinx: links from words, names and file names in the text, formulas, figures to enlarge."""
+"""The Sphinx extension of the book: links from terms, names and file names in prose; formulas; enlarged figures."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -12,9 +12,9 @@ from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 from api import TOP, public_names
-from pages import Word, plain, words
+from pages import Term, glossary, plain
 
-# Words that also have an everyday meaning: linked only in chapters that show them.
+# Terms that also have an everyday meaning. They are links only in the notebooks that introduce them.
 EVERYDAY = {
     "agent", "buffer", "cursor", "digest", "drift", "hang", "host", "interface", "interleaved", "law", "mesh", "nat",
     "node", "pipeline", "ring", "schedule", "stage", "tree",
@@ -32,8 +32,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 class LinkFromText(SphinxPostTransform):
-    """A file name of a notebook leads to it, and the first use of a public name on a page to its description. In
-    chapters and the README's pages, the first use of a word of the glossary leads there."""
+    """Turn names in prose into links.
+
+    The file name of a notebook links to the notebook. On each page, the first use of a public name links to the API
+    reference, and the first use of a term links to the glossary.
+    """
 
     default_priority = 5
 
@@ -41,30 +44,30 @@ class LinkFromText(SphinxPostTransform):
         self.page = self.env.docname
         self.imported = self._imported()
         self.seen: set[str] = set()
-        without_words = self.page == "words" or self.page.startswith("api/")
-        self.terms = {} if without_words else self._terms()
+        without_terms = self.page == "book/glossary" or self.page.startswith("api/")
+        self.terms = {} if without_terms else self._terms()
         for node in [*self.document.findall(is_prose)]:
             if isinstance(node, nodes.literal):
                 self._link_literal(node)
             elif self.terms:
-                self._link_words(node)
+                self._link_terms(node)
         for image in self.document.findall(nodes.image):
             image.setdefault("alt", f"Figure in the section: {section_of(image)}")
 
     def _imported(self) -> set[str]:
-        """What the code of this page takes from the package."""
+        """Return the names that the code of this page imports from the package."""
         code = "\n".join(block.astext() for block in self.document.findall(nodes.literal_block))
         taken = re.findall(rf"^from {TOP}[\w.]* import (\([^)]*\)|.+)", code, re.MULTILINE)
         return {name for names in taken for name in re.findall(r"\w+", names)}
 
-    def _terms(self) -> dict[str, tuple[str, Word]]:
-        """What may stand in the text -> the term of the glossary, and its row."""
+    def _terms(self) -> dict[str, Term]:
+        """Return the terms to link on this page."""
         found = {}
-        for word in words():
-            shown = {f"notebooks/{path.with_suffix('').as_posix()}" for path in word.shown}
-            for term in map(plain, word.terms):
-                if term not in EVERYDAY or self.page in shown:
-                    found[term] = (term, word)
+        for term in glossary():
+            pages = {f"notebooks/{path.with_suffix('').as_posix()}" for path in term.notebooks}
+            for name in map(plain, term.names):
+                if name not in EVERYDAY or self.page in pages:
+                    found[name] = term
         return found
 
     def _link_literal(self, node: nodes.literal) -> None:
@@ -77,9 +80,9 @@ class LinkFromText(SphinxPostTransform):
                     return
         called = re.fullmatch(rf"(with |{TOP}\.(?:\w+\.)*)?(\w+)(?:\(.*\):?)?", text)
         name = called[2] if called else ""
-        is_a_word = name.isalpha() and name.islower() and name != "launch"  # `total` means other things, too
-        is_ours = (called is not None and called[1]) or name in self.imported or not is_a_word
-        if is_ours and name in (names := full_names()):
+        is_a_word = name.isalpha() and name.islower() and name != "launch"  # a word such as `mean` has other uses
+        is_public = (called is not None and called[1]) or name in self.imported or not is_a_word
+        if is_public and name in (names := full_names()):
             full = names[name]
             target = self.env.domains.python_domain.objects.get(full)
             if target is not None and full not in self.seen:
@@ -97,35 +100,35 @@ class LinkFromText(SphinxPostTransform):
             link["reftitle"] = title
         return link
 
-    def _link_words(self, node: nodes.Text) -> None:
+    def _link_terms(self, node: nodes.Text) -> None:
         text, made, at = node.astext(), [], 0
         for found in re.finditer(self._pattern(), text):
-            term, word = self.terms[self._written[found[1].lower()]]
-            if term in self.seen or (not term.islower() and found[1] != term):
+            name = self._written[found[1].lower()]
+            if name in self.seen or (not name.islower() and found[1] != name):
                 continue
-            self.seen.add(term)
-            page, anchor = self.env.domains.standard_domain.objects["term", term]
-            link = self._reference(page, anchor, plain(word.meaning), nodes.Text(found[0]))
-            link["classes"].append("word")
+            self.seen.add(name)
+            page, anchor = self.env.domains.standard_domain.objects["term", name]
+            link = self._reference(page, anchor, plain(self.terms[name].definition), nodes.Text(found[0]))
+            link["classes"].append("term")
             made += [nodes.Text(text[at : found.start()]), link]
             at = found.end()
         if made:
             node.parent.replace(node, [*made, nodes.Text(text[at:])])
 
     def _pattern(self) -> re.Pattern[str]:
-        self._written = {term.lower(): term for term in self.terms}
+        self._written = {name.lower(): name for name in self.terms}
         longest_first = sorted(map(re.escape, self.terms), key=len, reverse=True)
         return re.compile(rf"(?<![\w.`/-])({'|'.join(longest_first)})(?:s|es)?(?![\w`/-]|\.\w)", re.IGNORECASE)
 
 
 @cache
 def full_names() -> dict[str, str]:
-    """Each public name, and the same with the room before it that a page describes it in."""
-    return {name: f"{room}.{name}" for room, names in reversed(public_names().items()) for name in names}
+    """Return each public name with the full name under which the API reference describes it."""
+    return {name: f"{package}.{name}" for package, names in reversed(public_names().items()) for name in names}
 
 
 def is_prose(node: nodes.Node) -> bool:
-    """Words, and code between them, where they may become links."""
+    """Return whether a node is text, or code in text, that may become a link."""
     if not isinstance(node, nodes.literal | nodes.Text):
         return False
     above = list(ancestors(node))
@@ -150,7 +153,7 @@ def ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
 
 
 def section_of(node: nodes.Node) -> str:
-    """The heading above it."""
+    """Return the heading of the section that contains `node`."""
     sections = [each for each in ancestors(node) if isinstance(each, nodes.section)]
     title = sections[0].next_node(nodes.title) if sections else None
     return title.astext() if title else ""
@@ -161,20 +164,22 @@ def section_of(node: nodes.Node) -> str:
 
 def formula(display: str) -> Callable[[Any, nodes.Element], None]:
     def visit(writer: Any, node: nodes.Element) -> None:
-        made = convert(node.astext(), display=display)
-        writer.body.append(f'<div class="formula">{made}</div>' if display == "block" else made)
+        mathml = convert(node.astext(), display=display)
+        writer.body.append(f'<div class="formula">{mathml}</div>' if display == "block" else mathml)
         raise nodes.SkipNode
 
     return visit
 
 
 def leave(writer: Any, node: nodes.Element) -> None:
-    """Nothing: the visit has written all of it."""
+    """Do nothing: `visit` wrote the whole element."""
 
 
 def finish_body(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Each figure is a link to itself, which `book.js` shows over the page; without JavaScript it opens alone. Links to
-    notebooks in a cell's output, which is HTML already, lead to the chapters."""
+    """Make each figure a link to itself, which `book.js` opens over the page; without JavaScript, it opens alone.
+
+    In the HTML output of a cell, turn links to notebooks into links to their pages.
+    """
     if "body" in context:
         linked = re.sub(r'<img [^>]*?src="([^"]+)"[^>]*>', r'<a class="figure" href="\1">\g<0></a>', context["body"])
         context["body"] = re.sub(r'href="((?:\.\./)*[\w/]+)\.ipynb"', r'href="\1.html"', linked)
