@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp_tutorial.accumulation.invariant import InvariantStrategy, add_across_ranks, bit_reversed
-from ddp_tutorial.accumulation.loss import LossError, StepLoss, call_loss
+from ddp_tutorial.accumulation.loss import LossError, StepLoss, Totals, call_loss
 from ddp_tutorial.accumulation.micro_batches import accumulate, group
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
@@ -175,12 +175,23 @@ def nothing_counted(world: World) -> str:
     return error_of(lambda: accumulate(model, StepLoss(next_token_loss, world), [tokens, tokens]))
 
 
+def large_numbers(world: World, config: DDPConfig) -> list[Totals]:
+    """The totals of three steps. Float32 would round the counts and the metric."""
+
+    def loss(model: Any, number: int) -> tuple[Any, ...]:
+        return model(torch.ones(1, 2)).sum(), 2**24 + 1 + world.rank + number, {"large": (2.0**25 + 1, 7)}
+
+    strategy = DDPStrategy(nn.Linear(2, 1), world, loss, config, accumulation=3)
+    return [strategy.backward([0, 1, 2], votes=votes) for votes in (1.0, 0.0, 4.0)]
+
+
 def work(world: World) -> dict[Any, Any]:
     found: dict[Any, Any] = {
         (variant, parts): step(world, variant, parts) for variant in VARIANTS for parts in (1, 2, 4)
     }
     for variant in VARIANTS:
         found[variant, "after an error"] = after_an_error(world, variant)
+        found[variant, "large numbers"] = large_numbers(world, DDPConfig.model_validate({"variant": variant}))
     found["unequal"] = unequal_numbers(world)
     found["nothing"] = nothing_counted(world)
     found["tree"] = add_across_ranks(world, torch.tensor([0.1 * 3**world.rank])) if world.size in (2, 4) else None
@@ -283,6 +294,16 @@ def test_ranks_talk_once_a_step_however_many_micro_batches_it_has(size: int, var
 def test_after_an_error_inside_no_sync_the_model_synchronises_again(size: int, variant: str) -> None:
     for rank in ranks_of(size):
         torch.testing.assert_close(rank[variant, "after an error"], rank[variant, 4]["gradients"][0], **CLOSE)
+
+
+@each_size
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sums_counts_and_votes_are_not_rounded(size: int, variant: str) -> None:
+    count = sum(2**24 + 1 + rank + number for rank in range(size) for number in range(3))
+    for rank in ranks_of(size):
+        for totals, votes in zip(rank[variant, "large numbers"], (1, 0, 4), strict=True):
+            assert (totals.counts["loss"], totals.votes) == (count, votes * size)
+            assert (totals.sums["large"], totals.counts["large"]) == (3 * size * (2**25 + 1), 21 * size)
 
 
 @each_size

@@ -23,7 +23,6 @@ from torch import nn
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather, as_vector
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.carrier import Carrier
 from ddp_tutorial.world import World
 
 # (model, batch) -> sum, count; or sum, count, {name: (sum, count)}
@@ -173,7 +172,8 @@ class StepLoss:
         `votes` are added up with it: a question to all ranks that costs no all-reduce of its own. So is `path`, a
         number below 2^16 that should be the same on all ranks.
         """
-        values = as_vector(self._numbers(votes, path), self.world.device)
+        numbers = [*(value for pair in self._parts.values() for value in pair), votes, path, path**2]
+        values = as_vector(numbers, self.world.device)
         work = dist.all_reduce(values, async_op=True) if self.world.size > 1 else None
 
         def summed() -> list[float]:
@@ -182,20 +182,6 @@ class StepLoss:
             return list(values.tolist())
 
         self._summed = summed
-
-    def send_with(self, carrier: Carrier, votes: float = 0.0) -> None:
-        """In place of `reduce`: let them travel with the gradients, in the carrier's backward. On two cores, an
-        all-reduce of their own takes a tenth of a short step."""
-        numbers = self._numbers(votes)
-        if len(numbers) > carrier.room:
-            self.reduce(votes)
-            numbers = []
-        else:
-            self._summed = carrier.sums
-        carrier.load(numbers)
-
-    def _numbers(self, votes: float, path: int = 0) -> list[Number]:
-        return [*(value for pair in self._parts.values() for value in pair), votes, path, path**2]
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> Totals:
         """The totals of all ranks. Corrects the gradients of `parameters`, which are those of the whole step by now.

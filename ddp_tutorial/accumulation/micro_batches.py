@@ -56,13 +56,10 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], vote
                 # Gradients are averaged over ranks, which divides by their number; this is a part of a sum.
                 part = loss.forward(model, batch, times=model.world.size)
             require_call(model.calls > calls)
-            carrier = model.carrier if is_last else None
-            if carrier:
-                loss.send_with(carrier, votes)
-            elif is_last:
+            if is_last:
                 loss.reduce(votes)
             with phase("backward"):
-                (carrier or torch.Tensor).backward(part)
+                part.backward()
     with phase("finish"):
         model.finish()
         return loss.finish(parameter for _, parameter in model.trainable)

@@ -21,8 +21,6 @@ from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
 from ddp_tutorial.world import World
 
-_ROOM = 64  # for the sum and the count of the loss and of each metric, and the votes; else they travel by themselves
-
 # What a checkpoint keeps: something with `state_dict` and `load_state_dict`, and which ranks have the same of it, in
 # the words of `checkpoint.components.Shared`.
 Part = tuple[Any, str]
@@ -130,7 +128,7 @@ class DDPStrategy(Replicas):
         if agree_on_memory:
             require_local_forward(model)
         super().__init__(model, world)
-        self.model = data_parallel(model, world, config, room=_ROOM)
+        self.model = data_parallel(model, world, config)
         self.link, self.accumulation = self.model.link, accumulation
         self.loss = (AgreeingLoss if agree_on_memory else StepLoss)(loss, world, precision)
 

@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_tutorial.collectives import all_gather, broadcast_tensors, from_rank_zero
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
-from ddp_tutorial.ddp.carrier import Carrier
 from ddp_tutorial.ddp.hooks import Cast, Hook, Pending, Plain, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, Link, LinkModel, SimulatedLink
 from ddp_tutorial.ddp.shared_memory import SharedMemory, add_in_memory
@@ -115,7 +114,6 @@ class DataParallel(ABC):
     link: Link | None = None  # what carries the gradients; None where torch's C++ code sends them by itself
     kept: PowerSGD | None = None  # what this rank keeps of its own from one step to the next, if it compresses so
     acts_in_backward: ClassVar[bool] = False  # then no other wrapper of the same parameters can be in use
-    carrier: Carrier | None = None  # takes numbers along; then it has to be loaded before each backward with sync
     calls = 0  # forward passes so far
 
     def __init__(
@@ -376,9 +374,7 @@ class TorchDDP(DataParallel):
 
     acts_in_backward = True
 
-    def __init__(
-        self, module: nn.Module, world: World, config: DDPConfig, hook: Hook | None = None, *, room: int = 0
-    ) -> None:
+    def __init__(self, module: nn.Module, world: World, config: DDPConfig, hook: Hook | None = None) -> None:
         super().__init__(
             module,
             world,
@@ -391,11 +387,6 @@ class TorchDDP(DataParallel):
         if world.size == 1:
             return
         gpu = [world.device.index] if world.device.type == "cuda" else None
-        # A hook may round. And which parameters are used, torch looks up before there is a loss.
-        as_it_is = hook is None and not (config.find_unused_parameters or config.static_graph)
-        if room and as_it_is and Carrier.can_serve(module, world.size):
-            self.carrier = Carrier(room, world.size, world.device)
-            self.carrier.join(module)
         if config.shared_memory:  # which goes with none of these
             self.link = SharedMemory.connect(world, (p for p in module.parameters() if p.requires_grad))
         self.ddp = DistributedDataParallel(
@@ -408,8 +399,6 @@ class TorchDDP(DataParallel):
             forward_sync_buffers=config.sync_buffers,
             init_sync=False,  # sync_initial_state has done it, and names what differs
         )
-        if self.carrier is not None:
-            self.carrier.leave(module)
         if isinstance(self.link, SharedMemory):
             self.ddp.register_comm_hook(self.link, add_in_memory)
         elif hook is not None:
@@ -445,11 +434,8 @@ def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     return future.then(lambda done: done.value())  # C++ sees an exception that Python has set only if value() raises it
 
 
-def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = None, *, room: int = 0) -> DataParallel:
-    """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` says. Collective.
-
-    With `room`, and where that can be (variant torch, without a hook), its `carrier` takes so many numbers along.
-    """
+def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = None) -> DataParallel:
+    """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` says. Collective."""
     config = config or DDPConfig()
     link = make_link(config, world)
     options = {"find_unused_parameters": config.find_unused_parameters, "sync_buffers": config.sync_buffers}
@@ -460,7 +446,7 @@ def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = No
     if config.variant == "bucket":
         return BucketDDP(module, world, make_hook(link, world, config), bucket_cap_mb=config.bucket_cap_mb, **options)
     as_it_is = config.hook == "none" and config.simulated_link is None
-    return TorchDDP(module, world, config, None if as_it_is else make_hook(link, world, config), room=room)
+    return TorchDDP(module, world, config, None if as_it_is else make_hook(link, world, config))
 
 
 def make_link(config: DDPConfig, world: World) -> Link:

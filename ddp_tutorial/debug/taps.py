@@ -334,8 +334,8 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def _seeing_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
     """What `backward()` is called on is the loss, times its scale, where it has one for float16: `see` gets both.
 
-    `loss.backward()` looks this function up each time. A loss may be the first of several tensors that backward begins
-    at, if that has no gradient of its own, as where a `ddp.carrier.Carrier` is the second.
+    `loss.backward()` looks this function up each time. If backward begins at several tensors, the first is the loss,
+    unless it has a gradient of its own.
     """
     real, real_scale, real_forward = torch.autograd.backward, torch.amp.GradScaler.scale, StepLoss.forward
     factor = 1.0
