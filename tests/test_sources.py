@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.spawn import spawn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import get_worker_info
 
@@ -32,8 +33,6 @@ from ddp_tutorial.sharding.sources import ALONE, SourceConfig, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World
-
-pytestmark = pytest.mark.spawned  # how ranks and their workers start and exit
 
 CONTEXT = 3
 KINDS = ["sharded", "dispatched", "fast_stream", "streamed"]
@@ -655,6 +654,7 @@ def with_workers(world: World) -> dict[str, Any]:
     }
 
 
+@pytest.mark.spawned
 @pytest.mark.timeout(90)
 def test_workers_of_two_ranks_draw_numbers_of_their_own_and_are_gone_at_the_end() -> None:
     ranks = launch(with_workers, 2, device="cpu", echo=False, timeout=80)
@@ -787,12 +787,11 @@ def troubles(world: World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trouble(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    before = Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("trouble"))
-    try:
+    """With ranks that are spawned: a forked rank starts a server for its workers, which would be left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.multiprocessing, "spawn", spawn)
+        patch.chdir(tmp_path_factory.mktemp("trouble"))
         return launch(troubles, 2, device="cpu", echo=False, timeout=120)
-    finally:
-        os.chdir(before)
 
 
 @pytest.mark.parametrize("where", ["transform", "transform in a worker"])
@@ -974,6 +973,7 @@ def leave(world: World) -> int:
     return next(source).count
 
 
+@pytest.mark.spawned
 @pytest.mark.timeout(60)
 def test_a_dispatched_source_that_nobody_closed_does_not_keep_the_ranks() -> None:
     assert launch(leave, 2, device="cpu", echo=False, timeout=40) == [4, 4]
