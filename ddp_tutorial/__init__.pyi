@@ -28,7 +28,6 @@ from .sharding.sharded import ShardedSource as ShardedSource
 from .sharding.sources import SourceConfig as SourceConfig
 from .sharding.sources import make_source as make_source
 from .sharding.streamed import StreamedSource as StreamedSource
-from .training.adamw import AdamW as AdamW
 from .training.config import TaskConfig as TaskConfig
 from .training.config import TrainConfig as TrainConfig
 from .training.export import load as load

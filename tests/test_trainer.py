@@ -27,7 +27,6 @@ from ddp_tutorial.runs.rank_logs import rank_log
 from ddp_tutorial.sharding.corpus import load_corpus
 from ddp_tutorial.sharding.order import Order
 from ddp_tutorial.sharding.sources import make_source
-from ddp_tutorial.training.adamw import AdamW
 from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.optimization import learning_rate_factor, make_optimizer
@@ -397,12 +396,21 @@ def test_the_schedule_is_the_one_that_is_named(schedule: str, middle: float, las
         assert [a - b for a, b in pairwise(steps)] == pytest.approx([0.225] * 4)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("sgd", torch.optim.SGD)])
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
 def test_the_optimizer_is_the_one_that_is_named_and_decays_matrices_only(name: str, kind: type) -> None:
     optimizer = make_optimizer(GPT(**TINY.model_dump()), changed(QUICK, optimizer=name, weight_decay=0.25))
     assert type(optimizer) is kind
+    assert optimizer.defaults["fused"]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
     assert all(p.dim() >= 2 for p in optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_an_optimizer_of_complex_parameters_is_not_fused(name: str) -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    optimizer = make_optimizer(model, changed(QUICK, optimizer=name))
+    model(torch.ones(2, dtype=torch.complex64)).abs().sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("fixed", 0.001), ("linear", 0.004), ("sqrt", 0.002)])

@@ -1,8 +1,8 @@
-"""The Trainer of this package, with its log and its TensorBoard events, and its AdamW, which has torch's bits."""
+"""This package's Trainer, with its log and its TensorBoard events."""
 
 from torch import nn
 
-from ddp_tutorial import AdamW, DDPConfig, TrainConfig, Trainer, World, make_source
+from ddp_tutorial import DDPConfig, TrainConfig, Trainer, World, make_source
 from ddp_tutorial.peers.work import Work
 from ddp_tutorial.training.config import CheckpointConfig
 
@@ -18,6 +18,5 @@ def train(world: World, work: Work, *, shared_memory: bool = True) -> nn.Module:
         checkpoint=CheckpointConfig(every=work.save_after or 0),
         resume="auto" if work.resume else "never",
     )
-    optimizer = AdamW(model.parameters(), **work.options)
-    Trainer(model, source, work.loss, world, config, optimizer=optimizer, scheduler=work.scheduler).train()
+    Trainer(model, source, work.loss, world, config, optimizer=work.optimizer, scheduler=work.scheduler).train()
     return model

@@ -55,13 +55,8 @@ class Work:
         total, count = self.loss(model, batch)
         return total / count
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of AdamW, whoever's it is."""
-        return {"lr": self.learning_rate, "weight_decay": 0.1}
-
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), **self.options, fused=True)
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.1, fused=True)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """A line up for a tenth of the steps, then half a cosine down to nothing. To be stepped after each step."""

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ddp_tutorial.accumulation.precision import require_no_closure
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.training.adamw import AdamW
 from ddp_tutorial.training.config import TrainConfig
 
 Optimizer = torch.optim.Optimizer
@@ -22,9 +20,9 @@ Optimizer = torch.optim.Optimizer
 OptimizerLike = Optimizer | Callable[[nn.Module], Optimizer]
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "adamw": partial(AdamW, betas=(0.9, 0.95)),
-    "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
 }
 
 # How much of the way down is left, after the part `done` of it.
@@ -36,8 +34,13 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer that `config` names, of the parameters that are trained."""
-    return OPTIMIZERS[config.optimizer](groups_of(model, config), lr=config.peak_learning_rate)
+    """Return the optimizer that `config` names, for the trainable parameters.
+
+    The optimizer is fused, unless a parameter is complex: torch has no fused kernel for complex numbers.
+    """
+    kind, options = OPTIMIZERS[config.optimizer]
+    fused = all(parameter.is_floating_point() for parameter in model.parameters() if parameter.requires_grad)
+    return kind(groups_of(model, config), lr=config.peak_learning_rate, fused=fused, **options)
 
 
 def groups_of(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
