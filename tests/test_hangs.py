@@ -427,24 +427,6 @@ def test_the_recorder_tells_what_was_called_where_the_same_on_all_ranks() -> Non
     assert second.lines[0].number == first.lines[0].number + 1
 
 
-def test_reading_the_recorder_does_not_import_torchs_compiler() -> None:
-    """It takes a second or two, on each rank, in the middle of its work; and the compiler must work afterwards."""
-    program = """
-import sys, torch, torch.distributed as dist
-from ddp_tutorial.debug.recorder import calls
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.barrier()
-assert [call.op for call in calls()] == ["barrier"]
-assert not any(name.startswith("torch._inductor") for name in sys.modules)
-import torch._inductor.codecache
-assert torch._inductor is sys.modules["torch._inductor"]
-assert torch._inductor.codecache.PyCodeCache.stack_frames_for_code("nowhere.py", 1) is None
-assert [call.op for call in calls()] == ["barrier"]
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_time_that_is_not_positive_is_refused() -> None:
     with pytest.raises(ValueError, match="seconds=0: should be a positive number"), watching(World(), 0):
         pass

@@ -148,6 +148,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and with it all the others
+            calls()  # the first call in a process imports torch's compiler, which may take longer than ANSWER_SECONDS
             while not self._left.wait(min(LOOK_SECONDS, self.seconds / 4)):
                 if self._store.check([f"alarm {self._alarm}"]):
                     self._answer()

@@ -8,11 +8,10 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -60,8 +59,7 @@ class Call:
 def calls(last: int = 200, since: int = 0) -> list[Call]:
     """The last collectives that this rank has entered, in that order; those of the groups number `since` and later, as
     the recorder numbers the groups of a process: one that was made anew has the name of the old one."""
-    with _no_compiler():
-        entries = flight_record().get("entries", [])
+    entries = flight_record().get("entries", [])
     return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"] and entry["pg_id"] >= since]
 
 
@@ -90,28 +88,6 @@ def lines_of(frame: FrameType) -> tuple[Line, ...]:
     """Where a frame and those that have called it are: as the lines of a `Call`."""
     stack = traceback.walk_stack(frame)
     return _lines((each.f_code.co_filename, number, each.f_code.co_name) for each, number in stack)
-
-
-@contextmanager
-def _no_compiler() -> Iterator[None]:
-    """Where torch 2.13 names the lines of a stack, it asks its compiler whether it has generated them. If nobody has
-    imported that, torch does, which takes a second or two. A compiler that is not there has generated nothing."""
-    with _one_at_a_time:
-        if "torch._inductor" in sys.modules:
-            yield
-            return
-        torch._inductor = _NOTHING_COMPILED
-        try:
-            yield
-        finally:
-            if torch._inductor is _NOTHING_COMPILED:  # nobody has imported it meanwhile
-                del torch._inductor
-
-
-_one_at_a_time = threading.Lock()
-_NOTHING_COMPILED: Any = SimpleNamespace(
-    codecache=SimpleNamespace(PyCodeCache=SimpleNamespace(stack_frames_for_code=lambda path, line: None))
-)
 
 
 def _call(entry: dict[str, Any]) -> Call:
