@@ -5,7 +5,7 @@ READY := .venv/ready
 # Where it is set, as in many containers, every rank of every test compiles this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run lab check test test-python test-notebooks notebooks book bench clean help
+.PHONY: setup run lab check test test-python test-slow test-notebooks notebooks book bench clean help
 setup: $(READY)  ## the virtual environment, .venv
 
 $(READY): pyproject.toml constraints.txt
@@ -24,21 +24,28 @@ check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 test:  ## all of it: check, unit and process tests, experiments through papermill, every notebook through nbval
-	$(MAKE) --jobs=3 --keep-going check test-python test-notebooks
+	$(MAKE) --jobs=4 --keep-going check test-python test-slow test-notebooks
 
-# Tests that execute notebooks, answer their exercises or need Jupyter. They run after the notebooks, so that both sides of
-# `make test` take about the same time.
-LAB := $(patsubst %,tests/test_%.py,book browser exercises kernel live live_ranks notebooks sweeps watch)
+# `make test` runs three groups of tests beside each other, because each waits more than it computes. SLOW lists the tests
+# that execute notebooks or need Jupyter, and other slow ones, so that all three groups take about the same time.
+SLOW := book browser cli examples exercises kernel live live_ranks logs notebooks peers ray sweeps watch zero
+SLOW := $(SLOW:%=tests/test_%.py)
 
-# Two cores for both sides: threads of a matrix product that wait for one another should sleep. By default they spin, and
+# Two cores for all groups: threads of a matrix product that wait for one another should sleep. By default they spin, and
 # where something else has one of the cores, two threads then took four to seven times as long as one.
-test-python test-notebooks: export OMP_WAIT_POLICY := PASSIVE
+test-python test-slow test-notebooks: export OMP_WAIT_POLICY := PASSIVE
 
 test-python: $(READY)
-	$(BIN)/python -m pytest $(LAB:%=--ignore=%)
+	$(BIN)/python -m pytest $(SLOW:%=--ignore=%)
 
-test-notebooks: $(READY)  # beside the tests, as both wait more than they compute; what it says comes at its end
-	mkdir -p runs && $(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 --timeout=330 notebooks $(LAB) > runs/test-notebooks.txt 2>&1; code=$$?; cat runs/test-notebooks.txt; exit $$code
+test-slow: $(READY)
+	$(call run-quietly,$(BIN)/python -m pytest $(SLOW))
+
+test-notebooks: $(READY)
+	$(call run-quietly,$(BIN)/python -m pytest -p tests.kernels --nbval --nbval-current-env --nbval-cell-timeout=300 --timeout=330 notebooks)
+
+# Run a command beside others: print its output when it has finished.
+run-quietly = mkdir -p runs && $(1) > runs/$@.txt 2>&1; code=$$?; cat runs/$@.txt; exit $$code
 
 notebooks: $(READY)  ## execute the notebooks whose source has changed, and save them with their outputs
 	$(BIN)/python -m ddp_tutorial notebooks
