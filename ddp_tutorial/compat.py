@@ -1,16 +1,60 @@
-"""Private interfaces of torch that the package uses: one function each, so that a new version of torch has one place to
-break. Each one was tested with torch 2.13."""
+"""Private APIs of PyTorch and the standard library that the package uses.
 
-from collections.abc import Callable
+No other module of the package uses a private API of a library, so that a new PyTorch version can break this file only.
+Each entry states why the private API is necessary and, where there is one, the public fallback to replace it with if
+PyTorch removes it. All were tested with torch 2.13.0, by `tests/test_compat.py`.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.variable import Variable
+
+# A dispatch mode is documented, but its only import path is private. Fallback: none.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Nested dicts, lists, tuples, named tuples and registered classes, as `default_collate` and `fully_shard` traverse
+# them. PyTorch has no public module for it. Fallback: the package `optree`.
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+
+# The base class of the iterators of `DataLoader`. A patch of its `__next__` observes each wait for a batch, also of
+# loaders that already exist. Fallback: patch `DataLoader.__iter__`, which misses those.
+from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
+
+__all__ = [
+    "DataLoaderIterator",
+    "TorchDispatchMode",
+    "abort_process_group",
+    "after_backward",
+    "default_store",
+    "flight_record",
+    "group_ranks",
+    "hidden_worker_info",
+    "import_dynamo",
+    "is_in_backward",
+    "is_profiling",
+    "multiply_",
+    "norms",
+    "stop_forkserver",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
 
 
 def is_in_backward() -> bool:
     """Return whether autograd is running a backward pass in this thread, for example while it recomputes activations.
 
-    torch has no public way to ask. `torch.utils.checkpoint` uses the same function.
+    PyTorch has no public function for this. `torch.utils.checkpoint` uses the same private one. Fallback: none.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -18,6 +62,124 @@ def is_in_backward() -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward pass that is running has finished. A pass that raises does not call it.
 
-    torch has no public way to ask for it. `fully_shard` uses the same function.
+    PyTorch has no public function for this. `fully_shard` uses the same private one. Fallback: none.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler records this thread.
+
+    `record_function` is public, but it costs several microseconds even if no profiler is running. Fallback: return
+    True.
+    """
+    return torch.autograd._profiler_enabled()
+
+
+# ------------------------------------------------------------------------------------------------- many tensors at once
+
+
+def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply each of `tensors` by `factor`, in place.
+
+    On a GPU, a loop of `mul_` starts one kernel for each tensor. The public functions, such as `clip_grad_norm_`,
+    cannot multiply by an arbitrary factor. Fallback: that loop.
+    """
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the 2-norm of each of `tensors`.
+
+    On a GPU, a loop of `vector_norm` starts one kernel for each tensor. `get_total_norm` is public, but returns only
+    the norm of all tensors together. Fallback: that loop.
+    """
+    return list(torch._foreach_norm(list(tensors)))
+
+
+# -------------------------------------------------------------------------------------------------------- distributed
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group. Requires a process group.
+
+    The store is public only for a caller that has created it, and `init_process_group` or torchrun usually does.
+    Fallback: create a `TCPStore` on rank 0 and broadcast its address.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """Return the global ranks of each process group that this rank belongs to, by the name of the group.
+
+    `get_process_group_ranks` is public, but the list of groups is not. Fallback: the default process group only.
+    """
+    world = dist.distributed_c10d._world
+    return {name: sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
+
+
+def abort_process_group() -> None:
+    """Abort the running collectives of all process groups, and destroy the groups.
+
+    `destroy_process_group` is public, but NCCL waits in it for collectives that a failed rank never joins. Fallback:
+    exit the process.
+    """
+    dist.distributed_c10d._abort_process_group()
+
+
+def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:
+    """Return what PyTorch's flight recorder has recorded in this process. Requires a process group.
+
+    The record is public only as a file, which PyTorch writes when a collective of NCCL times out. Fallback:
+    an empty dict; hang reports then lack the collectives.
+
+    Args:
+        entries: Include the last collectives, under "entries".
+        stacks: Include the Python stack of each collective.
+
+    Returns:
+        The content of that file. "pg_status" contains the last collective of each process group.
+    """
+    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
+    dump = getattr(torch._C._distributed_c10d, name)
+    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # False: completed ones too
+    return record
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
+def import_dynamo() -> None:
+    """Import `torch._dynamo` now.
+
+    DistributedDataParallel and the first optimizer of a process import it, which takes seconds. If a process group
+    exists at that time, the module keeps the group alive. No public function only imports it. Fallback: do nothing.
+    """
+    import torch._dynamo  # noqa: F401
+
+
+def stop_forkserver() -> None:
+    """Stop the server process of `multiprocessing.forkserver`.
+
+    The public API stops it only when this process exits. Fallback: do nothing.
+    """
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    server._stop()
+
+
+@contextmanager
+def hidden_worker_info() -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info` return None inside the block.
+
+    Datasets that read it, such as those of Hugging Face, would otherwise split rows among the workers that are already
+    split. `get_worker_info` is public, but nothing that resets it. Fallback: require that
+    `num_workers` is 0.
+    """
+    module = torch.utils.data._utils.worker
+    info, module._worker_info = module._worker_info, None
+    try:
+        yield
+    finally:
+        module._worker_info = info

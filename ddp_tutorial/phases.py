@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.profiler import record_function
 
+from ddp_tutorial.compat import is_profiling
+
 
 class Edge(NamedTuple):
     """One end of a phase. `time` is in seconds of the machine's monotonic clock, one clock for all its ranks."""
@@ -56,7 +58,7 @@ class _Phase(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         _tell(self._name, entered=True)  # first: should an observer raise, nothing has been opened
-        if torch.autograd._profiler_enabled():
+        if is_profiling():
             self._record = record_function(self._name)
             self._record.__enter__()
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial import hosts, rendezvous
+from ddp_tutorial.compat import abort_process_group
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import variables_restored
 
@@ -253,7 +254,7 @@ def abandon_group(world: World) -> None:
     NCCL's work cannot end where a rank has failed, and to destroy the group would wait for it.
     """
     if world.backend == "nccl":
-        dist.distributed_c10d._abort_process_group()
+        abort_process_group()
     else:
         dist.destroy_process_group()
 

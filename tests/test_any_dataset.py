@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -23,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from ddp_tutorial.compat import tree_flatten, tree_leaves
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding import (

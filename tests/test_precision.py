@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.accumulation.micro_batches import accumulate
@@ -17,7 +16,6 @@ from ddp_tutorial.accumulation.precision import (
     Precision,
     PrecisionConfig,
     Scale,
-    total_norm,
     total_norm_over,
 )
 from ddp_tutorial.collectives import any_rank, digest
@@ -330,12 +328,6 @@ def test_the_gradient_of_a_cut_batch_is_scaled_as_that_of_a_whole_one() -> None:
     expected = gradient(Precision(), 1)
     for parts in (1, 3):
         torch.testing.assert_close(gradient(Precision(HALF), parts) / 1024, expected, rtol=0.05, atol=1e-3)
-
-
-@given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=20), max_size=6))
-def test_the_norm_has_the_bits_that_torch_gives_it(numbers: list[list[float]]) -> None:
-    gradients = [torch.tensor(each) for each in numbers]
-    assert torch.equal(total_norm(gradients), get_total_norm(gradients))
 
 
 def test_an_update_leaves_no_gradient_behind_also_where_it_was_left_out() -> None:

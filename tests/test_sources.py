@@ -20,9 +20,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import get_worker_info
 
+from ddp_tutorial.compat import tree_flatten
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack

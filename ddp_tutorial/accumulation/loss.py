@@ -22,6 +22,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather, as_vector
+from ddp_tutorial.compat import multiply_
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
 
@@ -198,7 +199,7 @@ class StepLoss:
             raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")
         if count != self.expected:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            torch._foreach_mul_(gradients, self.expected / count)
+            multiply_(gradients, self.expected / count)
             self.expected = _power_of_two(count)
         return totals
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
@@ -15,7 +16,7 @@ from ddp_tutorial.accumulation.out_of_memory import (
     is_out_of_memory,
     require_local_forward,
 )
-from ddp_tutorial.accumulation.precision import Precision, total_norm
+from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
@@ -85,7 +86,7 @@ class Replicas:
         return optimizer
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        return total_norm(gradients)
+        return get_total_norm(gradients)
 
     def judged(self) -> AbstractContextManager[object]:
         return nullcontext()

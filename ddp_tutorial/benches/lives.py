@@ -25,11 +25,11 @@ from typing import Any, Literal
 
 import psutil
 import torch
-import torch._dynamo  # once, in the server; DDP would import it in every rank
 
 from ddp_tutorial.benches.small_disk import fill_up, limit_files
 from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, latest, read_manifest
 from ddp_tutorial.checkpoint.resuming import latest_valid
+from ddp_tutorial.compat import import_dynamo, stop_forkserver
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import RUNS, Operation, finished_name, observe_disk
 from ddp_tutorial.phases import Edge, observe
@@ -46,6 +46,9 @@ REFUSED = 2  # the exit code of a rank that has refused to run
 _PRELOADED = [__name__, "tensorboardX", "jinja2"]
 
 How = Literal["kill", "fail", "fill", "limit"]
+
+
+import_dynamo()  # once, in the server of the ranks: otherwise each rank would import it
 
 
 def config_of(name: str, background: bool = False, keep_last: int = 2, workers: int = 0) -> TaskConfig:
@@ -146,8 +149,7 @@ def ranks_served() -> Iterator[None]:
     try:
         yield
     finally:
-        server: Any = forkserver._forkserver  # multiprocessing ends it only with this process
-        server._stop()
+        stop_forkserver()
 
 
 def live(

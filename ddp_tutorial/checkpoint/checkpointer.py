@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ddp_tutorial.checkpoint.components import Component, OtherWorld, State, require_even_nodes, require_whole
 from ddp_tutorial.checkpoint.manifest import (
@@ -61,6 +60,7 @@ from ddp_tutorial.checkpoint.storage import (
     write_state,
 )
 from ddp_tutorial.collectives import all_gather, any_rank, decided_by_rank_zero, from_rank_zero, to_rank_zero
+from ddp_tutorial.compat import tree_flatten, tree_map, tree_unflatten
 from ddp_tutorial.files import about_to, remove, replace_directory, unfinished, without_nan, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group

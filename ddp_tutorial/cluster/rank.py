@@ -8,15 +8,16 @@ import sys
 from datetime import timedelta
 
 import torch
-import torch._dynamo
 
 import ddp_tutorial.processes.rank  # noqa: F401  what a rank will need, imported once for all
+from ddp_tutorial.compat import import_dynamo
 from ddp_tutorial.processes.errors import Raised
 from ddp_tutorial.processes.transport import dump_result
 from ddp_tutorial.world import World, process_group
 
 UP = b"\1"
 
+import_dynamo()
 gc.collect()
 gc.freeze()  # what is here now is shared with all ranks, as long as nobody touches it
 

@@ -27,10 +27,10 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.futures import Future
 
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.compat import after_backward
 from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.ddp.link import Transfer
 from ddp_tutorial.world import World
@@ -122,7 +122,7 @@ class SharedMemory:
         if not self._is_queued:
             # It is called once all layers are done, and before DDP, which asks for it later, looks for the sums. In a
             # backward within backward (a reentrant checkpoint) it is called at the end of the inner one.
-            Variable._execution_engine.queue_callback(self._finish)
+            after_backward(self._finish)
             self._is_queued = True
         if self._write(tensor, place):
             self._started.append(started)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_tutorial.mesh import group_of, shared_group
 from ddp_tutorial.world import World
@@ -20,6 +19,8 @@ from ddp_tutorial.world import World
 # The layers need a process group of their own: they start all-reduces during backward, while another thread may be
 # sending buckets of gradients. In one group, ranks could start these in different orders and sum unrelated numbers.
 _PURPOSE = "batch norm"
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 class _AllReduce(torch.autograd.Function):
@@ -42,7 +43,7 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     return total
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.BatchNorm1d):
     """Normalize each channel of [samples, channels, ...] over the samples of all ranks, as torch's layer of this name.
 
     In training, the forward and backward passes are collective. A rank may have fewer samples than the others, or none.
@@ -55,7 +56,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     @classmethod
-    def from_layer(cls, layer: _BatchNorm) -> "SyncBatchNorm":
+    def from_layer(cls, layer: BatchNorm) -> "SyncBatchNorm":
         """Return a synchronized layer that shares the parameters and running statistics of `layer`."""
         synced = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         synced.weight, synced.bias = layer.weight, layer.bias
@@ -118,7 +119,7 @@ def synchronise_batch_norm(module: nn.Module, world: World) -> nn.Module:
     synced: dict[nn.Module, nn.Module] = {
         layer: SyncBatchNorm.from_layer(layer)
         for layer in module.modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+        if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm)
     }
     for name, layer in list(module.named_modules(remove_duplicate=False)):
         if name and layer in synced:

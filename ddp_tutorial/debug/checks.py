@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_tutorial.compat import default_store
 from ddp_tutorial.ddp.variants import DataParallel
 from ddp_tutorial.debug.detector import CheckError, Detector, Finding, Program
 from ddp_tutorial.debug.memory import MemoryGrowth
@@ -123,8 +124,7 @@ class Checks:
                 self.program.group = group = dist.new_group(
                     timeout=world.timeout, backend="gloo"
                 )  # on GPUs too: small things
-                store = dist.distributed_c10d._get_default_store()
-                self._store = dist.PrefixStore(f"checking {group.group_name}", store)
+                self._store = dist.PrefixStore(f"checking {group.group_name}", default_store())
                 stack.push(self._leave)
                 names = self.program.gather([each.name for each in self.detectors])
                 if any(each != names[0] for each in names):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_tutorial.compat import norms
 from ddp_tutorial.config import FailedError
 from ddp_tutorial.ddp.variants import DataParallel
 from ddp_tutorial.debug.taps import SHORT, Seen, Sight
@@ -136,7 +137,7 @@ def _sizes(gradients: Sequence[torch.Tensor]) -> Sequence[float | torch.Tensor]:
     in torch's clip_grad_norm_: a call for each would be many kernels on a GPU."""
     if all(type(each) is torch.Tensor and each.is_cpu for each in gradients):
         return [(each.sum(dtype=torch.float32) if each.dtype in SHORT else each.sum()).item() for each in gradients]
-    return list(torch._foreach_norm(list(gradients)))
+    return norms(gradients)
 
 
 def _sum(sizes: Sequence[float | torch.Tensor]) -> float:

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ddp_tutorial.compat import TorchDispatchMode, default_store, tree_leaves
 from ddp_tutorial.debug.hangs import CollectiveError, Standing, as_json, diagnose
 from ddp_tutorial.debug.recorder import Call, Line, lines_of
 from ddp_tutorial.world import World, require_group
@@ -64,7 +63,7 @@ class _Fingerprints(TorchDispatchMode):
     def __init__(self, world: World, block: int) -> None:
         super().__init__()
         self._world = world
-        store: Any = dist.distributed_c10d._get_default_store()  # torch's stubs do not know clone
+        store: Any = default_store()  # torch's stubs do not know clone
         self._store = dist.PrefixStore(f"fingerprints {block}", store.clone())
         self._calls: dict[str, deque[Call]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by group
 

@@ -26,8 +26,9 @@ from typing import Any, Literal, cast
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from ddp_tutorial.compat import default_store, group_ranks
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.debug.recorder import Call, Line, calls, members, progress, standing_lines
+from ddp_tutorial.debug.recorder import Call, Line, calls, progress, standing_lines
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.processes.rank import end_with
 from ddp_tutorial.world import World, require_group
@@ -171,12 +172,12 @@ class Watch(threading.Thread):
         """The block is over for this rank. Others may still wait for it: leave word of where it was last."""
         self._left.set()
         with suppress(RuntimeError, ValueError):  # the store, or the group, is gone
-            last = Standing(tuple(calls()), members=members(), left=how)
+            last = Standing(tuple(calls()), members=group_ranks(), left=how)
             self._store.set(f"left {self.world.rank}", as_json.dump_json(last).decode())
 
     @cached_property
     def _store(self) -> dist.Store:
-        store: Any = dist.distributed_c10d._get_default_store()  # torch's stubs do not know clone
+        store: Any = default_store()  # torch's stubs do not know clone
         return dist.PrefixStore(f"watching {self._number}", store.clone())
 
     def _raise_alarm(self, reason: Reason) -> None:
@@ -229,7 +230,7 @@ def _standing() -> Standing:
     before = time.process_time()
     time.sleep(BUSY_SECONDS)
     is_busy = time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
-    return Standing(tuple(calls()), standing_lines(), is_busy, members())
+    return Standing(tuple(calls()), standing_lines(), is_busy, group_ranks())
 
 
 # --------------------------------------------------------------------------------------------------- the verdict

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from ddp_tutorial.compat import tree_leaves
 from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
 from ddp_tutorial.debug.taps import Seen
 

@@ -15,10 +15,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ddp_tutorial.compat import flight_record
 from ddp_tutorial.processes import rank as rank_module
-from ddp_tutorial.processes.rank import flight_record
 
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
@@ -70,12 +69,6 @@ def progress() -> dict[str, tuple[int, int]]:
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
         for group, each in status.items()
     }
-
-
-def members() -> dict[str, list[int]]:
-    """Group -> its ranks, of the groups that this rank is in."""
-    known = dist.distributed_c10d._world
-    return {name: sorted(known.pg_group_ranks[group]) for group, name in known.pg_names.items()}
 
 
 def standing_lines(thread: int | None = None) -> tuple[Line, ...]:

@@ -24,10 +24,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_tutorial.accumulation.loss import StepLoss
+from ddp_tutorial.compat import DataLoaderIterator, tree_leaves
 from ddp_tutorial.phases import Edge, observe
 
 # What can be listened to: what each forward began with, what backward is called on, the gradients of parameters before
@@ -374,7 +373,7 @@ def _seeing_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[Non
 @contextmanager
 def _seeing_loaders(see: Callable[[bool], object]) -> Iterator[None]:
     """Both ends of each wait for the next batch of a `DataLoader`, whichever it is."""
-    real = _BaseDataLoaderIter.__next__
+    real = DataLoaderIterator.__next__
 
     def following(self: Any) -> Any:
         see(True)
@@ -383,8 +382,8 @@ def _seeing_loaders(see: Callable[[bool], object]) -> Iterator[None]:
         finally:
             see(False)
 
-    _BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
+    DataLoaderIterator.__next__ = following  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _BaseDataLoaderIter.__next__ = real  # type: ignore[method-assign]
+        DataLoaderIterator.__next__ = real  # type: ignore[method-assign]

@@ -27,8 +27,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.compat import group_ranks
 from ddp_tutorial.debug.hangs import Standing
-from ddp_tutorial.debug.recorder import calls, members, progress, standing_lines
+from ddp_tutorial.debug.recorder import calls, progress, standing_lines
 from ddp_tutorial.live import shown
 from ddp_tutorial.live.moments import Bundle, Failure, Look, Receiver, Seat
 from ddp_tutorial.processes.children import MARK
@@ -36,7 +37,7 @@ from ddp_tutorial.processes.errors import Raised, lost_connection
 from ddp_tutorial.processes.marks import marked
 from ddp_tutorial.processes.rank import become_rank, know_sources, own_traceback
 from ddp_tutorial.processes.transport import Sender, dump_result
-from ddp_tutorial.world import World, process_group
+from ddp_tutorial.world import World, abandon_group, process_group
 
 # How long it is watched whether this rank computes.
 BUSY_SECONDS, BUSY_SHARE = 0.3, 0.1
@@ -217,7 +218,7 @@ class Member:
         if not dist.is_initialized():
             return Standing((), standing_lines(self.main_thread), is_busy, {}, state)  # type: ignore[arg-type]
         entered = tuple(calls(since=self.oldest))
-        return Standing(entered, standing_lines(self.main_thread), is_busy, members(), state)  # type: ignore[arg-type]
+        return Standing(entered, standing_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
         """End what the main thread waits for in native code: gloo has no other way in than a lost connection.
@@ -226,7 +227,7 @@ class Member:
         """
         if self.world.backend == "nccl":
             with suppress(Exception):
-                dist.distributed_c10d._abort_process_group()
+                abandon_group(self.world)
             return
         started = marked(MARK, os.environ.get(MARK, "").__eq__)  # a dead rank's connections may live on in its forks
         ranks = {*self.pids, *(process.pid for process in started)} - {os.getpid()}

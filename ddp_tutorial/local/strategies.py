@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
-from ddp_tutorial.accumulation.precision import Precision, total_norm
+from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
@@ -92,7 +93,7 @@ class LocalSGD:
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm of this rank's own gradient, by which it is clipped; NaN on all ranks where it is not finite on one.
         Collective."""
-        own = total_norm(gradients)
+        own = get_total_norm(gradients)
         problems = (~own.isfinite()).to(torch.float32).reshape(1)
         self.counted.all_reduce(problems, "is it finite?").wait()
         return own if float(problems) == 0 else torch.full_like(own, math.nan)

@@ -21,6 +21,7 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import LOSS, Loss, Totals
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.compat import multiply_
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.ddp.variants import sync_initial_state
 from ddp_tutorial.mesh import Mesh, group_of
@@ -167,7 +168,7 @@ class Pipeline:
                 raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")
             gradients = [p.grad for p in self.named.values() if p.grad is not None]
             if gradients:
-                torch._foreach_mul_(gradients, 1 / totals.counts[LOSS])
+                multiply_(gradients, 1 / totals.counts[LOSS])
         return totals
 
     def _totals(self, parts: list[dict[str, Any]], votes: float) -> Totals:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ddp_tutorial.accumulation.loss import Loss, LossError, Number, call_loss
 from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.compat import tree_leaves
 from ddp_tutorial.phases import phase
 from ddp_tutorial.pipeline.schedules import BACKWARD, FORWARD, Action, Table, Timed, needs
 from ddp_tutorial.rng import seeded_rng

@@ -5,9 +5,7 @@ It is named by MPLBACKEND, so that matplotlib is imported only on ranks that dra
 """
 
 import io
-from typing import Any
 
-from matplotlib._pylab_helpers import Gcf
 from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -21,10 +19,11 @@ class FigureManager(FigureManagerBase):
     @classmethod
     def pyplot_show(cls, *, block: bool | None = None) -> None:
         """Show all open figures, and close them, as in a notebook."""
-        managers: list[Any] = Gcf.get_all_fig_managers()
-        for manager in managers:
-            cls.show_at_home(manager.canvas.figure)
-        Gcf.destroy_all()
+        from matplotlib import pyplot  # which imports this module
+
+        for number in pyplot.get_fignums():
+            cls.show_at_home(pyplot.figure(number))
+        pyplot.close("all")
 
     @staticmethod
     def show_at_home(figure: Figure) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from ddp_tutorial.compat import flight_record
 from ddp_tutorial.processes.errors import Raised
 from ddp_tutorial.processes.logs import Logs, set_up
 from ddp_tutorial.processes.script import Script
@@ -215,15 +216,6 @@ def _where(thread: int) -> str:
     torchs = str(Path(torch.__file__).parent)
     theirs = [frame for frame in stack[ours + 1 :] if not frame.filename.startswith(torchs)]
     return "".join(traceback.format_list(theirs)) + _last_collective()
-
-
-def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any]:
-    """What torch's flight recorder has kept of this process: its last collectives as "entries", each with the Python
-    stack that it was called from, and "pg_status", how far each group is. There has to be a group."""
-    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
-    dump = getattr(torch._C._distributed_c10d, name)
-    content: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # False: ended ones too
-    return content
 
 
 def _last_collective() -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from ddp_tutorial.compat import import_dynamo
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
@@ -69,7 +70,7 @@ def run(
 def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Result:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else a killed agent's ranks train on, with nobody to start them again
         die_with_parent()
-    import torch._dynamo  # noqa: F401  before the group, which would else outlive its block: see process_group
+    import_dynamo()  # before the process group, which it would otherwise keep alive: see `process_group`
 
     with process_group(here) as world:
         try:

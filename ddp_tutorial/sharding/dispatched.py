@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
+from ddp_tutorial.compat import tree_flatten, tree_unflatten
 from ddp_tutorial.sharding.order import deal_parts, parts_of_world
 from ddp_tutorial.sharding.samples import Tree, as_batch, rows_of
 from ddp_tutorial.sharding.sharded import Share, Source, SourceState, to_device

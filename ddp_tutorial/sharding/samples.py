@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import torch
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from ddp_tutorial.compat import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import made_once
 from ddp_tutorial.sharding.order import Indices

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import cloudpickle
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ddp_tutorial.compat import tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.sharding.order import Indices, Sharding, deal_parts, parts_of_world

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,10 +10,10 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from datasets import IterableDataset as ShardedIterable
 from datasets.distributed import split_dataset_by_node
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.compat import hidden_worker_info, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seed_of, seeded_rng
 from ddp_tutorial.sharding.samples import CollateFn, Tree, as_batch, collate_rows, rows_of
@@ -203,12 +202,12 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info else (0, 1)
         own = range(self.rank, self.streams, self.size)[number::workers]
-        with _worker_hidden():
+        with hidden_worker_info():
             following = {stream: self.follow(stream) for stream in own}
         place = self.places
         while True:
             of_rank = [p for p in range(place, place + self.batch_size) if p % self.streams % self.size == self.rank]
-            with _worker_hidden():
+            with hidden_worker_info():
                 found = [
                     (number % self.parts, each, row)
                     for number, each in enumerate(of_rank)
@@ -296,18 +295,6 @@ def _shuffled(rows: Iterator[Any], size: int, rng: random.Random) -> Iterator[An
         buffer[place] = row
     rng.shuffle(buffer)
     yield from buffer
-
-
-@contextmanager
-def _worker_hidden() -> Iterator[None]:
-    """In the block, `get_worker_info` finds no worker. `datasets`, and many iterable datasets, divide their rows by the
-    workers if there are some; here the rows are divided already, and would be so a second time."""
-    module = torch.utils.data._utils.worker
-    info, module._worker_info = module._worker_info, None
-    try:
-        yield
-    finally:
-        module._worker_info = info
 
 
 def iterable(paths: Sequence[Path], columns: Sequence[str] | None = None) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ddp_tutorial.accumulation.loss import LOSS, Loss, LossError, Totals, call_loss
 from ddp_tutorial.accumulation.micro_batches import locate_nonfinite
@@ -21,6 +20,7 @@ from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError
 from ddp_tutorial.accumulation.precision import NotFiniteError, Precision
 from ddp_tutorial.checkpoint.components import Component, Shared
 from ddp_tutorial.collectives import any_rank
+from ddp_tutorial.compat import tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.phases import phase
 from ddp_tutorial.rng import kept_rng

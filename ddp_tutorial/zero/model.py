@@ -28,10 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ddp_tutorial.collectives import from_rank_zero
-from ddp_tutorial.compat import is_in_backward
+from ddp_tutorial.compat import is_in_backward, tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.variants import require_frozen, sync_initial_state
 from ddp_tutorial.mesh import Mesh, group_of

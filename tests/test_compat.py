@@ -1,0 +1,190 @@
+"""Each private API in `ddp_tutorial/compat.py` does what the package needs, in the installed version of PyTorch."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import forkserver
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, get_worker_info
+
+from ddp_tutorial import compat
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
+    """A process group of one rank; yields its store."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_recomputed_forward_pass_knows_that_it_is_in_backward() -> None:
+    seen: list[bool] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.is_in_backward())
+        return x.exp()
+
+    checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()  # type: ignore[union-attr]
+    assert seen == [False, True]
+    assert not compat.is_in_backward()
+
+
+def test_after_backward_runs_once_all_gradients_are_there() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    seen: list[bool] = []
+
+    def complete() -> None:
+        seen.append(all(parameter.grad is not None for parameter in layers.parameters()))
+
+    layers[1].weight.register_hook(lambda _: compat.after_backward(complete))
+    layers(torch.ones(1, 2)).sum().backward()
+    assert seen == [True]
+
+
+def test_is_profiling_is_true_inside_a_profiler_only() -> None:
+    assert not compat.is_profiling()
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert compat.is_profiling()
+    assert not compat.is_profiling()
+
+
+def test_multiply_and_norms_equal_a_loop_over_the_tensors() -> None:
+    tensors = [torch.randn(shape) for shape in ((3,), (2, 5), ())]
+    expected = [tensor * 0.3 for tensor in tensors]
+    assert torch.equal(torch.stack(compat.norms(tensors)), torch.stack([tensor.norm() for tensor in tensors]))
+    compat.multiply_(tensors, 0.3)
+    assert all(map(torch.equal, tensors, expected))
+
+
+def test_the_default_store_is_that_of_the_process_group(group: dist.Store) -> None:
+    compat.default_store().set("key", "value")
+    keys = [key for key in ("key", "default_pg/0//key", "0//key") if group.check([key])]
+    assert len(keys) == 1
+    assert group.get(keys[0]) == b"value"
+
+
+def test_group_ranks_lists_every_group_of_this_rank(group: dist.Store) -> None:
+    other = dist.new_group([0])
+    assert compat.group_ranks() == {each.group_name: [0] for each in (dist.group.WORLD, other) if each is not None}
+
+
+def test_an_aborted_process_group_is_gone(group: dist.Store) -> None:
+    compat.abort_process_group()
+    assert not dist.is_initialized()
+
+
+def test_the_flight_recorder_names_each_collective_and_its_stack() -> None:
+    code = """
+import torch, torch.distributed as dist
+from ddp_tutorial.compat import flight_record
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+[entry] = flight_record()["entries"]
+print(entry["profiling_name"], entry["input_sizes"], any("<string>" in str(frame) for frame in entry["frames"]))
+record = flight_record(entries=False)
+print(record.get("entries"), [each["last_enqueued_collective"] for each in record["pg_status"].values()])
+dist.destroy_process_group()
+"""
+    assert python(code, TORCH_FR_BUFFER_SIZE="10") == "gloo:all_reduce [[3]] True\nNone [1]"
+
+
+def test_compat_imports_no_module_of_the_package_and_dynamo_on_request() -> None:
+    code = """
+import sys, ddp_tutorial.compat
+print(sorted(name for name in sys.modules if name.startswith("ddp_tutorial.")), "torch._dynamo" in sys.modules)
+ddp_tutorial.compat.import_dynamo()
+print("torch._dynamo" in sys.modules)
+"""
+    assert python(code) == "['ddp_tutorial.compat'] False\nTrue"
+
+
+def python(code: str, **variables: str) -> str:
+    """Run `code` in a new interpreter and return its output."""
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_stopped_forkserver_can_start_again() -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload([])
+    forkserver.ensure_running()
+    compat.stop_forkserver()
+    process = multiprocessing.get_context("forkserver").Process(target=int)
+    process.start()
+    process.join(30)
+    compat.stop_forkserver()
+    assert process.exitcode == 0
+
+
+class WorkerIds(torch.utils.data.IterableDataset[list[bool]]):
+    """One row: whether `get_worker_info` finds a worker before, inside and after the block."""
+
+    def __iter__(self) -> Iterator[list[bool]]:
+        before = get_worker_info() is not None
+        with compat.hidden_worker_info():
+            inside = get_worker_info() is not None
+        yield [before, inside, get_worker_info() is not None]
+
+
+def test_hidden_worker_info_hides_the_worker_inside_the_block() -> None:
+    loader = DataLoader(WorkerIds(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert list(loader) == [[True, False, True]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_data_loader_iterates_by_the_patched_method(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    real = compat.DataLoaderIterator.__next__
+
+    def counted(self: object) -> object:
+        nonlocal calls
+        calls += 1
+        return real(self)
+
+    monkeypatch.setattr(compat.DataLoaderIterator, "__next__", counted)
+    context = "fork" if workers else None
+    loader = DataLoader([1, 2], batch_size=None, num_workers=workers, multiprocessing_context=context)
+    assert list(loader) == [1, 2]
+    assert calls == 3
+
+
+def test_a_dispatch_mode_sees_every_operation() -> None:
+    seen: list[str] = []
+
+    class Record(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        torch.ones(2).mul(3)
+    assert seen == ["ones", "mul"]
+
+
+def test_a_tree_keeps_its_structure() -> None:
+    tree = {"a": [torch.ones(1), (2, None)], "b": torch.zeros(1)}
+    leaves, structure = compat.tree_flatten(tree)
+    assert compat.tree_leaves(tree) == leaves
+    assert compat.tree_unflatten(leaves, structure) == tree
+    assert compat.tree_map(str, tree)["a"][1] == ("2", "None")
+    assert [len(path) for path, _ in compat.tree_flatten_with_path(tree)[0]] == [2, 3, 3, 1]
