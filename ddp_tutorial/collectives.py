@@ -1,8 +1,7 @@
-"""What ranks do together: sums, broadcasts, gathers, comparisons. Every rank must enter each of them.
+"""Collectives on tensors and on Python objects: sums, broadcasts, gathers and comparisons.
 
-All take the `World`: one process needs no process group, and several without one raise instead of each training alone
-in silence. The second half shows how an all-reduce works inside: a ring and a tree, written with nothing but send and
-receive.
+Every rank must call each of them. All take the `World`: a single process needs no process group, and several ranks
+without one raise an error instead of training separate models.
 """
 
 import hashlib
@@ -10,7 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -117,6 +116,28 @@ def decided_by_rank_zero(world: World, decide: Callable[[], Thing]) -> Thing:
     return found  # type: ignore[return-value]
 
 
+def run_on_all_ranks(world: World, function: Callable[[], Thing], error_type: type[Exception] = FailedError) -> Thing:
+    """Call `function` on every rank and return its result if it succeeds on all of them. Collective.
+
+    Raises:
+        error_type: On all ranks, if `function` raises on any of them. The message contains the ranks and their errors.
+    """
+    result: Thing | None = None
+    problem: str | None = None
+    try:
+        result = function()
+    except error_type as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    problems = all_gather(world, problem)
+    if len(set(problems)) == 1 and problems[0]:
+        raise error_type(problems[0])
+    if found := "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(problems) if each):
+        raise error_type(found)
+    return result  # type: ignore[return-value]
+
+
 def _picklable(error: Exception) -> Exception:
     """Return `error`, or a `RankZeroFailedError` that describes it if other ranks could not unpickle it."""
     try:
@@ -206,89 +227,3 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         sha.update(flat.view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-# ---------------------------------------------------------------------------------------- all-reduce, from scratch
-
-
-class Message(NamedTuple):
-    """Something that a rank sent: in which round, to whom, which chunk of the tensor, and how many bytes."""
-
-    round: int
-    sender: int
-    receiver: int
-    chunk: int
-    nbytes: int
-
-
-def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
-    """Sum `tensor` over all ranks, in place, around a ring; returns what this rank sent.
-
-    The tensor is cut into as many chunks as there are ranks. In N - 1 rounds (the reduce-scatter) each rank passes
-    a chunk to the next one, which adds its own share: then each rank has one chunk that is complete. In N - 1 more
-    (the all-gather) the complete chunks go round. A rank sends 2 (N - 1) / N of the tensor, hardly more for many
-    ranks than for few, in 2 (N - 1) rounds. Any shape, length and dtype that adds up, on CPUs. A chunk is added up once
-    and then copied, so all ranks end with the same bits; another number of ranks may round differently.
-
-    Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-    """
-    require_group(world)
-    flat = tensor.detach().contiguous().reshape(-1)  # a view of a contiguous tensor, else a copy
-    chunks = flat.tensor_split(world.size)
-    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    sent: list[Message] = []
-    for round_ in range(2 * (world.size - 1)):
-        reducing = round_ < world.size - 1
-        # Rank r starts with chunk r, and then passes on what it has just received, all the way.
-        outgoing, incoming = (world.rank - round_) % world.size, (world.rank - round_ - 1) % world.size
-        received = torch.empty_like(chunks[incoming]) if reducing else chunks[incoming]
-        # Ready to receive before anyone sends: else each message would first wait for its receiver. A tensor shorter
-        # than the ring leaves some chunks empty, and nothing to pass on.
-        receiving = dist.irecv(received, left) if received.numel() else None
-        sending = dist.isend(chunks[outgoing], right) if chunks[outgoing].numel() else None
-        if receiving is not None:
-            receiving.wait()
-        if sending is not None:
-            sending.wait()
-            sent.append(Message(round_, world.rank, right, outgoing, chunks[outgoing].nbytes))
-        if reducing:
-            chunks[incoming].add_(received)
-    _put_back(tensor, flat)
-    return sent
-
-
-def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
-    """Sum `tensor` over all ranks, in place, up a binomial tree and down again; returns what this rank sent.
-
-    In the first round every second rank sends all it has to its neighbour and is done; in the next round every second
-    one of those that are left does; after log2 N rounds rank 0 has the sum, which goes back the same way. Few rounds,
-    so quick for small tensors; but whole tensors, so slow for large ones. All ranks end with the same bits: rank 0's.
-    """
-    require_group(world)
-    flat = tensor.detach().contiguous().reshape(-1)
-    steps = [1 << bit for bit in range((world.size - 1).bit_length())]
-    sent: list[Message] = []
-    rounds = [(step, True) for step in steps] + [(step, False) for step in reversed(steps)]
-    for round_, (step, upwards) in enumerate(rounds):
-        place = world.rank % (2 * step)
-        child = world.rank + step if place == 0 and world.rank + step < world.size else None
-        parent = world.rank - step if place == step else None
-        receiver, sender = (parent, child) if upwards else (child, parent)
-        if not flat.numel():
-            continue
-        if receiver is not None:
-            dist.send(flat, receiver)
-            sent.append(Message(round_, world.rank, receiver, 0, flat.nbytes))
-        if sender is not None:
-            received = torch.empty_like(flat) if upwards else flat
-            dist.recv(received, sender)
-            if upwards:
-                flat.add_(received)
-    _put_back(tensor, flat)
-    return sent
-
-
-def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Where `flat` is not a view of `tensor`, copy it there."""
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from ddp_tutorial.collectives import Message, digest, ring_all_reduce, tree_all_reduce
+from ddp_tutorial.collectives import digest
 from ddp_tutorial.ddp.link import LinkModel, fit_link
+from ddp_tutorial.lessons.all_reduce import Message, ring_all_reduce, tree_all_reduce
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 

@@ -19,6 +19,7 @@ TOP = "ddp_tutorial"
 # another; `__main__` is the command line.
 ROOMS = [
     [""],
+    ["lessons"],
     ["processes"],
     ["cluster"],
     ["sharding"],

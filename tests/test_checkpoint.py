@@ -33,9 +33,10 @@ from ddp_tutorial.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from ddp_tutorial.checkpoint.replicas import agreed, leaves
+from ddp_tutorial.checkpoint.replicas import leaves
 from ddp_tutorial.checkpoint.resuming import find_start, latest_valid
 from ddp_tutorial.checkpoint.storage import load_shards, write_shards
+from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.processes.launcher import launch
@@ -494,9 +495,9 @@ def one_fails(world: World, folder: Path, background: bool) -> list[dict[str, An
     for rank, at in faults_of(world):
         with observe_disk(failing(at, errno.EIO)) if rank == world.rank else nullcontext():
             told = error_of(save_and_wait)
-        agreed(world, lambda: None)
+        all_gather(world, None)
         there = {path.name: verify(path) for path in folder.iterdir()}
-        agreed(world, lambda: None)
+        all_gather(world, None)
         found.append({"at": (rank, at), "told": told, "there": there})
     checkpointer.save(2)
     checkpointer.finish()

@@ -26,10 +26,11 @@ from ddp_tutorial.collectives import (
     mean,
     mean_over_ranks,
     rank_zero_first,
+    run_on_all_ranks,
     to_rank_zero,
     total,
 )
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.runs.step_log import StepLog
 from ddp_tutorial.world import World
@@ -61,7 +62,7 @@ def talk(world: World) -> dict[str, Any]:
 
 
 def everything(world: World, folder: Path) -> dict[str, Any]:
-    parts = (talk, take_turns, let_rank_zero_decide, compare, follow)
+    parts = (talk, take_turns, let_rank_zero_decide, run_together, compare, follow)
     return {each.__name__: each(world) for each in parts}
 
 
@@ -98,6 +99,36 @@ def test_every_rank_gets_the_same_true_answer(heard: list[dict[str, Any]], nproc
         # two ranks: (6 + 10) / (3 + 1) = 4, where the mean of means would be (2 + 10) / 2 = 6
         # three: (6 + 10 + 1) / (3 + 1 + 2) = 17 / 6
         assert mine["means"] == [{2: 4.0, 3: 17 / 6}[nprocs], sum(ranks) / nprocs]
+
+
+def run_together(world: World) -> dict[str, Any]:
+    """Call `run_on_all_ranks` with functions that succeed, and that raise on one rank or on all."""
+
+    def fail(*ranks: int, error: Exception) -> Any:
+        if world.rank in ranks:
+            raise error
+        return world.rank
+
+    def run(*ranks: int, error: Exception) -> Any:
+        return run_on_all_ranks(world, lambda: fail(*ranks, error=error))
+
+    last, everyone = world.size - 1, range(world.size)
+    return {
+        "none": run(error=ValueError()),
+        "one": error_of(lambda: run(last, error=FailedError("the disk is full"))),
+        "a bug": error_of(lambda: run(0, error=KeyError("name"))),
+        "all": error_of(lambda: run(*everyone, error=FailedError("no such folder"))),
+    }
+
+
+def test_a_function_that_fails_on_one_rank_fails_on_all(heard: list[dict[str, Any]], nprocs: int) -> None:
+    for rank, each in enumerate(heard):
+        assert each["run_together"] == {
+            "none": rank,
+            "one": f"FailedError: rank {nprocs - 1}: the disk is full",
+            "a bug": "FailedError: rank 0: KeyError: 'name'",
+            "all": "FailedError: no such folder",
+        }
 
 
 def take_turns(world: World) -> dict[str, Any]:

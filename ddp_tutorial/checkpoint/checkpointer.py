@@ -49,7 +49,7 @@ from ddp_tutorial.checkpoint.manifest import (
     settle_all,
     sha256_of_json,
 )
-from ddp_tutorial.checkpoint.replicas import Check, agreed, assert_replicated
+from ddp_tutorial.checkpoint.replicas import Check, assert_replicated
 from ddp_tutorial.checkpoint.retention import Retention
 from ddp_tutorial.checkpoint.storage import (
     check_plain,
@@ -59,7 +59,14 @@ from ddp_tutorial.checkpoint.storage import (
     write_shards,
     write_state,
 )
-from ddp_tutorial.collectives import all_gather, any_rank, decided_by_rank_zero, from_rank_zero, to_rank_zero
+from ddp_tutorial.collectives import (
+    all_gather,
+    any_rank,
+    decided_by_rank_zero,
+    from_rank_zero,
+    run_on_all_ranks,
+    to_rank_zero,
+)
 from ddp_tutorial.compat import tree_flatten, tree_map, tree_unflatten
 from ddp_tutorial.files import about_to, remove, replace_directory, unfinished, without_nan, write_json
 from ddp_tutorial.phases import phase
@@ -163,7 +170,7 @@ class Checkpointer:
         cannot be restored on this one.
         """
         with phase("load"):
-            manifest, restores = agreed(self.world, lambda: self._read(folder, leave_out))
+            manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, leave_out), CheckpointError)
             for restore in restores:
                 restore()
         self.retention.note_valid(folder, manifest.metrics)
@@ -180,7 +187,7 @@ class Checkpointer:
     def _parts(self) -> tuple[Parts, dict[str, State]]:
         """The states that this rank has to write, after the checks; those of sharded components apart."""
         states = {name: dict(component.thing.state_dict()) for name, component in self.components.items()}
-        agreed(self.world, lambda: check_plain(states))
+        run_on_all_ranks(self.world, lambda: check_plain(states), CheckpointError)
         if self.check != "none":
             for name, component in self.components.items():
                 if component.shared not in {"global", "sharded"} and self.world.size > 1:
@@ -284,7 +291,7 @@ class _Writer:
         for name, state in states.items():
             folder = self.temporary / name
             with phase("save: write"):
-                agreed(self.world, partial(write_shards, folder, state, self.world))
+                run_on_all_ranks(self.world, partial(write_shards, folder, state, self.world), CheckpointError)
             paths = sorted(folder.iterdir())
             if len({tuple(names) for names in all_gather(self.world, [path.name for path in paths])}) > 1:
                 raise CheckpointError(f"the ranks see different files of {self.path}: they share no folder. {SHARE}")
@@ -335,10 +342,12 @@ class _Writer:
     def publish(self) -> None:
         """When all ranks have written: add the manifest, then rename the folder. If one has failed, remove it all."""
         try:
-            agreed(self.world, self._raise_error)
+            run_on_all_ranks(self.world, self._raise_error, CheckpointError)
             files_of_ranks = all_gather(self.world, self.files)
             decided_by_rank_zero(self.world, lambda: self._require_files(files_of_ranks))
-            agreed(self.world, lambda: self._rename(files_of_ranks) if self.world.is_main else None)
+            run_on_all_ranks(
+                self.world, lambda: self._rename(files_of_ranks) if self.world.is_main else None, CheckpointError
+            )
         finally:
             self.remove()
 

@@ -1,6 +1,6 @@
-"""Have the ranks the same state where they should? And `agreed`: where one rank fails, all raise."""
+"""Check that the ranks have the same state where they must."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -51,23 +51,3 @@ def summary(value: Any, check: Check) -> Any:
     if check == "full":
         return kind, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return kind, digest({"": value})
-
-
-def agreed(world: World, work: Callable[[], Any]) -> Any:
-    """Run `work` on every rank and return its result, if it succeeded on all of them. Collective.
-
-    If it raised on some rank, raises `CheckpointError` on all ranks, with the ranks and their errors in the message.
-    """
-    result, problem = None, None
-    try:
-        result = work()
-    except CheckpointError as error:
-        problem = str(error)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    problems = all_gather(world, problem)
-    if len(set(problems)) == 1 and problems[0]:
-        raise CheckpointError(problems[0])
-    if told := "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(problems) if each):
-        raise CheckpointError(told)
-    return result

@@ -12,7 +12,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from ddp_tutorial.figures.style import BLUE, COLORS, FAINT, GREEN, INK, RED, styled
 
 if TYPE_CHECKING:  # it imports torch, which drawing does not need
-    from ddp_tutorial.collectives import Message
+    from ddp_tutorial.lessons.all_reduce import Message
 
 
 @styled

@@ -1,0 +1,104 @@
+"""All-reduce from scratch: around a ring and along a tree, with nothing but send and receive."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_tutorial.world import World, require_group
+
+
+class Message(NamedTuple):
+    """A message that a rank sent: the round, the receiver, the chunk of the tensor and the number of bytes."""
+
+    round: int
+    sender: int
+    receiver: int
+    chunk: int
+    nbytes: int
+
+
+def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
+    """Sum `tensor` over all ranks, in place, around a ring. Collective.
+
+    The tensor is split into one chunk per rank. In the first N - 1 rounds (the reduce-scatter), each rank sends a chunk
+    to the next rank, which adds its own values. Then each rank has one complete chunk. In the last N - 1 rounds (the
+    all-gather), the complete chunks travel around the ring.
+
+    A rank sends 2 (N - 1) / N of the tensor in 2 (N - 1) rounds, so the number of bytes hardly depends on the number of
+    ranks. Each chunk is summed once and then copied, so the result is bitwise identical on all ranks. A different
+    number of ranks may round differently.
+
+    Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+    Args:
+        tensor: On the CPU, of any shape.
+
+    Returns:
+        The messages that this rank sent.
+    """
+    require_group(world)
+    flat = tensor.detach().contiguous().reshape(-1)  # a view if the tensor is contiguous, otherwise a copy
+    chunks = flat.tensor_split(world.size)
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    sent: list[Message] = []
+    for round_ in range(2 * (world.size - 1)):
+        reducing = round_ < world.size - 1
+        # Rank r first sends chunk r, and then in each round the chunk that it has just received.
+        outgoing, incoming = (world.rank - round_) % world.size, (world.rank - round_ - 1) % world.size
+        received = torch.empty_like(chunks[incoming]) if reducing else chunks[incoming]
+        # Start to receive before anyone sends, so that no message waits for its receiver. If the tensor is shorter than
+        # the ring, some chunks are empty and are not sent.
+        receiving = dist.irecv(received, left) if received.numel() else None
+        sending = dist.isend(chunks[outgoing], right) if chunks[outgoing].numel() else None
+        if receiving is not None:
+            receiving.wait()
+        if sending is not None:
+            sending.wait()
+            sent.append(Message(round_, world.rank, right, outgoing, chunks[outgoing].nbytes))
+        if reducing:
+            chunks[incoming].add_(received)
+    _put_back(tensor, flat)
+    return sent
+
+
+def tree_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
+    """Sum `tensor` over all ranks, in place, up a binomial tree and down again. Collective.
+
+    In the first round, every second rank sends its tensor to its neighbor. In the next round, every second one of the
+    receivers does the same. After log2 N rounds, rank 0 has the sum, which returns along the same tree.
+
+    There are few rounds, so a tree is fast for small tensors. Each round sends the full tensor, so it is slow for large
+    ones. The result is bitwise identical on all ranks.
+
+    Returns:
+        The messages that this rank sent.
+    """
+    require_group(world)
+    flat = tensor.detach().contiguous().reshape(-1)
+    steps = [1 << bit for bit in range((world.size - 1).bit_length())]
+    sent: list[Message] = []
+    rounds = [(step, True) for step in steps] + [(step, False) for step in reversed(steps)]
+    for round_, (step, upwards) in enumerate(rounds):
+        place = world.rank % (2 * step)
+        child = world.rank + step if place == 0 and world.rank + step < world.size else None
+        parent = world.rank - step if place == step else None
+        receiver, sender = (parent, child) if upwards else (child, parent)
+        if not flat.numel():
+            continue
+        if receiver is not None:
+            dist.send(flat, receiver)
+            sent.append(Message(round_, world.rank, receiver, 0, flat.nbytes))
+        if sender is not None:
+            received = torch.empty_like(flat) if upwards else flat
+            dist.recv(received, sender)
+            if upwards:
+                flat.add_(received)
+    _put_back(tensor, flat)
+    return sent
+
+
+def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Copy `flat` to `tensor`, unless it is a view of it."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
