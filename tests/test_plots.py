@@ -3,10 +3,10 @@
 import matplotlib.pyplot as plt
 import pytest
 
+from ddp_tutorial.ddp.timeline import COMPUTE, LINK, Span, Timeline
 from ddp_tutorial.figures import plots
 from ddp_tutorial.figures.lanes import lanes
 from ddp_tutorial.figures.schedule_plots import schedules
-from ddp_tutorial.figures.timeline import COMPUTE, LINK, Span, Timeline
 from ddp_tutorial.pipeline.schedules import gpipe, simulate
 
 

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_tutorial.ddp.buckets import Bucket
-from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
-from ddp_tutorial.figures import plots
-from ddp_tutorial.figures.timeline import (
+from ddp_tutorial.ddp.timeline import (
     COMPUTE,
     LINK,
     Recorder,
@@ -33,6 +31,8 @@ from ddp_tutorial.figures.timeline import (
     record,
     record_torch,
 )
+from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.figures import plots
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
@@ -208,6 +208,18 @@ def test_the_trace_holds_every_span_in_microseconds(recorded: list[dict[str, Tim
     assert lanes == {(0, 0), (0, 1), (1, 0), (1, 1)}
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names.count("rank 0") == names.count("rank 1") == 1
+
+
+def test_a_loaded_trace_is_the_timeline_that_was_saved(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
+    for timeline in recorded[0].values():
+        timeline.save_trace(tmp_path / "trace.json")
+        loaded = Timeline.load_trace(tmp_path / "trace.json")
+        assert loaded.link == timeline.link
+        zero = min(span.start for spans in timeline.ranks for span in spans)
+        for before, after in zip(timeline.ranks, loaded.ranks, strict=True):
+            assert [span[:2] for span in after] == [span[:2] for span in before]
+            assert [span.start for span in after] == pytest.approx([span.start - zero for span in before], abs=1e-9)
+            assert [span.end for span in after] == pytest.approx([span.end - zero for span in before], abs=1e-9)
 
 
 def offsets(world: World) -> tuple[float, float]:

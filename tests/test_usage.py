@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ddp_tutorial.commands.logs import logs
 from ddp_tutorial.phases import Edge, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.runs.folder import RunFolder, load_run
@@ -271,12 +273,14 @@ def test_profiled_steps_leave_a_trace_of_each_rank_and_their_timeline() -> None:
     launch(train, 2, config_of(name="profiled", profile=profile), device="cpu", echo=False)
     folder = Path("runs/profiled/profile")
     names = {path.name for path in folder.iterdir()}
-    assert names == {"rank_0.json.gz", "rank_1.json.gz", "timeline.json", "timeline.png"}
+    assert names == {"rank_0.json.gz", "rank_1.json.gz", "timeline.json"}
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     for rank in range(2):
         spans = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank]
         assert spans.count("forward") == spans.count("update") == 2
         assert any(name.startswith("bucket ") for name in spans), "the all-reduces of torch's DDP"
+    done = CliRunner().invoke(logs, ["timeline", "profiled"])
+    assert done.output == f"{folder / 'timeline.png'}\n"
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

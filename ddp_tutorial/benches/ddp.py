@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import CONTEXT, random_step
+from ddp_tutorial.ddp.timeline import overlap, record
 from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig
 from ddp_tutorial.experiments.arms import by_repeat, take_turns
-from ddp_tutorial.figures.timeline import overlap, record
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 

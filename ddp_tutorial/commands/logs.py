@@ -421,6 +421,36 @@ def _joined(folders: list[Path]) -> str:
     return "-".join(names[:3]).replace("/", "-") + more
 
 
+# ------------------------------------------------------------------------------------------------------------ timeline
+
+
+@logs.command("timeline")
+@a_run
+def draw_timeline(run: str) -> None:
+    """Draw the profiled steps of a run, with all ranks on one clock.
+
+    The figure goes to profile/timeline.png in the folder of the run. A run profiles the steps of config.profile.
+    """
+    from ddp_tutorial.runs.folder import RunFolder
+    from ddp_tutorial.runs.summaries import find_run
+
+    folder = RunFolder(find_run(run))
+    if not folder.timeline.is_file():
+        raise ConfigError(f"{folder.path} has no profiled steps. Run it with profile.steps=3")
+
+    import matplotlib as mpl
+
+    mpl.use("agg")
+
+    from ddp_tutorial.ddp.timeline import Timeline
+    from ddp_tutorial.figures.run_plots import write_figure
+    from ddp_tutorial.figures.step_plots import profiled_steps
+
+    path = folder.timeline.with_suffix(".png")
+    write_figure(profiled_steps(Timeline.load_trace(folder.timeline)), path)
+    click.echo(str(path))
+
+
 # ---------------------------------------------------------------------------------------------------------------- tail
 
 

@@ -2,7 +2,8 @@
 
 `variants` has four ways: one all-reduce for each parameter, one for all, buckets that are sent while backward still
 runs, and torch's own. `buckets` and `hooks` are their parts; `link` is a model of what sending costs, and a link slowed
-down to it; `shared_memory` is for two ranks of one host; `sync_bn` is BatchNorm over the batch of all ranks.
+down to it; `timeline` records when each rank computed and when its link carried something; `shared_memory` is for two
+ranks of one host; `sync_bn` is BatchNorm over the batch of all ranks.
 """
 
 import lazy_loader

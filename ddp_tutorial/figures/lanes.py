@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from ddp_tutorial.figures.style import BLUE, GREEN, INK, ORANGE, RED, SKY, styled
 
 if TYPE_CHECKING:
-    from ddp_tutorial.figures.timeline import Span
+    from ddp_tutorial.ddp.timeline import Span
 
 _LOOKS = {
     "forward": (SKY, "", INK),

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
@@ -25,7 +26,7 @@ from ddp_tutorial.figures.style import (
 )
 
 if TYPE_CHECKING:  # it imports torch, which drawing does not need
-    from ddp_tutorial.figures.timeline import Span, Timeline
+    from ddp_tutorial.ddp.timeline import Span, Timeline
 
 # The colour and the hatch of each part of a step, in `gantt`.
 _GANTT = {
@@ -79,8 +80,14 @@ def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -
     return figure
 
 
+def profiled_steps(timeline: "Timeline") -> Figure:
+    """Draw the steps that a run has profiled: a row for each rank, all on one time axis."""
+    ranks = {f"rank {rank}": replace(timeline, ranks=[spans]) for rank, spans in enumerate(timeline.ranks)}
+    return gantt(ranks, title="Profiled steps on every rank")
+
+
 def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
-    from ddp_tutorial.figures.timeline import COMPUTE
+    from ddp_tutorial.ddp.timeline import COMPUTE
 
     for row, timeline in enumerate(timelines.values()):
         spans = _seen(timeline, rank)

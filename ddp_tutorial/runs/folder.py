@@ -78,8 +78,13 @@ class RunFolder:
 
     @property
     def profile(self) -> Path:
-        """Traces and time lines of the steps that were profiled."""
+        """Traces of the steps that were profiled, and their timeline."""
         return self.path / "profile"
+
+    @property
+    def timeline(self) -> Path:
+        """The profiled steps of all ranks on one clock: see `ddp.timeline.Timeline`."""
+        return self.profile / "timeline.json"
 
     def rank_log(self, rank: int) -> Path:
         """What one rank has to say."""

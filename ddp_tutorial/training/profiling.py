@@ -1,7 +1,8 @@
-"""A few steps of a run under torch's profiler, on every rank, and their timeline.
+"""Run PyTorch's profiler for a few steps on every rank, and record the timeline of all ranks.
 
-In the run's folder: `profile/rank_0.json.gz`, ... as torch writes them, every operator in it; `profile/timeline.json`,
-all ranks on one clock; both for chrome://tracing or https://ui.perfetto.dev. And `profile/timeline.png`, to look at.
+The run folder then contains `profile/rank_0.json.gz`, `profile/rank_1.json.gz`, ... with every operator, as PyTorch
+writes them, and `profile/timeline.json` with the phases of all ranks on one clock. Open either in chrome://tracing or
+https://ui.perfetto.dev. `python -m ddp_tutorial logs timeline RUN` draws the timeline.
 """
 
 from contextlib import ExitStack
@@ -9,8 +10,7 @@ from contextlib import ExitStack
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.figures.timeline import TORCHS_OWN, Recorder, Timeline, add_transfers_of_torch, gather
-from ddp_tutorial.files import write_atomically
+from ddp_tutorial.ddp.timeline import TORCHS_OWN, Recorder, add_transfers_of_torch, gather
 from ddp_tutorial.phases import observe, phase
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.runs.rank_logs import LOG
@@ -24,7 +24,7 @@ class StepProfiler:
     """
 
     def __init__(self, world: World, run: RunFolder, first: int, last: int, link: Link | None) -> None:
-        self.world, self.folder, self.first, self.last, self.link = world, run.profile, first, last, link
+        self.world, self.run, self.first, self.last, self.link = world, run, first, last, link
         self._recorder: Recorder | None = None
         self._watching = ExitStack()
 
@@ -55,19 +55,12 @@ class StepProfiler:
         if not self.link:
             add_transfers_of_torch(recorder, self._profiler.events() or [])
         recorder.close()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self.folder / f"rank_{self.world.rank}.json.gz"))
+        self.run.profile.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self.run.profile / f"rank_{self.world.rank}.json.gz"))
         timeline = gather(self.world, recorder)
         if self.world.is_main:
-            timeline.save_trace(self.folder / "timeline.json")
-            write_atomically(self.folder / "timeline.png", self._figure(timeline))
-            LOG.info("steps %d to %d in %s", self.first, self.last, self.folder)
-
-    def _figure(self, timeline: Timeline) -> bytes:
-        from ddp_tutorial.figures import plots  # matplotlib, in rank 0 only
-
-        ranks = {f"rank {rank}": Timeline([spans], timeline.link) for rank, spans in enumerate(timeline.ranks)}
-        return plots.as_png(plots.gantt(ranks, title=f"Steps {self.first} to {self.last}, on every rank"))
+            timeline.save_trace(self.run.timeline)
+            LOG.info("steps %d to %d in %s", self.first, self.last, self.run.profile)
 
     def __enter__(self) -> "StepProfiler":
         return self

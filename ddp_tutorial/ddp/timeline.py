@@ -83,6 +83,20 @@ class Timeline:
         """Write it for chrome://tracing or https://ui.perfetto.dev: a process for each rank, a thread for each lane."""
         write_atomically(path, json.dumps({"traceEvents": list(self._events())}).encode())
 
+    @classmethod
+    def load_trace(cls, path: Path) -> "Timeline":
+        """Return the timeline that `save_trace` has written. Its times count from the first span."""
+        events = json.loads(path.read_text())["traceEvents"]
+        named = [event for event in events if event["ph"] == "M" and event["name"] == "thread_name"]
+        lanes = {(event["pid"], event["tid"]): event["args"]["name"].partition(" (") for event in named}
+        ranks: list[list[Span]] = [[] for _ in range(1 + max(event["pid"] for event in events))]
+        for event in events:
+            if event["ph"] == "X":
+                lane, start, end = lanes[event["pid"], event["tid"]][0], event["ts"], event["ts"] + event["dur"]
+                ranks[event["pid"]].append(Span(lane, event["name"], start / 1e6, end / 1e6))
+        links = [description.removesuffix(")") for lane, _, description in lanes.values() if lane == LINK]
+        return cls(ranks, links[0] if links else "")
+
     def _events(self) -> Iterator[dict[str, Any]]:
         zero = min(span.start for spans in self.ranks for span in spans)
         for rank, spans in enumerate(self.ranks):
