@@ -61,22 +61,22 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except ConfigError as error:
-        sys.exit(_told(str(error), 2))
+        sys.exit(_report(str(error), 2))
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(_told("interrupted; all ranks have been ended", 130))
+        sys.exit(_report("interrupted; all ranks have been ended", 130))
     except RankError as error:
         if error.is_a(ConfigError):  # found late, on a rank, but wrong from the start all the same
-            sys.exit(_told(error.message, 2))
+            sys.exit(_report(error.message, 2))
         # the message of a FailedError says all there is to say; of other errors the rank's traceback is shown, too
-        sys.exit(_told(error.message if error.is_a(FailedError) else str(error), 1))
+        sys.exit(_report(error.message if error.is_a(FailedError) else str(error), 1))
     except StoppedError as error:
         click.echo(str(error), err=True)
         sys.exit(exit_code())
     except FailedError as error:
-        sys.exit(_told(str(error), 1))
+        sys.exit(_report(str(error), 1))
 
 
-def _told(message: str, code: int) -> int:
+def _report(message: str, code: int) -> int:
     click.echo(f"error: {message}", err=True)
     return code
 

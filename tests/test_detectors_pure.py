@@ -17,7 +17,7 @@ from ddp_tutorial.debug.detector import Finding, Program
 from ddp_tutorial.debug.memory import Kind, OwnMemory, growth_per_step, live_tensors, more
 from ddp_tutorial.debug.overlap import DataOverlap, Epoch, rows_hashed
 from ddp_tutorial.debug.pace import slow_rank
-from ddp_tutorial.debug.replicas import ReplicaDrift, checksums, first_difference
+from ddp_tutorial.debug.replicas import ReplicaDrift, checksums, first_drift
 from ddp_tutorial.debug.spikes import has_diverged, ratio_to_median
 from ddp_tutorial.debug.taps import OUTPUT, Seen, Taps, norm_of
 from ddp_tutorial.world import World
@@ -137,9 +137,9 @@ def test_a_checksum_changes_with_any_bit_and_with_places() -> None:
 
 def test_the_minority_differs_and_where_there_is_none_all_do() -> None:
     a, b = {"w": 1, "v": 2}, {"w": 1, "v": 3}
-    assert first_difference([a, b, a]) == ("v", (1,))
-    assert first_difference([b, a]) == ("v", (0, 1))
-    assert first_difference([a, a, a]) is None
+    assert first_drift([a, b, a]) == ("v", (1,))
+    assert first_drift([b, a]) == ("v", (0, 1))
+    assert first_drift([a, a, a]) is None
 
 
 def test_the_own_memory_of_a_process_is_what_psutil_says() -> None:

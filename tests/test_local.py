@@ -29,7 +29,7 @@ from ddp_tutorial.ddp.link import DirectLink
 from ddp_tutorial.local.averaging import average
 from ddp_tutorial.local.outer import OuterNesterov
 from ddp_tutorial.local.rounds import Rounds
-from ddp_tutorial.local.state import OwnWeights
+from ddp_tutorial.local.state import LocalWeightsState
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig, TrainConfig
 from ddp_tutorial.training.export import load
@@ -554,13 +554,13 @@ def test_at_the_end_of_a_round_other_ranks_can_go_on_and_within_one_they_are_ref
 
 def test_within_a_round_its_length_cannot_change_and_at_its_end_it_can() -> None:
     model, other = make_toy(), make_toy()
-    saved = OwnWeights(model, World(), Rounds(4), lambda: 2).state_dict()
+    saved = LocalWeightsState(model, World(), Rounds(4), lambda: 2).state_dict()
     with pytest.raises(CheckpointError, match="2 steps into a round of 4, begun after step 0 or a whole number"):
-        OwnWeights(other, World(), Rounds(2), lambda: 0).load_state_dict(saved)
+        LocalWeightsState(other, World(), Rounds(2), lambda: 0).load_state_dict(saved)
     model.spare.data.add_(1)
-    OwnWeights(other, World(), Rounds(4), lambda: 0).load_state_dict(saved)
+    LocalWeightsState(other, World(), Rounds(4), lambda: 0).load_state_dict(saved)
     assert torch.equal(other.spare, model.spare)
-    OwnWeights(other, World(), Rounds(2), lambda: 0).load_state_dict({**saved, "alone": 0, "weights": {}})
+    LocalWeightsState(other, World(), Rounds(2), lambda: 0).load_state_dict({**saved, "alone": 0, "weights": {}})
 
 
 # ---------------------------------------------------------------------------------------------------------- the plan

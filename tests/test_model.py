@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ddp_tutorial.accumulation.memory import bytes_kept
+from ddp_tutorial.accumulation.memory import count_saved_bytes
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.training.gpt import GPT, loss_sum
 
@@ -122,7 +122,7 @@ def test_recomputing_gives_the_same_bits_with_dropout_and_keeps_much_less() -> N
         torch.manual_seed(0)
         model = GPT(layers=4, heads=2, width=32, context=32, dropout=0.2, recompute=recompute)
         tokens = torch.randint(256, (4, 33))
-        with bytes_kept(model) as saved:
+        with count_saved_bytes(model) as saved:
             loss = loss_sum(model(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))

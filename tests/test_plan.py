@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commands import call
-from ddp_tutorial.accumulation.memory import bytes_kept
+from ddp_tutorial.accumulation.memory import count_saved_bytes
 from ddp_tutorial.config import ConfigError, check, flat, layers, load, merged
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
@@ -80,7 +80,7 @@ def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> 
     config = TaskConfig(model=ModelConfig(layers=3, heads=2, width=64, context=64, recompute=recompute))
     model = GPT(**config.model.model_dump())
     tokens = torch.randint(256, (8, 64))
-    with bytes_kept(model) as kept:
+    with count_saved_bytes(model) as kept:
         loss_sum(model(tokens), tokens)
     assert 0.9 * kept.nbytes < memory(config, samples=8)["activations"] < 1.6 * kept.nbytes
 

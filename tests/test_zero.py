@@ -39,7 +39,7 @@ from ddp_tutorial.training.tasks import launch_training, make_trainer
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.elementwise import is_elementwise
 from ddp_tutorial.zero.gradients import ShardedGradients
-from ddp_tutorial.zero.memory import DIVIDED, bytes_kept, bytes_sent
+from ddp_tutorial.zero.memory import DIVIDED, bytes_sent, model_state_bytes
 from ddp_tutorial.zero.model import ShardedModel
 from ddp_tutorial.zero.optimizer import ShardedOptimizer
 from ddp_tutorial.zero.pieces import Layout, piece_of
@@ -902,7 +902,7 @@ def test_torchs_own_goes_the_same_way_is_resumed_with_the_same_bits_and_resharde
 def test_each_stage_divides_one_more_by_the_number_of_ranks() -> None:
     """7.5 billion parameters on 64 ranks, as in the paper's first figure, but in float32: 16 bytes a parameter."""
     psi, ranks = 7_500_000_000, 64
-    found = {name: sum(bytes_kept(name, psi, ranks).values()) / 1e9 for name in DIVIDED}
+    found = {name: sum(model_state_bytes(name, psi, ranks).values()) / 1e9 for name in DIVIDED}
     assert found == pytest.approx(
         {
             "ddp": 120,

@@ -59,24 +59,26 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
     """
     returned = loss(model, batch)
     if not (isinstance(returned, tuple) and len(returned) in {2, 3}):
-        raise LossError(f"the loss should return a sum and a count, as in '{_EXAMPLE}'; found {_told(returned)}")
+        raise LossError(f"the loss should return a sum and a count, as in '{_EXAMPLE}'; found {_describe(returned)}")
     total, count, *rest = returned
     metrics = rest[0] if rest else {}
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise LossError(
             f"the first that the loss returns should be its sum, a tensor of one number, as in '{_EXAMPLE}'; "
-            f"found {_told(total)}"
+            f"found {_describe(total)}"
         )
     if not _is_number(count):
-        raise LossError(f"the second that the loss returns should be how many it is a sum of; found {_told(count)}")
+        raise LossError(f"the second that the loss returns should be how many it is a sum of; found {_describe(count)}")
     if not isinstance(metrics, Mapping) or LOSS in metrics:
         raise LossError(
             f"the third that the loss returns should be metrics, such as {{'accuracy': (right, count)}}, none called "
-            f"{LOSS!r}; found {_told(metrics)}"
+            f"{LOSS!r}; found {_describe(metrics)}"
         )
     for name, pair in metrics.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))):
-            raise LossError(f"metric {name!r} should be a sum and a count, as in (right, count); found {_told(pair)}")
+            raise LossError(
+                f"metric {name!r} should be a sum and a count, as in (right, count); found {_describe(pair)}"
+            )
     pairs = {LOSS: (total, count), **metrics}
     return total, {name: (_detached(a), _detached(b)) for name, (a, b) in pairs.items()}
 
@@ -101,11 +103,11 @@ def _detached(value: Number) -> Number:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _told(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_told, value))})"
+        return f"({', '.join(map(_describe, value))})"
     return f"{value!r} ({type(value).__name__})"
 
 

@@ -1,4 +1,4 @@
-"""What forward keeps in memory for backward: the activations, which grow with the micro-batch; weights do not."""
+"""Measure the activations that the forward pass saves for the backward pass. They grow with the micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 @dataclass
-class Kept:
-    """Storages by identity, and their bytes: each counts once, however many tensors share it."""
+class SavedBytes:
+    """The bytes of each saved storage, by its identity. A storage that several tensors share counts once."""
 
     storages: dict[int, int] = field(default_factory=dict)
 
@@ -21,21 +21,21 @@ class Kept:
 
 
 @contextmanager
-def bytes_kept(model: nn.Module) -> Iterator[Kept]:
-    """Count the bytes that autograd keeps for backward, without those of the model, which are there anyway.
+def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
+    """Count the bytes that autograd saves for backward, without the parameters and buffers of `model`.
 
-    with bytes_kept(model) as kept:
+    with count_saved_bytes(model) as saved:
         loss = model(inputs).sum()
-    print(kept.nbytes)
+    print(saved.nbytes)
     """
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    kept = Kept()
+    saved = SavedBytes()
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:  # an address would not do: on torch's meta device, all are 0
-            kept.storages[storage._cdata] = storage.nbytes()
+        if storage._cdata not in own:  # not the address, which is 0 for all tensors on the meta device
+            saved.storages[storage._cdata] = storage.nbytes()
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield kept
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        yield saved

@@ -188,10 +188,10 @@ def is_right(name: str, message: str) -> bool:
     for part in re.split(r"; (?=rank)|\. (?=Rank)", sentence):
         found = re.search(r'(?i)ranks? ([\d, ]+) .*?File "[^"]*hangs\.py", line (\d+)', part)
         told |= {int(rank): int(found[2]) for rank in found[1].split(",")} if found else {}
-    return told == lines_of(name)
+    return told == hang_lines(name)
 
 
-def lines_of(name: str) -> dict[int, int]:
+def hang_lines(name: str) -> dict[int, int]:
     """By rank, the number of the line in this file at which it hangs."""
     first = HANGS[name].__code__.co_firstlineno
     found: dict[int, int] = {}

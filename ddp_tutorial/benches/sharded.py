@@ -15,7 +15,7 @@ from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.optimization import make_optimizer
 from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
-from ddp_tutorial.zero.memory import DIVIDED, bytes_kept
+from ddp_tutorial.zero.memory import DIVIDED, model_state_bytes
 
 SAMPLES = 8  # of a rank in a step
 _TURNS, _STEPS = 3, 2  # turns of an arm in a repeat, steps in a turn
@@ -43,7 +43,7 @@ def _measure(world: World, repeats: int) -> tuple[dict[str, list[float]], dict[s
     memory = {}
     for name in _STRATEGIES:
         parameters = sum(parameter.numel() for parameter in arms["ddp"].model.parameters())
-        predicted = bytes_kept(name, parameters, world.size)
+        predicted = model_state_bytes(name, parameters, world.size)
         measured = held(arms[name])
         ratio = {each: measured[each] / predicted[each] for each in predicted}
         memory[name] = {"measured": measured, "predicted": predicted, "measured_vs_predicted": ratio}

@@ -71,7 +71,7 @@ class NonFinite(Detector):
             return [Finding(self.name, step, everyone, message, "error", "reduction")]
         first = phases[0]
         at_fault = {rank: origin[1] for rank, origin in enumerate(origins) if origin and origin[0] == first}
-        told = "; ".join(f"on rank {rank}, {_told(first, name)}" for rank, name in at_fault.items())
+        told = "; ".join(f"on rank {rank}, {_describe_origin(first, name)}" for rank, name in at_fault.items())
         where = next(iter(at_fault.values())) or first
         return [Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {told}", "error", where)]
 
@@ -87,7 +87,7 @@ class NonFinite(Detector):
         return next((("update", name) for parameter, name in names if not bool(parameter.isfinite().all())), None)
 
 
-def _told(phase: str, name: str) -> str:
+def _describe_origin(phase: str, name: str) -> str:
     if phase == "update":
         return f"parameter {name!r} was not finite when the step began: the update before it, or what was loaded"
     if phase == "forward":

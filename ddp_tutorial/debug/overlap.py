@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import cache
 from itertools import combinations
 from typing import Any, ClassVar
 from zlib import crc32
@@ -11,6 +10,7 @@ import torch
 
 from ddp_tutorial.compat import tree_leaves
 from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
+from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
 from ddp_tutorial.debug.taps import Seen
 
 # So many samples of an epoch are remembered; then the comparison begins anew.
@@ -216,7 +216,7 @@ def rows_hashed(inputs: Any) -> torch.Tensor:
         [leaf] = inputs
         if leaf.dtype is torch.int64 and leaf.dim() == 2 and leaf.is_cpu and 0 < leaf.shape[1] <= _NUMBERS:
             # Most often it is numbers of tokens. The same sum, in a third of the time: numpy has less to do around it.
-            return torch.from_numpy(leaf.numpy() @ _weights_on_cpu(leaf.shape[1]))
+            return torch.from_numpy(leaf.numpy() @ numpy_hash_weights(leaf.shape[1]))
     return _rows_hashed(inputs)
 
 
@@ -232,7 +232,7 @@ def _rows_hashed(inputs: Any) -> torch.Tensor:
     words = _words(alike[0]) if len(alike) == 1 else torch.cat([_words(leaf) for leaf in alike], 1)
     if words.shape[1] > _NUMBERS:
         words = words[:, :: -(-words.shape[1] // _NUMBERS)]
-    weights = _weights(words.device, words.shape[1])
+    weights = hash_weights(words.shape[1], words.device)
     if words.device.type == "cpu":
         return torch.mv(words, weights)  # the same sum; not for whole numbers on a GPU
     return (words * weights).sum(1)
@@ -249,15 +249,3 @@ def _words(leaf: torch.Tensor) -> torch.Tensor:
     elif data.storage_offset() % 8:
         data = data.clone()
     return data.view(torch.int64)
-
-
-@cache
-def _weights_on_cpu(length: int) -> Any:
-    return _weights(torch.device("cpu"), length).numpy()
-
-
-@cache
-def _weights(device: torch.device, length: int) -> torch.Tensor:
-    """Odd numbers at random, the same on all ranks."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randint(1 << 62, (length,), generator=generator) * 2 + 1).to(device)

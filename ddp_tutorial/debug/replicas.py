@@ -10,7 +10,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
+from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
 from ddp_tutorial.debug.taps import Seen
 from ddp_tutorial.zero.pieces import is_piece
 
@@ -100,7 +100,7 @@ class ReplicaDrift(Detector):
 
     def _compare_buffers(self, step: int) -> list[Finding]:
         """Those that differ, each told once. Collective."""
-        found = first_difference(self.program.gather(self._buffers))
+        found = first_drift(self.program.gather(self._buffers))
         if found is None or found[0] in self._told:
             return []
         name, ranks = found
@@ -129,12 +129,12 @@ class ReplicaDrift(Detector):
             self._is_telling = self._is_telling and not self._doubts
             self._doubts, self._same_after = None, after
             return []
-        found = first_difference(self.program.gather(sums))
+        found = first_drift(self.program.gather(sums))
         assert found is not None, "a checksum of them all differs, so that of one does"
         since = ""
         if self._doubts and self._doubts[0] < step:  # by now all may differ: which gradient did in that step?
             step, sizes = self._doubts
-            found = first_difference(self.program.gather(self._kept(sizes))) or found
+            found = first_drift(self.program.gather(self._kept(sizes))) or found
         elif self._same_after is not None and self._same_after < after - 1:
             since = f". After step {self._same_after} all was the same"
         name, ranks = found
@@ -166,9 +166,11 @@ class ReplicaDrift(Detector):
         }
 
 
-def first_difference(of_ranks: Sequence[Mapping[str, object]]) -> tuple[str, tuple[int, ...]] | None:
-    """The first name whose value is not the same on all ranks, and the ranks that differ from most of the others;
-    all of them where no value is that of most."""
+def first_drift(of_ranks: Sequence[Mapping[str, object]]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the first name whose value differs between ranks, and the ranks that differ from the majority.
+
+    Without a majority, these are all ranks. Returns None if all values are equal.
+    """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         values = [each.get(name) for each in of_ranks]
         [(common, count), *others] = Counter(values).most_common(2)
@@ -209,7 +211,7 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
             return zlib.crc32(values.data)
         if values.nbytes % (8 * _ROW) == 0:  # the same sum, with less around it
             sums = np.add.reduce(values.reshape(-1).view(np.int64).reshape(-1, _ROW))
-            return int(np.dot(sums, _weights_on_cpu()))
+            return int(np.dot(sums, numpy_hash_weights(_ROW)))
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
@@ -218,23 +220,11 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
         return zlib.crc32(data.numpy().data)
     in_rows = len(data) // (8 * _ROW) * (8 * _ROW)
     rows, rest = data[:in_rows].view(torch.int64).view(-1, _ROW), data[in_rows:]
-    weights = _weights(data.device)
+    weights = hash_weights(_ROW, data.device)
     sums = (rows.sum(0) * weights).sum()
     if not len(rest):
         return sums
-    return sums + (rest.long() * _weights(data.device, 8 * _ROW)[: len(rest)]).sum()
-
-
-@cache
-def _weights_on_cpu() -> Any:
-    return _weights(torch.device("cpu")).numpy()
-
-
-@cache
-def _weights(device: torch.device, length: int = _ROW) -> torch.Tensor:
-    """Odd numbers at random, the same on all ranks: a product with one of them loses no bit."""
-    generator = torch.Generator().manual_seed(length)
-    return (torch.randint(1 << 62, (length,), generator=generator) * 2 + 1).to(device)
+    return sums + (rest.long() * hash_weights(8 * _ROW, data.device)[: len(rest)]).sum()
 
 
 def together(sums: Mapping[str, int]) -> int:

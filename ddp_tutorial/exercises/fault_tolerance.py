@@ -147,7 +147,7 @@ def _end(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def _told(answer: Answer, folder: Path) -> tuple[str, int]:
+def _answer_in_child(answer: Answer, folder: Path) -> tuple[str, int]:
     child, reader = _in_a_child(lambda: answer(folder))
     said = os.read(reader, 10).decode()
     os.close(reader)
@@ -163,11 +163,11 @@ def _claimed(world: World, answer: Answer, name: str) -> dict[str, Any]:
         answer(Path(name) / "nowhere")  # raises `NotImplementedError` where it is told as such, and not in a child
     try:
         for who, what in (("first", folder), ("second", folder), ("elsewhere", other)):
-            found[who], child = _told(answer, what)
+            found[who], child = _answer_in_child(answer, what)
             children.append(child)
         _end(children.pop(0))
         for who in ("heir", "late"):
-            found[who], child = _told(answer, folder)
+            found[who], child = _answer_in_child(answer, folder)
             children.append(child)
     finally:
         for child in children:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from ddp_tutorial.accumulation.memory import bytes_kept as kept_for_backward
+from ddp_tutorial.accumulation.memory import count_saved_bytes
 from ddp_tutorial.debug.memory import live_tensors
 from ddp_tutorial.debug.recorder import calls
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.world import World
-from ddp_tutorial.zero.memory import bytes_kept
+from ddp_tutorial.zero.memory import model_state_bytes
 
 # ------------------------------------------------------------------------------------------------ 1. does it fit?
 
@@ -41,7 +41,7 @@ def _test_fits(answer: Answer) -> str:
         got = answer(parameters, ranks, there)
         if got is not None and got not in _STAGES:
             raise WrongAnswerError(f"Return one of {', '.join(map(repr, _STAGES))}, or None; you gave {got!r}.")
-        needed = {name: sum(bytes_kept(name, parameters, ranks).values()) for name in _STAGES}
+        needed = {name: sum(model_state_bytes(name, parameters, ranks).values()) for name in _STAGES}
         right = next((name for name in _STAGES if needed[name] <= there), None)
         told = ", ".join(f"{name} {nbytes / _GB:g}" for name, nbytes in needed.items())
         expect(
@@ -246,7 +246,7 @@ def _sharded_module(world: World, answer: Answer) -> None:
         right.square().sum().backward()
         gradient = _flat([parameter.grad for parameter in truth.parameters()])
         truth.zero_grad()
-        with kept_for_backward(nn.ParameterList([piece])) as kept:
+        with count_saved_bytes(nn.ParameterList([piece])) as kept:
             y = forward(x)
         same = torch.allclose(y, right[world.rank], atol=1e-5)
         expect(same, f"In step {step}, {told}: forward gave another output.")

@@ -29,7 +29,7 @@ from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.experiments.scaling import BACKWARD, StepModel
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.pipeline.schedules import Name, make_table, peaks, simulate
-from ddp_tutorial.zero.memory import bytes_kept, bytes_sent
+from ddp_tutorial.zero.memory import bytes_sent, model_state_bytes
 
 FLOAT = 4  # bytes
 Kind = Literal["ddp", "zero1", "zero2", "zero3", "pipeline", "local", "diloco"]
@@ -138,7 +138,7 @@ def cost(choice: Choice, work: Work, network: Network, batch: int) -> Cost:
     samples = math.ceil(batch / network.ranks / choice.micro_batches)
     computing = work.fixed / choice.micro_batches + work.per_sample * samples  # of a micro-batch
     kept = choice.kind if choice.kind.startswith("zero") else "ddp"
-    memory = sum(bytes_kept(kept, round(work.parameters), mesh.span, work.optimizer).values())
+    memory = sum(model_state_bytes(kept, round(work.parameters), mesh.span, work.optimizer).values())
     memory += round(work.activations * samples)
     total = choice.micro_batches * computing
     if choice.kind in {"local", "diloco"}:

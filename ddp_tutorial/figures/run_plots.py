@@ -175,12 +175,14 @@ def _title(figure: Figure, grid: Any, summaries: Sequence[Summary], compare: boo
 
 def _differences(summaries: Sequence[Summary], most: int = 6) -> str:
     """The settings in which the runs differ, each with its values in the order of the runs."""
-    settings = [f"{name} ({', '.join(dict.fromkeys(map(_told, v)))})" for name, v in differing(summaries).items()]
+    settings = [
+        f"{name} ({', '.join(dict.fromkeys(map(_format_value, v)))})" for name, v in differing(summaries).items()
+    ]
     more = [f"and {len(settings) - most} more"] if len(settings) > most else []
     return f"They differ in {', '.join(settings[:most] + more)}" if settings else "Their settings are the same"
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     return "none" if value is None else str(value)
 
 
@@ -190,7 +192,7 @@ def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_lo
     if compare:
         settings = differing(summaries)
         for index, run in enumerate(summaries):
-            own = ", ".join(f"{name} {_told(values[index])}" for name, values in settings.items())
+            own = ", ".join(f"{name} {_format_value(values[index])}" for name, values in settings.items())
             label = f"{run.path} ({own})" if 0 < len(settings) <= 2 else run.path
             handles.append(Line2D([], [], label=label, **_look(index)))
     if with_losses:

@@ -31,7 +31,7 @@ class Judged:
         self.module.load_state_dict(state)
 
 
-class OwnWeights:
+class LocalWeightsState:
     """Within a round, this rank's weights and buffers; at its end nothing, for they are those that all ranks have.
 
     `alone` says how many steps of a round this rank has made.

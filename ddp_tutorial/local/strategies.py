@@ -32,7 +32,7 @@ from ddp_tutorial.ddp.variants import DataParallel, FlatDDP
 from ddp_tutorial.local.averaging import CountingLink, average
 from ddp_tutorial.local.outer import OuterNesterov
 from ddp_tutorial.local.rounds import LocalConfig, Rounds
-from ddp_tutorial.local.state import Judged, OwnOptimizer, OwnWeights
+from ddp_tutorial.local.state import Judged, LocalWeightsState, OwnOptimizer
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 
@@ -141,7 +141,7 @@ class LocalSGD:
                     tensor.copy_(each)
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        own = OwnWeights(self.module, self.world, self.rounds, lambda: self.steps_alone)
+        own = LocalWeightsState(self.module, self.world, self.rounds, lambda: self.steps_alone)
         return {
             "model": (Judged(self.module, self.whole), "replicated"),
             "local": (own, "per_rank"),  # over the mean, so after it

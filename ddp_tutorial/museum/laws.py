@@ -167,7 +167,7 @@ def _agreement(stage: Stage, program: Program) -> str:
     for rank, other in enumerate(others, start=1):
         for name in mine:
             if other.get(name) is not None and not _equal(mine[name], other[name]):
-                return f"{name}: {_told(mine[name], other[name], 'rank 0', f'rank {rank}')}"
+                return f"{name}: {_describe_difference(mine[name], other[name], 'rank 0', f'rank {rank}')}"
     return ""
 
 
@@ -197,7 +197,7 @@ def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: s
     for name, value in first.items():
         other = second.get(name)
         if not isinstance(value, str) and other is not None and not _equal(value, other):
-            return f"{name}: {_told(value, other, of_first, of_second)}"
+            return f"{name}: {_describe_difference(value, other, of_first, of_second)}"
     return ""
 
 
@@ -209,7 +209,7 @@ def _equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _told(first: Any, second: Any, of_first: str, of_second: str) -> str:
+def _describe_difference(first: Any, second: Any, of_first: str, of_second: str) -> str:
     if isinstance(first, torch.Tensor):
         if first.shape != second.shape:
             return f"{len(first)} numbers with {of_first}, {len(second)} with {of_second}"
@@ -287,7 +287,7 @@ def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
         other = second.result.get(name)
         same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
         if not same:
-            return f"{name}: {_told(value, other, 'uncut', 'cut')}"
+            return f"{name}: {_describe_difference(value, other, 'uncut', 'cut')}"
     saved = max((steps for steps in first.saves if steps < first.steps), default=0)
     if second.steps > whole.steps - saved:
         return f"step {saved} was saved, and the next start makes {second.steps} of {whole.steps} steps"

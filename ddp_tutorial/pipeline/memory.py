@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss
-from ddp_tutorial.accumulation.memory import bytes_kept
+from ddp_tutorial.accumulation.memory import count_saved_bytes
 from ddp_tutorial.ddp.link import bytes_all_reduced
 from ddp_tutorial.pipeline.parallel import PipelineConfig
 from ddp_tutorial.pipeline.schedules import FORWARD, Table
@@ -61,7 +61,7 @@ class _Through(nn.Module):
 def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig) -> list[StageCost]:
     """What each stage costs for one micro-batch `batch`; all on the meta device, so without computing anything."""
     stages = cut(model, config.cuts or even_cuts(model, config.stages))
-    with bytes_kept(model) as kept:
+    with count_saved_bytes(model) as kept:
         through = _Through(stages, kept)
         loss(through, batch)
     ends = [*through.ends, kept.nbytes]  # what the loss itself keeps belongs to the last stage

@@ -269,7 +269,8 @@ def waits_for_ever(table: Table, sends: Semantics) -> str:
                 at[rank], moved = at[rank] + 1, True
     stuck = [(rank, programs[rank][i]) for rank, i in enumerate(at) if i < len(programs[rank])]
     return "; ".join(
-        f"rank {rank} waits to {' and to '.join(_told(out, into, received))}" for rank, (out, into) in stuck
+        f"rank {rank} waits to {' and to '.join(_pending_exchanges(out, into, received))}"
+        for rank, (out, into) in stuck
     )
 
 
@@ -298,6 +299,6 @@ def _follower(action: Action, stages: int) -> int | None:
     return action.stage - 1 if action.stage else None
 
 
-def _told(out: Iterable[Message], into: Iterable[Message], received: set[Message]) -> list[str]:
+def _pending_exchanges(out: Iterable[Message], into: Iterable[Message], received: set[Message]) -> list[str]:
     sends = [f"send {action} to rank {to}" for action, to in out if (action, to) not in received]
     return sends + [f"receive {message[0]}" for message in into if message not in received]

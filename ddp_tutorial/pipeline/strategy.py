@@ -23,7 +23,7 @@ from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.mesh import group_of
 from ddp_tutorial.phases import phase
 from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig, require_even_micro_batches
-from ddp_tutorial.pipeline.weights import OwnWeights, StageWeights
+from ddp_tutorial.pipeline.weights import StageWeights, StageWeightsState
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.state import Groups, OptimizerState
 
@@ -86,7 +86,7 @@ class PipelineStrategy:
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         written = {name for name in self.weights.own if self._is_first(name)} if self.pipeline.number == 0 else set()
-        state, model = _StagesState(optimizer, self.pipeline.named, written), OwnWeights(self.weights, written)
+        state, model = _StagesState(optimizer, self.pipeline.named, written), StageWeightsState(self.weights, written)
         parts: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
         return parts | {"groups": (Groups(optimizer), "replicated")}
 

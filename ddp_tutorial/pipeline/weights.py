@@ -103,7 +103,7 @@ class StageWeights:
             self.is_training = False
 
 
-class OwnWeights:
+class StageWeightsState:
     """What a checkpoint keeps of a pipeline's weights: each tensor once, written by the first rank that has it, in the
     first pipeline, and read by all ranks that have it."""
 

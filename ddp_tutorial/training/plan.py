@@ -19,7 +19,7 @@ from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.tasks import check_start, task_of
 from ddp_tutorial.world import World, choose_backend, choose_device, joins_others
-from ddp_tutorial.zero.memory import bytes_gathered, bytes_kept, bytes_sent
+from ddp_tutorial.zero.memory import bytes_gathered, bytes_sent, model_state_bytes
 
 DEFAULT = "default"
 OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # for each parameter: two averages, or one, in float32
@@ -98,7 +98,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
     task = task_of(config)
     with torch.device("meta"):
         model, batch = task.model(config), task.batch_like(config, samples)
-        with activations.bytes_kept(model) as kept:
+        with activations.count_saved_bytes(model) as kept:
             task.loss(model, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if config.strategy == "pipeline":
@@ -106,7 +106,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
     else:
         span = mesh_of(config, ranks).span
         kind = "ddp" if config.strategy in LOCAL else config.strategy  # a rank that steps by itself has all, too
-        held = bytes_kept(kind, parameters, span, OPTIMIZER_BYTES[config.optimizer])
+        held = model_state_bytes(kind, parameters, span, OPTIMIZER_BYTES[config.optimizer])
         held |= {"gathered": bytes_gathered(kind, model) if span > 1 else 0, "activations": kept.nbytes}
     if config.strategy == "diloco":
         held["outer"] = 8 * parameters  # where the round began, and the velocity
@@ -121,7 +121,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
         costs = stage_costs(task.model(config), task.loss, task.batch_like(config, samples), stages)
     found = []
     for cost in rank_costs(costs, stages.table(), ranks // stages.ranks):
-        held = bytes_kept("ddp", cost.parameters, 1, OPTIMIZER_BYTES[config.optimizer])
+        held = model_state_bytes("ddp", cost.parameters, 1, OPTIMIZER_BYTES[config.optimizer])
         held |= {"gathered": 0, "activations": cost.activations}
         found.append({"parameters": cost.parameters, "memory": held, "sent": cost.sent})
     return found

@@ -23,9 +23,17 @@ DIVIDED: dict[str, frozenset[str]] = {
 }
 
 
-def bytes_kept(strategy: str, parameters: int, ranks: int, optimizer: int = 8) -> dict[str, int]:
-    """Bytes of one rank between backward and the optimizer's step, but for activations and what is gathered for a
-    while: 4 for each parameter and its gradient, and `optimizer`, divided as `strategy` does. Padding is left out."""
+def model_state_bytes(strategy: str, parameters: int, ranks: int, optimizer: int = 8) -> dict[str, int]:
+    """Return the bytes of weights, gradients and optimizer state on one rank, before the optimizer step.
+
+    Activations, gathered weights and padding are not included.
+
+    Args:
+        strategy: A key of `DIVIDED`.
+        parameters: The number of parameters of the model.
+        ranks: The number of ranks that shard it.
+        optimizer: Bytes of optimizer state for each parameter. A parameter and its gradient take 4 bytes each.
+    """
     whole: Mapping[str, int] = {"weights": 4, "gradients": 4, "optimizer": optimizer}
     divided = DIVIDED[strategy]
     return {name: parameters * each // (ranks if name in divided else 1) for name, each in whole.items()}

@@ -1,0 +1,20 @@
+"""Random weights for hashes of tensors: a hash is the sum of products of 64-bit integers with them."""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@cache
+def hash_weights(length: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:
+    """Return `length` random odd integers, the same on all ranks. A product with an odd integer loses no bit."""
+    generator = torch.Generator().manual_seed(length)
+    return (torch.randint(1 << 62, (length,), generator=generator) * 2 + 1).to(device)
+
+
+@cache
+def numpy_hash_weights(length: int) -> NDArray[np.int64]:
+    """Return `hash_weights(length)` as a NumPy array."""
+    return hash_weights(length).numpy()
