@@ -14,6 +14,7 @@ import ddp_tutorial
 PACKAGE = Path(ddp_tutorial.__file__).parent
 TOP = "ddp_tutorial"
 ROOT = "root"  # the modules outside of any room
+ROOT_PACKAGES = {"slurm"}  # `world` imports them, so they belong to the root
 Graph = dict[str, set[str]]
 Node = tuple[str, int]  # a room and its level, or a point of an arrow on a level between two rooms
 
@@ -33,7 +34,7 @@ def imports() -> Graph:
 def room_of(module: str) -> str:
     """Return the room of a module, named without the package: `zero.fsdp` -> `zero`, `world` -> `root`."""
     first = module.partition(".")[0]
-    return first if (PACKAGE / first).is_dir() or first == "__main__" else ROOT
+    return first if ((PACKAGE / first).is_dir() and first not in ROOT_PACKAGES) or first == "__main__" else ROOT
 
 
 def _imported(path: Path) -> Iterator[str]:

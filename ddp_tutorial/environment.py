@@ -2,13 +2,15 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+from ddp_tutorial.config import ConfigError
 
 
 def cores() -> int:
@@ -59,3 +61,18 @@ def _processor() -> str:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
+
+
+def integer_variable(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the value of an environment variable that must be an integer, or `default` if it is not set.
+
+    Raises:
+        ConfigError: If it is not an integer, or is not set and has no default.
+    """
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} should be a whole number") from None

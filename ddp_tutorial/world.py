@@ -6,23 +6,22 @@ is tested with a table rather than with a cluster.
 """
 
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import cycle, product
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial import hosts, rendezvous
+from ddp_tutorial import hosts
 from ddp_tutorial.compat import abort_process_group
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.environment import variables_restored
+from ddp_tutorial.environment import integer_variable, variables_restored
+from ddp_tutorial.slurm.step import has_gpu_per_task, world_of_step
 
 # How long a rank waits in a collective for the others before it gives up.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -77,9 +76,9 @@ class World:
         asked for that is not there, or device and backend do not go together.
         """
         torchrun = _torchrun(environ)
-        numbers = torchrun or _slurm(environ) or {}
+        numbers = torchrun or world_of_step(environ) or {}
         world = World(**numbers)
-        dealt = not torchrun and _gpus_are_dealt_out(environ, world.local_size)
+        dealt = not torchrun and has_gpu_per_task(environ, world.local_size)
         chosen = choose_device(device, world.local_rank, world.local_size, gpus, backend, dealt_out=dealt)
         return replace(world, device=chosen, backend=backend, timeout=timeout)
 
@@ -283,7 +282,7 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
     if len(given) == 1:
         missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
         raise ConfigError(f"{given[0]} is set but {missing} is not. Set both (torchrun does), or neither.")
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank, size = integer_variable(environ, "RANK"), integer_variable(environ, "WORLD_SIZE")
     missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if size > 1 and missing_address:
         raise ConfigError(
@@ -293,107 +292,6 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
     return {
         "rank": rank,
         "size": size,
-        "local_rank": _number(environ, "LOCAL_RANK", default=rank),
-        "local_size": _number(environ, "LOCAL_WORLD_SIZE", default=size),
+        "local_rank": integer_variable(environ, "LOCAL_RANK", rank),
+        "local_size": integer_variable(environ, "LOCAL_WORLD_SIZE", size),
     }
-
-
-def _slurm(environ: Mapping[str, str]) -> dict[str, int | str] | None:
-    """Slurm's variables, inside a step that `srun` started.
-
-    A batch script or an interactive shell has SLURM_PROCID=0 too, but it is alone: only a step has an id.
-    """
-    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
-        return None
-    size = _number(environ, "SLURM_STEP_NUM_TASKS", default=_number(environ, "SLURM_NTASKS", default=1))
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
-    per_node, node = tasks_per_node(tasks), _number(environ, "SLURM_NODEID", default=0)
-    if not 0 <= node < len(per_node):
-        raise ConfigError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
-    if "SLURM_STEP_TASKS_PER_NODE" in environ and sum(per_node) != size:
-        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {sum(per_node)} tasks, and the step has {size}")
-    names = node_names(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost")))
-    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"} <= environ.keys() and len(names) != len(per_node):
-        raise ConfigError(
-            f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} are {len(names)} nodes, and "
-            f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {len(per_node)}"
-        )
-    address = environ.get("MASTER_ADDR", names[0])
-    port = environ.get("MASTER_PORT")
-    step = [_number(environ, f"SLURM_{name}", default=0) for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
-    return {
-        "rank": _number(environ, "SLURM_PROCID"),
-        "size": size,
-        "local_rank": _number(environ, "SLURM_LOCALID", default=0),
-        "local_size": per_node[node],
-        "init_method": f"tcp://{address}:{port}"
-        if port
-        else rendezvous.slurm_address(address, environ.get("SLURM_CLUSTER_NAME", "slurm"), *step),
-    }
-
-
-def _gpus_are_dealt_out(environ: Mapping[str, str], local_size: int) -> bool:
-    """Return whether Slurm has given the machine enough GPUs for its tasks, as with `srun --gpus-per-task=1`.
-
-    A task that sees fewer GPUs than the machine has tasks then sees its own only.
-    """
-    if "SLURM_STEP_ID" not in environ:
-        return False
-    on_node = re.search(r"\d+$", environ.get("SLURM_GPUS_ON_NODE", ""))
-    if on_node is not None:
-        return int(on_node[0]) >= local_size
-    return "SLURM_GPUS_PER_TASK" in environ or environ.get("SLURM_NTASKS_PER_GPU") == "1"
-
-
-def node_names(nodelist: str) -> list[str]:
-    """The names of a Slurm node list: `"gpu[03-05,9],login"` -> `["gpu03", "gpu04", "gpu05", "gpu9", "login"]`.
-
-    Raises `ConfigError` for what is none, and for one that contradicts itself: a range that runs backwards, a name
-    that comes twice.
-    """
-    if not re.fullmatch(_HOSTS, nodelist):
-        raise ConfigError(f"{nodelist!r} is not a node list such as 'node[01-03]'")
-    found = []
-    for pattern in re.findall(_HOST, nodelist):
-        parts = re.split(r"\[(.*?)\]", pattern)  # outside brackets, inside, outside ...
-        choices = [_numbers(part) if inside else [part] for part, inside in zip(parts, cycle([False, True]))]
-        found += ["".join(chosen) for chosen in product(*choices)]
-    if twice := [name for name in dict.fromkeys(found) if found.count(name) > 1]:
-        raise ConfigError(f"the node list {nodelist!r} names {twice[0]!r} twice")
-    return found
-
-
-def _numbers(ranges: str) -> list[str]:
-    """`"03-05,9"` -> `["03", "04", "05", "9"]`."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ConfigError(f"the range {part!r} in a node list runs backwards")
-        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-    return numbers
-
-
-_HOST = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-_HOSTS = rf"{_HOST}(?:,{_HOST})*"
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Slurm's short form of tasks on each node: `"2(x3),1"` -> `[2, 2, 2, 1]`."""
-    tasks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '2(x3),1'")
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise ConfigError(f"{name}={text!r} should be a whole number") from None

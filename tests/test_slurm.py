@@ -21,16 +21,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slurm
-from ddp_tutorial import rendezvous
+from ddp_tutorial.commands.slurm_script import slurm_script
 from ddp_tutorial.config import ConfigError, check, from_arguments, layers, load
 from ddp_tutorial.processes.signals import EXIT_CODE
-from ddp_tutorial.processes.slurm import SlurmConfig, batch_script, ranks_per_node, seconds_of, submit
 from ddp_tutorial.runs.folder import RunFolder, request_stop
+from ddp_tutorial.slurm import rendezvous
+from ddp_tutorial.slurm.config import SlurmConfig, parse_time
+from ddp_tutorial.slurm.job import batch_script, ranks_per_node, submit
+from ddp_tutorial.slurm.step import node_names
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.plan import plan
-from ddp_tutorial.training.slurm import slurm_script
 from ddp_tutorial.training.tasks import launch_training
-from ddp_tutorial.world import World, node_names
+from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------------------------------- the script
 
@@ -194,7 +196,7 @@ def test_a_time_limit_is_read_with_its_units_and_slurm_gets_the_same(time: str, 
 @pytest.mark.parametrize("time", ["90", "1:30", "0min", "", "2 hours", "1:75:00", "1-12", "h", "-5min"])
 def test_a_time_limit_without_units_or_that_could_mean_two_things_is_refused(time: str) -> None:
     with pytest.raises(ConfigError, match=r"'slurm.time' .* should be a time with its units: 90min, 2h"):
-        seconds_of(time)
+        parse_time(time)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +439,7 @@ time.sleep(60)
 def test_a_job_of_any_program_is_requeued_once_each_rank_has_saved_and_stays_away_when_cancelled(
     cluster: slurm.Slurm, workdir: Path
 ) -> None:
-    """KillOnBadExit and a trap in the script would both spoil it: see `processes.slurm`."""
+    """KillOnBadExit and a trap in the script would both spoil it: see `slurm.job`."""
     (workdir / "task.py").write_text(textwrap.dedent(TASK))
 
     def start(how: str) -> int:

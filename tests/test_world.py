@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores, describe_environment, memory
+from ddp_tutorial.slurm.step import node_names, tasks_per_node
 from ddp_tutorial.world import (
     World,
     _meeting_place,
     choose_device,
-    node_names,
     process_group,
     require_group,
-    tasks_per_node,
 )
 
 TORCHRUN = {

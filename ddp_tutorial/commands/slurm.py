@@ -1,4 +1,4 @@
-"""A run as a job of a cluster."""
+"""Run a config as a Slurm job."""
 
 import sys
 
@@ -25,13 +25,14 @@ def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
     Its folder has to be one that all nodes share. To stop it for good: scancel.
     """
     with stopped_by_signals():
+        from ddp_tutorial.commands.slurm_script import slurm_script
         from ddp_tutorial.debug.settings import FaultyConfig
-        from ddp_tutorial.processes import slurm as jobs
-        from ddp_tutorial.training.slurm import slurm_script
+        from ddp_tutorial.slurm.job import OUTPUT
+        from ddp_tutorial.slurm.job import submit as submit_script
 
         script = slurm_script(config, overrides, python=sys.executable, kind=FaultyConfig)
         if submit:
-            job = jobs.submit(script)
-            click.echo(f"job {job}, its output in {str(jobs.OUTPUT).replace('%j', str(job))}")
+            job = submit_script(script)
+            click.echo(f"job {job}, its output in {str(OUTPUT).replace('%j', str(job))}")
         else:
             click.echo(script, nl=False)

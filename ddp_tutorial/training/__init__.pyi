@@ -2,7 +2,6 @@ from .config import TaskConfig as TaskConfig
 from .config import TrainConfig as TrainConfig
 from .export import load as load
 from .gpt import GPT as GPT
-from .slurm import slurm_script as slurm_script
 from .step import TrainStep as TrainStep
 from .tasks import launch_training as launch_training
 from .tasks import make_trainer as make_trainer

@@ -18,8 +18,8 @@ from ddp_tutorial.local.rounds import OPTIONS as LOCAL
 from ddp_tutorial.local.rounds import LocalConfig, require_rounds
 from ddp_tutorial.mesh import MeshConfig
 from ddp_tutorial.pipeline.parallel import StagesConfig
-from ddp_tutorial.processes.slurm import SlurmConfig
 from ddp_tutorial.sharding.sources import SourceConfig
+from ddp_tutorial.slurm.config import SlurmConfig
 from ddp_tutorial.training.stopping import Mode
 
 Kind = Literal[  # see strategies.make_strategy

@@ -1,10 +1,11 @@
-"""A run of a config as a job for Slurm: `python -m ddp_tutorial slurm CONFIG`."""
+"""The batch script of a training run: what `python -m ddp_tutorial slurm CONFIG` prints and submits."""
 
 import shlex
 from collections.abc import Iterable
 
 from ddp_tutorial.config import ConfigError, load
-from ddp_tutorial.processes.slurm import SlurmConfig, batch_script, ranks_per_node
+from ddp_tutorial.slurm.config import SlurmConfig
+from ddp_tutorial.slurm.job import batch_script, ranks_per_node
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.strategies import micro_batches_per_rank
 from ddp_tutorial.training.tasks import check_start
@@ -13,16 +14,20 @@ from ddp_tutorial.training.tasks import check_start
 def slurm_script(
     source: str, overrides: Iterable[str] = (), python: str = "python", kind: type[TaskConfig] = TaskConfig
 ) -> str:
-    """The batch script that trains as `train SOURCE OVERRIDES` would, on as many ranks: `nprocs`. `kind` is what the
-    config is checked against.
+    """Return the batch script that trains as `train SOURCE OVERRIDES` would, on config.nprocs ranks.
 
-    Overrides may be of the job as well: "nodes=2" is "slurm.nodes=2". A run without a name is called by the job's
-    number, so that the job finds its checkpoint when it is queued again.
+    A run without a name is named after the number of the job, so that a requeued job finds its checkpoint.
 
-    Raises `ConfigError` for what training would refuse at its start (see `tasks.check_start`), and for ranks that
-    cannot be shared out to the nodes.
+    Args:
+        source: The name or the path of a config.
+        overrides: Settings of the run and of the job. "nodes=2" is short for "slurm.nodes=2".
+        python: The Python interpreter.
+        kind: The class of the config.
+
+    Raises:
+        ConfigError: If the nodes cannot have the same number of ranks, or if training would reject the config.
     """
-    of_job, of_run = split(overrides)
+    of_job, of_run = split_overrides(overrides)
     config = load(source, kind, [*of_run, *of_job])
     if config.resume not in {"never", "auto"}:
         raise ConfigError(
@@ -40,7 +45,7 @@ def slurm_script(
     words = ["-m", "ddp_tutorial", "train", source, *said]
     about = f"{config.batch_size} samples in an optimiser step, over all ranks"
     if not config.checkpoint.every:
-        about += "\n# checkpoint.every is 0: it saves when it is told to go, but a job that loses a node begins anew"
+        about += "\n# checkpoint.every is 0: it saves when it is told to stop, but starts over after a node failure"
     return batch_script(
         f'{shlex.join(words)} name="$run" resume=auto',
         config.nprocs,
@@ -49,12 +54,12 @@ def slurm_script(
         name=config.name.replace("/", "-") or config.label,
         about=about,
         python=python,
-        patience=config.collective_timeout,
+        timeout=config.collective_timeout,
     )
 
 
-def split(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Those of the job, written out ("nodes=2" -> "slurm.nodes=2"), and those of the run."""
+def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides of the job, in full ("nodes=2" -> "slurm.nodes=2"), and those of the run."""
     of_job: list[str] = []
     of_run: list[str] = []
     for override in map(str.strip, overrides):

@@ -1,0 +1,87 @@
+"""Settings of a Slurm job."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from ddp_tutorial.config import Config, ConfigError
+from ddp_tutorial.slurm.step import node_names
+
+_UNITS = r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?"
+_CLOCK = r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)"
+
+
+class SlurmConfig(Config):
+    """Settings of a job: its nodes and its time limit. The number of ranks is the `nprocs` of the run."""
+
+    nodes: int = Field(1, ge=1)
+    nodelist: str = Field("", examples=["node01"], description="which nodes, as in node[01-03]; or else Slurm chooses")
+    starter: Literal["srun", "torchrun"] = Field(
+        "srun", description="of ranks: a task each, or a torchrun on each node"
+    )
+    partition: str = Field("", examples=["gpu"])
+    account: str = Field("", examples=["project1"])
+    time: str = Field("1h", examples=["90min"], description="limit: 90min, 2h, 1d12h, or as 1:30:00 and 1-12:00:00")
+    warning: int = Field(120, ge=1, description="seconds before that in which ranks save")
+    cpus: int = Field(1, ge=1, description="cores for each rank, and its threads")
+    gpus: int = Field(0, ge=0, description="of each node")
+    options: tuple[str, ...] = Field((), strict=False, examples=[["--mem=32G"]], description="others of sbatch")
+    setup: tuple[str, ...] = Field(
+        (), strict=False, examples=[["module load cuda"]], description="lines of shell that come before"
+    )
+
+    @property
+    def seconds(self) -> int:
+        """The time limit in seconds."""
+        return parse_time(self.time)
+
+    @field_validator("time")
+    @classmethod
+    def _has_a_unit(cls, time: str) -> str:
+        parse_time(time)
+        return time
+
+    @field_validator("partition", "account", "nodelist")
+    @classmethod
+    def _is_one_word(cls, word: str, info: ValidationInfo) -> str:
+        if not re.fullmatch(r"[^\s#'\"]*", word):
+            raise ValueError(f"'slurm.{info.field_name}' {word!r} should be one word")
+        return word
+
+    @field_validator("options")
+    @classmethod
+    def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            if not re.fullmatch(r"--?\w\S*", option):
+                raise ValueError(f"'slurm.options' {option!r} should be an option of sbatch, such as --mem=32G")
+        return options
+
+    @model_validator(mode="after")
+    def _is_warned_in_time(self) -> "SlurmConfig":
+        if self.warning >= self.seconds:
+            raise ValueError(f"'slurm.warning' {self.warning} seconds before the end of {self.time!r} is no warning")
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_are_those_listed(self) -> "SlurmConfig":
+        listed = node_names(self.nodelist) if self.nodelist else []
+        if listed and len(listed) != self.nodes:
+            raise ValueError(f"'slurm.nodelist' {self.nodelist} are {len(listed)}, and 'slurm.nodes' says {self.nodes}")
+        return self
+
+
+def parse_time(time: str) -> int:
+    """Return a time limit in seconds: "90min" -> 5400; also "1d12h", "1:30:00" and "1-12:00:00".
+
+    Raises:
+        ConfigError: If there is no unit, or if the time is ambiguous, such as Slurm's "90" and "90:00".
+    """
+    match = re.fullmatch(_UNITS, time) or re.fullmatch(_CLOCK, time)
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    found = seconds + 60 * (minutes + 60 * (hours + 24 * days))
+    if not found:
+        raise ConfigError(
+            f"'slurm.time' {time!r} should be a time with its units: 90min, 2h, 1d12h, or 1:30:00, 1-12:00:00"
+        )
+    return found

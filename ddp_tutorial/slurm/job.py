@@ -1,0 +1,165 @@
+"""Batch scripts for Slurm, and their submission.
+
+The script is plain text to read, edit and submit by hand. It contains only what Slurm's manual documents. A library
+such as submitit (1.5) also writes scripts and requeues jobs, but its jobs load a pickled function. Here the job runs a
+command line that saves and resumes.
+
+A job ends in one of these ways:
+
+- The time limit is near: Slurm sends USR1 to every rank (`--signal`). The ranks save after the same step and exit with
+  code 75, and the script requeues the job.
+- The job is preempted, and its partition has a grace time: the same, with TERM, or with USR1 if the cluster is
+  configured so.
+- The job is preempted or requeued without notice: the ranks and the script receive TERM, and Slurm requeues the job.
+  The ranks have saved if they finish within KillWait, usually 30 seconds.
+- The job is canceled: the same signals, but the job is not requeued, because the script is terminated too. This is why
+  the script traps no signal.
+- A node fails: Slurm requeues the job, which resumes from the latest checkpoint.
+"""
+
+import math
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import RUNS
+from ddp_tutorial.slurm.config import SlurmConfig
+
+OUTPUT = RUNS / "slurm-%j.out"  # of all attempts of a job; Slurm inserts its number
+REQUEUE_CODE = 75  # of a rank that was told to stop and has saved: `processes.signals.EXIT_CODE`
+_DONE = '"status": "finished"|"reason": "a request"'  # in the result of a run that must not resume
+
+
+def ranks_per_node(ranks: int, slurm: SlurmConfig) -> int:
+    """Return the number of ranks on each node. Raises `ConfigError` if the nodes cannot have the same number."""
+    if ranks % slurm.nodes:
+        fewer = ranks - ranks % slurm.nodes
+        counts = " or ".join(str(count) for count in (fewer, fewer + slurm.nodes) if count)
+        raise ConfigError(
+            f"'nprocs' {ranks} ranks on 'slurm.nodes' {slurm.nodes} are unequally many on each: use nprocs={counts}"
+        )
+    return ranks // slurm.nodes
+
+
+def batch_script(
+    command: str,
+    ranks: int,
+    slurm: SlurmConfig,
+    *,
+    run: str,
+    name: str,
+    about: str,
+    python: str = "python",
+    timeout: float = 600,
+) -> str:
+    """Return the batch script of a job in which each rank runs `python COMMAND`.
+
+    Args:
+        command: A piece of shell that may use "$run".
+        ranks: The number of ranks, over all nodes.
+        slurm: The settings of the job.
+        run: The name of the run that `command` resumes, as a piece of shell.
+        name: The name of the job.
+        about: A comment for the top of the script.
+        python: The Python interpreter.
+        timeout: Seconds that the other ranks have to exit after the first one has exited.
+
+    Raises:
+        ConfigError: If the nodes cannot have the same number of ranks.
+    """
+    here = ranks_per_node(ranks, slurm)
+    by_srun = slurm.starter == "srun"
+    tasks, cpus = (here, slurm.cpus) if by_srun else (1, here * slurm.cpus)
+    chosen = {"partition": slurm.partition, "account": slurm.account, "nodelist": slurm.nodelist}
+    srun = f"srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait={math.ceil(timeout)}"
+    lines = [
+        "#!/bin/bash",
+        f"# {ranks} ranks, {here} on each of {slurm.nodes} nodes; {about}",
+        f"#SBATCH --job-name={name}",
+        f"#SBATCH --nodes={slurm.nodes}",
+        f"#SBATCH --ntasks-per-node={tasks}",
+        f"#SBATCH --cpus-per-task={cpus}",
+        *([f"#SBATCH --gpus-per-node={slurm.gpus}"] if slurm.gpus else []),
+        *(f"#SBATCH --{option}={value}" for option, value in chosen.items() if value),
+        *(f"#SBATCH {option}" for option in slurm.options),
+        f"#SBATCH --time={_clock(slurm.seconds)}",
+        f"# {slurm.warning} seconds before the time is up, every rank gets this signal, and saves",
+        f"#SBATCH --signal=USR1@{slurm.warning}",
+        "# a job that is preempted, or loses a node, is queued again, under the same number",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={OUTPUT}",
+        "",
+        *slurm.setup,
+        f"export OMP_NUM_THREADS={slurm.cpus}",
+        f"run={run}",
+        "",
+        "# A rank that ends before the others is no reason to kill them: they may still be saving.",
+        *(_tasks(srun, python, command) if by_srun else _agents(srun, python, command, slurm.nodes, here)),
+        "",
+        f"# {REQUEUE_CODE}: told to stop, and saved. 138, 143: ended by USR1 or TERM, as Python was not up yet.",
+        f'case $code in {REQUEUE_CODE} | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac',
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tasks(srun: str, python: str, command: str) -> Iterable[str]:
+    return (
+        "# Each task is a rank. Its number, the world's size and the first node, where they meet, are in SLURM_*.",
+        f"{srun} \\",
+        f"    {shlex.quote(python)} {command}",
+        "code=$?",
+    )
+
+
+def _agents(srun: str, python: str, command: str, nodes: int, here: int) -> Iterable[str]:
+    return (
+        f"# Each task is a torchrun, which starts {here} of the ranks. They meet on the first node, where this script",
+        "# runs, at a port that is free now. A signal is for the ranks: torchrun ignores it, and exits after them.",
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        f"port=$({shlex.quote(python)} -c 'import socket; print(socket.create_server((\"\", 0)).getsockname()[1])')",
+        f"{srun} \\",
+        """    bash -c 'trap "" TERM USR1; PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) exec "$@"' on_each_node \\""",
+        f"    {shlex.quote(python)} -m torch.distributed.run --nnodes={nodes} --nproc-per-node={here} \\",
+        '    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" \\',
+        '    --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --max-restarts=3 --signals-to-handle=SIGINT \\',
+        f"    {command}",
+        "code=$?",
+        "# It ends with 0 where ranks were told to stop, too. The result says if it is done, or was asked to stop.",
+        f"""if [ $code = 0 ] && ! grep -qsE '{_DONE}' "runs/$run/result.json"; then code={REQUEUE_CODE}; fi""",
+    )
+
+
+def _clock(seconds: int) -> str:
+    """Return a time as Slurm writes it: 5400 -> 0-01:30:00."""
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{hours // 24}-{hours % 24:02}:{minutes % 60:02}:{seconds % 60:02}"
+
+
+def submit(script: str) -> int:
+    """Submit a batch script and return the number of the job.
+
+    The ranks run in the working directory of this process, which all nodes must share.
+
+    Raises:
+        ConfigError: If Slurm is not installed or rejects the job, for example for an unknown partition.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError("Slurm is not installed here: there is no sbatch. Without --submit the script is printed")
+    Path(OUTPUT).parent.mkdir(parents=True, exist_ok=True)  # without the folder, Slurm drops the output
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError("sbatch had no answer from Slurm in 120 seconds") from None
+    if done.returncode:
+        why = [
+            line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()
+        ]
+        raise ConfigError(f"Slurm refuses the job: {why[-1] if why else f'sbatch ended with {done.returncode}'}")
+    return int(done.stdout.partition(";")[0])  # NUMBER, or NUMBER;CLUSTER

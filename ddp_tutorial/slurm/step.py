@@ -1,0 +1,107 @@
+"""Read the environment variables that Slurm's `srun` sets for each task of a job step."""
+
+import re
+from collections.abc import Mapping
+from itertools import cycle, product
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.environment import integer_variable
+from ddp_tutorial.slurm.rendezvous import slurm_address
+
+_HOST = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+_HOSTS = rf"{_HOST}(?:,{_HOST})*"
+
+
+def world_of_step(environ: Mapping[str, str]) -> dict[str, int | str] | None:
+    """Return the fields of `World` for this task of a job step, or None outside a step.
+
+    A batch script and an interactive shell also have SLURM_PROCID=0, but only a step has an ID.
+
+    Raises:
+        ConfigError: If the variables contradict one another.
+    """
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    size = integer_variable(environ, "SLURM_STEP_NUM_TASKS", integer_variable(environ, "SLURM_NTASKS", 1))
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
+    per_node, node = tasks_per_node(tasks), integer_variable(environ, "SLURM_NODEID", 0)
+    if not 0 <= node < len(per_node):
+        raise ConfigError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
+    if "SLURM_STEP_TASKS_PER_NODE" in environ and sum(per_node) != size:
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {sum(per_node)} tasks, and the step has {size}")
+    names = node_names(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost")))
+    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"} <= environ.keys() and len(names) != len(per_node):
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} are {len(names)} nodes, and "
+            f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {len(per_node)}"
+        )
+    return {
+        "rank": integer_variable(environ, "SLURM_PROCID"),
+        "size": size,
+        "local_rank": integer_variable(environ, "SLURM_LOCALID", 0),
+        "local_size": per_node[node],
+        "init_method": _init_method(environ, names[0]),
+    }
+
+
+def _init_method(environ: Mapping[str, str], first_node: str) -> str:
+    host = environ.get("MASTER_ADDR", first_node)
+    if port := environ.get("MASTER_PORT"):
+        return f"tcp://{host}:{port}"
+    job, restarts, step = (
+        integer_variable(environ, f"SLURM_{name}", 0) for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")
+    )
+    return slurm_address(host, environ.get("SLURM_CLUSTER_NAME", "slurm"), job, restarts, step)
+
+
+def has_gpu_per_task(environ: Mapping[str, str], local_size: int) -> bool:
+    """Return whether Slurm gave the node at least one GPU per task, as with `srun --gpus-per-task=1`.
+
+    A task that sees fewer GPUs than the node has tasks then sees only its own.
+    """
+    if "SLURM_STEP_ID" not in environ:
+        return False
+    on_node = re.search(r"\d+$", environ.get("SLURM_GPUS_ON_NODE", ""))
+    if on_node is not None:
+        return int(on_node[0]) >= local_size
+    return "SLURM_GPUS_PER_TASK" in environ or environ.get("SLURM_NTASKS_PER_GPU") == "1"
+
+
+def node_names(nodelist: str) -> list[str]:
+    """Expand a node list: `"gpu[03-05,9],login"` -> `["gpu03", "gpu04", "gpu05", "gpu9", "login"]`.
+
+    Raises:
+        ConfigError: If `nodelist` is not a node list, contains a range that runs backwards, or names a node twice.
+    """
+    if not re.fullmatch(_HOSTS, nodelist):
+        raise ConfigError(f"{nodelist!r} is not a node list such as 'node[01-03]'")
+    found = []
+    for pattern in re.findall(_HOST, nodelist):
+        parts = re.split(r"\[(.*?)\]", pattern)  # outside brackets, inside, outside ...
+        choices = [_numbers(part) if inside else [part] for part, inside in zip(parts, cycle([False, True]))]
+        found += ["".join(chosen) for chosen in product(*choices)]
+    if twice := [name for name in dict.fromkeys(found) if found.count(name) > 1]:
+        raise ConfigError(f"the node list {nodelist!r} names {twice[0]!r} twice")
+    return found
+
+
+def _numbers(ranges: str) -> list[str]:
+    """Expand ranges: `"03-05,9"` -> `["03", "04", "05", "9"]`."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ConfigError(f"the range {part!r} in a node list runs backwards")
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Expand the number of tasks on each node: `"2(x3),1"` -> `[2, 2, 2, 1]`."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '2(x3),1'")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
