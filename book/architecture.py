@@ -83,8 +83,8 @@ def svg() -> str:
     lines = [_arrow([at(node) for node in path]) for path in paths]
     boxes = [_box(room, *at((room, number))) for room, number in sorted(level.items())]
     body = "\n".join([*lines, *boxes])
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" \
-font-family="sans-serif" font-size="14">
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" \
+viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="14">
 <title>The rooms of {TOP}: an arrow leads from a room to a room that it imports</title>
 <defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">\
 <path d="M0 0 8 4 0 8z" fill="#567"/></marker></defs>
