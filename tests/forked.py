@@ -3,7 +3,7 @@
 `torch.multiprocessing.spawn` starts a new interpreter for each rank, and two seconds of each launch go to importing
 torch. Here a rank is forked from a process that has imported torch, what modules of tests import and what every rank
 of this package runs, and has done nothing else (`multiprocessing`'s forkserver). It has an environment, a folder and a
-path of its own, imports the rest itself, and ends like any other. There are three servers, each with a seed of its own
+path of its own, imports the rest itself, and ends like any other. There are two servers, each with a seed of its own
 for Python's hashes, and a launch takes another one for each rank than the launch before: ranks which rely on the order
 of a set would differ, as they do when they are spawned.
 
@@ -37,7 +37,7 @@ PRELOADED = [
     "hypothesis",
     "nbformat",  # a second and a half, for the grammars of addresses that it is never given
 ]
-SERVERS = 3
+SERVERS = 2
 LENT = "FORKED_SERVERS"  # the environment variable
 
 # Of the tests: inside a launch there is more, by which it finds and ends what it has started. Nothing may wake up a GPU

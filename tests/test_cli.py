@@ -85,16 +85,16 @@ def test_a_simulated_link_is_called_simulated_where_the_result_is_told() -> None
 
 def test_train_prints_one_line_and_the_path_of_its_run_and_torchrun_gives_the_same_weights() -> None:
     arguments = ("train", "tiny", "device=cpu")
-    spawned = run(*arguments, "name=spawned")
-    assert spawned.returncode == 0, spawned.stderr
-    [line] = spawned.stdout.splitlines()
-    assert re.fullmatch(r"loss \d\.\d{3}, held out \d\.\d{3}, [\d,]+ tokens/s on 2 ranks: runs/spawned", line)
-    threads = str(max(1, cores() // 2))  # as spawn shares them out; the order of sums depends on it
+    launched = call(*arguments, "name=launched")
+    assert launched.returncode == 0, launched.stderr
+    [line] = launched.stdout.splitlines()
+    assert re.fullmatch(r"loss \d\.\d{3}, held out \d\.\d{3}, [\d,]+ tokens/s on 2 ranks: runs/launched", line)
+    threads = str(max(1, cores() // 2))  # as launch shares them out; the order of sums depends on it
     joined = run(*arguments, "name=joined", command=[*TORCHRUN, "-m", "ddp_tutorial"], OMP_NUM_THREADS=threads)
     assert joined.returncode == 0, joined.stderr
     assert len(joined.stdout.splitlines()) == 1  # rank 0 speaks for all
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["joined", "spawned"]
-    assert weights_of(Path("runs/joined")) == weights_of(Path("runs/spawned"))
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["joined", "launched"]
+    assert weights_of(Path("runs/joined")) == weights_of(Path("runs/launched"))
 
 
 def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str) -> None:

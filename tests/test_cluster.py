@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commands import call
 from ddp_tutorial import cluster as clusters
 from ddp_tutorial import hosts
 from ddp_tutorial.benches.cluster import delays_in
@@ -164,36 +165,21 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere a cluster is refused for another reason")
-def test_what_cannot_be_is_refused_on_the_command_line_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    """All at the same time, each in a folder of its own. A rate without a unit is below."""
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_command_is_refused_in_one_line_and_writes_nothing(name: str, tmp_path: Path, workdir: Path) -> None:
+    """A rate without a unit is below."""
     unshare = tmp_path / "bin" / "unshare"
     unshare.parent.mkdir()
     unshare.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     unshare.chmod(0o755)
-    running = {}
-    for name, (words, variables, _) in REFUSED.items():
-        (tmp_path / name).mkdir()
-        set_ = {variable: value.format(bin=unshare.parent) for variable, value in variables.items()}
-        running[name] = subprocess.Popen(
-            [sys.executable, "-m", "ddp_tutorial", *words.split()],
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | set_,
-            cwd=tmp_path / name,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    try:
-        told = {name: (*each.communicate(timeout=100), each.returncode) for name, each in running.items()}
-    finally:
-        for each in running.values():
-            each.kill()
-            each.wait()
-    for name, (out, error, code) in told.items():
-        assert code == 2, (name, error)
-        [said] = [line for line in (out + error).splitlines() if not line.startswith("rank 0 of 2 on ")]
-        assert said.startswith("error: "), (name, said)
-        assert REFUSED[name][2] in said, (name, said)
-        assert not list((tmp_path / name).iterdir()), name
+    words, variables, message = REFUSED[name]
+    environment = {variable: value.format(bin=unshare.parent) for variable, value in variables.items()}
+    done = call(*words.split(), **environment)
+    assert done.returncode == 2
+    [line] = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("rank 0 of 2 on ")]
+    assert line.startswith("error: ")
+    assert message in line
+    assert not list(workdir.iterdir())
 
 
 def command(*args: str, folder: Path) -> "subprocess.CompletedProcess[str]":
