@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -193,6 +194,7 @@ def test_json_and_parquet_give_their_documents_in_order(workdir: Path) -> None:
 
 def test_a_folder_is_all_its_files_in_the_order_of_their_names(workdir: Path) -> None:
     paths = write_stories(60, workdir / "stories", files=3)
+    (workdir / "stories" / "README.md").write_text("not a story")
     assert [len(pyarrow.parquet.read_table(path)) for path in paths] == [20, 20, 20]
     corpus, on_the_spot = load_corpus("parquet:stories"), load_corpus("stories:60")
     assert digest_of(corpus) == digest_of(on_the_spot)
@@ -270,6 +272,24 @@ def test_a_hub_out_of_reach_is_told_at_once_with_what_to_do(workdir: Path, monke
         ConfigError, match=r"cannot be reached \(Name or service .* HF_HUB_OFFLINE=1 .* 'stories:100000'"
     ):
         load_corpus("hub:owner/stories")
+
+
+@pytest.mark.parametrize(("name", "streaming", "count"), [("hub:owner/stories", False, 40), ("hub:a/b[:5]", True, 5)])
+def test_a_hub_corpus_is_the_train_split_and_a_part_of_it_is_streamed(
+    name: str, streaming: bool, count: int, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def load_dataset(where: str, **options: object) -> datasets.Dataset:
+        asked.append({"where": where} | options)
+        return datasets.Dataset.from_dict({"text": STORIES})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(corpora, "_reach_hub", lambda argument: None)
+    corpus = load_corpus(name)
+    where = name.removeprefix("hub:").removesuffix("[:5]")
+    assert asked == [{"where": where, "split": "train", "streaming": streaming}]
+    assert len(documents(corpus.train) + documents(corpus.valid)) == count
 
 
 def test_stories_refuse_a_folder_that_is_there(tmp_path: Path) -> None:

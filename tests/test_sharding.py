@@ -70,6 +70,12 @@ def test_a_sample_is_at_any_place_equally_often(samples: int, window: int | None
     assert ((found - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5 + 5
 
 
+def test_the_order_of_a_seed_is_the_same_in_every_version() -> None:
+    """A run that an earlier version saved resumes in this order."""
+    assert Order(12, 0)(0, np.arange(12)).tolist() == [0, 1, 11, 2, 9, 5, 7, 8, 3, 6, 10, 4]
+    assert Order(12, 7, window=4)(3, np.arange(12)).tolist() == [4, 6, 7, 5, 0, 1, 2, 3, 8, 11, 9, 10]
+
+
 def test_neighbours_are_parted() -> None:
     """Were the hash a poor one, samples that lie side by side would often be taken side by side."""
     order = Order(10_000, 0)(0, np.arange(10_000))

@@ -979,6 +979,30 @@ def test_a_dispatched_source_that_nobody_closed_does_not_keep_the_ranks() -> Non
     assert launch(leave, 2, device="cpu", echo=False, timeout=40) == [4, 4]
 
 
+def send_beside_a_dispatched_source(world: World) -> tuple[list[list[int]], int]:
+    """Rank 1 takes a step more than rank 0 has sent, so its thread waits for rank 0 while rank 0's queue is full."""
+    sharding = Sharding(Order(SAMPLES, None), BATCH)
+    source = DispatchedSource(lambda: ShardedSource(blocks_of(SAMPLES), sharding, ALONE), world, prefetch=1)
+    taken = [numbers(next(source).samples) for _ in range(1 + world.rank)]
+    time.sleep(0.5)  # until the threads wait
+    message = torch.tensor(7 if world.is_main else 0)
+    if world.is_main:
+        torch.distributed.send(message, 1)
+    else:
+        torch.distributed.recv(message, 0)
+    taken += [numbers(next(source).samples) for _ in range(3 - len(taken))]
+    source.close()
+    return taken, int(message)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_communicate_while_a_dispatched_source_waits() -> None:
+    ranks = launch(send_beside_a_dispatched_source, 2, device="cpu", echo=False, timeout=40)
+    for rank, (taken, message) in enumerate(ranks):
+        assert taken == [list(range(first + rank, first + BATCH, 2)) for first in (0, BATCH, 2 * BATCH)]
+        assert message == 7
+
+
 def uneven(world: World) -> dict[str, Any]:
     """Rank 0's stream has 3 samples, rank 1's 17."""
 
