@@ -6,9 +6,10 @@ PyTorch removes it. All were tested with torch 2.13.0, by `tests/test_compat.py`
 """
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,26 +26,36 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leave
 # loaders that already exist. Fallback: patch `DataLoader.__iter__`, which misses those.
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
 __all__ = [
     "DataLoaderIterator",
     "TorchDispatchMode",
     "abort_process_group",
     "after_backward",
+    "argument_names",
     "default_store",
     "flight_record",
     "group_ranks",
     "hidden_worker_info",
     "import_dynamo",
+    "inspection_text",
     "is_in_backward",
     "is_profiling",
     "multiply_",
     "norms",
+    "remove_step_hooks",
+    "shutdown_workers",
+    "sparse_values",
     "stop_forkserver",
+    "storage_id",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "worker_processes",
 ]
 
 
@@ -76,7 +87,7 @@ def is_profiling() -> bool:
     return torch.autograd._profiler_enabled()
 
 
-# ------------------------------------------------------------------------------------------------- many tensors at once
+# ----------------------------------------------------------------------------------- tensors, optimizers, operators
 
 
 def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
@@ -95,6 +106,39 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     the norm of all tensors together. Fallback: that loop.
     """
     return list(torch._foreach_norm(list(tensors)))
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse tensor, with duplicate indices as they are.
+
+    `values` is public, but it requires `coalesce`, which copies the tensor. Fallback: `tensor.coalesce().values()`.
+    """
+    return tensor._values()
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that identifies the storage of `tensor` among all storages that are alive.
+
+    `data_ptr` is public, but it is 0 for all tensors on the meta device. Fallback: `data_ptr`.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments, such as those of the `func` of a dispatch mode.
+
+    Operators have no public schema. Fallback: parse `str(operator)`.
+    """
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def remove_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Remove all hooks before and after `step` from `optimizer`.
+
+    The handle of a hook is public, but only for the caller that has registered the hook. Fallback: none.
+    """
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
 # -------------------------------------------------------------------------------------------------------- distributed
@@ -183,3 +227,37 @@ def hidden_worker_info() -> Iterator[None]:
         yield
     finally:
         module._worker_info = info
+
+
+def worker_processes(iterator: Any) -> list["BaseProcess"]:
+    """Return the worker processes of an iterator of a `DataLoader` with `num_workers` > 0.
+
+    The public API reports a dead worker only in the message of an error. Fallback: `multiprocessing.active_children`.
+    """
+    return list(iterator._workers)
+
+
+def shutdown_workers(iterator: Any) -> None:
+    """Stop the workers of an iterator of a `DataLoader` now.
+
+    The public API stops them when the iterator is garbage-collected. Fallback: terminate the processes.
+    """
+    iterator._shutdown_workers()
+
+
+# ------------------------------------------------------------------------------------------------------------ IPython
+
+
+def inspection_text(value: object, name: str, detail_level: int) -> str:
+    """Return what IPython prints for `name?`, or for `name??` if `detail_level` is 1.
+
+    The public `Inspector.pinfo` prints the text instead of returning it. Tested with IPython 9. Fallback:
+    `inspect.getdoc`.
+    """
+    from IPython.core.oinspect import Inspector, OInfo
+
+    info = OInfo(found=True, namespace="rank", ismagic=False, isalias=False, obj=value, parent=None)
+    text: str = Inspector(theme_name="nocolor")._get_info(value, name, info=info, detail_level=detail_level)[
+        "text/plain"
+    ]
+    return text

@@ -67,6 +67,32 @@ def test_multiply_and_norms_equal_a_loop_over_the_tensors() -> None:
     assert all(map(torch.equal, tensors, expected))
 
 
+def test_sparse_values_are_not_coalesced() -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
+    assert compat.sparse_values(tensor).tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_with_one_storage_have_one_storage_id(device: str) -> None:
+    tensor, other = torch.ones(4, device=device), torch.ones(4, device=device)
+    assert compat.storage_id(tensor) == compat.storage_id(tensor[1:]) != compat.storage_id(other)
+
+
+def test_argument_names_are_those_of_the_schema() -> None:
+    assert compat.argument_names(torch.ops.aten.mul.Tensor) == ["self", "other"]
+
+
+def test_removed_step_hooks_are_not_called() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    compat.remove_step_hooks(optimizer)
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
 def test_the_default_store_is_that_of_the_process_group(group: dist.Store) -> None:
     compat.default_store().set("key", "value")
     keys = [key for key in ("key", "default_pg/0//key", "0//key") if group.check([key])]
@@ -166,6 +192,21 @@ def test_every_data_loader_iterates_by_the_patched_method(workers: int, monkeypa
     loader = DataLoader([1, 2], batch_size=None, num_workers=workers, multiprocessing_context=context)
     assert list(loader) == [1, 2]
     assert calls == 3
+
+
+def test_shutdown_workers_ends_the_worker_processes() -> None:
+    batches = iter(DataLoader([1, 2], batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    workers = compat.worker_processes(batches)
+    assert [worker.is_alive() for worker in workers] == [True, True]
+    compat.shutdown_workers(batches)
+    assert [worker.is_alive() for worker in workers] == [False, False]
+
+
+def test_inspection_text_is_what_a_question_mark_prints() -> None:
+    text = compat.inspection_text(python, "python", 0)
+    assert "Run `code` in a new interpreter" in text
+    assert "subprocess.run" not in text
+    assert "subprocess.run" in compat.inspection_text(python, "python", 1)
 
 
 def test_a_dispatch_mode_sees_every_operation() -> None:

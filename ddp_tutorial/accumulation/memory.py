@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ddp_tutorial.compat import storage_id
+
 
 @dataclass
 class SavedBytes:
@@ -28,13 +30,12 @@ def count_saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         loss = model(inputs).sum()
     print(saved.nbytes)
     """
-    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    own = {storage_id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     saved = SavedBytes()
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:  # not the address, which is 0 for all tensors on the meta device
-            saved.storages[storage._cdata] = storage.nbytes()
+        if (storage := storage_id(tensor)) not in own:
+            saved.storages[storage] = tensor.untyped_storage().nbytes()
         return tensor
 
     with saved_tensors_hooks(save, lambda tensor: tensor):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_tutorial.compat import norms
+from ddp_tutorial.compat import norms, sparse_values
 from ddp_tutorial.config import FailedError
 from ddp_tutorial.ddp.variants import DataParallel
 from ddp_tutorial.debug.taps import SHORT, Seen, Sight
@@ -97,7 +97,7 @@ class Program:
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that the optimizer will use; of a sparse one, the values that it holds."""
         found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return [each._values() if each.is_sparse else each for each in found]
+        return [sparse_values(each) if each.is_sparse else each for each in found]
 
     def named_gradients(self) -> list[str]:
         """The names of the parameters that have a gradient."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.compat import TorchDispatchMode, default_store, tree_leaves
+from ddp_tutorial.compat import TorchDispatchMode, argument_names, default_store, tree_leaves
 from ddp_tutorial.debug.hangs import CollectiveError, Standing, as_json, diagnose
 from ddp_tutorial.debug.recorder import Call, Line, lines_of
 from ddp_tutorial.world import World, require_group
@@ -69,7 +69,7 @@ class _Fingerprints(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func.overloadpacket.__name__ not in _ONE_TO_ONE:
-            named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+            named = dict(zip(argument_names(func), args, strict=False))
             group = dist.ProcessGroup.unbox(named["process_group"])
             call = self._call(group.group_name, func.overloadpacket.__name__, named, lines_of(sys._getframe(1)))
             self._compare(call, dist.get_process_group_ranks(group))

@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 import psutil
 import torch
 
+from ddp_tutorial.compat import storage_id
 from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
 from ddp_tutorial.debug.taps import Seen
 
@@ -133,12 +134,12 @@ def live_tensors() -> dict[Kind, Live]:
             continue
         try:
             kind = Kind(tuple(thing.shape), thing.dtype, str(thing.device), thing.grad_fn is not None)
-            storage, shown = thing.untyped_storage(), thing.nbytes
+            storage, size, shown = storage_id(thing), thing.untyped_storage().nbytes(), thing.nbytes
         except (RuntimeError, NotImplementedError):  # a kind of tensor without memory of its own
             continue
         numbers[kind] += 1
-        if storage._cdata not in largest or shown > largest[storage._cdata][0]:
-            largest[storage._cdata] = shown, storage.nbytes(), kind
+        if storage not in largest or shown > largest[storage][0]:
+            largest[storage] = shown, size, kind
     nbytes: Counter[Kind] = Counter()
     for _, size, kind in largest.values():
         nbytes[kind] += size

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ddp_tutorial.accumulation.loss import StepLoss
-from ddp_tutorial.compat import DataLoaderIterator, tree_leaves
+from ddp_tutorial.compat import DataLoaderIterator, sparse_values, tree_leaves
 from ddp_tutorial.phases import Edge, observe
 
 # What can be listened to: what each forward began with, what backward is called on, the gradients of parameters before
@@ -314,7 +314,7 @@ def norm_of(tensor: torch.Tensor) -> torch.Tensor:
     """The 2-norm, in float32 or better; not finite where a number is not, or where some are above 1e19."""
     values = tensor.detach()
     if values.is_sparse:
-        values = values._values()
+        values = sparse_values(values)
     if values.dtype in SHORT:
         return torch.linalg.vector_norm(values, dtype=torch.float32)
     return torch.linalg.vector_norm(values)

@@ -27,7 +27,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.compat import group_ranks
+from ddp_tutorial.compat import group_ranks, inspection_text
 from ddp_tutorial.debug.hangs import Standing
 from ddp_tutorial.debug.recorder import calls, progress, standing_lines
 from ddp_tutorial.live import shown
@@ -180,12 +180,7 @@ class Member:
 
     def do_inspect(self, name: str, detail: int) -> str:
         """What IPython says of a name with `?` or `??`."""
-        from IPython.core.oinspect import Inspector, OInfo
-
-        value = eval(name, self.names)
-        info = OInfo(found=True, namespace="rank", ismagic=False, isalias=False, obj=value, parent=None)
-        text: str = Inspector(theme_name="nocolor")._get_info(value, name, info=info, detail_level=detail)["text/plain"]
-        return text
+        return inspection_text(eval(name, self.names), name, detail)
 
     # ------------------------------------------------------------------------------------------- the other thread
 

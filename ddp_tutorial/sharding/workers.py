@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from ddp_tutorial.compat import shutdown_workers, worker_processes
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.signals import SIGNALS
 
@@ -124,7 +125,7 @@ class Batches(Iterator[Item]):
 
     def dead(self) -> list[int]:
         """The numbers of workers that have ended."""
-        return [number for number, process in enumerate(self._batches._workers) if not process.is_alive()]
+        return [number for number, process in enumerate(worker_processes(self._batches)) if not process.is_alive()]
 
     def one_ends(self) -> bool:
         """Has a worker ended, or does one within `POLL_SECONDS`?"""
@@ -136,8 +137,8 @@ class Batches(Iterator[Item]):
 
 def _end(batches: Any, told: Connection, tell: Connection) -> None:
     tell.send_bytes(b"")
-    batches._shutdown_workers()  # torch's way, which takes workers that are stuck 10 seconds each
-    for process in batches._workers:
+    shutdown_workers(batches)  # torch's way, which takes workers that are stuck 10 seconds each
+    for process in worker_processes(batches):
         process.join(10 * END_SECONDS)
         process.kill()
         process.join()

@@ -4,13 +4,14 @@ SGD and Adam do. Adafactor and Muon do not: they use the shape of the parameter.
 attribute of an optimizer tells, so it is tried on a parameter of 24 elements: whole, and in two pieces.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
+from ddp_tutorial.compat import remove_step_hooks
 from ddp_tutorial.config import ConfigError
 
 _SHAPE, _CUT, _STEPS = (4, 6), 13, 3
@@ -66,7 +67,7 @@ def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torc
             state[parameters[-1]][key] = torch.full_like(weights, value.flatten()[0]) if is_filled else deepcopy(value)
     attributes = {name: value for name, value in vars(optimizer).items() if name not in {"state", "step"}}
     vars(copy).update(deepcopy(attributes, memo), state=state)
-    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    remove_step_hooks(copy)
     for group, parameter in zip(copy.param_groups, parameters, strict=True):
         group["params"] = [parameter]
         if "lr" in group:  # it may be 0 at the beginning of a warm-up

@@ -104,10 +104,10 @@ class FSDPStrategy(Sharded):
         for name, first in self.tied.items():
             where, _, own = name.rpartition(".")
             setattr(model.get_submodule(where), own, model.get_parameter(first))
-        buffers = dict(self.module.named_buffers())
-        for name, module in model.named_modules():
-            for each in module._buffers:  # those that are in no state dict
-                module._buffers[each] = buffers.get(f"{name}.{each}".lstrip("."))  # None, if the layer has none
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        for name in dict(model.named_buffers(remove_duplicate=False)) | buffers:  # also those not in the state dict
+            where, _, own = name.rpartition(".")
+            setattr(model.get_submodule(where), own, buffers.get(name))
         yield model
 
     def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
