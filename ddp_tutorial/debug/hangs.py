@@ -227,10 +227,15 @@ class Watch(threading.Thread):
 
 
 def _standing() -> Standing:
+    is_busy = uses_cpu()
+    return Standing(tuple(calls()), standing_lines(), is_busy, group_ranks())
+
+
+def uses_cpu() -> bool:
+    """Return whether this process uses the CPU, measured for `BUSY_SECONDS`."""
     before = time.process_time()
     time.sleep(BUSY_SECONDS)
-    is_busy = time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
-    return Standing(tuple(calls()), standing_lines(), is_busy, group_ranks())
+    return time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
 
 
 # --------------------------------------------------------------------------------------------------- the verdict

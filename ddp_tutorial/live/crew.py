@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.debug.hangs import CollectiveError, Diagnosis, Standing, diagnose
-from ddp_tutorial.live.member import BUSY_SECONDS
+from ddp_tutorial.debug.hangs import BUSY_SECONDS, CollectiveError, Diagnosis, Standing, diagnose
 from ddp_tutorial.live.moments import Answer, Look
 from ddp_tutorial.live.person import Person, told_of
 from ddp_tutorial.live.places import Place

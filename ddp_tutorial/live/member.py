@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.compat import group_ranks, inspection_text
-from ddp_tutorial.debug.hangs import Standing
+from ddp_tutorial.debug.hangs import Standing, uses_cpu
 from ddp_tutorial.debug.recorder import calls, progress, standing_lines
 from ddp_tutorial.live import shown
 from ddp_tutorial.live.moments import Bundle, Failure, Look, Receiver, Seat
@@ -39,8 +39,6 @@ from ddp_tutorial.processes.rank import become_rank, know_sources, own_traceback
 from ddp_tutorial.processes.transport import Sender, dump_result
 from ddp_tutorial.world import World, abandon_group, process_group
 
-# How long it is watched whether this rank computes.
-BUSY_SECONDS, BUSY_SHARE = 0.3, 0.1
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 _LIBRARIES = (str(Path(torch.__file__).parent), sys.prefix, sys.base_prefix, "<frozen")
 _TOLD_BY_GLOO = ("gloo", "timed out waiting", "process group")
@@ -207,9 +205,7 @@ class Member:
 
     def _standing(self) -> Standing:
         state = self.state
-        before = time.process_time()
-        time.sleep(BUSY_SECONDS)
-        is_busy = time.process_time() - before > BUSY_SHARE * BUSY_SECONDS
+        is_busy = uses_cpu()
         if not dist.is_initialized():
             return Standing((), standing_lines(self.main_thread), is_busy, {}, state)  # type: ignore[arg-type]
         entered = tuple(calls(since=self.oldest))
