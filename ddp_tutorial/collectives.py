@@ -17,10 +17,10 @@ import torch.distributed as dist
 from ddp_tutorial.config import FailedError
 from ddp_tutorial.world import World, require_group
 
-Thing = TypeVar("Thing")
+T = TypeVar("T")
 
 
-def total(world: World, tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum(world: World, tensor: torch.Tensor) -> torch.Tensor:
     """The sum of `tensor` over all ranks, the same on each; any shape and dtype. The input is left as it is."""
     require_group(world)
     summed = tensor.detach().clone()
@@ -29,10 +29,10 @@ def total(world: World, tensor: torch.Tensor) -> torch.Tensor:
     return summed
 
 
-def mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce_mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
     """The mean of `tensor` over all ranks. It is the mean over samples only where all ranks have equally many; for
     losses, add up sums and counts with `total` and divide once."""
-    return total(world, tensor) / world.size
+    return all_reduce_sum(world, tensor) / world.size
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Mean:
         return Mean(self.sum + other.sum, self.count + other.count)
 
 
-def mean_over_ranks(world: World, means: list[Mean]) -> list[float]:
+def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
     """Each mean over the samples of all ranks, in one collective. Every rank must give equally many means."""
-    pairs = [as_vector([mean.sum, mean.count], mean.sum.device) for mean in means]
-    sums, counts = total(world, torch.stack(pairs)).unbind(1)
+    pairs = [to_vector([mean.sum, mean.count], mean.sum.device) for mean in means]
+    sums, counts = all_reduce_sum(world, torch.stack(pairs)).unbind(1)
     values: list[float] = (sums / counts).tolist()
     return values
 
 
-def as_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
     """The values as one tensor of float64. On a GPU without reading them, which would wait for what computes them."""
     if device.type == "cpu":
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
@@ -63,47 +63,47 @@ def as_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> t
 
 def any_rank(world: World, flag: bool) -> bool:
     """True on every rank if `flag` is true on any of them, so that all act alike: stop, skip, fail."""
-    return bool(total(world, torch.tensor(float(flag), device=world.device)) > 0)
+    return bool(all_reduce_sum(world, torch.tensor(float(flag), device=world.device)) > 0)
 
 
-def all_gather(world: World, thing: Thing) -> list[Thing]:
+def all_gather(world: World, obj: T) -> list[T]:
     """The list of what the ranks gave, rank 0's first, on every rank. For small picklable things, not for tensors."""
     require_group(world)
     if world.size == 1:
-        return [thing]
-    things: list[Thing | None] = [None] * world.size
-    dist.all_gather_object(things, thing)
+        return [obj]
+    things: list[T | None] = [None] * world.size
+    dist.all_gather_object(things, obj)
     return things  # type: ignore[return-value]
 
 
-def to_rank_zero(world: World, thing: Thing) -> list[Thing]:
+def to_rank_zero(world: World, obj: T) -> list[T]:
     """The list of what the ranks gave, rank 0's first, on rank 0; an empty one elsewhere. Of any picklable things, but
     each is sent in as many bytes as the largest has."""
     require_group(world)
     if world.size == 1:
-        return [thing]
-    things: list[Thing | None] | None = [None] * world.size if world.is_main else None
-    dist.gather_object(thing, things, dst=0)
+        return [obj]
+    things: list[T | None] | None = [None] * world.size if world.is_main else None
+    dist.gather_object(obj, things, dst=0)
     return things or []  # type: ignore[return-value]
 
 
-def from_rank_zero(world: World, thing: Thing) -> Thing:
+def from_rank_zero(world: World, obj: T) -> T:
     """Rank 0's `thing`, on every rank."""
     require_group(world)
     if world.size == 1:
-        return thing
-    box = [thing]
+        return obj
+    box = [obj]
     dist.broadcast_object_list(box, src=0, device=world.device if world.backend == "nccl" else None)
     return box[0]
 
 
-def decided_by_rank_zero(world: World, decide: Callable[[], Thing]) -> Thing:
+def decide_on_rank_zero(world: World, decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0 and return its result on every rank. Collective.
 
     Use it for anything that depends on a disk: nodes may not share one. If `decide` raises, every rank raises the same
     exception, or `RankZeroFailedError` if it cannot be pickled.
     """
-    found: Thing | None = None
+    found: T | None = None
     error: Exception | None = None
     if world.is_main:
         try:
@@ -116,13 +116,13 @@ def decided_by_rank_zero(world: World, decide: Callable[[], Thing]) -> Thing:
     return found  # type: ignore[return-value]
 
 
-def run_on_all_ranks(world: World, function: Callable[[], Thing], error_type: type[Exception] = FailedError) -> Thing:
+def run_on_all_ranks(world: World, function: Callable[[], T], error_type: type[Exception] = FailedError) -> T:
     """Call `function` on every rank and return its result if it succeeds on all of them. Collective.
 
     Raises:
         error_type: On all ranks, if `function` raises on any of them. The message contains the ranks and their errors.
     """
-    result: Thing | None = None
+    result: T | None = None
     problem: str | None = None
     try:
         result = function()

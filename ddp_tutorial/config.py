@@ -72,7 +72,7 @@ def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfi
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
     """Where values come from, and which: the files from the lowest to the one named, then the overrides."""
-    return [*_read(find(source), seen=()), *((COMMAND_LINE, _override(override)) for override in overrides)]
+    return [*_read(find_config(source), seen=()), *((COMMAND_LINE, _override(override)) for override in overrides)]
 
 
 def merged(layers: Iterable[Layer]) -> dict[str, Any]:
@@ -135,12 +135,12 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def names() -> list[str]:
+def config_names() -> list[str]:
     """The configs that come with the package."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
-def find(source: str | Path) -> Path:
+def find_config(source: str | Path) -> Path:
     """The config file for `source`: a path to a YAML file, or the name of one of the package's configs.
 
     Raises `ConfigError` where there is none.
@@ -155,12 +155,12 @@ def find(source: str | Path) -> Path:
         raise ConfigError(f"config {str(source)!r} is a folder; name a YAML file in it")
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise ConfigError(f"config file {str(source)!r} does not exist (looked in {Path.cwd().name}/)")
-    raise ConfigError(f"no config is called {str(source)!r}.{did_you_mean(str(source), names())}")
+    raise ConfigError(f"no config is called {str(source)!r}.{did_you_mean(str(source), config_names())}")
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
+def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The end of an error message about a word that is not one of `known`."""
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
 
@@ -218,7 +218,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     if not isinstance(base, str):
         raise ConfigError(f"{path.name}: 'extends' takes one file or config name, found {_found(base)}")
     beside = path.parent / base
-    return [*_read(beside if beside.is_file() else find(base), (*seen, path.resolve())), (path.name, values)]
+    return [*_read(beside if beside.is_file() else find_config(base), (*seen, path.resolve())), (path.name, values)]
 
 
 def _override(text: str) -> dict[str, Any]:

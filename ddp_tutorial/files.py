@@ -51,13 +51,13 @@ def observe_disk(observer: DiskObserver) -> Iterator[None]:
         _observers = tuple(other for other in _observers if other is not observer)
 
 
-def about_to(operation: Operation, path: Path) -> None:
+def notify_observers(operation: Operation, path: Path) -> None:
     """Tell the observers of the disk. Raises what they raise."""
     for observer in _observers:
         observer(operation, path)
 
 
-def unfinished(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """A name beside `path` for what is not complete yet, or is about to be deleted; a new one each time.
 
     Process numbers would not do: in a container each life has the same, and finds what the one before has left.
@@ -65,8 +65,8 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.part")
 
 
-def finished_name(path: Path) -> str:
-    """The name that `unfinished` was made of; of any other path, its own."""
+def final_name(path: Path) -> str:
+    """The name that `temporary_path` was made of; of any other path, its own."""
     return re.sub(r"^\.(.+)\.[0-9a-f]{8}\.part$", r"\1", path.name)
 
 
@@ -75,9 +75,9 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
 
     The file's permissions are `mode`, less the process's umask.
     """
-    aside = unfinished(path)
+    aside = temporary_path(path)
     try:
-        about_to("write", path)
+        notify_observers("write", path)
         with open(aside, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
         sync(aside)
@@ -125,8 +125,8 @@ def directory_replaced_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
-    aside = unfinished(path)
-    about_to("write", aside)
+    aside = temporary_path(path)
+    notify_observers("write", aside)
     aside.mkdir(parents=True)
     try:
         yield aside
@@ -144,7 +144,7 @@ def sync(path: Path) -> None:
 
     Some file systems (9p, CIFS, some of FUSE) cannot do this for a folder, which is ignored: there is no other way.
     """
-    about_to("fsync", path)
+    notify_observers("fsync", path)
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -155,7 +155,7 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def made_once(folder: Path, fill: Callable[[Path], object]) -> None:
+def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` write `folder`, by a temporary name, unless it is there. Several processes may do so at once: the
     first to end makes it, for all."""
     if folder.exists():
@@ -170,11 +170,11 @@ def made_once(folder: Path, fill: Callable[[Path], object]) -> None:
 
 def rename(path: Path, name: Path) -> None:
     """Give a file or folder another name. That is atomic, and on the disk once the folder that it lies in is synced."""
-    about_to("rename", name)
+    notify_observers("rename", name)
     path.rename(name)
 
 
-def replaced(path: Path) -> Path:
+def replaced_path(path: Path) -> Path:
     """The name, beside `path`, of the folder that another is about to replace: see `replace_directory`."""
     return path.with_name(f".{path.name}.old")
 
@@ -182,26 +182,26 @@ def replaced(path: Path) -> Path:
 def replace_directory(new: Path, path: Path) -> None:
     """Give the complete folder `new` the name `path`; what had it before is removed once that has reached the disk.
 
-    Two renames are needed, and between them `path` is not there: a kill leaves the old folder as `replaced(path)`, and
-    `settle(path)` gives it back its name.
+    Two renames are needed, and between them `path` is not there: a kill leaves the old folder as
+    `replaced_path(path)`, and `recover(path)` gives it back its name.
     """
     if path.exists():
-        remove(replaced(path))
-        rename(path, replaced(path))
+        remove(replaced_path(path))
+        rename(path, replaced_path(path))
     try:
         rename(new, path)
     except OSError:
-        settle(path)
+        recover(path)
         raise
     sync(path.parent)
-    remove(replaced(path))
+    remove(replaced_path(path))
 
 
-def settle(path: Path) -> None:
+def recover(path: Path) -> None:
     """End what a killed `replace_directory` has begun: `path` is the new folder if that had the name, else the old."""
-    if replaced(path).exists() and not path.exists():
-        rename(replaced(path), path)
-    remove(replaced(path))
+    if replaced_path(path).exists() and not path.exists():
+        rename(replaced_path(path), path)
+    remove(replaced_path(path))
 
 
 def remove(path: Path) -> None:
@@ -209,11 +209,11 @@ def remove(path: Path) -> None:
     error."""
     with suppress(OSError):
         if path.exists():
-            about_to("remove", path)
+            notify_observers("remove", path)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def clear_unfinished(folder: Path, name: str) -> None:
+def remove_temporary(folder: Path, name: str) -> None:
     """Remove what killed processes have left of `folder/name`, which may have wildcards in it.
 
     Only where no other process can be writing it: lock the folder first.

@@ -55,14 +55,14 @@ def interface_to(address: str) -> str | None:
     return others[0] if len(others) == 1 else None
 
 
-def choose_interface(meeting_place: str) -> None:
-    """Tell gloo, by GLOO_SOCKET_IFNAME, to use the interface that leads to `meeting_place`, unless that is set.
+def choose_interface(rendezvous_address: str) -> None:
+    """Tell gloo, by GLOO_SOCKET_IFNAME, to use the interface that leads to `rendezvous_address`, unless that is set.
 
     Raises `ConfigError` where it is set to an interface that this host does not have.
     """
     wanted = os.environ.get(GLOO_INTERFACE)
     if not wanted:
-        if (found := interface_to(meeting_place)) is not None:
+        if (found := interface_to(rendezvous_address)) is not None:
             os.environ[GLOO_INTERFACE] = found
         return
     known = [name for _, name in socket.if_nameindex()]
@@ -92,10 +92,10 @@ def raise_if_lost(error: BaseException, peers: Sequence[Peer], rank: int) -> Non
     that one has not answered or has gone."""
     said = str(error).lower()
     if peers and isinstance(error, RuntimeError) and any(word in said for word in _LOST):
-        raise lost(error, peers, rank) from error
+        raise describe_lost_host(error, peers, rank) from error
 
 
-def lost(error: BaseException, peers: Iterable[Peer], rank: int) -> LostHostError:
+def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -> LostHostError:
     """What to tell the user of rank `rank`, where `error` says that another has not answered: which hosts are gone.
 
     Asks each of the others whether it is there, which takes `_PROBE_SECONDS` if some are not.

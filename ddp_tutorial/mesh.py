@@ -44,7 +44,7 @@ class Mesh(NamedTuple):
     def columns(self) -> list[list[int]]:
         return [list(column) for column in zip(*self.rows, strict=True)]
 
-    def row_and_place(self, rank: int) -> tuple[int, int]:
+    def row_and_column(self, rank: int) -> tuple[int, int]:
         """The row in which a rank is, and its place in that row, both from 0."""
         return divmod(rank, self.span)
 

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from ddp_tutorial.compat import is_profiling
 
 
-class Edge(NamedTuple):
+class PhaseEvent(NamedTuple):
     """One end of a phase. `time` is in seconds of the machine's monotonic clock, one clock for all its ranks."""
 
     name: str
@@ -30,7 +30,7 @@ class Edge(NamedTuple):
     time: float
 
 
-Observer = Callable[[Edge], object]
+Observer = Callable[[PhaseEvent], object]
 SomeObserver = TypeVar("SomeObserver", bound=Observer)
 
 # Replaced, never changed in place: an observer may come or go while another thread is inside a phase.
@@ -57,7 +57,7 @@ class _Phase(AbstractContextManager[None]):
         self._record: record_function | None = None
 
     def __enter__(self) -> None:
-        _tell(self._name, entered=True)  # first: should an observer raise, nothing has been opened
+        _notify(self._name, entered=True)  # first: should an observer raise, nothing has been opened
         if is_profiling():
             self._record = record_function(self._name)
             self._record.__enter__()
@@ -65,7 +65,7 @@ class _Phase(AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> None:
         if self._record is not None:
             self._record.__exit__(*error)
-        _tell(self._name, entered=False)
+        _notify(self._name, entered=False)
 
 
 @contextmanager
@@ -79,10 +79,10 @@ def observe(observer: SomeObserver) -> Iterator[SomeObserver]:
         _observers = tuple(other for other in _observers if other is not observer)
 
 
-def _tell(name: str, *, entered: bool) -> None:
+def _notify(name: str, *, entered: bool) -> None:
     observers = _observers
     if observers:
-        edge = Edge(name, entered, time.monotonic())
+        edge = PhaseEvent(name, entered, time.monotonic())
         for observer in observers:
             observer(edge)
 
@@ -101,7 +101,7 @@ class Stopwatch:
         self._open: dict[tuple[int, str], Any] = {}  # by thread and phase
         self._spans: deque[tuple[str, Any, Any]] = deque()  # appended to by any thread
 
-    def __call__(self, edge: Edge) -> None:
+    def __call__(self, edge: PhaseEvent) -> None:
         mark = edge.time if self._gpu is None else _gpu_event(self._gpu)
         key = threading.get_ident(), edge.name
         if edge.entered:

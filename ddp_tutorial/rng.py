@@ -36,7 +36,7 @@ def reseed(*entropy: int, device: torch.device | None = None) -> None:
 
 
 @contextmanager
-def kept_rng(device: torch.device | None = None) -> Iterator[None]:
+def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
     """Restore all generators after the block: those of Python, NumPy, torch on the CPU, and `device` if it is a GPU."""
     python, cpu = random.getstate(), torch.get_rng_state()
     generator, numpy = get_bit_generator(), np.random.get_state(legacy=False)
@@ -54,7 +54,7 @@ def kept_rng(device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def seeded_rng(*entropy: int, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, random numbers depend on `entropy` alone; after it, all generators are restored (see `kept_rng`)."""
-    with kept_rng(device):
+    """Inside, random numbers depend on `entropy` alone; after it, all generators are restored (see `preserved_rng`)."""
+    with preserved_rng(device):
         reseed(*entropy, device=device)
         yield

@@ -79,14 +79,14 @@ class World:
         numbers = torchrun or world_of_step(environ) or {}
         world = World(**numbers)
         dealt = not torchrun and has_gpu_per_task(environ, world.local_size)
-        chosen = choose_device(device, world.local_rank, world.local_size, gpus, backend, dealt_out=dealt)
+        chosen = choose_device(device, world.local_rank, world.local_size, gpus, backend, one_gpu_per_task=dealt)
         return replace(world, device=chosen, backend=backend, timeout=timeout)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self.device}, {self.backend}"
 
 
-def joins_others(environ: Mapping[str, str] = os.environ) -> bool:
+def is_launched_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """True where torchrun, or srun with several tasks, started this process: it is a rank then, and starts none."""
     return "RANK" in environ or World.detect(environ, device="cpu").size > 1
 
@@ -98,12 +98,12 @@ def choose_device(
     gpus: int | None = None,
     backend: str = "auto",
     *,
-    dealt_out: bool = False,
+    one_gpu_per_task: bool = False,
 ) -> torch.device:
     """The device of one rank: a GPU of its own where there is one for each rank of the machine, else the CPU.
 
-    `gpus` is how many this process sees. They are its own where they are `dealt_out`; else they are those of all ranks
-    of the machine, who share them if there are too few, the device is "cuda" and the backend "gloo". Raises
+    `gpus` is how many GPUs this process sees. With `one_gpu_per_task` they are its own. Otherwise they are those of all
+    ranks of the machine, which share them if there are too few, the device is "cuda" and the backend "gloo". Raises
     `ConfigError` for an unknown `device`, and for "cuda" where there are too few GPUs and they cannot be shared.
     """
     if device not in {"auto", "cpu", "cuda"}:
@@ -111,7 +111,7 @@ def choose_device(
     if device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    may_share = dealt_out or (device == "cuda" and backend == "gloo")
+    may_share = one_gpu_per_task or (device == "cuda" and backend == "gloo")
     if gpus >= local_size or (gpus and may_share):
         return torch.device("cuda", local_rank % gpus)
     if device == "cuda":
@@ -166,7 +166,7 @@ def process_group(world: World) -> Iterator[World]:
         # Leave the initialization together: a rank with nothing to do would be gone while others connect to it.
         os.environ.setdefault(_INIT_BARRIER, "1")
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world.init_method == "env://"
-        store = fresh_store(agent_store(world.timeout), world) if shared else None
+        store = attempt_store(agent_store(world.timeout), world) if shared else None
         dist.init_process_group(
             backend=world.backend,
             init_method=None if shared else world.init_method,
@@ -210,7 +210,7 @@ def agent_store(timeout: timedelta) -> dist.Store:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
-def fresh_store(store: dist.Store, world: World) -> dist.Store:
+def attempt_store(store: dist.Store, world: World) -> dist.Store:
     """A part of `store` that is new to this life of the ranks. Every rank enters it; gives up after `world.timeout`.
 
     torchrun's agent keeps its store when it starts ranks again, so that these would find the addresses of dead ones,

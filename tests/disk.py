@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ddp_tutorial.files import DiskObserver, Operation, finished_name
+from ddp_tutorial.files import DiskObserver, Operation, final_name
 
 Point = tuple[Operation, str]  # what is done, and to what: the name that a file has or will have
 
@@ -14,7 +14,7 @@ def failing(at: Point, number: int, before: int = 0) -> DiskObserver:
 
     def fail(operation: Operation, path: Path) -> None:
         nonlocal left
-        if (operation, finished_name(path)) == at:
+        if (operation, final_name(path)) == at:
             left -= 1
             if left < 0:
                 raise OSError(number, os.strerror(number))
@@ -24,4 +24,4 @@ def failing(at: Point, number: int, before: int = 0) -> DiskObserver:
 
 def noting(points: list[Point]) -> DiskObserver:
     """An observer that writes down what is done."""
-    return lambda operation, path: points.append((operation, finished_name(path)))
+    return lambda operation, path: points.append((operation, final_name(path)))

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.ddp.buckets import MIB
 from ddp_tutorial.ddp.sync_bn import synchronise_batch_norm
-from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
@@ -584,7 +584,7 @@ class Zero3(Zero2):
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        with self.model.whole() as module:
+        with self.model.full_parameters() as module:
             yield module
 
 
@@ -598,12 +598,12 @@ class FSDP(Zero3):
     def wrap(self) -> None:
         self.model = FSDPStrategy(self.module, self.world, lambda model, batch: (model, batch))
         Plain.wrap(self)
-        self.optimizer = self.model.share_out(self.optimizer)
+        self.optimizer = self.model.setup_optimizer(self.optimizer)
         self.made.append(self.model)
         self.rows = dict(self.module.named_parameters())  # a forward pass may leave whole parameters in the module
 
     def finish(self) -> None:
-        self.model.give_gradients()
+        self.model.assign_gradients()
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: full(rows.grad) for name, rows in self.rows.items()}

@@ -13,13 +13,13 @@ from torch.utils.data import TensorDataset
 
 from commands import call
 from ddp_tutorial import TrainConfig, Trainer, World, launch, make_source
-from ddp_tutorial.accumulation import accelerated
+from ddp_tutorial.accumulation import accelerate_strategy
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.checkpoint import read_manifest
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.training.config import TaskConfig
-from ddp_tutorial.training.plan import memory, sent
+from ddp_tutorial.training.plan import memory, step_bytes_sent
 from ddp_tutorial.training.strategies import make_strategy
 from ranks import error_of
 
@@ -73,9 +73,9 @@ def steps_of(world: World, kind: str, parts: int, dtype: str) -> tuple[list[Any]
     torch.manual_seed(world.rank)
     found: list[Any] = []
     for step in range(5):
-        totals = strategy.backward(batches_of(step, world.rank, parts), votes=world.rank)
-        made = precision.update(optimizer, 0.5, totals.sums["loss"], strategy.norm).made
-        found.append((totals.sums, totals.counts, totals.votes, made, digest(model.state_dict())))
+        totals = strategy.backward(batches_of(step, world.rank, parts), stop_flags=world.rank)
+        made = precision.update(optimizer, 0.5, totals.sums["loss"], strategy.norm).applied
+        found.append((totals.sums, totals.counts, totals.stop_flags, made, digest(model.state_dict())))
         if step == 2 and parts > 1:  # a step that fails on all ranks, before anybody talks, spoils none after it
             one = batches_of(step, world.rank, 1)
             broken = [*one, (torch.zeros(1, 7), torch.zeros(1, 7), False), *one]
@@ -126,7 +126,7 @@ def trained(world: World, name: str, strategy: str, steps: int) -> tuple[list[fl
     settings |= {"resume": "auto", "resume_allow": ["steps"], "checkpoint": {"every": 2}, "tensorboard": False}
     config = TrainConfig.model_validate(settings, strict=False)
     data = TensorDataset(x, x[:, :1].sin())
-    result = Trainer(model, make_source(data, 11, world), loss_of, world, config, held_out=data).train()
+    result = Trainer(model, make_source(data, 11, world), loss_of, world, config, validation_data=data).train()
     return result.losses, result.weights, result.stopped_at
 
 
@@ -157,7 +157,11 @@ def test_a_dry_run_says_of_it_what_it_says_of_ddp() -> None:
     kept = {kind: memory(config, 4, 3) for kind, config in of.items()}
     assert kept["accelerate"] == kept["ddp"]
     parameters = kept["ddp"]["parameters"]
-    assert sent(of["accelerate"], parameters, 3, 3) == sent(of["ddp"], parameters, 3, 3) == 2 * 4 * parameters * 2 // 3
+    assert (
+        step_bytes_sent(of["accelerate"], parameters, 3, 3)
+        == step_bytes_sent(of["ddp"], parameters, 3, 3)
+        == 2 * 4 * parameters * 2 // 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,7 @@ def test_an_option_that_accelerate_does_not_have_is_refused_in_one_line(values: 
 
 
 def test_without_the_package_one_line_says_what_to_type(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerated, "find_spec", lambda name: None)
+    monkeypatch.setattr(accelerate_strategy, "find_spec", lambda name: None)
     for more in ((), ("--dry-run",)):
         done = call("train", "tiny", "strategy=accelerate", "name=x", *more)
         assert done.returncode == 2
@@ -189,7 +193,7 @@ def test_without_the_package_one_line_says_what_to_type(workdir: Path, monkeypat
         assert "which is not installed: pip install -c constraints.txt -e '.[peers]'" in line
     assert list(workdir.iterdir()) == []
     with pytest.raises(ConfigError, match="which is not installed"):
-        accelerated.AccelerateStrategy(nn.Linear(1, 1), World(), loss_of)
+        accelerate_strategy.AccelerateStrategy(nn.Linear(1, 1), World(), loss_of)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ def test_an_accelerate_that_does_something_else_is_refused(found: tuple[Any, ...
         distributed_type=SimpleNamespace(value=kind), process_index=rank, num_processes=size, device=device
     )
     with pytest.raises(ConfigError, match=said):
-        accelerated._require_fit(state, World(1, 2, 1, 2))
+        accelerate_strategy._require_fit(state, World(1, 2, 1, 2))
 
 
 def test_ranks_that_share_a_gpu_are_refused() -> None:
@@ -217,4 +221,4 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
         distributed_type=SimpleNamespace(value="MULTI_GPU"), process_index=1, num_processes=2, device="cuda:0"
     )
     with pytest.raises(ConfigError, match="a GPU of its own: ranks that share one need strategy=ddp"):
-        accelerated._require_fit(state, World(1, 2, 1, 2, torch.device("cuda", 0), backend="gloo"))
+        accelerate_strategy._require_fit(state, World(1, 2, 1, 2, torch.device("cuda", 0), backend="gloo"))

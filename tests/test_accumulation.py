@@ -18,10 +18,10 @@ from ddp_tutorial.accumulation.loss import LossError, StepLoss, Totals, call_los
 from ddp_tutorial.accumulation.micro_batches import accumulate, group
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig, data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.rng import seeded_rng
-from ddp_tutorial.sharding.order import deal, deal_parts, parts_of_world
+from ddp_tutorial.sharding.permutation import global_micro_batch_sizes, shard_indices, shard_micro_batches
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.tasks import launch_training, make_trainer
@@ -52,17 +52,19 @@ def world_of(rank: int, size: int) -> World:
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
 def test_micro_batches_have_each_sample_of_a_rank_once(samples: int, size: int, count: int) -> None:
     for rank in range(size):
-        parts = deal_parts(torch.arange(samples), rank, size, count)
+        parts = shard_micro_batches(torch.arange(samples), rank, size, count)
         assert len(parts) == count
         found = Counter(chain.from_iterable(part.tolist() for part in parts))
-        assert found == Counter(deal(torch.arange(samples), rank, size).tolist())
+        assert found == Counter(shard_indices(torch.arange(samples), rank, size).tolist())
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
 def test_every_rank_knows_the_global_size_of_a_micro_batch(samples: int, size: int, count: int) -> None:
-    ranks = [deal_parts(torch.arange(samples), rank, size, count) for rank in range(size)]
-    assert parts_of_world(samples, size, count) == [sum(map(len, parts)) for parts in zip(*ranks, strict=True)]
+    ranks = [shard_micro_batches(torch.arange(samples), rank, size, count) for rank in range(size)]
+    assert global_micro_batch_sizes(samples, size, count) == [
+        sum(map(len, parts)) for parts in zip(*ranks, strict=True)
+    ]
 
 
 @given(st.integers(0, 60), st.integers(0, 3), st.integers(0, 3))
@@ -71,7 +73,7 @@ def test_the_micro_batches_of_a_step_are_the_same_for_every_number_of_ranks(samp
         return {
             rank + size * number: part.tolist()
             for rank in range(size)
-            for number, part in enumerate(deal_parts(torch.arange(samples), rank, size, count))
+            for number, part in enumerate(shard_micro_batches(torch.arange(samples), rank, size, count))
         }
 
     assert numbered(2**a, 2**b) == numbered(1, 2 ** (a + b)) == numbered(2 ** (a + b), 1)
@@ -182,7 +184,7 @@ def large_numbers(world: World, config: DDPConfig) -> list[Totals]:
         return model(torch.ones(1, 2)).sum(), 2**24 + 1 + world.rank + number, {"large": (2.0**25 + 1, 7)}
 
     strategy = DDPStrategy(nn.Linear(2, 1), world, loss, config, accumulation=3)
-    return [strategy.backward([0, 1, 2], votes=votes) for votes in (1.0, 0.0, 4.0)]
+    return [strategy.backward([0, 1, 2], stop_flags=flags) for flags in (1.0, 0.0, 4.0)]
 
 
 def work(world: World) -> dict[Any, Any]:
@@ -385,7 +387,7 @@ class Unused(nn.Module):
 def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
     module = Unused()
     strategy = InvariantStrategy(module, World(), next_token_loss, 2)
-    strategy.backward([{"tokens": part} for part in deal_parts(tokens_of(0, 0, 4), 0, 1, 2)])
+    strategy.backward([{"tokens": part} for part in shard_micro_batches(tokens_of(0, 0, 4), 0, 1, 2)])
     assert module.used.weight.grad is not None
     assert module.unused.weight.grad is None
 
@@ -409,7 +411,7 @@ def test_micro_batches_that_do_not_divide_are_refused(
 
 def test_an_invariant_step_of_one_micro_batch_counts_from_step_0() -> None:
     strategy = InvariantStrategy(make_model(), World(), next_token_loss, 1)
-    assert (strategy.per_rank, strategy.state_dict()["step"]) == (1, 0)
+    assert (strategy.micro_batches_per_rank, strategy.state_dict()["step"]) == (1, 0)
     strategy.backward([{"tokens": tokens_of(0, 0, 4)}])
     assert strategy.state_dict()["step"] == 1
 

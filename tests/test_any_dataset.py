@@ -35,7 +35,7 @@ from ddp_tutorial.sharding import (
     as_samples,
     make_source,
 )
-from ddp_tutorial.sharding.order import Order, Sharding
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World
 from ranks import error_of
@@ -244,7 +244,7 @@ def masked(rows: list[Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_what_a_dataset_draws_depends_on_seed_rank_and_cursor_and_not_on_workers() -> None:
     def steps(rank: int = 0, seed: int = 0, workers: int = 0, cursor: int = 0) -> list[Any]:
-        sharding = Sharding(Order(SAMPLES, seed), 4)
+        sharding = GlobalBatchSampler(Permutation(SAMPLES, seed), 4)
         world = World(rank, 2, rank, 2)
         source = ShardedSource(as_samples(Augmented(), masked), sharding, world, workers=workers)
         source.load_state_dict({"cursor": cursor})

@@ -28,7 +28,7 @@ from ddp_tutorial import (
 )
 from ddp_tutorial.accumulation.loss import LossError
 from ddp_tutorial.collectives import digest
-from ddp_tutorial.sharding.order import Order
+from ddp_tutorial.sharding.permutation import Permutation
 from ranks import error_of
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -61,14 +61,14 @@ def config_of(**settings: Any) -> TrainConfig:
 
 def trainer_of(world: World, config: TrainConfig, **others: Any) -> Trainer:
     source = make_source(dataset(), BATCH, world, seed=0)
-    return Trainer(make_model(), source, squared_error, world, config, held_out=dataset(20), **others)
+    return Trainer(make_model(), source, squared_error, world, config, validation_data=dataset(20), **others)
 
 
 def by_hand(dtype: str) -> tuple[list[float], torch.Tensor]:
     """What torch alone makes of the same samples, in one process."""
     model, data, config = make_model(), dataset(), config_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    order, losses = Order(len(data), 0), []
+    order, losses = Permutation(len(data), 0), []
     for step in range(STEPS):
         x, y = data[torch.from_numpy(order.take(step * BATCH, BATCH).copy())]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
@@ -197,7 +197,7 @@ def train_two(world: World, name: str, steps: int, **settings: Any) -> tuple[Tra
         two_losses,
         world,
         config_of(name=name, steps=steps, checkpoint={"every": 2, "keep_last": 9}, **settings),
-        held_out=make_source(Sentences(), 8, World(), collate_fn=padded).data,
+        validation_data=make_source(Sentences(), 8, World(), collate_fn=padded).data,
         optimizer=groups,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
     )
@@ -296,7 +296,7 @@ def test_the_best_model_and_early_stopping_go_by_a_metric_of_the_users() -> None
     best = {"metric": "accuracy", "mode": "max"}
     config = config_of(name="best", steps=60, eval_every=2, best=best, best_model=True, early_stopping={"patience": 4})
     source = make_source(dataset(), BATCH, World())
-    result = Trainer(make_model(), source, classify, World(), config, held_out=dataset(40)).train()
+    result = Trainer(make_model(), source, classify, World(), config, validation_data=dataset(40)).train()
     accuracies = {step: means["accuracy"] for step, means in result.evaluations.items()}
     found = max(accuracies, key=lambda step: (accuracies[step], -step))
     told = json.loads((result.run / "result.json").read_text())
@@ -316,7 +316,7 @@ def test_a_model_in_parts_keeps_those_in_evaluation_mode_that_were() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model[1].eval()
     Trainer(
-        model, make_source(dataset(), BATCH, World()), squared_error, World(), config_of(), held_out=dataset()
+        model, make_source(dataset(), BATCH, World()), squared_error, World(), config_of(), validation_data=dataset()
     ).train()
     assert [part.training for part in model] == [True, False, True]
 

@@ -28,7 +28,7 @@ ROOMS = [
     ["checkpoint"],
     ["zero"],
     ["pipeline"],
-    ["local"],
+    ["local_sgd"],
     ["runs"],
     ["figures"],
     ["training"],

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ddp_tutorial.config import load
-from ddp_tutorial.ddp.variants import DDPConfig
-from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, make_step, medians, take_turns
+from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, make_step, medians, run_interleaved
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.sources import ALONE, SourceConfig
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World
@@ -36,7 +36,7 @@ def compared(world: World) -> tuple[list[Step], dict[str, Any], bool]:
         kind: Arm(make_step(TINY.model_copy(update={"source": SourceConfig(kind=kind), "ddp": ddp}), world))
         for kind in kinds
     }
-    arms["alone"] = Arm(make_step(TINY, ALONE)) if world.is_main else idle
+    arms["alone"] = Arm(make_step(TINY, SINGLE_PROCESS)) if world.is_main else idle
     steps: list[Step] = []
 
     def watched(name: str) -> None:
@@ -44,7 +44,7 @@ def compared(world: World) -> tuple[list[Step], dict[str, Any], bool]:
         arms[name]()
         steps.append(Step(name, began, time.monotonic()))
 
-    turns = take_turns(world, {name: partial(watched, name) for name in arms}, steps=2, turns=2)
+    turns = run_interleaved(world, {name: partial(watched, name) for name in arms}, steps=2, turns=2)
     trainer = make_trainer(TINY.model_copy(update={"ddp": ddp}), world)
     for _ in range(6):
         trainer.step()
@@ -89,7 +89,7 @@ def test_a_repeat_is_the_median_of_its_turns() -> None:
 
 
 class Slow(NamedTuple):
-    step: float  # seconds, as `take_turns` has it
+    step: float  # seconds, as `run_interleaved` has it
     began: float  # the first step that is counted, on the monotonic clock
     ended: float
     all: float  # seconds that the turns took, the one that is not counted included
@@ -106,7 +106,7 @@ def _slow_rank(world: World) -> Slow:
         moments.append((began, time.monotonic()))
 
     used, start = time.process_time(), time.monotonic()
-    turns = take_turns(world, {"sleep": sleep}, steps=4, turns=1)
+    turns = run_interleaved(world, {"sleep": sleep}, steps=4, turns=1)
     took = time.monotonic() - start
     return Slow(turns["sleep"][0]["step"], moments[4][0], moments[-1][1], took, time.process_time() - used)
 
@@ -123,7 +123,7 @@ def test_a_turn_lasts_until_the_slowest_rank_is_done_and_waiting_takes_no_core()
 def _threads(world: World) -> list[int]:
     found = []
     for threads in (2, 1):
-        Arm(make_step(TINY, ALONE), threads)()
+        Arm(make_step(TINY, SINGLE_PROCESS), threads)()
         found.append(torch.get_num_threads())
     return found
 

@@ -17,11 +17,19 @@ from typing import Any
 
 import pytest
 
-from ddp_tutorial.benches import lives
-from ddp_tutorial.benches.chaos import NODES, in_words, is_good, measure_chaos
-from ddp_tutorial.benches.lives import Accident, Points, config_of, live, newest_valid, outcome, ranks_served
+from ddp_tutorial.benches import attempts
+from ddp_tutorial.benches.attempts import (
+    PlannedFailure,
+    Points,
+    config_of,
+    newest_valid,
+    outcome,
+    ranks_served,
+    run_attempt,
+)
+from ddp_tutorial.benches.chaos import NODES, describe, is_good, measure_chaos
 from ddp_tutorial.benches.small_disk import empty, fill_up, limit_files, mount_small_disk
-from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders
+from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, list_checkpoints
 from ddp_tutorial.files import RUNS
 
 MB = 1 << 20
@@ -75,7 +83,7 @@ def test_a_disk_was_full_and_lives_ended_because_of_it(found: Any) -> None:
     assert full["ended"] >= 4
     if full["not_possible"]:
         assert full["by"] == "a limit on the size of files"
-        assert full["not_possible"] in in_words(found)
+        assert full["not_possible"] in describe(found)
     else:
         assert full["by"] == "a tmpfs of 4 MB"
 
@@ -96,35 +104,35 @@ def here(workdir: Path) -> Path:
 
 
 def test_a_fault_happens_at_its_point_and_the_next_life_goes_on(here: Path) -> None:
-    first = live(config_of("mine"), {0: Accident("rename step", 2)})
+    first = run_attempt(config_of("mine"), {0: PlannedFailure("rename step", 2)})
     assert (first.point, first.in_saving, first.is_well, first.published) == ("rename step", True, False, 2)
     assert newest_valid(RUNS / "mine" / CHECKPOINTS) == 2
     assert outcome("mine") is None
-    second = live(config_of("mine"))
+    second = run_attempt(config_of("mine"))
     assert second.is_well
     assert second.seen[0]["+load"] == 1
-    live(config_of("other"))
+    run_attempt(config_of("other"))
     assert outcome("mine") == outcome("other")
 
 
 def test_a_life_that_fails_though_nothing_was_done_to_it_is_no_life_to_go_on_from(here: Path) -> None:
     (here / RUNS).write_text("a file where a folder should be")
     with pytest.raises(RuntimeError, match="nothing was done to mine, but it ended with"):
-        live(config_of("mine"))
+        run_attempt(config_of("mine"))
 
 
 def test_a_run_that_hangs_is_told_with_where_it_stands(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives, "TIME_LIMIT", 0.1)
+    monkeypatch.setattr(attempts, "TIME_LIMIT", 0.1)
     with pytest.raises(RuntimeError, match="mine hangs after nothing"):
-        live(config_of("mine"))
+        run_attempt(config_of("mine"))
 
 
 def test_a_process_that_outlives_its_run_is_counted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives, "GOING", 0.2)
+    monkeypatch.setattr(attempts, "GOING", 0.2)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=here) as process:
-        assert live(config_of("mine"), {0: Accident("+forward", 1)}).left == 1
+        assert run_attempt(config_of("mine"), {0: PlannedFailure("+forward", 1)}).left == 1
         process.kill()
-    assert live(config_of("mine"), {0: Accident("+forward", 1)}).left == 0
+    assert run_attempt(config_of("mine"), {0: PlannedFailure("+forward", 1)}).left == 0
 
 
 def test_a_point_that_was_not_reached_waits_for_another_time_and_each_is_taken_once() -> None:
@@ -199,5 +207,5 @@ def _refused(folder: Path, nbytes: int) -> str:
 
 
 def test_a_checkpoint_of_an_earlier_step_stays_where_the_disk_is_full_from_some_point_on(here: Path) -> None:
-    live(config_of("mine"), {0: Accident("write optimizer.pt", 2, "limit", 4000)})
-    assert [newest_valid(RUNS / "mine" / CHECKPOINTS), len(folders(RUNS / "mine" / CHECKPOINTS))] == [2, 1]
+    run_attempt(config_of("mine"), {0: PlannedFailure("write optimizer.pt", 2, "limit", 4000)})
+    assert [newest_valid(RUNS / "mine" / CHECKPOINTS), len(list_checkpoints(RUNS / "mine" / CHECKPOINTS))] == [2, 1]

@@ -22,19 +22,19 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.comparison import compare
-from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf, Stored
+from ddp_tutorial.checkpoint.components import Component, FunctionState, RandomState, StoredTensor
+from ddp_tutorial.checkpoint.consistency import named_leaves
 from ddp_tutorial.checkpoint.manifest import (
     CHECKPOINTS,
     CheckpointError,
     Manifest,
-    folders,
+    checkpoint_name,
     latest,
-    name_of,
+    list_checkpoints,
     read_manifest,
     verify,
 )
-from ddp_tutorial.checkpoint.replicas import leaves
-from ddp_tutorial.checkpoint.resuming import find_start, latest_valid
+from ddp_tutorial.checkpoint.resuming import find_resume_point, latest_valid
 from ddp_tutorial.checkpoint.storage import load_shards, write_shards
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.config import ConfigError
@@ -45,7 +45,7 @@ from ddp_tutorial.world import World
 from disk import Point, failing, noting
 from ranks import error_of
 
-TWO = name_of(2)
+TWO = checkpoint_name(2)
 
 
 def model_of(seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
@@ -70,14 +70,14 @@ def components(seed: int = 0) -> dict[str, Component]:
 def value(state: Mapping[str, Any], shared: str = "replicated", span: int = 1) -> tuple[Component, dict[str, Any]]:
     """A component of plain values, and what it was given when it was loaded."""
     given: dict[str, Any] = {}
-    return Component(StateOf(lambda: dict(state), given.update), shared, span), given  # type: ignore[arg-type]
+    return Component(FunctionState(lambda: dict(state), given.update), shared, span), given  # type: ignore[arg-type]
 
 
 def values_of(parts: Mapping[str, Component]) -> dict[str, Any]:
     return {
         where: found.clone() if torch.is_tensor(found) else found
         for name, part in parts.items()
-        for where, found in leaves(name, dict(part.thing.state_dict()))
+        for where, found in named_leaves(name, dict(part.stateful.state_dict()))
     }
 
 
@@ -97,7 +97,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(background: bool, tmp_path:
     checkpointer.save(7, {"eval_loss": 0.5})
     saved = values_of(parts)
     if background:  # training goes on meanwhile
-        step(parts["model"].thing, parts["optimizer"].thing)  # type: ignore[arg-type]
+        step(parts["model"].stateful, parts["optimizer"].stateful)  # type: ignore[arg-type]
     checkpointer.finish()
     assert not same(values_of(others), saved)
     folder = latest(tmp_path)
@@ -105,9 +105,9 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(background: bool, tmp_path:
     manifest = Checkpointer(tmp_path, others, World()).load(folder)
     assert same(values_of(others), saved)
     assert (manifest.step, manifest.metrics, manifest.world_size) == (7, {"eval_loss": 0.5}, 1)
-    assert others["model"].thing.head.weight is others["model"].thing.tokens.weight  # type: ignore[attr-defined]
+    assert others["model"].stateful.head.weight is others["model"].stateful.tokens.weight  # type: ignore[attr-defined]
     assert verify(folder) == []
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(7)]
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(7)]
 
 
 def test_the_thread_of_a_background_save_does_not_delay_the_exit(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_thread_of_a_background_save_does_not_delay_the_exit(tmp_path: Path)
 
 def test_weights_are_safetensors_and_nothing_else_is_a_pickle_that_executes(tmp_path: Path) -> None:
     Checkpointer(tmp_path, components(), World()).save(1)
-    folder = tmp_path / name_of(1)
+    folder = tmp_path / checkpoint_name(1)
     assert {path.name for path in folder.iterdir()} == {"manifest.json", "model.safetensors", "optimizer.pt"}
     torch.load(folder / "optimizer.pt", weights_only=True)
 
@@ -145,7 +145,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     checkpointer.save(1)
     first = drawn()
     assert drawn() != first
-    checkpointer.load(tmp_path / name_of(1))
+    checkpointer.load(tmp_path / checkpoint_name(1))
     assert drawn() == first
 
 
@@ -154,7 +154,11 @@ def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     for number, loss in enumerate([3.0, 1.0, 2.0, 2.7, 2.5], start=1):
         checkpointer.save(number, {"eval_loss": loss if number != 4 else None})
     checkpointer.close()
-    assert [path.name for path in folders(tmp_path)] == [name_of(2), name_of(4), name_of(5)]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        checkpoint_name(2),
+        checkpoint_name(4),
+        checkpoint_name(5),
+    ]
 
 
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
@@ -164,9 +168,9 @@ def test_a_metric_that_is_not_finite_fails_no_save_and_is_never_the_best(metric:
     for number, loss in enumerate([0.5, metric, 0.7], start=1):
         checkpointer.save(number, {"eval_loss": loss})
     checkpointer.close()
-    assert [path.name for path in folders(tmp_path)] == [name_of(1), name_of(3)]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(1), checkpoint_name(3)]
     checkpointer.save(4, {"eval_loss": metric})
-    assert read_manifest(tmp_path / name_of(4)).metrics == {"eval_loss": None}
+    assert read_manifest(tmp_path / checkpoint_name(4)).metrics == {"eval_loss": None}
     checkpointer.close()
 
 
@@ -174,17 +178,17 @@ def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
     parts = components()
     checkpointer = Checkpointer(tmp_path, parts, World())
     checkpointer.save(1)
-    step(parts["model"].thing, parts["optimizer"].thing)  # type: ignore[arg-type]
+    step(parts["model"].stateful, parts["optimizer"].stateful)  # type: ignore[arg-type]
     checkpointer.save(1)
     saved = values_of(parts)
     others = components(1)
-    Checkpointer(tmp_path, others, World()).load(tmp_path / name_of(1))
+    Checkpointer(tmp_path, others, World()).load(tmp_path / checkpoint_name(1))
     assert same(values_of(others), saved)
 
 
 def test_what_a_killed_run_has_left_is_cleared_away(tmp_path: Path) -> None:
     (tmp_path / ".step_00000003.17.5.part").mkdir()
-    Checkpointer(tmp_path, components(), World()).clear_up()
+    Checkpointer(tmp_path, components(), World()).recover()
     assert not list(tmp_path.iterdir())
 
 
@@ -220,15 +224,15 @@ def test_a_damaged_file_is_named_nothing_is_restored_and_the_one_before_is_taken
     checkpointer.save(1)
     checkpointer.save(2)
     spoil, told = DAMAGE[damage]
-    spoil(tmp_path / name_of(2) / file)
+    spoil(tmp_path / checkpoint_name(2) / file)
     others = components(1)
     before = values_of(others)
     with pytest.raises(CheckpointError, match=told) as error:
-        Checkpointer(tmp_path, others, World()).load(tmp_path / name_of(2))
+        Checkpointer(tmp_path, others, World()).load(tmp_path / checkpoint_name(2))
     assert file in str(error.value)
     assert same(values_of(others), before)
     found, problems = latest_valid(World(), tmp_path)
-    assert found == tmp_path / name_of(1)
+    assert found == tmp_path / checkpoint_name(1)
     assert (file == "manifest.json" and damage == "missing") or len(problems) == 1
     assert not Path("exploded").exists()
 
@@ -238,7 +242,7 @@ def test_a_pickle_with_the_right_checksum_is_not_executed_either(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     part, given = value({"x": 1})
-    folder = tmp_path / name_of(1)
+    folder = tmp_path / checkpoint_name(1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", lambda state, path: path.write_bytes(pickle.dumps(bomb())))
         Checkpointer(tmp_path, {"part": part}, World()).save(1)
@@ -267,10 +271,10 @@ def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
     checkpointer.save(1)
     with observe_disk(failing(at, number)), pytest.raises(CheckpointError, match=os.strerror(number)):
         checkpointer.save(2)
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(1)]
-    assert verify(tmp_path / name_of(1)) == []
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1)]
+    assert verify(tmp_path / checkpoint_name(1)) == []
     checkpointer.save(2)
-    assert [path.name for path in folders(tmp_path)] == [name_of(1), name_of(2)]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(1), checkpoint_name(2)]
 
 
 @contextmanager
@@ -290,13 +294,13 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_the_earlier_checkpoi
 ) -> None:
     checkpointer = Checkpointer(tmp_path, components(), World())
     checkpointer.save(1)
-    sizes = sorted(path.stat().st_size for path in (tmp_path / name_of(1)).glob("[mo]*[st]"))
+    sizes = sorted(path.stat().st_size for path in (tmp_path / checkpoint_name(1)).glob("[mo]*[st]"))
     assert sizes[0] > 30_000, sizes
     assert sizes[-1] > 60_000, sizes
     with full_disk(1000 * kilobytes), pytest.raises(CheckpointError):
         checkpointer.save(2)
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(1)]
-    assert verify(tmp_path / name_of(1)) == []
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1)]
+    assert verify(tmp_path / checkpoint_name(1)) == []
 
 
 def test_when_the_new_name_may_not_have_reached_the_disk_the_save_has_failed_and_nothing_is_removed(
@@ -306,7 +310,7 @@ def test_when_the_new_name_may_not_have_reached_the_disk_the_save_has_failed_and
     checkpointer.save(1)
     with observe_disk(failing(("fsync", tmp_path.name), errno.EIO)), pytest.raises(CheckpointError):
         checkpointer.save(2)
-    assert [verify(path) for path in folders(tmp_path)] == [[], []]
+    assert [verify(path) for path in list_checkpoints(tmp_path)] == [[], []]
 
 
 def test_these_are_all_the_places_where_a_disk_can_fail_a_save(tmp_path: Path) -> None:
@@ -329,56 +333,56 @@ def test_all_of_a_checkpoint_is_on_the_disk_when_it_takes_its_name(
         fsync(fd)
 
     def check(operation: str, path: Path) -> None:
-        if operation == "rename" and path.name == name_of(1):
+        if operation == "rename" and path.name == checkpoint_name(1):
             [temporary] = tmp_path.iterdir()
             inside = [temporary, *temporary.rglob("*")]
             assert {"model.safetensors", "optimizer.pt", "shards", "manifest.json"} <= {each.name for each in inside}
             assert [each.name for each in inside if each.stat().st_ino not in synced] == []
 
     monkeypatch.setattr(os, "fsync", syncing)
-    shards = Component(StateOf(lambda: {"a": torch.ones(3)}, lambda _: None), "sharded")
+    shards = Component(FunctionState(lambda: {"a": torch.ones(3)}, lambda _: None), "sharded")
     with observe_disk(check):
         Checkpointer(tmp_path, {**components(), "shards": shards}, World()).save(1)
-    assert [path.name for path in folders(tmp_path)] == [name_of(1)]
-    assert list((tmp_path / name_of(1) / "shards").iterdir())
+    assert [path.name for path in list_checkpoints(tmp_path)] == [checkpoint_name(1)]
+    assert list((tmp_path / checkpoint_name(1) / "shards").iterdir())
     assert tmp_path.stat().st_ino in synced
 
 
 def test_components_missing_on_either_side_are_named(tmp_path: Path) -> None:
     parts = components()
     Checkpointer(tmp_path, parts, World()).save(1)
-    folder = tmp_path / name_of(1)
+    folder = tmp_path / checkpoint_name(1)
     with pytest.raises(CheckpointError, match=r"has no 'extra'; to go on without, leave it out by name"):
         Checkpointer(tmp_path, parts | {"extra": value({"x": 1})[0]}, World()).load(folder)
     model_only = Checkpointer(tmp_path, {"model": parts["model"]}, World())
     with pytest.raises(CheckpointError, match="has 'optimizer', which this run has no use for"):
         model_only.load(folder)
-    assert model_only.load(folder, leave_out=["optimizer"]).step == 1
+    assert model_only.load(folder, exclude=["optimizer"]).step == 1
     with pytest.raises(CheckpointError, match="'optimiser' is no component of this run: model, optimizer"):
-        Checkpointer(tmp_path, parts, World()).load(folder, leave_out=["optimiser"])
+        Checkpointer(tmp_path, parts, World()).load(folder, exclude=["optimiser"])
     others = components(1)
     before = values_of({"optimizer": others["optimizer"]})
-    Checkpointer(tmp_path, others, World()).load(folder, leave_out=["optimizer"])
+    Checkpointer(tmp_path, others, World()).load(folder, exclude=["optimizer"])
     assert same(values_of({"optimizer": others["optimizer"]}), before)
     assert same(values_of({"model": others["model"]}), values_of({"model": parts["model"]}))
 
 
 def test_two_checkpoints_are_compared_value_by_value(tmp_path: Path) -> None:
     parts = components()
-    weight = next(parts["model"].thing.parameters())  # type: ignore[attr-defined]
+    weight = next(parts["model"].stateful.parameters())  # type: ignore[attr-defined]
     checkpointer = Checkpointer(tmp_path, parts, World(), config={"lr": 1})
     checkpointer.save(1)
     with torch.no_grad():
         weight[0, 0] += 1
     checkpointer.config = {"lr": 2}
     checkpointer.save(2)
-    found = compare(tmp_path / name_of(1), tmp_path / name_of(2))
+    found = compare(tmp_path / checkpoint_name(1), tmp_path / checkpoint_name(2))
     assert found == {
         "config lr": "1 and 2",
         "model.safetensors['head.weight']": "1 of 4096 elements differ, by 1 at most",
         "model.safetensors['tokens.weight']": "1 of 4096 elements differ, by 1 at most",
     }
-    assert compare(tmp_path / name_of(1), tmp_path / name_of(1)) == {}
+    assert compare(tmp_path / checkpoint_name(1), tmp_path / checkpoint_name(1)) == {}
 
 
 def test_equal_values_do_not_differ_even_if_they_are_nan(tmp_path: Path) -> None:
@@ -386,7 +390,7 @@ def test_equal_values_do_not_differ_even_if_they_are_nan(tmp_path: Path) -> None
     other, _ = value({"loss": torch.tensor(float("nan")), "best": float("nan"), "zero": torch.tensor(0)})
     for number, each in enumerate((part, part, other)):
         Checkpointer(tmp_path, {"part": each}, World(), keep_last=3).save(number)
-    first, same_again, another = folders(tmp_path)
+    first, same_again, another = list_checkpoints(tmp_path)
     assert compare(first, same_again) == {}
     assert compare(first, another) == {"part.pt['zero']": "float32 [] and int64 []"}
 
@@ -423,10 +427,10 @@ def test_a_setting_may_differ_only_if_it_or_what_it_is_in_is_allowed_by_its_whol
     Checkpointer(checkpoints, {"part": value({"x": 1})[0]}, World(), config=SETTINGS).save(1)
 
     def found() -> Path | None:
-        return find_start(World(), tmp_path, "auto", SETTINGS | changed, allow).checkpoint
+        return find_resume_point(World(), tmp_path, "auto", SETTINGS | changed, allow).checkpoint
 
     if refused is None:
-        assert found() == checkpoints / name_of(1)
+        assert found() == checkpoints / checkpoint_name(1)
         return
     with pytest.raises(ConfigError, match=f"made with other settings: {refused}. Use the same, or allow them by name"):
         found()
@@ -445,7 +449,7 @@ def shared_in_every_way(world: World, folder: Path, shared: bool = True) -> dict
     }
     checkpointer = Checkpointer(folder, {name: part for name, (part, _) in patterns.items()}, world, shared=shared)
     checkpointer.save(1)
-    manifest = checkpointer.load(folder / name_of(1))
+    manifest = checkpointer.load(folder / checkpoint_name(1))
     return {
         "given": {name: int(given["x"]) for name, (_, given) in patterns.items()},
         "files": {name: [file.rank for file in stored.files] for name, stored in manifest.components.items()},
@@ -457,13 +461,13 @@ def diverged(world: World, folder: Path) -> dict[str, str]:
     found = {}
     for check in ("none", "quick", "tensor", "full"):
         parts = components()
-        optimizer: Any = parts["optimizer"].thing
+        optimizer: Any = parts["optimizer"].stateful
         if world.rank == world.size - 1:
             optimizer.state[optimizer.param_groups[0]["params"][3]]["exp_avg"].view(-1)[-1] += 1e-6
         checkpointer = Checkpointer(folder / check, parts, world, check=check)  # type: ignore[arg-type]
         found[check] = error_of(lambda checkpointer=checkpointer: checkpointer.save(1))  # type: ignore[misc]
     lr: Any = components()
-    lr["optimizer"].thing.param_groups[0]["lr"] += world.rank
+    lr["optimizer"].stateful.param_groups[0]["lr"] += world.rank
     found["quick, lr"] = error_of(lambda: Checkpointer(folder / "lr", lr, world, check="quick").save(1))
     nothing, _ = value({})
     found["nothing"] = error_of(lambda: Checkpointer(folder / "empty", {"empty": nothing}, world).save(1))
@@ -501,7 +505,7 @@ def one_fails(world: World, folder: Path, background: bool) -> list[dict[str, An
         found.append({"at": (rank, at), "told": told, "there": there})
     checkpointer.save(2)
     checkpointer.finish()
-    return [*found, {"after": [path.name for path in folders(folder)]}]
+    return [*found, {"after": [path.name for path in list_checkpoints(folder)]}]
 
 
 def unreadable_on_one(world: World, folder: Path) -> str:
@@ -509,7 +513,7 @@ def unreadable_on_one(world: World, folder: Path) -> str:
     checkpointer.save(1)
     gone = observe_disk(failing(("read", "model.safetensors"), errno.ENOENT))
     with gone if world.rank == 1 else nullcontext():
-        return error_of(lambda: checkpointer.load(folder / name_of(1)))
+        return error_of(lambda: checkpointer.load(folder / checkpoint_name(1)))
 
 
 def everything(world: World, folder: Path) -> dict[str, Any]:
@@ -577,8 +581,8 @@ def test_a_rank_that_cannot_write_makes_all_raise_and_leaves_nothing(
         for fault in faults:
             who, _ = fault["at"]
             assert fault["told"] == f"CheckpointError: rank {who}: OSError: [Errno 5] Input/output error", fault
-            assert fault["there"] == {name_of(1): []}, fault
-        assert then["after"] == [name_of(1), name_of(2)]
+            assert fault["there"] == {checkpoint_name(1): []}, fault
+        assert then["after"] == [checkpoint_name(1), checkpoint_name(2)]
 
 
 def test_a_rank_that_cannot_read_makes_all_raise(ranks: list[dict[str, Any]]) -> None:
@@ -598,8 +602,8 @@ def save_per_rank(world: World, folder: Path) -> None:
 def load_per_rank(world: World, folder: Path) -> dict[str, Any]:
     part, given = value({"x": torch.tensor(0)}, "per_rank")
     checkpointer = Checkpointer(folder, {"own": part}, world)
-    told = error_of(lambda: checkpointer.load(folder / name_of(1)))
-    manifest: Manifest = checkpointer.load(folder / name_of(1), leave_out=["own"])
+    told = error_of(lambda: checkpointer.load(folder / checkpoint_name(1)))
+    manifest: Manifest = checkpointer.load(folder / checkpoint_name(1), exclude=["own"])
     return {"told": told, "given": dict(given), "saved on": manifest.world_size}
 
 
@@ -612,8 +616,8 @@ def test_state_of_each_rank_that_cannot_be_given_to_others_is_named(tmp_path: Pa
 def check_not_given(folder: Path, size: int) -> None:
     for found in launch(load_per_rank, size, folder, device="cpu", echo=False):
         assert found["told"] == (
-            f"CheckpointError: 'own' is per_rank: {folder / name_of(1)} has it for 2 ranks, and it cannot be given "
-            f"to {size}. To go on without, leave it out by name."
+            f"CheckpointError: 'own' is per_rank: {folder / checkpoint_name(1)} has it for 2 ranks, and it cannot be "
+            f"given to {size}. To go on without, leave it out by name."
         )
         assert found["given"] == {}
         assert found["saved on"] == 2
@@ -642,21 +646,21 @@ def reshard(world: World, folder: Path, step: int, start: float | None) -> dict[
     shards = Sharded(world, 0.0 if start is None else start)
     checkpointer = Checkpointer(folder, {"shards": Component(shards, "sharded")}, world)
     if start is None:
-        checkpointer.load(folder / name_of(step - 1))
+        checkpointer.load(folder / checkpoint_name(step - 1))
     checkpointer.save(step)
-    files = sorted(path.name for path in (folder / name_of(step) / "shards").iterdir())
+    files = sorted(path.name for path in (folder / checkpoint_name(step) / "shards").iterdir())
     return {
         "whole": shards.whole(),
         "rows": shards.state["a"].to_local().shape[0],
         "files": files,
-        "missing": error_of(lambda: load_tensor_missing_on_rank_0(world, folder / name_of(step) / "shards")),
+        "missing": error_of(lambda: load_tensor_missing_on_rank_0(world, folder / checkpoint_name(step) / "shards")),
         "full disk": error_of(lambda: save_with_full_disk_on_rank_0(checkpointer)),
     }
 
 
 def load_tensor_missing_on_rank_0(world: World, folder: Path) -> None:
     names = ["a", "missing"] if world.is_main else ["a"]
-    load_shards(folder, StateOf(lambda: {name: torch.zeros(10, 7) for name in names}, lambda state: None))
+    load_shards(folder, FunctionState(lambda: {name: torch.zeros(10, 7) for name in names}, lambda state: None))
 
 
 def save_with_full_disk_on_rank_0(checkpointer: Checkpointer) -> None:
@@ -678,8 +682,8 @@ def test_sharded_tensors_go_from_4_ranks_to_2_to_3_without_a_pickle(tmp_path: Pa
             assert found["missing"] == f"CheckpointError: rank 0: {missing}"
             assert found["full disk"].startswith("CheckpointError: rank 0: ")
             assert "File too large" in found["full disk"]
-        assert verify(tmp_path / name_of(step)) == []
-        assert sorted(tmp_path.iterdir()) == folders(tmp_path), "what the full disk interrupted is removed"
+        assert verify(tmp_path / checkpoint_name(step)) == []
+        assert sorted(tmp_path.iterdir()) == list_checkpoints(tmp_path), "what the full disk interrupted is removed"
 
 
 class EmptyAtFirst:
@@ -694,7 +698,7 @@ class EmptyAtFirst:
     def load_state_dict(self, state: Any) -> None:
         self.state = state
 
-    def empty(self, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    def empty(self, stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         return {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in stored.items()}
 
 
@@ -714,7 +718,7 @@ def test_two_ranks_without_a_group_raise(tmp_path: Path) -> None:
 def uneven(world: World, folder: Path) -> str:
     """As on two machines, one of which has two of the three ranks."""
     here = replace(world, local_rank=world.rank % 2, local_size=2 if world.rank < 2 else 1)
-    part = Component(StateOf(lambda: {"x": 1}, lambda state: None), "per_node")
+    part = Component(FunctionState(lambda: {"x": 1}, lambda state: None), "per_node")
     Checkpointer(folder, {"part": replace(part, shared="replicated")}, here)
     return error_of(lambda: Checkpointer(folder, {"part": part}, here))
 

@@ -235,7 +235,7 @@ def measured(world: World) -> dict[str, float]:
         model = sleepy(PARTS if pipelined else 1)
         config = TrainConfig.model_validate({"strategy": name} | values)
         strategy: Any = make_strategy(config, model, world, squares, Precision(world=world))
-        optimizer = strategy.share_out(torch.optim.SGD(model.parameters(), lr=1e-3))
+        optimizer = strategy.setup_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
         batches = [torch.ones(SAMPLES, WIDTH)] * strategy.per_rank
 
         def step(strategy: Any = strategy, optimizer: Any = optimizer, batches: Any = batches) -> None:
@@ -260,7 +260,7 @@ def measured(world: World) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if reason := clusters.why_not():
+    if reason := clusters.unsupported_reason():
         pytest.skip(reason)
     with Cluster(4, RATE, folder=tmp_path_factory.mktemp("shared")) as four:
         yield four

@@ -25,7 +25,7 @@ from ddp_tutorial import hosts
 from ddp_tutorial.benches.cluster import delays_in
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster import delay as delays
-from ddp_tutorial.cluster.delay import seconds_of
+from ddp_tutorial.cluster.delay import parse_delay
 from ddp_tutorial.cluster.network import address_of, bits_per_second
 from ddp_tutorial.cluster.refusals import refusals
 from ddp_tutorial.config import ConfigError, FailedError, load
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def allowed() -> None:
-    if reason := clusters.why_not():
+    if reason := clusters.unsupported_reason():
         pytest.skip(reason)
 
 
@@ -81,7 +81,7 @@ def test_a_rate_that_is_none_is_told_in_one_line_with_one_that_is(rate: str) -> 
 
 @pytest.mark.parametrize(("delay", "seconds"), [("0.5ms", 5e-4), ("20us", 2e-5), ("1 S", 1.0), ("50ms", 0.05)])
 def test_a_delay_is_a_number_with_a_unit(delay: str, seconds: float) -> None:
-    assert seconds_of(delay) == pytest.approx(seconds)
+    assert parse_delay(delay) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("delay", ["1", "soon", "-1ms", "0ms", "11s", "1m", ""])
@@ -109,7 +109,10 @@ def test_settings_that_cannot_be_used_are_refused_before_anything_starts(wrong: 
 
 def test_other_systems_are_told_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert clusters.why_not() == "needs Linux: a cluster consists of the kernel's namespaces, and this is darwin"
+    assert (
+        clusters.unsupported_reason()
+        == "needs Linux: a cluster consists of the kernel's namespaces, and this is darwin"
+    )
 
 
 def test_a_system_that_does_not_allow_namespaces_says_so_in_one_line(
@@ -118,15 +121,15 @@ def test_a_system_that_does_not_allow_namespaces_says_so_in_one_line(
     before = psutil.Process().children()  # such as the servers from which other tests' ranks are forked
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert clusters.why_not() == "no cluster: the command 'unshare' is missing (package util-linux)"
+    assert clusters.unsupported_reason() == "no cluster: the command 'unshare' is missing (package util-linux)"
     refusing = tmp_path / "unshare"
     refusing.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     refusing.chmod(0o755)
     wanted = "no cluster: the kernel permits no namespaces here (unshare: unshare failed: Operation not permitted)"
-    assert clusters.why_not() == wanted
+    assert clusters.unsupported_reason() == wanted
     refusing.write_text("#!/bin/sh\necho 'TypeError: main() takes no arguments' >&2\nexit 1\n")
     with pytest.raises(FailedError, match=r"did not start: its first process exited with 1\nTypeError: main\(\)"):
-        clusters.why_not()
+        clusters.unsupported_reason()
     assert psutil.Process().children() == before
 
 
@@ -236,7 +239,7 @@ def test_the_command_line_tells_who_printed_what_and_who_failed(allowed: None, t
 OWNER = """
 import sys, time
 from ddp_tutorial.cluster import Cluster
-from ddp_tutorial.cluster.delay import seconds_of
+from ddp_tutorial.cluster.delay import parse_delay
 with Cluster(2, "1gbit") as cluster:
     several = [cluster.start("sh", "-c", "trap '' TERM INT HUP; sleep 4321.25 & wait", node=node) for node in (0, 1)]
     print("up", flush=True)
@@ -395,10 +398,10 @@ def test_a_delay_is_added_to_each_way_and_the_rate_stays(allowed: None, tmp_path
         seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in (small, *sizes)}
         with pytest.raises(ConfigError, match="at most rate='160mbit'"):
             cluster.set_rate("1gbit")
-        cluster.cut(1)
+        cluster.disconnect(1)
         ping = "import socket, sys; socket.create_connection(('n1', 9), float(sys.argv[1]))"
         assert "timed out" in cluster.start(sys.executable, "-c", ping, "0.3", node=0).wait(20).output
-        cluster.mend(1)
+        cluster.reconnect(1)
         assert "refused" in cluster.start(sys.executable, "-c", ping, "10", node=0).wait(20).output, (
             "it has no way back"
         )
@@ -438,7 +441,7 @@ def test_a_frame_is_held_for_its_delay_less_the_time_on_its_way(monkeypatch: pyt
         wire.setblocking(False)
         other.send(b"a frame")
         with pytest.raises(WaitsError) as waits:
-            delays.hold(wire.fileno(), 0.5e-3)
+            delays.run_delay_line(wire.fileno(), 0.5e-3)
         assert waits.value.args[0] == pytest.approx(0.45e-3)
 
 
@@ -589,11 +592,11 @@ def test_a_link_that_is_cut_ends_all_ranks_in_time_and_the_lost_host_is_named(cl
 
     def cut_soon() -> None:
         time.sleep(0.5)
-        cluster.cut(1)
+        cluster.disconnect(1)
 
     with seconds_at_the_end(tmp_path, 3) as seconds, pytest.raises(RankError) as told:
         cluster.launch(talk_and_say_when, str(tmp_path), collective_timeout=limit, meanwhile=cut_soon)
-    cluster.mend(1)
+    cluster.reconnect(1)
     assert sorted(seconds) == ["0", "1", "2"], "a rank is still there"
     assert all(limit - 0.5 < each < limit + 5 for each in seconds.values()), seconds
     said = str(told.value)
@@ -698,7 +701,7 @@ def test_ranks_that_meet_on_the_loopback_interface_are_left_there(address: str) 
 
 def test_hosts_that_all_answer_are_not_called_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [hosts.Peer(0, "a", "127.0.0.1"), hosts.Peer(1, "b", "127.0.0.1")]  # port 9 refuses: the host is there
-    told = str(hosts.lost(RuntimeError("Connection closed by peer"), peers, 0))
+    told = str(hosts.describe_lost_host(RuntimeError("Connection closed by peer"), peers, 0))
     assert "the other hosts (b at 127.0.0.1 with rank 1) answer, so a rank there has ended" in told
 
 

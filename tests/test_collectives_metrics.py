@@ -16,19 +16,19 @@ import torch.distributed as dist
 from ddp_tutorial.collectives import (
     Mean,
     all_gather,
+    all_reduce_mean,
+    all_reduce_means,
+    all_reduce_sum,
     any_rank,
-    as_vector,
     assert_same,
     broadcast_tensors,
-    decided_by_rank_zero,
+    decide_on_rank_zero,
     digest,
     from_rank_zero,
-    mean,
-    mean_over_ranks,
     rank_zero_first,
     run_on_all_ranks,
     to_rank_zero,
-    total,
+    to_vector,
 )
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.processes.launcher import launch
@@ -44,20 +44,20 @@ def talk(world: World) -> dict[str, Any]:
     rank = world.rank
     mine = torch.tensor([[1.0, rank]])
     said: dict[str, Any] = {
-        "total": total(world, mine),
-        "total of integers": total(world, torch.tensor(2**40 + rank)),
-        "mean": mean(world, mine),
-        "mean of integers": mean(world, torch.tensor(rank)),
+        "total": all_reduce_sum(world, mine),
+        "total of integers": all_reduce_sum(world, torch.tensor(2**40 + rank)),
+        "mean": all_reduce_mean(world, mine),
+        "mean of integers": all_reduce_mean(world, torch.tensor(rank)),
         "input": mine,
         "all_gather": all_gather(world, {"rank": rank, "square": rank * rank}),
         "from rank zero": from_rank_zero(world, f"said by rank {rank}"),
     }
     with torch.enable_grad():
         weight = torch.tensor(2.0, requires_grad=True)
-        said["total needs no gradient"] = not total(world, weight).requires_grad
+        said["total needs no gradient"] = not all_reduce_sum(world, weight).requires_grad
     # rank r sums 6 over 3, 10 over 1, 1 over 2
     means = [Mean(torch.tensor([6.0, 10.0, 1.0][rank]), [3, 1, 2][rank]), Mean(torch.tensor(float(rank)), 1)]
-    said["means"] = mean_over_ranks(world, means)
+    said["means"] = all_reduce_means(world, means)
     return said
 
 
@@ -151,12 +151,12 @@ def take_turns(world: World) -> dict[str, Any]:
     said["rank 0 fails"] = error_of(lambda: fail_on(0))
     said["last rank fails"] = error_of(lambda: fail_on(world.size - 1))
     said["entered"] = entered
-    said["afterwards"] = total(world, torch.tensor(1)).item()  # the ranks are still in step
+    said["afterwards"] = all_reduce_sum(world, torch.tensor(1)).item()  # the ranks are still in step
     return said
 
 
 def test_rank_zero_goes_first_and_its_failure_reaches_the_others(heard: list[dict[str, Any]], nprocs: int) -> None:
-    said = [each["take_turns"] for each in heard]
+    said = [each["run_interleaved"] for each in heard]
     last = nprocs - 1
     for rank in range(nprocs):
         if rank == 0:
@@ -215,11 +215,11 @@ def let_rank_zero_decide(world: World) -> dict[str, Any]:
         raise error
 
     said: dict[str, Any] = {
-        "returned": decided_by_rank_zero(world, lambda: ValueError(f"returned by rank {world.rank}")).args
+        "returned": decide_on_rank_zero(world, lambda: ValueError(f"returned by rank {world.rank}")).args
     }
     for name, error in FAILURES.items():
-        said[name] = error_of(partial(decided_by_rank_zero, world, partial(fail, error)))
-    said["afterwards"] = total(world, torch.tensor(1)).item()
+        said[name] = error_of(partial(decide_on_rank_zero, world, partial(fail, error)))
+    said["afterwards"] = all_reduce_sum(world, torch.tensor(1)).item()
     return said
 
 
@@ -266,12 +266,12 @@ def follow(world: World) -> dict[str, Any]:
     broadcast_tensors(world, tensors)
 
     def refuse(error: Exception) -> str:
-        return error_of(lambda: decided_by_rank_zero(world, lambda: _raise(error)))
+        return error_of(lambda: decide_on_rank_zero(world, lambda: _raise(error)))
 
     return {
         "broadcast": [tensor.tolist() for tensor in tensors],
         "gathered": to_rank_zero(world, f"rank {world.rank}"),
-        "decided": decided_by_rank_zero(world, lambda: f"rank {world.rank}"),
+        "decided": decide_on_rank_zero(world, lambda: f"rank {world.rank}"),
         "errors": [refuse(ConfigError("wrong")), refuse(OSError("full"))],
         "any": [any_rank(world, world.rank == world.size - 1), any_rank(world, False)],
     }
@@ -300,16 +300,16 @@ def enter_rank_zero_first(world: World) -> None:
 @pytest.mark.parametrize(
     "helper",
     [
-        lambda world: total(world, torch.ones(1)),
-        lambda world: mean(world, torch.ones(1)),
+        lambda world: all_reduce_sum(world, torch.ones(1)),
+        lambda world: all_reduce_mean(world, torch.ones(1)),
         lambda world: all_gather(world, 1),
         lambda world: from_rank_zero(world, 1),
         lambda world: to_rank_zero(world, 1),
-        lambda world: decided_by_rank_zero(world, lambda: 1),
+        lambda world: decide_on_rank_zero(world, lambda: 1),
         lambda world: broadcast_tensors(world, [torch.ones(1)]),
         enter_rank_zero_first,
         lambda world: assert_same(world, {"a": torch.ones(1)}),
-        lambda world: mean_over_ranks(world, [Mean(torch.ones(()), 1)]),
+        lambda world: all_reduce_means(world, [Mean(torch.ones(()), 1)]),
     ],
     ids=lambda helper: "_".join(helper.__code__.co_names[:1]) or helper.__name__,
 )
@@ -323,30 +323,30 @@ def test_two_ranks_without_a_group_raise_rather_than_go_their_own_way(
 
 def test_one_process_needs_no_group() -> None:
     world = World()
-    assert total(world, torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
-    assert mean(world, torch.tensor(3)).item() == 3.0
+    assert all_reduce_sum(world, torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
+    assert all_reduce_mean(world, torch.tensor(3)).item() == 3.0
     assert all_gather(world, "a") == ["a"]
     assert from_rank_zero(world, "a") == "a"
     assert to_rank_zero(world, "a") == ["a"]
-    assert decided_by_rank_zero(world, lambda: "a") == "a"
+    assert decide_on_rank_zero(world, lambda: "a") == "a"
     broadcast_tensors(world, [tensor := torch.tensor([1.0, 2.0])])
     assert tensor.tolist() == [1.0, 2.0]
     assert_same(world, {"a": torch.ones(1)})
     with pytest.raises(ValueError, match="no weight to compare"):
         assert_same(world, {}, "weight")
-    assert mean_over_ranks(world, [Mean(torch.tensor(6.0), 3)]) == [2.0]
+    assert all_reduce_means(world, [Mean(torch.tensor(6.0), 3)]) == [2.0]
     with pytest.raises(ValueError, match="full"), rank_zero_first(world):
         raise ValueError("full")
 
 
 def test_numbers_and_tensors_become_one_vector_of_float64() -> None:
-    vector = as_vector([1, 0.1, torch.tensor(2.5)], torch.device("cpu"))
+    vector = to_vector([1, 0.1, torch.tensor(2.5)], torch.device("cpu"))
     assert (vector.dtype, vector.tolist()) == (torch.float64, [1.0, 0.1, 2.5])
 
 
 def test_a_total_is_a_copy() -> None:
     mine = torch.ones(2)
-    total(World(), mine).add_(1)
+    all_reduce_sum(World(), mine).add_(1)
     assert mine.tolist() == [1.0, 1.0]
 
 
@@ -388,7 +388,7 @@ def test_a_digest_is_of_the_values_wherever_they_lie() -> None:
 
 def test_a_fractional_or_large_count_is_kept_whatever_the_dtype_of_the_sum() -> None:
     means = [Mean(torch.tensor(1), 0.5), Mean(torch.tensor(2.0**24 + 2), 2**24 + 1)]
-    assert mean_over_ranks(World(), means) == [2.0, (2**24 + 2) / (2**24 + 1)]
+    assert all_reduce_means(World(), means) == [2.0, (2**24 + 2) / (2**24 + 1)]
 
 
 def test_sums_and_counts_add_up() -> None:

@@ -9,8 +9,18 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from ddp_tutorial.config import CONFIGS, Config, ConfigError, did_you_mean, find, group_of, load, merge, names
-from ddp_tutorial.ddp.variants import DDPConfig
+from ddp_tutorial.config import (
+    CONFIGS,
+    Config,
+    ConfigError,
+    config_names,
+    did_you_mean,
+    find_config,
+    group_of,
+    load,
+    merge,
+)
+from ddp_tutorial.ddp.wrappers import DDPConfig
 from ddp_tutorial.training.config import TaskConfig
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -36,13 +46,13 @@ def message_of(source: str | Path, *overrides: str) -> str:
 # ---------------------------------------------------------------------------------------------- what is read
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", config_names())
 def test_every_config_of_the_package_loads(name: str) -> None:
     assert isinstance(load(name, TaskConfig), TaskConfig)
 
 
 def test_the_package_has_the_configs_that_its_commands_name() -> None:
-    assert {"base", "tiny", "2proc", "single_process"} <= set(names())
+    assert {"base", "tiny", "2proc", "single_process"} <= set(config_names())
 
 
 def test_base_spells_out_the_defaults_of_every_field_but_the_name() -> None:
@@ -82,7 +92,7 @@ def test_a_file_beside_comes_before_a_config_of_the_package_with_the_same_name()
     write("tiny.yaml", "steps: 3\n")
     assert load("tiny.yaml", TaskConfig).steps == 3
     assert load("tiny", TaskConfig).steps == 20  # the package's: a bare name is no file here
-    assert find("tiny") == CONFIGS / "tiny.yaml"
+    assert find_config("tiny") == CONFIGS / "tiny.yaml"
 
 
 def test_an_empty_file_is_all_defaults() -> None:
@@ -158,7 +168,7 @@ def test_a_missing_file_is_named() -> None:
 def test_an_unknown_name_is_met_with_the_nearest_or_with_all_of_them() -> None:
     assert message_of("tinny") == "no config is called 'tinny'. Did you mean 'tiny'?"
     everything = message_of("qqq")
-    assert all(name in everything for name in names())
+    assert all(name in everything for name in config_names())
 
 
 def test_a_folder_is_not_a_config() -> None:

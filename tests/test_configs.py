@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from ddp_tutorial.config import CONFIGS, ConfigError, load, names
+from ddp_tutorial.config import CONFIGS, ConfigError, config_names, load
 from ddp_tutorial.experiments.execute import read_parameters
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
@@ -27,17 +27,17 @@ ASKED_FOR = {
     *("sharded_dataset", "dispatched_dataset", "iterable_dataset", "sharded_iterable_dataset", "sharded_fast_dataset"),
     *("checkpoint_train", "checkpoint_resume", "early_stopping"),
 }
-RANKS = {name: load(name, TaskConfig).nprocs for name in names()}
+RANKS = {name: load(name, TaskConfig).nprocs for name in config_names()}
 
 
 def test_the_configs_that_are_promised_are_there() -> None:
-    assert set(names()) >= ASKED_FOR
+    assert set(config_names()) >= ASKED_FOR
     assert RANKS["single_process"] == RANKS["iterable_dataset"] == 1
     assert RANKS["4proc"] == RANKS["4cpu"] == RANKS["4gpu"] == 4
     assert RANKS["sharded_dataset"] == RANKS["2gpu"] == 2
 
 
-@pytest.mark.parametrize("name", sorted(set(names()) - {"base"}))
+@pytest.mark.parametrize("name", sorted(set(config_names()) - {"base"}))
 def test_a_config_is_a_few_lines_over_another_and_says_what_it_is_for(name: str) -> None:
     lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
     assert lines[0].startswith("# ")
@@ -45,7 +45,7 @@ def test_a_config_is_a_few_lines_over_another_and_says_what_it_is_for(name: str)
     assert len(lines) <= 12
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", config_names())
 def test_a_config_is_a_file_of_parameters_for_papermill(name: str) -> None:
     """papermill sets every key of the file as a variable of the notebook."""
     injected = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
@@ -76,7 +76,7 @@ def test_every_config_trains(size: int) -> None:
 
 
 def test_the_four_kinds_of_data_are_told_apart() -> None:
-    kinds = {name: load(name, TaskConfig).source.kind for name in names() if name.endswith("_dataset")}
+    kinds = {name: load(name, TaskConfig).source.kind for name in config_names() if name.endswith("_dataset")}
     assert kinds == {
         "sharded_dataset": "sharded",
         "dispatched_dataset": "dispatched",

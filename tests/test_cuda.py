@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_tutorial.collectives import all_gather, from_rank_zero, total
+from ddp_tutorial.collectives import all_gather, all_reduce_sum, from_rank_zero
 from ddp_tutorial.ddp.link import DirectLink
 from ddp_tutorial.phases import Stopwatch, observe, phase
 from ddp_tutorial.processes.launcher import RankError, launch
@@ -34,7 +34,7 @@ SHARED: dict[str, Any] = {"device": "cuda", "backend": "gloo", "echo": False, "t
 
 
 def talk(world: World) -> tuple[float, list[int], str]:
-    added = total(world, torch.tensor(world.rank + 1.0, device=world.device))
+    added = all_reduce_sum(world, torch.tensor(world.rank + 1.0, device=world.device))
     return float(added), all_gather(world, world.rank), from_rank_zero(world, f"{world.backend} {added.device.type}")
 
 

@@ -25,8 +25,8 @@ from ddp_tutorial.sharding.samples import (
     as_arrow,
     as_batch,
     as_shards,
-    check_alike,
-    rows_of,
+    check_same_structure,
+    select_rows,
     write_arrow,
 )
 
@@ -100,14 +100,14 @@ def test_rows_may_be_put_together_by_a_function_of_yours() -> None:
 )
 def test_a_row_that_is_not_like_the_others_is_named(odd: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        check_alike([{"x": 1, "y": "a"}, {"x": 2.5, "y": "b"}, odd], [10, 11, 12])
+        check_same_structure([{"x": 1, "y": "a"}, {"x": 2.5, "y": "b"}, odd], [10, 11, 12])
 
 
 def test_rows_that_are_no_dicts_are_compared_as_they_are() -> None:
-    check_alike([], [])
-    check_alike([1, 2.0], [0, 1])
+    check_same_structure([], [])
+    check_same_structure([1, 2.0], [0, 1])
     with pytest.raises(ValueError, match=r"^row 7 is str, that of row 5 is a number. The rows of a batch"):
-        check_alike([1, "two"], [5, 7])
+        check_same_structure([1, "two"], [5, 7])
 
 
 def test_the_number_of_a_bad_row_is_that_in_the_data() -> None:
@@ -122,12 +122,12 @@ def test_the_number_of_a_bad_row_is_that_in_the_data() -> None:
 def test_some_of_the_rows_of_a_tree() -> None:
     tree = {"a": torch.arange(4), "b": [torch.arange(8).view(4, 2), (torch.zeros(4, 0),)]}
     assert as_batch(tree, 4) is tree
-    some = rows_of(tree, torch.tensor([3, 1]))
+    some = select_rows(tree, torch.tensor([3, 1]))
     assert some["a"].tolist() == [3, 1]
     assert some["b"][0].tolist() == [[6, 7], [2, 3]]
     assert isinstance(some["b"][1], tuple)
     assert some["b"][1][0].shape == (2, 0)
-    assert rows_of(torch.arange(4), slice(1, None, 2)).tolist() == [1, 3]
+    assert select_rows(torch.arange(4), slice(1, None, 2)).tolist() == [1, 3]
 
 
 class Encoding(UserDict[str, Any]):
@@ -137,7 +137,7 @@ class Encoding(UserDict[str, Any]):
 def test_a_mapping_of_any_kind_becomes_a_dict_wherever_it_is() -> None:
     found = as_batch((Encoding(x=torch.arange(2), more=Encoding(y=torch.ones(2, 3))), [torch.zeros(2)]), 2)
     assert type(found[0]) is type(found[0]["more"]) is dict
-    assert rows_of(found, slice(1, 2))[0]["more"]["y"].tolist() == [[1, 1, 1]]
+    assert select_rows(found, slice(1, 2))[0]["more"]["y"].tolist() == [[1, 1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_tree_that_is_no_batch_is_told_with_its_leaves(tree: Any, told: str) -
 @pytest.mark.parametrize("tree", [{"a": torch.zeros(2), "b": "text"}, {"a": torch.zeros(2), "b": torch.tensor(1)}])
 def test_a_batch_that_cannot_be_cut_names_the_leaf(tree: Any) -> None:
     with pytest.raises(ValueError, match="cannot be told apart: 'a' has 2 rows, 'b' is a s"):
-        rows_of(tree, slice(0, 1))
+        select_rows(tree, slice(0, 1))
 
 
 # --------------------------------------------------------------------------------------------------- Arrow files

@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
-from ddp_tutorial.collectives import digest, mean
+from ddp_tutorial.collectives import all_reduce_mean, digest
 from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.ddp.buckets import MIB
-from ddp_tutorial.ddp.hooks import Plain
+from ddp_tutorial.ddp.hooks import AllReduceHook
 from ddp_tutorial.ddp.link import LinkModel, SimulatedLink, Transfer
-from ddp_tutorial.ddp.variants import BucketDDP, DataParallel, DDPConfig, LinkConfig, TorchDDP, data_parallel
+from ddp_tutorial.ddp.wrappers import BucketDDP, DataParallel, DDPConfig, LinkConfig, TorchDDP, data_parallel
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.world import World
 from ranks import error_of
@@ -385,7 +385,7 @@ def mean_by_hand(model: DataParallel, *passes: tuple[str, ...]) -> dict[str, tor
     for micro, layers in enumerate(passes):
         module(inputs_of(model.world.rank, micro), *layers).sum().backward()
     return {
-        name: mean(model.world, torch.zeros_like(p) if p.grad is None else p.grad)
+        name: all_reduce_mean(model.world, torch.zeros_like(p) if p.grad is None else p.grad)
         for name, p in module.named_parameters()
     }
 
@@ -525,7 +525,7 @@ def overlap(world: World) -> dict[str, Any]:
                 transfers.clear()
                 _Slow.arrived.clear()
                 loss = model(inputs_of(world.rank)).sum()
-                mean(world, torch.zeros(1))  # all begin together
+                all_reduce_mean(world, torch.zeros(1))  # all begin together
                 began = time.monotonic()
                 loss.backward()
                 ended = time.monotonic()
@@ -889,7 +889,7 @@ def clamped_mean_by_hand(model: DataParallel) -> dict[str, torch.Tensor]:
     module = Fork()
     module.load_state_dict(model.module.state_dict())
     module(inputs_of(model.world.rank), "left", "right").sum().backward()
-    return {name: mean(model.world, p.grad.clamp(max=0.125)) for name, p in module.named_parameters()}
+    return {name: all_reduce_mean(model.world, p.grad.clamp(max=0.125)) for name, p in module.named_parameters()}
 
 
 @two_or_three
@@ -1272,7 +1272,7 @@ def test_by_default_it_is_torchs_ddp_over_the_link_that_is_there() -> None:
 
 def test_one_process_compresses_nothing() -> None:
     model: Any = data_parallel(nn.Linear(2, 2), World(), DDPConfig(variant="bucket", hook="powersgd"))
-    assert isinstance(model.hook, Plain)
+    assert isinstance(model.hook, AllReduceHook)
     assert isinstance(data_parallel(nn.Linear(2, 2), World(), DDPConfig(variant="torch", hook="fp16")), TorchDDP)
 
 

@@ -31,10 +31,10 @@ from ddp_tutorial.debug import (
     UnusedParameters,
     checking,
     default_detectors,
-    inject,
+    inject_faults,
 )
-from ddp_tutorial.debug.detector import Said
-from ddp_tutorial.debug.taps import Seen
+from ddp_tutorial.debug.detector import LocalReport
+from ddp_tutorial.debug.instrumentation import StepObservation
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
@@ -502,8 +502,8 @@ def trained(world: World, config: TaskConfig, *faults: Fault, every: int = 1) ->
     trainer = make_trainer(config, world)
     optimizer = trainer.train_step.optimizer
     with (
-        inject(world, *faults, model=trainer.model),
-        checking(world, trainer.model, optimizer, always(), after=lambda: trainer.number, every=every) as checks,
+        inject_faults(world, *faults, model=trainer.model),
+        checking(world, trainer.model, optimizer, always(), after=lambda: trainer.step_count, every=every) as checks,
     ):
         try:
             trainer.train()
@@ -545,17 +545,19 @@ class AtTheEnd(Detector):
     name: ClassVar[str] = "at_the_end"
     size: ClassVar[int] = 1
 
-    def say(self, seen: Seen) -> list[float]:
+    def say(self, seen: StepObservation) -> list[float]:
         return [float(self.program.step == 12)]
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
+    def judge(self, step: int, said: LocalReport) -> list[Finding]:
         return [Finding(self.name, step, (0, 1), "something is wrong", "error")] if said[0][0] else []
 
 
 def alarmed_at_the_end(world: World) -> list[str]:
     trainer = make_trainer(small(name="late", checkpoint={"every": 4}), world)
     try:
-        with checking(world, trainer.model, trainer.train_step.optimizer, [AtTheEnd()], after=lambda: trainer.number):
+        with checking(
+            world, trainer.model, trainer.train_step.optimizer, [AtTheEnd()], after=lambda: trainer.step_count
+        ):
             trainer.train()
     except CheckError as error:
         return [str(error), *sorted(path.name for path in trainer.run.path.glob("*.json"))]
@@ -762,7 +764,7 @@ def test_the_error_of_a_rank_is_told_as_it_is() -> None:
 
 
 class InStepTen(AtTheEnd):
-    def say(self, seen: Seen) -> list[float]:
+    def say(self, seen: StepObservation) -> list[float]:
         return [float(self.program.step == 10)]
 
 

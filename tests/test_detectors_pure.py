@@ -14,12 +14,12 @@ from torch import nn
 from ddp_tutorial.benches.debug import Triple, _compared
 from ddp_tutorial.debug import checking
 from ddp_tutorial.debug.detector import Finding, Program
-from ddp_tutorial.debug.memory import Kind, OwnMemory, growth_per_step, live_tensors, more
+from ddp_tutorial.debug.instrumentation import OUTPUT, Instrumentation, StepObservation, norm_of
+from ddp_tutorial.debug.memory import Kind, ProcessMemory, describe_growth, growth_per_step, live_tensors
 from ddp_tutorial.debug.overlap import DataOverlap, Epoch, rows_hashed
 from ddp_tutorial.debug.pace import slow_rank
 from ddp_tutorial.debug.replicas import ReplicaDrift, checksums, first_drift
 from ddp_tutorial.debug.spikes import has_diverged, ratio_to_median
-from ddp_tutorial.debug.taps import OUTPUT, Seen, Taps, norm_of
 from ddp_tutorial.world import World
 
 NOISE = st.lists(st.floats(-1, 1), min_size=40, max_size=40)
@@ -92,17 +92,17 @@ def test_what_two_ranks_bring_arrives_in_order_and_complete_whatever_the_room(
         detector._seen.add = heard[rank].extend  # type: ignore[method-assign, assignment]
 
     def exchange() -> None:
-        brought = torch.stack([detector.brings() for detector in ranks])  # of the same length
+        brought = torch.stack([detector.values_to_exchange() for detector in ranks])  # of the same length
         for rank, detector in enumerate(ranks):
             before = len(heard[rank])
-            assert detector.brought(1, brought) == []
+            assert detector.on_exchanged(1, brought) == []
             of_ranks = heard[rank][before:]
             heard[rank][before:] = list(zip(*of_ranks, strict=True))
 
     for number, lengths in enumerate(steps):
         for rank, detector in enumerate(ranks):
             detector._now = [torch.arange(lengths[rank]) + 100 * number]
-            detector.say(Seen())
+            detector.local_report(StepObservation())
         if number % every == 0:
             exchange()
     for _ in range(8):  # there is twice the room each time
@@ -143,7 +143,7 @@ def test_the_minority_differs_and_where_there_is_none_all_do() -> None:
 
 
 def test_the_own_memory_of_a_process_is_what_psutil_says() -> None:
-    process, own = psutil.Process(), OwnMemory()
+    process, own = psutil.Process(), ProcessMemory()
     for _ in range(2):
         used = process.memory_info()
         assert abs(own() - (used.rss - used.shared)) < 4e6
@@ -152,7 +152,7 @@ def test_the_own_memory_of_a_process_is_what_psutil_says() -> None:
 def test_the_own_memory_of_a_process_closes_its_file_also_in_a_cycle() -> None:
     gc.collect()
     before = psutil.Process().num_fds()
-    owner = {"own": OwnMemory()}
+    owner = {"own": ProcessMemory()}
     owner["itself"] = owner
     assert psutil.Process().num_fds() == before + 1
     del owner
@@ -164,10 +164,10 @@ def test_what_grows_is_named_by_shape_type_and_graph_and_shared_memory_counts_fo
     before, weight = live_tensors(), torch.ones(7, 1000, requires_grad=True)
     kept = [torch.zeros(3, 50_000) for _ in range(4)]
     kept += [kept[0].view(-1)[:77], *(weight.sum() for _ in range(5))]
-    told = more(before, live_tensors())
+    told = describe_growth(before, live_tensors())
     assert told[0] == "4 of [3, 50000] float32 (2.4 MB)"
     assert "5 of [] float32, with the graph that has made it (0.0 MB)" in told
-    assert more(live_tensors(), live_tensors()) == []
+    assert describe_growth(live_tensors(), live_tensors()) == []
     assert live_tensors()[Kind((77,), torch.float32, "cpu", has_graph=False)] == (1, 0)
 
 
@@ -176,7 +176,7 @@ def test_a_forward_is_computed_once_more_with_the_same_numbers_and_nothing_is_ch
     norms: list[float] = []
     for part in model:
         part.register_forward_hook(lambda _, __, output: norms.append(float(norm_of(output))))
-    with Taps(model, {"forwards"}) as taps:
+    with Instrumentation(model, {"forwards"}) as taps:
         for _ in range(2):
             model(torch.randn(4, 8)).sum().backward()
         seen, before = taps.take(), [torch.get_rng_state(), *(buffer.clone() for buffer in model.buffers())]
@@ -207,7 +207,7 @@ def one_step(detector: ReplicaDrift, norms: list[float]) -> list[Finding]:
     """Judged in its own step."""
     detector.program.taken += 1
     step = detector.program.step
-    return detector.judge(step, [[0.0, norm, 0.0] for norm in norms]) + detector.updated(step)
+    return detector.check(step, [[0.0, norm, 0.0] for norm in norms]) + detector.after_update(step)
 
 
 def test_gradients_of_different_lengths_have_all_bits_compared_in_the_same_step() -> None:
@@ -222,7 +222,7 @@ def test_gradients_that_had_different_lengths_in_a_step_before_have_all_bits_com
     detector = drift_of_two(other=1)
     detector.program.taken += 3
     with pytest.raises(AssertionError, match="a checksum of them all differs"):
-        detector.judge(detector.program.step - 1, [[0.0, 1.5, 0.0], [0.0, 1.75, 0.0]])
+        detector.check(detector.program.step - 1, [[0.0, 1.5, 0.0], [0.0, 1.75, 0.0]])
 
 
 def test_ranks_that_have_gradients_of_their_own_and_the_same_weights_are_compared_now_and_then_only() -> None:
@@ -254,7 +254,7 @@ def test_steps_aside_of_a_check_are_neither_looked_at_nor_counted_and_the_next_o
 
     with checking(World(), net, optimizer) as checks:
         step()
-        with checks.aside():
+        with checks.detached():
             assert [*net._forward_hooks, *optimizer._optimizer_step_pre_hooks] == []
             assert torch.autograd.backward is backward
             step(1e30)

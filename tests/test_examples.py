@@ -24,7 +24,7 @@ from ddp_tutorial import TrainConfig, Trainer, TrainResult, World, launch, synch
 from ddp_tutorial.config import ConfigError, from_arguments
 from ddp_tutorial.examples import digits
 from ddp_tutorial.runs.folder import load_run
-from ddp_tutorial.sharding import Order, ShardedSource, Sharding, as_samples
+from ddp_tutorial.sharding import GlobalBatchSampler, Permutation, ShardedSource, as_samples
 from ranks import TORCHRUN
 
 ROOT = Path(__file__).parent.parent
@@ -175,7 +175,7 @@ def test_under_torchrun_killed_at_a_random_step_and_said_again_it_ends_with_the_
 PLAIN_STEPS = 40  # of 22 an epoch, so that all shuffle twice; a checkpoint is saved every 20 steps
 
 
-class TorchOrder(Order):
+class TorchOrder(Permutation):
     """Samples in the order of torch's DistributedSampler. Its ranks take them in turn, as ours do."""
 
     def __call__(self, epoch: int, positions: Any) -> Any:
@@ -189,7 +189,7 @@ def train_like_plain(world: World, accumulation: int) -> tuple[list[float], dict
     samples = as_samples(digits.images("train"))
     trainer = Trainer(
         synchronise_batch_norm(digits.Net(), world),
-        ShardedSource(samples, Sharding(TorchOrder(len(samples), 0), 64, "drop"), world),
+        ShardedSource(samples, GlobalBatchSampler(TorchOrder(len(samples), 0), 64, "drop"), world),
         digits.loss,
         world,
         TrainConfig(steps=PLAIN_STEPS, accumulation=accumulation, tensorboard=False),

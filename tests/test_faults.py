@@ -18,7 +18,7 @@ from commands import call
 from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.collectives import all_gather, digest
 from ddp_tutorial.config import ConfigError, load
-from ddp_tutorial.debug import Fault, inject
+from ddp_tutorial.debug import Fault, inject_faults
 from ddp_tutorial.debug.faults import InjectedError, PhaseName, parse
 from ddp_tutorial.debug.settings import FaultyConfig
 from ddp_tutorial.phases import phase
@@ -40,7 +40,7 @@ def small(**settings: Any) -> TaskConfig:
 
 def train_with(world: World, config: TaskConfig, *faults: Fault) -> Any:
     trainer = make_trainer(config, world)
-    with inject(world, *faults, model=trainer.model):
+    with inject_faults(world, *faults, model=trainer.model):
         return trainer.train()
 
 
@@ -85,7 +85,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_valid() -> None:
 def steps(world: World, *faults: Fault) -> list[str]:
     """Three steps of two phases; what has struck, and when."""
     struck = []
-    with inject(world, *faults):
+    with inject_faults(world, *faults):
         for number in range(1, 4):
             for name in ("data", "update"):
                 try:
@@ -105,7 +105,7 @@ def test_a_fault_strikes_once_in_its_step_at_its_phase_on_its_rank(name: str, st
 
 
 def test_where_there_is_no_data_phase_its_own_phase_is_counted() -> None:
-    with inject(World(), Fault(action="raise", step=2, phase="save")):
+    with inject_faults(World(), Fault(action="raise", step=2, phase="save")):
         with phase("save"):
             pass
         with pytest.raises(InjectedError), phase("save"):
@@ -147,7 +147,7 @@ def test_a_run_that_ends_before_its_fault_says_so_in_the_log_of_that_rank() -> N
 
 def skipping(world: World) -> list[float]:
     value = torch.ones(1)
-    with inject(world, Fault(action="skip", step=1, phase="data")), phase("data"):
+    with inject_faults(world, Fault(action="skip", step=1, phase="data")), phase("data"):
         dist.all_reduce(value) if world.rank == 0 else None
         dist.all_reduce(value)
     return all_gather(world, float(value))
@@ -160,7 +160,7 @@ def test_a_skipped_all_reduce_is_the_next_one_only() -> None:
 def test_a_leak_grows_in_each_step_from_its_first_on() -> None:
     process = psutil.Process()
     used = []
-    with inject(World(), Fault(action="leak", step=2, phase="data", megabytes=50)):
+    with inject_faults(World(), Fault(action="leak", step=2, phase="data", megabytes=50)):
         for _ in range(4):
             with phase("data"):
                 pass
@@ -173,7 +173,7 @@ def test_what_a_fault_has_changed_is_as_before_when_its_block_ends() -> None:
     real, model = dist.all_reduce, nn.Linear(2, 1)
     before = digest(dict(model.named_parameters()))
     faults = [Fault(action=action, phase="data") for action in ("skip", "nan")]  # type: ignore[arg-type]
-    with inject(World(), *faults, model=model):
+    with inject_faults(World(), *faults, model=model):
         with phase("data"):
             pass
         assert dist.all_reduce is not real
@@ -189,14 +189,14 @@ def test_what_a_fault_has_changed_is_as_before_when_its_block_ends() -> None:
 
 
 def test_a_disk_is_full_only_inside_and_only_for_writing(tmp_path: Path) -> None:
-    from ddp_tutorial.files import about_to
+    from ddp_tutorial.files import notify_observers
 
-    with inject(World(), Fault(action="fill_disk", phase="data")), phase("data"):
-        about_to("read", tmp_path)
+    with inject_faults(World(), Fault(action="fill_disk", phase="data")), phase("data"):
+        notify_observers("read", tmp_path)
         with pytest.raises(OSError, match="No space") as caught:
-            about_to("write", tmp_path)
+            notify_observers("write", tmp_path)
         assert caught.value.errno == errno.ENOSPC
-    about_to("write", tmp_path)
+    notify_observers("write", tmp_path)
 
 
 def test_a_fault_is_read_from_text() -> None:
@@ -283,7 +283,10 @@ def test_a_run_is_killed_as_its_config_says_in_every_life_and_goes_on_with_that_
 
 
 def test_a_fault_of_a_rank_that_is_not_there_or_without_its_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there are 2 ranks"), inject(World(size=2), Fault(action="kill", rank=2)):
+    with (
+        pytest.raises(ConfigError, match="there are 2 ranks"),
+        inject_faults(World(size=2), Fault(action="kill", rank=2)),
+    ):
         pass
-    with pytest.raises(ConfigError, match="give inject the model"), inject(World(), Fault(action="nan")):
+    with pytest.raises(ConfigError, match="give inject the model"), inject_faults(World(), Fault(action="nan")):
         pass

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from ddp_tutorial.files import (
-    clear_unfinished,
+    build_once,
     directory_replaced_atomically,
     directory_written_atomically,
     is_locked,
     locked,
-    made_once,
     new_directory,
     observe_disk,
-    replaced,
-    settle,
+    recover,
+    remove_temporary,
+    replaced_path,
     write_atomically,
     write_json,
 )
@@ -236,9 +236,9 @@ def test_what_a_killed_process_has_left_is_in_nobodys_way(tmp_path):
     assert names(path) == ["whole"]
     write_atomically(tmp_path / "log", b"")
     assert len(names(tmp_path)) == 3
-    clear_unfinished(tmp_path, "mod")
+    remove_temporary(tmp_path, "mod")
     assert len(names(tmp_path)) == 3
-    clear_unfinished(tmp_path, "model")
+    remove_temporary(tmp_path, "model")
     assert names(tmp_path) == ["log", "model"]
 
 
@@ -246,7 +246,7 @@ def test_a_directory_is_replaced_by_a_whole_one_and_found_whole_at_every_moment(
     path, moments = tmp_path / "model", []
 
     def look(*_):
-        there = path if path.exists() else replaced(path)
+        there = path if path.exists() else replaced_path(path)
         moments.append((there / "weights").read_bytes())
 
     def write(data):
@@ -264,10 +264,10 @@ def test_a_directory_is_replaced_by_a_whole_one_and_found_whole_at_every_moment(
             write(b"never")
         look()
         assert moments[-1] == b"new"
-        settle(path)  # a disk that does not give the new one the name does not give it back to the old one either
+        recover(path)  # a disk that does not give the new one the name does not give it back to the old one either
         assert names(tmp_path) == ["model"]
-    path.rename(replaced(path))  # as a kill between two names leaves it
-    settle(path)
+    path.rename(replaced_path(path))  # as a kill between two names leaves it
+    recover(path)
     assert names(tmp_path) == ["model"]
 
 
@@ -286,14 +286,14 @@ def test_several_processes_fill_a_directory_once(tmp_path):
         (aside / "data").write_bytes(b"first")
 
     def lose(aside):  # another process finishes before this one
-        made_once(folder, fill)
+        build_once(folder, fill)
         (aside / "data").write_bytes(b"second")
 
     with pytest.raises(OSError, match="No space left"):
-        made_once(folder, fail)
+        build_once(folder, fail)
     assert names(tmp_path) == []
-    made_once(folder, lose)
-    made_once(folder, fail)  # not called
+    build_once(folder, lose)
+    build_once(folder, fail)  # not called
     assert (folder / "data").read_bytes() == b"first"
     assert names(tmp_path) == ["cache"]
 

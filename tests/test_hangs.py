@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.benches import hangs as bench
 from ddp_tutorial.debug import CollectiveError, hangs, watching
-from ddp_tutorial.debug.hangs import Diagnosis, Standing, diagnose
+from ddp_tutorial.debug.hangs import Diagnosis, RankStatus, diagnose
 from ddp_tutorial.debug.recorder import Call, Line, calls
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
@@ -31,8 +31,8 @@ HERE, THERE = Line("train.py", 5, "step"), Line("train.py", 7, "step")
 REDUCE = Call("0", 1, "all_reduce", ((3,),), ("Float",), (HERE,), done=True)
 
 
-def numbered(*of_rank: Call) -> Standing:
-    return Standing(tuple(replace(call, number=number) for number, call in enumerate(of_rank, 1)))
+def numbered(*of_rank: Call) -> RankStatus:
+    return RankStatus(tuple(replace(call, number=number) for number, call in enumerate(of_rank, 1)))
 
 
 WAITS = replace(REDUCE, done=False)
@@ -78,13 +78,13 @@ def test_a_rank_that_has_not_come_is_told_with_the_line_it_is_at() -> None:
 
 
 def test_a_rank_that_computes_is_slow_and_no_hang() -> None:
-    found = diagnose({0: numbered(WAITS), 1: Standing((), (THERE,), is_busy=True)})
+    found = diagnose({0: numbered(WAITS), 1: RankStatus((), (THERE,), is_busy=True)})
     assert found.kind == "slow"
-    assert not found.accounts_for("wait")
+    assert not found.explains("wait")
 
 
 def test_where_one_of_two_late_ranks_does_not_compute_it_is_a_hang() -> None:
-    standings = {0: numbered(WAITS), 1: Standing((), (THERE,), is_busy=True), 2: Standing((), (HERE,))}
+    standings = {0: numbered(WAITS), 1: RankStatus((), (THERE,), is_busy=True), 2: RankStatus((), (HERE,))}
     assert diagnose(standings).kind == "absent"
 
 
@@ -114,19 +114,19 @@ def test_only_the_marked_row_says_who_waits() -> None:
 def test_ranks_that_wait_for_one_that_has_failed_leave_the_word_to_its_error() -> None:
     found = diagnose({0: numbered(WAITS), 1: replace(numbered(), left="failed")})
     assert found.kind == "failed"
-    assert not found.accounts_for("wait")
+    assert not found.explains("wait")
 
 
 def test_only_those_collectives_are_compared_that_every_rank_still_remembers() -> None:
-    long = Standing(tuple(replace(REDUCE, number=number) for number in range(1, 301)))
-    short = Standing(tuple(replace(REDUCE, number=number) for number in range(101, 301)))
+    long = RankStatus(tuple(replace(REDUCE, number=number) for number in range(1, 301)))
+    short = RankStatus(tuple(replace(REDUCE, number=number) for number in range(101, 301)))
     assert diagnose({0: long, 1: short}).kind == "none"
 
 
 def test_a_rank_is_not_missed_where_it_is_no_member() -> None:
     waits = replace(WAITS, group="1")
     pair = {"1": [0, 1]}
-    standings = {0: Standing((waits,), members=pair), 1: Standing((), (THERE,), members=pair), 2: Standing(())}
+    standings = {0: RankStatus((waits,), members=pair), 1: RankStatus((), (THERE,), members=pair), 2: RankStatus(())}
     found = diagnose(standings)
     assert "rank 1 has not come" in found.verdict
     assert "rank 2" not in str(found)
@@ -134,13 +134,13 @@ def test_a_rank_is_not_missed_where_it_is_no_member() -> None:
 
 def test_groups_are_compared_each_for_itself() -> None:
     pair = replace(REDUCE, group="1", op="broadcast")
-    assert diagnose({0: Standing((REDUCE, pair)), 1: Standing((pair, REDUCE))}).kind == "none"
+    assert diagnose({0: RankStatus((REDUCE, pair)), 1: RankStatus((pair, REDUCE))}).kind == "none"
 
 
 def test_an_error_on_one_rank_is_not_explained_by_others_that_wait_for_it() -> None:
-    assert Diagnosis("absent").accounts_for("wait")
-    assert not Diagnosis("absent").accounts_for("error")
-    assert Diagnosis("order").accounts_for("error")
+    assert Diagnosis("absent").explains("wait")
+    assert not Diagnosis("absent").explains("error")
+    assert Diagnosis("order").explains("error")
 
 
 # ------------------------------------------------------------------------------------------------- with real ranks
@@ -229,12 +229,12 @@ def test_the_benchmark_of_hangs_tells_right_verdicts_from_wrong_ones(monkeypatch
     """One hang, which has two lines to name; then the report of a verdict that names none."""
     monkeypatch.setattr(bench, "HANGS", {"rank_zero_only": bench.HANGS["rank_zero_only"]})
     lines = []
-    found = bench.measure_hangs(2, tell=lines.append)
+    found = bench.measure_hangs(2, report=lines.append)
     assert (found["of"], found["right"], found["left"], found["wrong"]) == (2, 2, 0, []), found
     assert found["other_verdicts"] == 0, "the same words each time"
     assert bench.is_good(found)
     assert len(lines) == 2
-    assert "2 of 2 told right" in bench.in_words(found)
+    assert "2 of 2 told right" in bench.describe(found)
     monkeypatch.setattr(bench, "_hang", lambda name: ("rank 0 waits in barrier; rank 1 waits too", 3.0, 1))
     wrong = bench.measure_hangs(1)
     assert (wrong["right"], wrong["late"], wrong["left"]) == (0, 1, 1)
@@ -358,7 +358,7 @@ def in_order(world: World) -> list[str]:
             dist.barrier()
             until = time.monotonic() + 4
             if world.is_main:
-                kinds.append(watch.look().kind)
+                kinds.append(watch.inspect().kind)
             time.sleep(max(0, until - time.monotonic()))
             dist.barrier()
             kinds += [found.kind for found in watch._found.values()]
@@ -406,7 +406,7 @@ def test_one_rank_reports_a_hang_and_the_others_leave_it_time(
     monkeypatch.setattr(hangs, "_standing", lambda: of_ranks[rank])
     done: list[object] = []
     monkeypatch.setattr(hangs.time, "sleep", done.append)
-    monkeypatch.setattr(hangs, "end_with", lambda error: done.append(type(error)))
+    monkeypatch.setattr(hangs, "exit_with", lambda error: done.append(type(error)))
     watch._answer()
     assert done == [hangs.SPEAK_SECONDS] * waits + [CollectiveError]
 
@@ -434,7 +434,7 @@ def test_a_time_that_is_not_positive_is_refused() -> None:
 
 def test_one_rank_alone_has_nobody_to_wait_for() -> None:
     with watching(World(), 1) as watch:
-        assert watch.look().kind == "none"
+        assert watch.inspect().kind == "none"
 
 
 SCRIPT = """

@@ -12,11 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_tutorial.collectives import digest, mean, total
+from ddp_tutorial.collectives import all_reduce_mean, all_reduce_sum, digest
 from ddp_tutorial.ddp.buckets import MIB, Bucket
-from ddp_tutorial.ddp.hooks import Cast, Plain, PowerSGD
+from ddp_tutorial.ddp.hooks import AllReduceHook, CastHook, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
-from ddp_tutorial.ddp.variants import BucketDDP, DDPConfig, LinkConfig, TorchDDP, data_parallel
+from ddp_tutorial.ddp.wrappers import BucketDDP, DDPConfig, LinkConfig, TorchDDP, data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 from ranks import error_of, watched
@@ -80,9 +80,9 @@ def compare_with_torchs_fp16(world: World) -> dict[str, Any]:
 def average_in_16_bits(world: World) -> dict[str, Any]:
     link = DirectLink(world)
     mine = {"weight": random(40, 30, seed=world.rank), "bias": random(7, seed=50 + world.rank)}
-    exact = {name: mean(world, gradient.double()) for name, gradient in mine.items()}
-    size = {name: total(world, gradient.double().abs() / world.size) for name, gradient in mine.items()}
-    hooks = {"none": Plain(link), "fp16": Cast(link, torch.float16), "bf16": Cast(link, torch.bfloat16)}
+    exact = {name: all_reduce_mean(world, gradient.double()) for name, gradient in mine.items()}
+    size = {name: all_reduce_sum(world, gradient.double().abs() / world.size) for name, gradient in mine.items()}
+    hooks = {"none": AllReduceHook(link), "fp16": CastHook(link, torch.float16), "bf16": CastHook(link, torch.bfloat16)}
     found, nbytes = {}, {}
     for name, hook in hooks.items():
         transfers = watched(link)
@@ -129,7 +129,7 @@ def send_low_rank(world: World) -> dict[str, Any]:
     steps = []
     for step in range(3):
         mine = low_rank(world.rank, step)
-        steps.append((average(world, hook, mine), average(world, Plain(DirectLink(world)), mine)))
+        steps.append((average(world, hook, mine), average(world, AllReduceHook(DirectLink(world)), mine)))
     return {"steps": steps, "transfers": [(transfer.name, transfer.nbytes) for transfer in transfers]}
 
 
@@ -145,13 +145,13 @@ def feed_errors_back(world: World) -> dict[str, Any]:
         mine = {"weight": random(12, 20, seed=7) + random(12, 20, seed=100 + 10 * step + world.rank)}
         result = average(world, hook, mine)["weight"]
         delivered += result
-        true += mean(world, mine["weight"])
+        true += all_reduce_mean(world, mine["weight"])
         behind.append((true - delivered).norm().item())
         digests.append(digest({"weight": result}))
     return {
         "behind": behind,
         "true": true.norm().item(),
-        "delivered + kept": delivered + total(world, hook.errors["weight"]),
+        "delivered + kept": delivered + all_reduce_sum(world, hook.errors["weight"]),
         "sum": true,
         "digests": digests,
     }
@@ -212,7 +212,7 @@ def regress(world: World) -> dict[str, Any]:
             model.finish()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(mean(world, loss.detach()).item() / 8)
+            losses.append(all_reduce_mean(world, loss.detach()).item() / 8)
         heard[hook] = {
             "first": losses[0],
             "last": sum(losses[-10:]) / 10,
@@ -224,7 +224,7 @@ def regress(world: World) -> dict[str, Any]:
 
 def send_half_precision(world: World) -> dict[str, Any]:
     gradients = {"weight": low_rank(world.rank, 0)["weight"].bfloat16()}
-    exact = mean(world, gradients["weight"].double())
+    exact = all_reduce_mean(world, gradients["weight"].double())
     return {"exact": exact, "found": average(world, PowerSGD(DirectLink(world), world.size, 3), gradients)["weight"]}
 
 
@@ -232,11 +232,11 @@ def send_complex_numbers(world: World) -> dict[str, Any]:
     link = DirectLink(world)
     mine = {"weight": torch.complex(random(12, 20, seed=world.rank), random(12, 20, seed=10 + world.rank))}
     hooks = {
-        "fp16": Cast(link, torch.float16),
-        "bf16": Cast(link, torch.bfloat16),
+        "fp16": CastHook(link, torch.float16),
+        "bf16": CastHook(link, torch.bfloat16),
         "powersgd": PowerSGD(link, world.size),
     }
-    exact = mean(world, mine["weight"])
+    exact = all_reduce_mean(world, mine["weight"])
     return {name: (average(world, hook, mine)["weight"], exact) for name, hook in hooks.items()}
 
 
@@ -266,7 +266,7 @@ def fail_inside(world: World) -> dict[str, str]:
 def lose_the_others(world: World) -> dict[str, str] | None:
     """Last of all: everybody but rank 0 leaves."""
     links = {"direct": DirectLink(world), "simulated": SimulatedLink(world, LinkModel(0.0, 1e9))}
-    mean(world, torch.zeros(1))
+    all_reduce_mean(world, torch.zeros(1))
     if world.rank > 0:
         dist.destroy_process_group()
         time.sleep(1.0)
@@ -277,8 +277,8 @@ def lose_the_others(world: World) -> dict[str, str] | None:
         f"{hook}, {kind}": error_of(lambda make=make, link=link: average(world, make(link), mine))
         for kind, link in links.items()
         for hook, make in {
-            "none": Plain,
-            "fp16": lambda link: Cast(link, torch.float16),
+            "none": AllReduceHook,
+            "fp16": lambda link: CastHook(link, torch.float16),
             "powersgd": lambda link: PowerSGD(link, 2),
         }.items()
     }
@@ -527,14 +527,14 @@ def test_the_first_q_depends_on_the_name_and_not_on_the_rank_or_the_generator_of
     ],
 )
 def test_a_matrix_is_compressed_where_that_saves_something(rank: int, shape: tuple[int, ...], worth: bool) -> None:
-    assert PowerSGD(DirectLink(World()), 1, rank=rank).is_worth_it(torch.Size(shape)) is worth
+    assert PowerSGD(DirectLink(World()), 1, rank=rank).is_compressible(torch.Size(shape)) is worth
 
 
 def test_which_variant_carries_which_hook() -> None:
     """One process compresses nothing, whatever it is told; the config says which go together."""
     model = data_parallel(net(), World(), DDPConfig(variant="bucket", hook="bf16"))
     assert isinstance(model, BucketDDP)
-    assert isinstance(model.hook, Plain)
+    assert isinstance(model.hook, AllReduceHook)
     assert isinstance(data_parallel(net(), World(), DDPConfig(variant="torch", hook="bf16")), TorchDDP)
 
 

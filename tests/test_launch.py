@@ -27,12 +27,12 @@ import forked
 from ddp_tutorial.collectives import RankZeroFailedError, rank_zero_first
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
-from ddp_tutorial.processes import marks
-from ddp_tutorial.processes.children import exit_descriptor
+from ddp_tutorial.processes import process_tags
 from ddp_tutorial.processes.console import Console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import GRACE_SECONDS, START_SECONDS, _Ranks, launch
 from ddp_tutorial.processes.rank import _never_outlive_the_parent, progress
+from ddp_tutorial.processes.spawn import exit_descriptor
 
 LOCK = threading.Lock()  # cannot be pickled
 
@@ -755,8 +755,8 @@ def test_processes_that_start_while_others_are_killed_are_killed_too(monkeypatch
     def marked(*_):
         return [SimpleNamespace(kill=partial(killed.append, name)) for name in next(found)]
 
-    monkeypatch.setattr(marks, "marked", marked)
-    marks.kill_marked("VARIABLE", bool)
+    monkeypatch.setattr(process_tags, "tagged_processes", marked)
+    process_tags.kill_tagged("VARIABLE", bool)
     assert killed == ["first", "started meanwhile"]
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.collectives import mean
+from ddp_tutorial.collectives import all_reduce_mean
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
 from ddp_tutorial.mesh import group_of
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.dispatched import DispatchedSource
-from ddp_tutorial.sharding.order import Order, Sharding
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.samples import as_samples
 from ddp_tutorial.sharding.sharded import ShardedSource
 from ddp_tutorial.world import World
@@ -29,7 +29,7 @@ EARLY = 2e-3  # a sleep may end a little before its time
 
 
 def together(world: World) -> None:
-    mean(world, torch.zeros(1))
+    all_reduce_mean(world, torch.zeros(1))
 
 
 # ------------------------------------------------------------------------------------------------- the ranks at work
@@ -165,7 +165,9 @@ def make_many(world: World) -> dict[str, int]:
 
     def make_source() -> None:
         samples = as_samples(torch.utils.data.TensorDataset(torch.arange(64.0)))
-        source = DispatchedSource(lambda: ShardedSource(samples, Sharding(Order(64, 0), 8), World()), world)
+        source = DispatchedSource(
+            lambda: ShardedSource(samples, GlobalBatchSampler(Permutation(64, 0), 8), World()), world
+        )
         next(source)
         source.close()
 

@@ -20,7 +20,7 @@ from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug.hangs import CollectiveError
 from ddp_tutorial.live.pool import Ranks
-from ddp_tutorial.live.script import Step, command_of, script_of
+from ddp_tutorial.live.script import ScriptStep, launch_command, make_script
 from ddp_tutorial.processes.errors import RankError
 from kernel import Kernel
 from test_live_ranks import are_together, gone, interrupt_after
@@ -32,7 +32,7 @@ NUMBERS = 250_000  # of float32 in an all-reduce: a megabyte
 
 @pytest.fixture(scope="module")
 def allowed() -> None:
-    if reason := clusters.why_not():
+    if reason := clusters.unsupported_reason():
         pytest.skip(reason)
 
 
@@ -44,7 +44,7 @@ def cluster(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def one_pool(cluster: Cluster) -> Iterator[Ranks]:
-    with Ranks(2, cluster=cluster, threads=1, patience=0.6) as ranks:
+    with Ranks(2, cluster=cluster, threads=1, wait_timeout=0.6) as ranks:
         yield ranks
         pids = [each["pid"] for each in ranks.status()]
     assert gone(pids), "stopped, and yet there"
@@ -253,12 +253,14 @@ def test_where_namespaces_are_not_allowed_one_line_says_so_and_nothing_is_left(
 
 def test_cells_become_a_script_that_torchrun_runs_on_each_node(cluster: Cluster) -> None:
     steps = [
-        Step("import socket\nimport torch\nimport torch.distributed as dist"),
-        Step("x = torch.tensor(world.rank + 1)\ndist.all_reduce(x)\nsocket.gethostname(), world.local_size, x.item()"),
+        ScriptStep("import socket\nimport torch\nimport torch.distributed as dist"),
+        ScriptStep(
+            "x = torch.tensor(world.rank + 1)\ndist.all_reduce(x)\nsocket.gethostname(), world.local_size, x.item()"
+        ),
     ]
-    text = script_of(steps, "out.py", 2, 1, "cpu", "gloo", nodes=2)
+    text = make_script(steps, "out.py", 2, 1, "cpu", "gloo", nodes=2)
     (cluster.folders[0] / "out.py").write_text(text)
-    command = command_of("out.py", 2, nodes=2)
+    command = launch_command("out.py", 2, nodes=2)
     assert "--nnodes 2 --nproc-per-node 1" in command
     assert command in text.partition("import")[0], "its first lines say how it is run"
     line = [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]]

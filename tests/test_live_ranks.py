@@ -27,11 +27,11 @@ from ddp_tutorial.benches import as_text
 from ddp_tutorial.benches.ranks import measure
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug.hangs import CollectiveError
-from ddp_tutorial.live import crew
+from ddp_tutorial.live import controller
+from ddp_tutorial.live.display import RankResults
 from ddp_tutorial.live.magics import MagicError, _ranks_of
 from ddp_tutorial.live.pool import Ranks
-from ddp_tutorial.live.script import Step, command_of, indented, put_step, script_of
-from ddp_tutorial.live.shown import Shown
+from ddp_tutorial.live.script import ScriptStep, assignment_step, indented, launch_command, make_script
 from ddp_tutorial.processes.errors import RankError
 from kernel import Kernel
 
@@ -41,7 +41,7 @@ PATIENCE = 0.6
 
 @pytest.fixture(scope="module")
 def one_pool(ranks_are_forked):
-    with Ranks(2, threads=1, device="cpu", patience=PATIENCE) as ranks:
+    with Ranks(2, threads=1, device="cpu", wait_timeout=PATIENCE) as ranks:
         ranks.execute(IMPORTS)
         yield ranks
         pids = [each["pid"] for each in ranks.status()]
@@ -122,8 +122,8 @@ def test_the_last_expression_is_shown_where_ranks_agree_and_where_they_differ(ra
 
 
 def test_some_of_many_ranks_may_agree():
-    assert repr(Shown({0: "a", 1: "b", 2: "a"}, 3)) == "ranks 0, 2: a\nrank 1: b"
-    assert repr(Shown({0: "a"}, 1)) == "rank 0: a"
+    assert repr(RankResults({0: "a", 1: "b", 2: "a"}, 3)) == "ranks 0, 2: a\nrank 1: b"
+    assert repr(RankResults({0: "a"}, 1)) == "rank 0: a"
 
 
 def test_what_ranks_print_has_their_names_and_all_of_it_is_there(ranks, capfd):
@@ -213,7 +213,7 @@ def test_a_hang_is_told_by_name_and_ended(ranks, source, said):
 
 
 def test_a_rank_that_has_ended_the_call_is_not_waited_for_long(ranks, monkeypatch):
-    monkeypatch.setattr(ranks, "patience", 120)
+    monkeypatch.setattr(ranks, "wait_timeout", 120)
     began = time.monotonic()
     with pytest.raises(CollectiveError, match="rank 0 runs no cell"):
         ranks.execute("if world.rank == 1: dist.barrier()")
@@ -272,7 +272,7 @@ def test_what_cannot_be_done_is_refused_in_words(ranks):
     for wrong, words in (
         (lambda: Ranks(0), "n=0: should be a whole number"),
         (lambda: Ranks(2, threads=0), "threads=0"),
-        (lambda: Ranks(2, patience=0), "patience=0"),
+        (lambda: Ranks(2, wait_timeout=0), "wait_timeout=0"),
         (lambda: ranks.execute("1", on=[2]), "rank 2 is not one of 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -377,7 +377,7 @@ def unread(sender):
 
 def test_a_stopped_rank_does_not_block_the_pool(ranks, monkeypatch):
     """Not in a call of 400 looks, not where its pipes are full, and not in a request that is larger than a pipe."""
-    monkeypatch.setattr(crew, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(controller, "LOOK_SECONDS", 0.005)
     control, pid, waiting = ranks._people[1]._control, ranks.status()[1]["pid"], []
 
     def stop():
@@ -417,15 +417,15 @@ def test_what_was_meant_for_an_earlier_call_does_no_harm_to_a_later_one(ranks, w
 
 def test_cells_become_a_script_that_torchrun_runs(tmp_path):
     steps = [
-        Step("import torch\nimport torch.distributed as dist"),
-        put_step("rate", 0.5),
-        Step('text = """one\n  two"""\nx = rate * torch.ones(1)', (1,)),
-        Step("x = torch.zeros(1)", (0,)),
-        Step("dist.all_reduce(x)\nx.item()  # the sum"),
-        Step("(len(text),\n text)", (1,)),
+        ScriptStep("import torch\nimport torch.distributed as dist"),
+        assignment_step("rate", 0.5),
+        ScriptStep('text = """one\n  two"""\nx = rate * torch.ones(1)', (1,)),
+        ScriptStep("x = torch.zeros(1)", (0,)),
+        ScriptStep("dist.all_reduce(x)\nx.item()  # the sum"),
+        ScriptStep("(len(text),\n text)", (1,)),
     ]
     script = tmp_path / "out.py"
-    script.write_text(script_of(steps, "out.py", 2, 1, "cpu", "gloo"))
+    script.write_text(make_script(steps, "out.py", 2, 1, "cpu", "gloo"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     files = ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # ranks that print at a time would share lines
     done = subprocess.run([*command, *files, script], capture_output=True, text=True, timeout=120, check=False)
@@ -436,7 +436,7 @@ def test_cells_become_a_script_that_torchrun_runs(tmp_path):
 
 @pytest.mark.parametrize("value", ["a token", {"token": 1}, b"token", lambda: "token", math.inf])
 def test_a_script_contains_no_text_and_no_object_that_was_put(value):
-    step = put_step("secret", value)
+    step = assignment_step("secret", value)
     assert step.lacks == "secret"
     assert "token" not in step.source
     with pytest.raises(NotImplementedError, match="give secret its value here"):
@@ -445,8 +445,8 @@ def test_a_script_contains_no_text_and_no_object_that_was_put(value):
 
 @pytest.mark.parametrize("name", ["my runs/out file.py", 'a"""b.py', "a\\b'.py"])
 def test_a_script_says_how_to_run_it_whatever_it_is_called(name):
-    assert shlex.split(command_of(name, 2))[-1] == name
-    assert command_of(name, 2) in ast.get_docstring(ast.parse(script_of([], name, 2, 1, "cpu", "gloo")))
+    assert shlex.split(launch_command(name, 2))[-1] == name
+    assert launch_command(name, 2) in ast.get_docstring(ast.parse(make_script([], name, 2, 1, "cpu", "gloo")))
 
 
 def test_lines_inside_of_strings_are_not_indented():
@@ -487,7 +487,8 @@ plt.show()"""
 def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
     assert "no ranks are alive" in notebook.run("%load_ext ddp_tutorial\n%ranks status")["error"]
     assert (
-        notebook.run("%ranks start -n 2 --threads 1 --patience 2 --device cpu")["printed"] == "2 ranks on cpu, gloo\n"
+        notebook.run("%ranks start -n 2 --threads 1 --wait-timeout 2 --device cpu")["printed"]
+        == "2 ranks on cpu, gloo\n"
     )
     cell = notebook.run("%%ranks\nimport torch, torch.distributed as dist\nloss = torch.tensor(world.rank)\nloss")
     assert cell["result"] == "rank 0: tensor(0)\nrank 1: tensor(1)"

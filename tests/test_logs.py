@@ -26,7 +26,16 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import FolderInUseError, is_locked, locked
 from ddp_tutorial.runs import summaries as logs
 from ddp_tutorial.runs.folder import load_run, read_lines
-from ddp_tutorial.runs.summaries import Failure, Values, differing, find_run, find_runs, follow, state_of, summarise
+from ddp_tutorial.runs.summaries import (
+    Failure,
+    Values,
+    differing_settings,
+    find_run,
+    find_runs,
+    follow,
+    state_of,
+    summarize,
+)
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -317,7 +326,7 @@ def test_a_run_with_any_beginning_of_its_log_has_a_summary(tmp_path_factory: Any
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in LINES)[:cut])
     steps = [row["step"] for row in read_lines(folder / "metrics.jsonl") if "step" in row]
-    assert summarise(folder).step == max(steps, default=0)
+    assert summarize(folder).step == max(steps, default=0)
 
 
 ANYTHING = st.recursive(
@@ -346,7 +355,7 @@ def test_whatever_is_in_the_files_there_is_a_summary_of_it(
     if result:
         (folder / "result.json").write_text(json.dumps(result))
     (folder / "failed.json").write_text(json.dumps(failure))
-    found = summarise(folder)
+    found = summarize(folder)
     for show in (commands._page, commands._one_line, commands._cells):
         assert str(folder) in show(found)
     assert commands._table([found, found]).count(str(folder)) == 2
@@ -372,7 +381,7 @@ def test_a_foreign_line_is_stood_by_all_commands(line: bytes) -> None:
     folder = made("mine")
     rows = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join([*rows[:3], line + b"\n", *rows[3:]]))
-    found = summarise(folder)
+    found = summarize(folder)
     assert found.loss is not None
     assert (found.step, found.loss.first, found.loss.last, found.loss.best) == (4, 3.0, 1.5, 1.0)
     from ddp_tutorial.figures.run_plots import LOSSES, draw_runs
@@ -384,7 +393,7 @@ def test_a_foreign_line_is_stood_by_all_commands(line: bytes) -> None:
 def test_a_run_of_which_only_the_config_is_left_has_a_summary() -> None:
     folder = made("mine", result=None)
     (folder / "metrics.jsonl").unlink()
-    found = summarise(folder)
+    found = summarize(folder)
     assert (found.state, found.step, found.steps, found.ranks) == ("killed", 0, 4, 2)
     assert (found.loss, found.seconds, found.rate, found.memory_mb) == (None, None, None, {})
     for form in ("text", "one-line", "md", "json"):
@@ -412,7 +421,7 @@ def in_ranks(*seconds: dict[str, list[float]], rss: tuple[float, ...] = (300.0, 
 
 
 def test_a_summary_holds_what_the_log_says() -> None:
-    found = summarise(made("mine"))
+    found = summarize(made("mine"))
     assert found.loss == Values(first=3.0, last=1.5, best=1.0, best_step=3)
     assert found.eval_loss == Values(first=2.5, last=2.25, best=2.25, best_step=4)
     assert (found.count, found.seconds, found.seconds_are) == (1024, 6.5, "measured")
@@ -424,7 +433,7 @@ def test_a_summary_holds_what_the_log_says() -> None:
 
 
 def test_a_diverged_loss_is_called_so_and_the_best_is_that_of_before() -> None:
-    found = summarise(made("mine", [step_row(1, 3.0), step_row(2, 2.0), step_row(3, None), step_row(4, None)]))
+    found = summarize(made("mine", [step_row(1, 3.0), step_row(2, 2.0), step_row(3, None), step_row(4, None)]))
     assert found.loss == Values(first=3.0, last=None, best=2.0, best_step=2)
     assert "3.000 at first, diverged at last, best 2.000 at step 2" in printed("summary")
     assert " diverged " in printed("list")
@@ -433,7 +442,7 @@ def test_a_diverged_loss_is_called_so_and_the_best_is_that_of_before() -> None:
 
 def test_a_log_without_times_has_those_of_its_phases() -> None:
     rows = [{key: value for key, value in row.items() if key != "elapsed"} for row in ROWS]
-    found = summarise(made("old", rows))
+    found = summarize(made("old", rows))
     assert found.seconds == pytest.approx(4 * 1.0 + 2 * 0.5)  # forward and backward are in grads
     assert found.seconds_are == "sum of phases"
     assert "5.0 s in phases: grads 64 %" in printed("summary")
@@ -442,16 +451,16 @@ def test_a_log_without_times_has_those_of_its_phases() -> None:
 def test_a_clock_goes_on_where_a_run_was_resumed() -> None:
     rows = [{"step": 1, "elapsed": 10.0}, {"step": 2, "elapsed": 20.0}]
     resumed = [{"step": 3, "elapsed": 2.0}, {"step": 4, "elapsed": 4.0}]
-    assert logs.clock([*rows, *resumed]) == [10.0, 20.0, 22.0, 24.0]
-    assert logs.clock([*rows, *resumed, {"step": 5, "elapsed": 1.0}]) == [10.0, 20.0, 22.0, 24.0, 25.0]
-    assert logs.clock([*rows, {"step": 2, "elapsed": 19.9}]) == [10.0, 20.0, 20.0]
+    assert logs.elapsed_seconds([*rows, *resumed]) == [10.0, 20.0, 22.0, 24.0]
+    assert logs.elapsed_seconds([*rows, *resumed, {"step": 5, "elapsed": 1.0}]) == [10.0, 20.0, 22.0, 24.0, 25.0]
+    assert logs.elapsed_seconds([*rows, {"step": 2, "elapsed": 19.9}]) == [10.0, 20.0, 20.0]
     old = [{"step": 1, "seconds": {"data": 1.0, "grads": 3.0, "forward": 2.0, "save": 1.0, "save: write": 0.5}}]
-    assert logs.clock([*old, {"step": 2, "elapsed": 0.5}, {"step": 3, "elapsed": 1.0}]) == [5.0, 5.5, 6.0]
+    assert logs.elapsed_seconds([*old, {"step": 2, "elapsed": 0.5}, {"step": 3, "elapsed": 1.0}]) == [5.0, 5.5, 6.0]
 
 
 def test_the_straggler_is_the_rank_that_costs_the_others_most() -> None:
     slow = {"data": [0.1, 0.1, 0.9], "forward": [1.6, 1.0, 1.0], "grads": [4.0, 4.0, 3.2]}
-    found = summarise(made("slow", in_ranks(slow, slow, rss=(1.0, 2.0, 3.0)), result=None))
+    found = summarize(made("slow", in_ranks(slow, slow, rss=(1.0, 2.0, 3.0)), result=None))
     assert found.straggler == {"rank": 2, "phase": "data", "times": 9.0, "seconds": 1.6}
     assert found.ranks == 3
     text = printed("summary", "slow")
@@ -470,15 +479,15 @@ def test_the_straggler_is_the_rank_that_costs_the_others_most() -> None:
     ],
 )
 def test_a_rank_that_costs_nobody_anything_is_no_straggler(seconds: dict[str, list[float]]) -> None:
-    assert summarise(made("even", in_ranks(seconds))).straggler is None
+    assert summarize(made("even", in_ranks(seconds))).straggler is None
 
 
 def test_what_the_result_says_of_ranks_counts_where_the_log_does_not_say_it() -> None:
     ranks = {"rss_mb": [400.0, 500.0], "seconds": {"data": [3.0, 1.0], "grads": [3.0, 5.0]}}
-    found = summarise(made("a", result=RESULT | {"ranks": ranks}))
+    found = summarize(made("a", result=RESULT | {"ranks": ranks}))
     assert found.memory_mb == {"rss": [400.0, 500.0]}
     assert found.straggler == {"rank": 0, "phase": "data", "times": 3.0, "seconds": 2.0}
-    peaks = summarise(made("b", in_ranks({}, rss=(450.0, 300.0)), result=RESULT | {"ranks": ranks}))
+    peaks = summarize(made("b", in_ranks({}, rss=(450.0, 300.0)), result=RESULT | {"ranks": ranks}))
     assert peaks.memory_mb == {"rss": [450.0, 500.0]}
 
 
@@ -490,14 +499,14 @@ def test_a_reason_is_told_with_the_state() -> None:
 def test_memory_is_the_highest_of_each_rank_and_a_world_of_another_size_is_left_out() -> None:
     rows = [*in_ranks({}, rss=(900.0, 900.0, 900.0, 900.0)), *in_ranks({}, rss=(300.0, 200.0))]
     rows += in_ranks({}, rss=(100.0, 250.0))
-    assert summarise(made("mine", rows)).memory_mb == {"rss": [300.0, 250.0]}
+    assert summarize(made("mine", rows)).memory_mb == {"rss": [300.0, 250.0]}
 
 
 def test_a_failure_names_the_rank_the_step_and_the_error() -> None:
     folder = made("mine", ROWS[:3], result=None)
     error = "Traceback of rank 1\n  in step\nValueError: no"
     (folder / "failed.json").write_text(json.dumps({"rank": 1, "step": 3, "error": error}))
-    assert summarise(folder).failure == Failure(1, 3, error)
+    assert summarize(folder).failure == Failure(1, 3, error)
     text = printed("summary")
     assert "  state       failed after step 3 of 4, rank 1 first (began " in text
     indent = 14 * " "
@@ -514,7 +523,7 @@ def test_only_settings_that_all_versions_know_are_told_to_differ() -> None:
     old = {key: value for key, value in CONFIG.items() if key not in {"source", "precision"}}
     (made("c") / "config.json").write_text(json.dumps(old | {"steps": 10}))
     made("d", steps=10, result=RESULT | {"world_size": 3})  # under torchrun: the config does not know
-    found = differing([summarise(Path("runs") / name) for name in "abcd"])
+    found = differing_settings([summarize(Path("runs") / name) for name in "abcd"])
     assert found == {
         "nprocs": [2, 2, 2, 3],
         "ddp.variant": ["torch", "flat", "torch", "torch"],
@@ -826,7 +835,7 @@ def train(*arguments: str) -> None:
 def test_a_real_run_reads_well_and_agrees_with_its_result() -> None:
     train("name=exp/real", "steps=6", "eval_every=3", "log_every=2", "checkpoint.every=3")
     result = json.loads(Path("runs/exp/real/result.json").read_text())
-    found = summarise(find_run("exp/real"))
+    found = summarize(find_run("exp/real"))
     assert (found.state, found.step, found.steps, found.ranks) == ("finished", 6, 6, 2)
     assert found.loss is not None
     assert found.eval_loss is not None
@@ -857,7 +866,7 @@ def test_a_real_run_is_running_until_it_is_killed() -> None:
     while state_of(Path("runs/mine")) == "running":  # its ranks end with it, a moment later
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    found = summarise(Path("runs/mine"))
+    found = summarize(Path("runs/mine"))
     assert found.state == "killed"
     assert 0 < found.step < 100000
     assert f"killed after step {found.step:,} of 100,000" in run("logs", "tail", "mine").stderr

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from ddp_tutorial.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
+    checkpoint_name,
+    checkpoints_to_remove,
     differences,
-    folders,
     latest,
-    name_of,
+    list_checkpoints,
     read_manifest,
     read_verified,
     sha256_of_json,
-    to_remove,
     verify,
 )
 from ddp_tutorial.files import observe_disk
@@ -47,7 +47,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def made(parent: Path, step: int, **changes: Any) -> Path:
-    folder = parent / name_of(step)
+    folder = parent / checkpoint_name(step)
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_text(sealed(CONTENT | {"step": step} | changes))
     return folder
@@ -57,10 +57,10 @@ def test_the_newest_is_told_by_its_step_and_what_has_no_manifest_is_none(tmp_pat
     made(tmp_path, 200)
     made(tmp_path, 30)
     made(tmp_path, 123456789)
-    (tmp_path / name_of(999999999)).mkdir()
+    (tmp_path / checkpoint_name(999999999)).mkdir()
     (tmp_path / ".step_00000500.17.part").mkdir()
     (tmp_path / "notes.txt").touch()
-    assert [path.name for path in folders(tmp_path)] == ["step_00000030", "step_00000200", "step_123456789"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000030", "step_00000200", "step_123456789"]
     assert latest(tmp_path) == tmp_path / "step_123456789"
     assert latest(tmp_path / "nothing") is None
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_may_not_be_looked_into_is_told_and_not_passed_over(
 
     monkeypatch.setattr(os, "stat", refuse)  # a root user may look into everything
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert folders(tmp_path) == [folder]
+    assert list_checkpoints(tmp_path) == [folder]
     assert verify(folder) == [f"{folder / MANIFEST} cannot be read: Permission denied"]
 
 
@@ -191,8 +191,8 @@ values = st.none() | st.floats(allow_infinity=False) | st.just(0.0) | st.just(ma
 
 @given(st.lists(values, max_size=12), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["min", "max"]))
 def test_the_last_and_the_best_stay_and_no_more(found: list[float | None], last: int, best: int, mode: Any) -> None:
-    metrics = {Path(name_of(step)): value for step, value in enumerate(found)}
-    gone = to_remove(metrics, last, best, mode)
+    metrics = {Path(checkpoint_name(step)): value for step, value in enumerate(found)}
+    gone = checkpoints_to_remove(metrics, last, best, mode)
     stay = [path for path in metrics if path not in gone]
     assert stay[-last:] == list(metrics)[-last:]
     numbers = sorted((v for v in found if v is not None and not math.isnan(v)), reverse=mode == "max")
@@ -201,13 +201,13 @@ def test_the_last_and_the_best_stay_and_no_more(found: list[float | None], last:
         assert number in kept
     assert len(stay) <= last + best
     spared = gone[:1]
-    assert not set(spared) & set(to_remove(metrics, last, best, mode, spared))
+    assert not set(spared) & set(checkpoints_to_remove(metrics, last, best, mode, spared))
 
 
 def test_zero_is_the_best_loss_of_all() -> None:
     metrics = {Path("a"): 0.0, Path("b"): 1.0, Path("c"): None, Path("d"): 2.0}
-    assert to_remove(metrics, 1, 1, "min") == [Path("b"), Path("c")]
-    assert to_remove(metrics, 1, 1, "max") == [Path("a"), Path("b"), Path("c")]
+    assert checkpoints_to_remove(metrics, 1, 1, "min") == [Path("b"), Path("c")]
+    assert checkpoints_to_remove(metrics, 1, 1, "max") == [Path("a"), Path("b"), Path("c")]
 
 
 def test_differences_have_dotted_names() -> None:

@@ -187,8 +187,8 @@ def test_a_source_that_is_shown_is_the_one_that_there_is(path):
 
 def test_a_function_that_has_changed_is_told_where_a_notebook_shows_it(monkeypatch):
     shown = {
-        "04_ddp_from_scratch": ("ddp_tutorial.ddp.variants.FlatDDP.finish", "FlatDDP.finish"),
-        "12_fault_tolerance": ("ddp_tutorial.world.fresh_store", "fresh_store"),
+        "04_ddp_from_scratch": ("ddp_tutorial.ddp.wrappers.FlatDDP.finish", "FlatDDP.finish"),
+        "12_fault_tolerance": ("ddp_tutorial.world.attempt_store", "attempt_store"),
     }
     for path in NUMBERED:
         if path.stem in shown:

@@ -23,7 +23,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_tutorial.live.magics import RankMagics
-from ddp_tutorial.live.script import put_step
+from ddp_tutorial.live.script import assignment_step
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as a second user")
 
@@ -195,7 +195,7 @@ def test_a_second_user_cannot_read_the_script_of_live_ranks(monkeypatch: pytest.
     magics = RankMagics(None)
     pool = SimpleNamespace(n=2, threads=1, device="cpu", backend="gloo", nodes=1)
     monkeypatch.setattr(magics, "_alive", lambda: pool)
-    magics.steps = [put_step("token", "a secret")]
+    magics.steps = [assignment_step("token", "a secret")]
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         script = Path(name) / "out.py"

@@ -12,7 +12,7 @@ from torch import nn
 from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError, is_out_of_memory, require_local_forward
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.debug import Fault, inject
+from ddp_tutorial.debug import Fault, inject_faults
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
@@ -36,11 +36,11 @@ def out_of_memory(step: int, rank: int = 1, phase: str = "forward") -> Fault:
 
 def train_with(world: World, config: TaskConfig, *faults: Fault) -> dict[str, Any]:
     trainer = make_trainer(config, world)
-    with inject(world, *faults, model=trainer.model):
+    with inject_faults(world, *faults, model=trainer.model):
         try:
             result = trainer.train()
         except OutOfMemoryError as error:
-            return {"raised": str(error), "ranks": error.ranks, "step": trainer.number}
+            return {"raised": str(error), "ranks": error.ranks, "step": trainer.step_count}
     return {"losses": result.losses, "weights": result.weights, "left_out": trainer.train_step.left_out}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_tutorial import phases
-from ddp_tutorial.phases import Edge, Stopwatch, observe, phase
+from ddp_tutorial.phases import PhaseEvent, Stopwatch, observe, phase
 
 
 class Recorder:
@@ -115,7 +115,7 @@ def test_an_observer_may_come_and_go_while_another_thread_is_inside_a_phase():
 
 
 def edge(text, time):
-    return Edge(text[1:], text[0] == "+", time)
+    return PhaseEvent(text[1:], text[0] == "+", time)
 
 
 def test_a_stopwatch_adds_up_the_seconds_of_each_phase_and_starts_again():

@@ -24,9 +24,9 @@ from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError, from_arguments
 from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig, check_pipeline
-from ddp_tutorial.pipeline.runner import Runner
+from ddp_tutorial.pipeline.runner import StageRunner
 from ddp_tutorial.pipeline.schedules import gpipe, interleaved, one_f_one_b, peaks
-from ddp_tutorial.pipeline.stages import balance, chain_of, cut, even_cuts
+from ddp_tutorial.pipeline.stages import balance, chain_of, even_splits, split_into_stages
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.world import World
@@ -185,7 +185,7 @@ def beside_torch(world: World) -> dict[str, tuple[float, bool]]:
         ours, theirs = _plain(), _plain()
         pipeline = Pipeline(ours, world, lambda model, b: (_sum_of_squares(model(b[0]), b[1]), 1), config)
         pipeline.backward(list(zip(x.chunk(8), y.chunk(8), strict=True)))
-        parts = cut(theirs, even_cuts(theirs, config.stages))
+        parts = split_into_stages(theirs, even_splits(theirs, config.stages))
         own = [
             PipelineStage(part, number, config.stages, world.device)
             for number, part in enumerate(parts)
@@ -246,8 +246,8 @@ def two_by_two(world: World) -> dict[str, Any]:
         totals = DDPStrategy(one, World(), loss, accumulation=6).backward(batches)
         pipeline = Pipeline(make(), world, loss, config)
         assert pipeline.mesh == [[0, 1], [2, 3]]
-        got = pipeline.backward(batches[3 * pipeline.number :][:3], votes=1.0)
-        assert got.votes == world.size
+        got = pipeline.backward(batches[3 * pipeline.number :][:3], stop_flags=1.0)
+        assert got.stop_flags == world.size
         assert got.means() == pytest.approx(totals.means())
         there = {each: p.grad for each, p in one.named_parameters()}
         found[name] = {
@@ -289,8 +289,8 @@ def test_what_autograd_keeps_is_what_the_table_says_and_dropout_is_that_of_one_r
         assert measured == [peaks(table(2, MICRO_BATCHES))[rank] for table in (gpipe, one_f_one_b)]
     torch.manual_seed(0)  # as rank 0, whose weights count
     wet = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    stages = dict(enumerate(cut(wet, ["2"])))
-    runner = Runner(interleaved(1, MICRO_BATCHES, 2), stages, squares, seed=3)
+    stages = dict(enumerate(split_into_stages(wet, ["2"])))
+    runner = StageRunner(interleaved(1, MICRO_BATCHES, 2), stages, squares, seed=3)
     counted = sum(float(part["loss"][1]) for part in runner.run(ragged(0)))
     expected = {name: p.grad / counted for name, p in wet.named_parameters()}
     for schedule in ("gpipe", "1f1b"):
@@ -373,9 +373,9 @@ def test_a_loss_calls_its_model_once() -> None:
     def never(model: Any, batch: Any) -> tuple[Any, ...]:
         return batch.sum(), 1
 
-    stages = dict(enumerate(cut(_plain(), ["4"])))
+    stages = dict(enumerate(split_into_stages(_plain(), ["4"])))
     for loss, said in [(twice, "calls its model 2 times"), (never, "does not call its model")]:
-        runner = Runner(interleaved(1, 1, 2), stages, loss)
+        runner = StageRunner(interleaved(1, 1, 2), stages, loss)
         with pytest.raises(LossError, match=said):
             runner.run([torch.ones(2, 6)])
     with pytest.raises(ValueError, match="has 1 micro-batches, found 2"):

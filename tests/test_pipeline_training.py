@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_tutorial.checkpoint.manifest import name_of
+from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
@@ -63,7 +63,7 @@ def test_a_resumed_pipeline_ends_with_the_same_bits() -> None:
         "checkpoint": {"every": 1, "keep_last": 9},
     }
     whole = launch_training(config_of(name="whole", **values), echo=False)
-    at = Path("runs/whole/checkpoints") / name_of(2)
+    at = Path("runs/whole/checkpoints") / checkpoint_name(2)
     resumed = launch_training(config_of(name="resumed", resume=str(at), **values), echo=False)
     assert resumed.losses == whole.losses
     assert resumed.weights == whole.weights

@@ -16,7 +16,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, loss_sum
 from ddp_tutorial.training.optimization import make_optimizer
-from ddp_tutorial.training.plan import as_text, memory, plan, readable, settings
+from ddp_tutorial.training.plan import as_text, format_bytes, memory, plan, settings
 from ddp_tutorial.training.tasks import launch_training, train
 from ddp_tutorial.world import World
 from ranks import error_of
@@ -129,7 +129,9 @@ def test_what_the_run_would_refuse_the_plan_refuses_in_the_same_words() -> None:
 def test_a_model_that_this_machine_has_no_memory_for_is_warned_of_in_units_for_people() -> None:
     found = planned("tiny", "model.width=10000000", "device=cpu")
     warning = as_text(found).splitlines()[-1]
-    assert warning.startswith(f"warning  this machine has {readable(found['memory_here']['there'])}, and its 2 ranks ")
+    assert warning.startswith(
+        f"warning  this machine has {format_bytes(found['memory_here']['there'])}, and its 2 ranks "
+    )
     assert re.search(r"would need about [\d.,]+ PB: use a smaller model", warning)
     assert "warning" not in as_text(planned("tiny", "device=cpu"))
 
@@ -146,7 +148,7 @@ def test_a_model_that_this_machine_has_no_memory_for_is_warned_of_in_units_for_p
     ],
 )
 def test_bytes_read_well(nbytes: float, text: str) -> None:
-    assert readable(nbytes) == text
+    assert format_bytes(nbytes) == text
 
 
 def test_a_dry_run_writes_nothing_and_reads_well() -> None:

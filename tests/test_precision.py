@@ -19,9 +19,9 @@ from ddp_tutorial.accumulation.precision import (
     total_norm_over,
 )
 from ddp_tutorial.collectives import any_rank, digest
-from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.order import deal_parts
+from ddp_tutorial.sharding.permutation import shard_micro_batches
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.tasks import make_trainer, train
@@ -145,7 +145,7 @@ def one_weight(gradient: float, scale: float = 8) -> tuple[Precision, nn.Paramet
 def test_the_gradient_is_divided_by_the_scale_before_it_is_clipped() -> None:
     precision, weight, optimizer = one_weight(0.5)
     update = precision.update(optimizer, 1.0, FINE)
-    assert update.made
+    assert update.applied
     assert update.norm == 0.5
     assert weight.item() == -0.5, "and not clipped, at 4, to 1, and then divided"
     assert weight.grad is None
@@ -154,7 +154,7 @@ def test_the_gradient_is_divided_by_the_scale_before_it_is_clipped() -> None:
 def test_a_step_that_overflows_is_left_out_and_the_scale_halved() -> None:
     precision, weight, optimizer = one_weight(math.inf)
     update = precision.update(optimizer, 1.0, FINE)
-    assert (update.made, update.scale_may_help) == (False, True)
+    assert (update.applied, update.scale_may_help) == (False, True)
     assert (weight.item(), weight.grad, precision.loss_scale) == (0, None, 4)
 
 
@@ -164,7 +164,7 @@ def test_no_scale_is_to_blame_for_a_loss_that_is_not_finite_nor_when_it_is_down_
 ) -> None:
     precision, weight, optimizer = one_weight(math.nan, scale)
     update = precision.update(optimizer, 1.0, loss)
-    assert (update.made, update.scale_may_help) == (False, False)
+    assert (update.applied, update.scale_may_help) == (False, False)
     assert weight.item() == 0
 
 
@@ -194,7 +194,7 @@ def break_gradient(trainer: Trainer, steps: set[int], value: float) -> None:
     """From backward through the last block; the loss is fine."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(gradient, value) if trainer.number in steps else gradient
+        return torch.full_like(gradient, value) if trainer.step_count in steps else gradient
 
     trainer.model.blocks[0].expand.weight.register_hook(hook)
 
@@ -221,7 +221,7 @@ def no_number_on_rank_1(world: World, dtype: str, where: str) -> str:
     trainer = make_trainer(with_precision(dtype, accumulation=2), world)
     block = trainer.model.blocks[0]
     if world.rank == 1 and where == "loss":
-        block.expand.register_forward_hook(lambda module, args, out: out * (math.nan if trainer.number == 2 else 1))
+        block.expand.register_forward_hook(lambda module, args, out: out * (math.nan if trainer.step_count == 2 else 1))
     if world.rank == 1 and where == "gradient":
         break_gradient(trainer, {2}, math.nan)
     if world.rank == 1 and where == "weight":
@@ -320,7 +320,7 @@ def test_the_gradient_of_a_cut_batch_is_scaled_as_that_of_a_whole_one() -> None:
     def gradient(precision: Precision, parts: int) -> torch.Tensor:
         torch.manual_seed(0)
         model = data_parallel(GPT(layers=1, heads=2, width=16, context=8), World())
-        batches = [{"tokens": part} for part in deal_parts(tokens, 0, 1, parts)]
+        batches = [{"tokens": part} for part in shard_micro_batches(tokens, 0, 1, parts)]
         totals = accumulate(model, StepLoss(next_token_loss, World(), precision), batches)
         assert totals.means()["loss"] < 10, "the loss itself is not scaled"
         return torch.cat([weight.grad.flatten() for weight in model.module.parameters() if weight.grad is not None])
@@ -335,7 +335,7 @@ def test_an_update_leaves_no_gradient_behind_also_where_it_was_left_out() -> Non
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for gradient, made in ((1.0, True), (math.nan, False)):
         weight.grad = torch.full((3,), gradient)
-        assert Precision().update(optimizer, 1.0, 0.0).made == made
+        assert Precision().update(optimizer, 1.0, 0.0).applied == made
         assert weight.grad is None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun, marked
+from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun, tagged_processes
 
 MARK = f"test_rendezvous of {os.getpid()}"
 
@@ -23,7 +23,7 @@ MARK = f"test_rendezvous of {os.getpid()}"
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert marked(TORCHRUN, MARK.__eq__) == []
+    assert tagged_processes(TORCHRUN, MARK.__eq__) == []
 
 
 def free_port() -> int:
@@ -71,7 +71,7 @@ def failed(agents: dict[str, "subprocess.Popen[str]"]) -> dict[str, str]:
             assert (each.returncode, out) == (1, ""), said[how]
     finally:
         for each in agents.values():
-            end_torchrun(each, MARK)
+            kill_torchrun(each, MARK)
     return said
 
 
@@ -124,7 +124,7 @@ def test_a_node_that_comes_late_is_waited_for_and_each_rank_is_told_the_same_wor
         said = {which: each.communicate(timeout=100) for which, each in agents.items()}
     finally:
         for each in agents.values():
-            end_torchrun(each, MARK)
+            kill_torchrun(each, MARK)
     assert {which: each.returncode for which, each in agents.items()} == dict.fromkeys(agents, 0), said
     for names in (("none.0", "none.1"), ("test.0", "test.1")):  # the job's id, which --rdzv-id sets, and the rank
         told = [json.loads((workdir / name).read_text()) for name in names]

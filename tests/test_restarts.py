@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from ddp_tutorial.benches.restarts import is_good, measure_restarts
-from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun
+from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun
 from ddp_tutorial.runs.folder import request_stop
-from ddp_tutorial.world import World, fresh_store
+from ddp_tutorial.world import World, attempt_store
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,7 +35,7 @@ def one_life(port: int, size: int, late: int = 0) -> list[dist.Store]:
     def meet(rank: int) -> None:
         client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
         time.sleep(0.2 * (rank == late))
-        found[rank] = fresh_store(client, World(rank, size, rank, size, timeout=timedelta(seconds=20)))
+        found[rank] = attempt_store(client, World(rank, size, rank, size, timeout=timedelta(seconds=20)))
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -61,9 +61,9 @@ def test_each_life_of_the_ranks_meets_in_a_part_of_the_store_that_is_new(late: i
 def test_a_rank_that_never_comes_is_named_when_the_time_is_up() -> None:
     agents = server()
     with pytest.raises(RuntimeError, match="rank 1 has not come"):
-        fresh_store(agents, World(0, 2, 0, 2, timeout=timedelta(seconds=0.2)))
+        attempt_store(agents, World(0, 2, 0, 2, timeout=timedelta(seconds=0.2)))
     with pytest.raises(RuntimeError, match="rank 0 has not come"):
-        fresh_store(agents, World(1, 2, 1, 2, timeout=timedelta(seconds=0.2)))
+        attempt_store(agents, World(1, 2, 1, 2, timeout=timedelta(seconds=0.2)))
 
 
 @pytest.mark.timeout(300)
@@ -158,7 +158,7 @@ def test_two_agents_that_lose_sight_of_one_another_never_write_one_folder_at_a_t
         until(lambda: steps(workdir) > before + 2, "the folder is free")
     finally:
         for each in agents:
-            end_torchrun(each, str(workdir))
+            kill_torchrun(each, str(workdir))
 
 
 # ------------------------------------------------------------------------------------------------- one node, two, one
@@ -227,7 +227,7 @@ def test_a_run_of_one_node_grows_by_one_that_comes_late_and_goes_on_alone_when_t
         assert agents[0].wait(60) == 0, (workdir / "first.log").read_text()[-3000:]
     finally:
         for each in agents:
-            end_torchrun(each, str(workdir))
+            kill_torchrun(each, str(workdir))
     first, second = (each.pid for each in agents)
     lives = told()
     assert [each["size"] for each in lives] == [1, 2, 2, 1]

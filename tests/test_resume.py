@@ -18,19 +18,19 @@ import pytest
 import torch
 
 from commands import call
-from ddp_tutorial.checkpoint.manifest import folders, name_of, read_manifest
-from ddp_tutorial.checkpoint.replicas import leaves
-from ddp_tutorial.collectives import digest, total
+from ddp_tutorial.checkpoint.consistency import named_leaves
+from ddp_tutorial.checkpoint.manifest import checkpoint_name, list_checkpoints, read_manifest
+from ddp_tutorial.collectives import all_reduce_sum, digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import locked, observe_disk
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.processes.signals import EXIT_CODE, StoppedError, exit_code, stopped_by_signals
 from ddp_tutorial.runs.folder import RunFolder, request_stop
 from ddp_tutorial.runs.summaries import find_runs, state_of
 from ddp_tutorial.training import stopping
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
-from ddp_tutorial.training.stopping import Stopping
+from ddp_tutorial.training.stopping import StopRequests
 from ddp_tutorial.training.tasks import make_trainer, train
 from ddp_tutorial.world import World
 from ranks import TORCHRUN
@@ -92,7 +92,9 @@ def outcome(config: TaskConfig, world: World) -> dict[str, Any]:
     result = trainer.train()
     state = {
         where: value
-        for where, value in leaves("", {name: part.thing.state_dict() for name, part in trainer.components().items()})
+        for where, value in named_leaves(
+            "", {name: part.stateful.state_dict() for name, part in trainer.components().items()}
+        )
         if isinstance(value, torch.Tensor)
     }
     return {
@@ -116,7 +118,7 @@ def all_flavours(world: World, flavours: list[str], resumed_at: int) -> dict[str
         if world.is_main:
             shutil.copytree(Path("runs") / name, Path("runs") / again)
             for later in range(resumed_at + 1, STEPS + 1):
-                shutil.rmtree(Path("runs") / again / "checkpoints" / name_of(later))
+                shutil.rmtree(Path("runs") / again / "checkpoints" / checkpoint_name(later))
         found[flavour] = outcome(config_of(flavour, name=again, resume="auto"), world)
     return found
 
@@ -196,8 +198,8 @@ def random_state_of(world: World, config: TaskConfig) -> str:
 def stop_at(world: World, step: int, config: TaskConfig) -> Any:
     """Train, and be told to save and stop at a step."""
     trainer = make_trainer(config, world)
-    answer = trainer.stopping.answer
-    trainer.stopping.answer = lambda votes: "save" if trainer.number == step < STEPS else answer(votes)  # type: ignore[method-assign]
+    answer = trainer.stopping.decide
+    trainer.stopping.decide = lambda votes: "save" if trainer.step_count == step < STEPS else answer(votes)  # type: ignore[method-assign]
     return trainer.train()
 
 
@@ -220,7 +222,7 @@ def test_another_setting_is_told_and_can_be_allowed_by_name() -> None:
 
 def test_a_component_can_be_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     train(World(), config_of(name="first"))
-    start = f"runs/first/checkpoints/{name_of(3)}"
+    start = f"runs/first/checkpoints/{checkpoint_name(3)}"
     exact = train(World(), config_of(name="exact", resume=start))
     without = train(World(), config_of(name="without", resume=start, resume_without=("optimizer",)))
     assert f"going on after step 3, from {start}, without optimizer" in capsys.readouterr().err
@@ -253,11 +255,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(capsys: pytest.C
     config = config_of(name="mine", resume="auto")
     first = train(World(), config)
     for step in (STEPS, STEPS - 1):
-        (first.run / "checkpoints" / name_of(step) / "optimizer.pt").write_bytes(b"")
+        (first.run / "checkpoints" / checkpoint_name(step) / "optimizer.pt").write_bytes(b"")
     assert train(World(), config).weights == first.weights
     said = capsys.readouterr().err
     assert said.count("passed over: ") == 2
-    assert f"{name_of(STEPS)}/optimizer.pt has 0 bytes" in said
+    assert f"{checkpoint_name(STEPS)}/optimizer.pt has 0 bytes" in said
     assert f"going on after step {STEPS - 2}" in said
 
 
@@ -290,8 +292,8 @@ def test_a_run_that_has_just_begun_is_seen_as_running_by_whoever_sees_it() -> No
 
 def test_the_manifest_has_what_the_run_was_and_how_it_did() -> None:
     train(World(), config_of(name="mine", checkpoint={"every": 4, "keep_last": 5}))
-    found = folders(Path("runs/mine/checkpoints"))
-    assert [path.name for path in found] == [name_of(4), name_of(6)], "and at the end"
+    found = list_checkpoints(Path("runs/mine/checkpoints"))
+    assert [path.name for path in found] == [checkpoint_name(4), checkpoint_name(6)], "and at the end"
     manifest = read_manifest(found[-1])
     assert manifest.config["learning_rate"] == 0.003
     assert set(manifest.metrics) == {"loss", "eval_loss"}
@@ -306,11 +308,11 @@ def requests(world: World) -> list[list[str]]:
     for number, who in enumerate([None, 0, 1]):
         run = RunFolder(Path(f"stop{number}"))
         run.path.mkdir(exist_ok=True)
-        stopping, seen = Stopping(world, run), []
+        stopping, seen = StopRequests(world, run), []
         for step in range(3):
             stopping.signalled = world.rank == who and step == 1
-            votes = float(total(world, torch.tensor(float(stopping.vote()))))
-            seen.append(stopping.answer(votes))
+            votes = float(all_reduce_sum(world, torch.tensor(float(stopping.local_stop_flags()))))
+            seen.append(stopping.decide(votes))
         found.append(seen)
     return found
 
@@ -322,15 +324,15 @@ def test_what_one_rank_is_told_all_ranks_do_at_the_end_of_that_step() -> None:
 
 @pytest.fixture
 def asks_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "ASK_EVERY", 0)
+    monkeypatch.setattr(stopping, "CHECK_EVERY", 0)
 
 
 @pytest.mark.usefixtures("asks_in_each_step")
 def test_a_signal_goes_before_what_rank_0_was_asked_however_many_ranks_have_had_one(workdir: Path) -> None:
-    ranks = [Stopping(World(rank, 8, rank, 8), RunFolder(workdir)) for rank in range(8)]
+    ranks = [StopRequests(World(rank, 8, rank, 8), RunFolder(workdir)) for rank in range(8)]
 
     def answer() -> str:
-        (found,) = {rank.answer(sum(each.vote() for each in ranks)) for rank in ranks}
+        (found,) = {rank.decide(sum(each.local_stop_flags() for each in ranks)) for rank in ranks}
         return found
 
     assert answer() == ""
@@ -343,25 +345,25 @@ def test_a_signal_goes_before_what_rank_0_was_asked_however_many_ranks_have_had_
 
 
 def test_short_steps_look_for_a_request_only_now_and_then(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "ASK_EVERY", 60)
-    rank = Stopping(World(), RunFolder(workdir))
-    assert rank.vote() == 0
+    monkeypatch.setattr(stopping, "CHECK_EVERY", 60)
+    rank = StopRequests(World(), RunFolder(workdir))
+    assert rank.local_stop_flags() == 0
     rank.request.write_text("stop")
-    assert rank.vote() == 0
+    assert rank.local_stop_flags() == 0
     rank.signalled = True
-    assert rank.answer(rank.vote()) == "signal", "which costs nothing to see"
+    assert rank.decide(rank.local_stop_flags()) == "signal", "which costs nothing to see"
     rank.signalled = False
-    monkeypatch.setattr(stopping, "ASK_EVERY", 0)
-    assert rank.answer(rank.vote()) == "stop"
+    monkeypatch.setattr(stopping, "CHECK_EVERY", 0)
+    assert rank.decide(rank.local_stop_flags()) == "stop"
 
 
 @pytest.mark.usefixtures("asks_in_each_step")
 def test_a_request_is_never_there_half_written(workdir: Path) -> None:
     (workdir / "config.json").write_text("{}")
-    rank, asked = Stopping(World(), RunFolder(workdir)), []
-    with observe_disk(lambda *_: asked.append(rank.answer(rank.vote()))):
+    rank, asked = StopRequests(World(), RunFolder(workdir)), []
+    with observe_disk(lambda *_: asked.append(rank.decide(rank.local_stop_flags()))):
         request_stop(workdir, "save")
-    asked.append(rank.answer(rank.vote()))
+    asked.append(rank.decide(rank.local_stop_flags()))
     assert len(asked) > 2, "a reader looked in between"
     assert set(asked) == {"", "save"}
 
@@ -370,7 +372,7 @@ def asking(run: RunFolder, request: Any) -> AbstractContextManager[None]:
     """Asks the run as soon as it is one, which is in its first step: so the second is the last."""
     asked: list[bool] = []
 
-    def ask(_: Edge) -> None:
+    def ask(_: PhaseEvent) -> None:
         if not asked and run.exists():
             asked.append(True)
             request_stop(run.path, request)
@@ -389,7 +391,9 @@ def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> No
     assert not trainer.run.stop_request.exists()
     told = json.loads(trainer.run.result.read_text())
     assert (told["status"], told["reason"], result.by_signal) == ("stopped", "a request", False)
-    assert [path.name for path in folders(trainer.run.checkpoints)] == ([name_of(2)] if request_ == "save" else [])
+    assert [path.name for path in list_checkpoints(trainer.run.checkpoints)] == (
+        [checkpoint_name(2)] if request_ == "save" else []
+    )
     whole = train(World(), config_of(name="whole"))
     again = train(World(), config)
     assert again.weights == whole.weights
@@ -438,7 +442,7 @@ def test_from_outside_a_run_is_stopped_saved_and_carried_on_by_the_same_command(
         running.send_signal(how)
     out, err = running.communicate(timeout=60)
     assert running.returncode == EXIT_CODE, err
-    [saved] = folders(run / "checkpoints")
+    [saved] = list_checkpoints(run / "checkpoints")
     step = read_manifest(saved).step
     assert f"stopped after step {step} of 3000: runs/mine" in out
     code, text = told("train", "tiny", *settings, f"steps={step + 1}", "resume_allow=[steps]")
@@ -507,7 +511,7 @@ def test_torchrun_lets_a_run_rest_that_was_asked_to_stop_though_it_may_restart()
     assert running.returncode == 0, err
     result = json.loads((run / "result.json").read_text())
     assert result["status"] == "stopped"
-    assert [read_manifest(saved).step for saved in folders(run / "checkpoints")] == [result["step"]]
+    assert [read_manifest(saved).step for saved in list_checkpoints(run / "checkpoints")] == [result["step"]]
     assert out.count("stopped after step") == 1
     assert "restart" not in err
 
@@ -530,22 +534,25 @@ def test_checkpoints_are_listed_inspected_verified_and_compared() -> None:
     code, text = told("checkpoint", "inspect", "runs/mine")
     assert "step 6 on 1 ranks" in text
     assert "model.safetensors" in text
-    code, text = told("checkpoint", "inspect", f"runs/mine/checkpoints/{name_of(3)}", "--json")
+    code, text = told("checkpoint", "inspect", f"runs/mine/checkpoints/{checkpoint_name(3)}", "--json")
     assert json.loads(text)["step"] == 3
     assert told("checkpoint", "verify", "runs/mine")[0] == 0
     code, text = told(
-        "checkpoint", "diff", f"runs/mine/checkpoints/{name_of(3)}", f"runs/mine/checkpoints/{name_of(6)}"
+        "checkpoint",
+        "diff",
+        f"runs/mine/checkpoints/{checkpoint_name(3)}",
+        f"runs/mine/checkpoints/{checkpoint_name(6)}",
     )
     assert code == 1
     assert "model.safetensors['norm.weight']: 16 of 16 elements differ" in text
     command = [sys.executable, "-m", "ddp_tutorial", "checkpoint", "diff", "runs/mine", "runs/mine"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "equal\n"
-    (Path("runs/mine/checkpoints") / name_of(6) / "rng.pt").unlink()
+    (Path("runs/mine/checkpoints") / checkpoint_name(6) / "rng.pt").unlink()
     code, text = told("checkpoint", "verify", "runs/mine")
     assert code == 1
-    assert f"{name_of(6)}/rng.pt is missing" in text
+    assert f"{checkpoint_name(6)}/rng.pt is missing" in text
     code, text = told(
-        "train", "tiny", f"resume=runs/mine/checkpoints/{name_of(6)}", "resume_allow=[model,corpus,steps]"
+        "train", "tiny", f"resume=runs/mine/checkpoints/{checkpoint_name(6)}", "resume_allow=[model,corpus,steps]"
     )
     assert code == 2
     assert text.count("was ") >= 3
@@ -567,8 +574,8 @@ def test_a_folder_that_is_no_run_is_told_with_exit_code_2() -> None:
 
 
 def test_listing_takes_no_torch() -> None:
-    (Path("runs/mine/checkpoints") / name_of(1)).mkdir(parents=True)
-    (Path("runs/mine/checkpoints") / name_of(1) / "manifest.json").write_text("{}")
+    (Path("runs/mine/checkpoints") / checkpoint_name(1)).mkdir(parents=True)
+    (Path("runs/mine/checkpoints") / checkpoint_name(1) / "manifest.json").write_text("{}")
     code = "import sys; from ddp_tutorial.__main__ import cli\n"
     code += "cli(['checkpoint', 'list', 'runs/mine'], standalone_mode=False)"
     done = subprocess.run(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
-from ddp_tutorial.checkpoint.components import Component, StateOf
-from ddp_tutorial.checkpoint.manifest import folders, name_of, read_manifest, verify
+from ddp_tutorial.checkpoint.components import Component, FunctionState
+from ddp_tutorial.checkpoint.manifest import checkpoint_name, list_checkpoints, read_manifest, verify
 from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.checkpoint.storage import read_state
 from ddp_tutorial.files import observe_disk
@@ -18,7 +18,7 @@ from ddp_tutorial.world import World
 from disk import Point, failing, noting
 from ranks import error_of
 
-PART = Component(StateOf(lambda: {"x": 1}, lambda _: None))
+PART = Component(FunctionState(lambda: {"x": 1}, lambda _: None))
 
 
 def saved(folder: Path, *steps: int, **options: Any) -> list[int]:
@@ -27,7 +27,7 @@ def saved(folder: Path, *steps: int, **options: Any) -> list[int]:
     for number in steps:
         checkpointer.save(number, {"eval_loss": float(number)})
     checkpointer.close()
-    return [read_manifest(path).step for path in folders(folder)]
+    return [read_manifest(path).step for path in list_checkpoints(folder)]
 
 
 def spoil(folder: Path) -> None:
@@ -37,14 +37,14 @@ def spoil(folder: Path) -> None:
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_what_was_just_saved_stays_where_later_ones_are_damaged(keep_last: int, tmp_path: Path) -> None:
     assert saved(tmp_path, 15, 20) == [15, 20]
-    spoil(tmp_path / name_of(15))
-    spoil(tmp_path / name_of(20))
+    spoil(tmp_path / checkpoint_name(15))
+    spoil(tmp_path / checkpoint_name(20))
     for number in (5, 10):  # one after another, each by a process that is killed after its save
         saved(tmp_path, number, keep_last=keep_last)
-        assert latest_valid(World(), tmp_path)[0] == tmp_path / name_of(number)
+        assert latest_valid(World(), tmp_path)[0] == tmp_path / checkpoint_name(number)
     assert saved(tmp_path, 15, keep_last=keep_last) == [10, 15, 20][2 - keep_last :]
-    assert verify(tmp_path / name_of(15)) == []
-    assert (tmp_path / name_of(20) / "part.pt").read_bytes() == b"?", "somebody has to look at it"
+    assert verify(tmp_path / checkpoint_name(15)) == []
+    assert (tmp_path / checkpoint_name(20) / "part.pt").read_bytes() == b"?", "somebody has to look at it"
 
 
 def test_what_was_just_saved_stays_where_later_ones_are_valid(tmp_path: Path) -> None:
@@ -56,21 +56,21 @@ def test_what_was_just_saved_stays_where_later_ones_are_valid(tmp_path: Path) ->
 def test_a_damaged_checkpoint_does_not_count_as_one_of_the_best(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     options: dict[str, Any] = {"keep_last": 1, "keep_best": 1}
-    spoil(tmp_path / name_of(2))
+    spoil(tmp_path / checkpoint_name(2))
     assert saved(tmp_path, 4, **options) == [2, 3, 4]
     assert saved(tmp_path, 5, **options) == [2, 3, 5]
 
 
 def test_what_an_earlier_life_has_left_is_verified_once_and_what_this_one_has_written_never(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, keep_last=9)
-    spoil(tmp_path / name_of(1))
+    spoil(tmp_path / checkpoint_name(1))
     checkpointer = Checkpointer(tmp_path, {"part": PART}, World(), keep_last=9)
     seen: list[Path] = []
     with observe_disk(lambda operation, path: seen.append(path) if operation == "read" else None):
         for number in (3, 4, 5):
             checkpointer.save(number)
         checkpointer.close()
-    verified = [path for path in seen if path.parent in (tmp_path / name_of(1), tmp_path / name_of(2))]
+    verified = [path for path in seen if path.parent in (tmp_path / checkpoint_name(1), tmp_path / checkpoint_name(2))]
     assert [path.name for path in verified] == ["manifest.json", "manifest.json", "part.pt"]
     assert not [
         path for path in seen if path.parent.parent == tmp_path and path not in verified and path.parent.name[0] != "."
@@ -82,13 +82,13 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_run_goes_on(
 ) -> None:
     checkpointer = Checkpointer(tmp_path, {"part": PART}, World(), keep_last=1)
     checkpointer.save(1)
-    with observe_disk(failing(("rename", name_of(1)), errno.EIO)):
+    with observe_disk(failing(("rename", checkpoint_name(1)), errno.EIO)):
         checkpointer.save(2)
         checkpointer.close()
-    assert f"{tmp_path / name_of(1)} cannot be removed: [Errno 5]" in caplog.text
+    assert f"{tmp_path / checkpoint_name(1)} cannot be removed: [Errno 5]" in caplog.text
     checkpointer.save(3)
     checkpointer.close()
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(3)]
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(3)]
 
 
 # ------------------------------------------------------------------------------------------- one step saved again
@@ -143,8 +143,8 @@ def test_killed_at_any_moment_of_saving_a_step_again_there_is_a_valid_checkpoint
     seen = []
     for copy in copies:
         seen.append(newest(copy))
-        Checkpointer(copy, parts, World()).clear_up()
-        assert [path.name for path in copy.iterdir()] == [name_of(1)]
+        Checkpointer(copy, parts, World()).recover()
+        assert [path.name for path in copy.iterdir()] == [checkpoint_name(1)]
         assert newest(copy) == seen[-1]
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
@@ -162,5 +162,5 @@ def test_a_disk_that_fails_while_a_step_is_saved_again_leaves_a_valid_checkpoint
             told = error_of(lambda: checkpointer.save(1))
         assert told == "no error" if at[0] == "remove" else "Input/output error" in told, at
         assert newest(tmp_path) >= before, at
-        Checkpointer(tmp_path, checkpointer.components, World()).clear_up()
-        assert [path.name for path in tmp_path.iterdir()] == [name_of(1)], at
+        Checkpointer(tmp_path, checkpointer.components, World()).recover()
+        assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1)], at

@@ -155,7 +155,7 @@ def train(world: World, name: str, strategy: str, eval_every: int, resume: str =
         resume=resume,
     )
     source = make_source(NoisySamples(), 8, world)
-    return Trainer(model, source, noisy_loss, world, config, held_out=NoisySamples()).train()
+    return Trainer(model, source, noisy_loss, world, config, validation_data=NoisySamples()).train()
 
 
 def train_in_several_ways(world: World, strategies: list[str]) -> dict[str, dict[str, Any]]:

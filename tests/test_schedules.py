@@ -14,13 +14,13 @@ from ddp_tutorial.pipeline.schedules import (
     ScheduleError,
     Table,
     check,
+    deadlocks,
     gpipe,
     interleaved,
     make_table,
     one_f_one_b,
     peaks,
     simulate,
-    waits_for_ever,
 )
 
 F, B = FORWARD, BACKWARD
@@ -43,7 +43,7 @@ def test_every_schedule_is_complete_in_order_and_ends(ranks: int) -> None:
     for micro_batches in range(1, 13):
         for name, (table, stages) in tables(ranks, micro_batches).items():
             check(table, stages, micro_batches)
-            assert not waits_for_ever(table, "buffered"), (name, ranks, micro_batches)
+            assert not deadlocks(table, "buffered"), (name, ranks, micro_batches)
 
 
 def test_1f1b_of_three_stages_is_that_of_the_paper() -> None:
@@ -108,12 +108,12 @@ def test_who_may_use_plain_sends() -> None:
     """With sends that wait for their receiver: GPipe ends; 1F1B does if a send and the next receive go together;
     interleaved ends for sure only if sends wait for nobody."""
     for ranks, micro_batches in SIZES:
-        assert not waits_for_ever(gpipe(ranks, micro_batches), "blocking")
-        assert not waits_for_ever(one_f_one_b(ranks, micro_batches), "batched")
-        stuck = waits_for_ever(one_f_one_b(ranks, micro_batches), "blocking")
+        assert not deadlocks(gpipe(ranks, micro_batches), "blocking")
+        assert not deadlocks(one_f_one_b(ranks, micro_batches), "batched")
+        stuck = deadlocks(one_f_one_b(ranks, micro_batches), "blocking")
         assert bool(stuck) == (ranks > 1 and micro_batches > 1)
-    assert waits_for_ever(interleaved(4, 8, 2), "batched")
-    said = waits_for_ever(one_f_one_b(2, 2), "blocking")
+    assert deadlocks(interleaved(4, 8, 2), "batched")
+    said = deadlocks(one_f_one_b(2, 2), "blocking")
     assert said == "rank 0 waits to send F1 of stage 0 to rank 1; rank 1 waits to send B0 of stage 1 to rank 0"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.sharding.order import BLOCK, Order, Remainder, Sharding, deal
+from ddp_tutorial.sharding.permutation import BLOCK, GlobalBatchSampler, Permutation, Remainder, shard_indices
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**31 - 1)
@@ -28,19 +28,19 @@ windows = st.none() | st.integers(1, 60)
 def test_the_order_of_an_epoch_is_a_permutation_and_the_same_each_time(
     samples: int, seed: int, epoch: int, window: int | None
 ) -> None:
-    order = Order(samples, seed, window)
+    order = Permutation(samples, seed, window)
     placed = order(epoch, np.arange(samples))
     assert placed.dtype == np.int64
     assert sorted(placed.tolist()) == list(range(samples))
     np.random.seed(epoch)  # whatever the state of the process
-    assert np.array_equal(Order(samples, seed, window)(epoch, np.arange(samples)), placed)
+    assert np.array_equal(Permutation(samples, seed, window)(epoch, np.arange(samples)), placed)
 
 
 @given(st.integers(1, 10**9), st.integers(0, 2**20), seeds, windows)
 def test_any_place_of_a_large_order_is_worked_out_by_itself(
     samples: int, epoch: int, seed: int, window: int | None
 ) -> None:
-    order = Order(samples, seed, window)
+    order = Permutation(samples, seed, window)
     places = np.unique(np.linspace(0, samples - 1, 50).astype(np.int64))
     together = order(epoch, places)
     assert len(set(together.tolist())) == len(places)
@@ -53,7 +53,7 @@ def test_any_place_of_a_large_order_is_worked_out_by_itself(
 @given(seeds, st.integers(0, 1000))
 def test_the_order_differs_between_epochs_and_between_seeds(window: int | None, seed: int, epoch: int) -> None:
     def drawn(seed: int, epoch: int) -> list[int]:
-        return Order(100, seed, window)(epoch, np.arange(100)).tolist()
+        return Permutation(100, seed, window)(epoch, np.arange(100)).tolist()
 
     assert drawn(seed, epoch) != drawn(seed, epoch + 1)
     assert drawn(seed, epoch) != drawn(seed + 1, epoch)
@@ -65,26 +65,26 @@ def test_a_sample_is_at_any_place_equally_often(samples: int, window: int | None
     epochs = 4000
     found = np.zeros((samples, samples))
     for epoch in range(epochs):
-        found[np.arange(samples), Order(samples, 1, window)(epoch, np.arange(samples))] += 1
+        found[np.arange(samples), Permutation(samples, 1, window)(epoch, np.arange(samples))] += 1
     expected, freedom = epochs / samples, (samples - 1) ** 2
     assert ((found - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5 + 5
 
 
 def test_the_order_of_a_seed_is_the_same_in_every_version() -> None:
     """A run that an earlier version saved resumes in this order."""
-    assert Order(12, 0)(0, np.arange(12)).tolist() == [0, 1, 11, 2, 9, 5, 7, 8, 3, 6, 10, 4]
-    assert Order(12, 7, window=4)(3, np.arange(12)).tolist() == [4, 6, 7, 5, 0, 1, 2, 3, 8, 11, 9, 10]
+    assert Permutation(12, 0)(0, np.arange(12)).tolist() == [0, 1, 11, 2, 9, 5, 7, 8, 3, 6, 10, 4]
+    assert Permutation(12, 7, window=4)(3, np.arange(12)).tolist() == [4, 6, 7, 5, 0, 1, 2, 3, 8, 11, 9, 10]
 
 
 def test_neighbours_are_parted() -> None:
     """Were the hash a poor one, samples that lie side by side would often be taken side by side."""
-    order = Order(10_000, 0)(0, np.arange(10_000))
+    order = Permutation(10_000, 0)(0, np.arange(10_000))
     assert np.sum(np.abs(np.diff(order)) == 1) < 15  # 2 of 10,000 pairs by chance, times 10,000: two, more or less
 
 
 def test_windows_are_read_one_after_another() -> None:
     samples, window = 1000, 64
-    order = Order(samples, 3, window)(0, np.arange(samples))
+    order = Permutation(samples, 3, window)(0, np.arange(samples))
     starts = []
     for first in range(0, samples, window):
         rows = order[first : first + window]
@@ -96,11 +96,11 @@ def test_windows_are_read_one_after_another() -> None:
 
 
 def test_without_a_seed_samples_come_as_they_lie() -> None:
-    assert Order(5, None).take(3, 7).tolist() == [3, 4, 0, 1, 2, 3, 4]
+    assert Permutation(5, None).take(3, 7).tolist() == [3, 4, 0, 1, 2, 3, 4]
 
 
 def test_an_order_of_a_thousand_million_needs_no_list_of_them() -> None:
-    order = Order(10**9, 0)
+    order = Permutation(10**9, 0)
     tracemalloc.start()
     taken = order.take(10**9 - 5, 10)
     assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
@@ -112,7 +112,7 @@ def test_an_order_of_a_thousand_million_needs_no_list_of_them() -> None:
 def test_take_is_a_slice_of_all_epochs_put_end_to_end(
     samples: int, seed: int, cursor: int, count: int, window: int | None
 ) -> None:
-    order = Order(samples, seed, window)
+    order = Permutation(samples, seed, window)
     sequence = np.concatenate([order(e, np.arange(samples)) for e in range((cursor + count) // samples + 1)])
     taken = order.take(cursor, count)
     assert taken.dtype == np.int64
@@ -121,14 +121,14 @@ def test_take_is_a_slice_of_all_epochs_put_end_to_end(
 
 @given(st.integers(BLOCK - 10, 2 * BLOCK + 10), st.integers(0, 4 * BLOCK), st.integers(0, 2 * BLOCK))
 def test_blocks_are_not_to_be_seen(samples: int, cursor: int, count: int) -> None:
-    order = Order(samples, 0)
+    order = Permutation(samples, 0)
     epochs = [order(epoch, np.arange(samples)) for epoch in range((cursor + count) // samples + 1)]
     assert np.array_equal(order.take(cursor, count), np.concatenate(epochs)[cursor : cursor + count])
 
 
 def test_what_is_taken_cannot_be_changed_for_others() -> None:
     with pytest.raises(ValueError, match="read-only"):
-        Order(100, 0).take(0, 5)[0] = 1
+        Permutation(100, 0).take(0, 5)[0] = 1
 
 
 # ------------------------------------------------------------------------------------- what is left of an epoch
@@ -138,7 +138,7 @@ def test_what_is_taken_cannot_be_changed_for_others() -> None:
 def test_an_exact_epoch_has_every_sample_once(
     samples: int, batch: int, seed: int, window: int | None, epoch: int
 ) -> None:
-    steps = list(Sharding(Order(samples, seed, window), batch, "exact").epoch(epoch))
+    steps = list(GlobalBatchSampler(Permutation(samples, seed, window), batch, "exact").epoch(epoch))
     assert sorted(np.concatenate(steps).tolist()) == list(range(samples))
     assert [len(step) for step in steps] == [batch] * (samples // batch) + [samples % batch] * (samples % batch > 0)
 
@@ -147,11 +147,11 @@ def test_an_exact_epoch_has_every_sample_once(
 def test_a_padded_epoch_has_every_sample_and_its_first_ones_again(
     samples: int, batch: int, size: int, seed: int, epoch: int
 ) -> None:
-    order = Order(samples, seed)
+    order = Permutation(samples, seed)
     first = order(epoch, np.arange(samples)).tolist()
     counts = Counter[int]()
-    for step in Sharding(order, batch, "pad", size).epoch(epoch):
-        hands = [deal(step, rank, size) for rank in range(size)]
+    for step in GlobalBatchSampler(order, batch, "pad", size).epoch(epoch):
+        hands = [shard_indices(step, rank, size) for rank in range(size)]
         assert len({len(hand) for hand in hands}) == 1, "all ranks have equally many"
         counts.update(step.tolist())
     sizes_of_steps = [batch] * (samples // batch) + [samples % batch] * (samples % batch > 0)
@@ -167,9 +167,9 @@ def test_a_dropped_remainder_is_less_than_a_batch_and_another_one_each_epoch(
 ) -> None:
     if samples < batch:
         with pytest.raises(ValueError, match="leaves nothing"):
-            Sharding(Order(samples, seed), batch, "drop")
+            GlobalBatchSampler(Permutation(samples, seed), batch, "drop")
         return
-    sharding = Sharding(Order(samples, seed), batch, "drop")
+    sharding = GlobalBatchSampler(Permutation(samples, seed), batch, "drop")
     steps = list(sharding.epoch(epoch))
     assert [len(step) for step in steps] == [batch] * (samples // batch)
     assert len(set(np.concatenate(steps).tolist())) == samples // batch * batch
@@ -180,12 +180,15 @@ def test_padding_is_what_distributed_sampler_does(
     samples: int, each: int, size: int, epoch: int, shuffle: bool
 ) -> None:
     """Rank by rank and batch by batch, given the same order."""
-    order = Order(samples, 0 if shuffle else None)
+    order = Permutation(samples, 0 if shuffle else None)
     places = order(epoch, np.arange(samples)).tolist()
     for rank in range(size):
         sampler = DistributedSampler(places, size, rank, shuffle=False)  # type: ignore[arg-type]
         theirs = [places[i] for i in sampler]
-        ours = [deal(step, rank, size).tolist() for step in Sharding(order, each * size, "pad", size).epoch(epoch)]
+        ours = [
+            shard_indices(step, rank, size).tolist()
+            for step in GlobalBatchSampler(order, each * size, "pad", size).epoch(epoch)
+        ]
         assert ours == [theirs[i : i + each] for i in range(0, len(theirs), each)]
 
 
@@ -196,7 +199,7 @@ def test_steps_go_on_from_any_cursor_through_the_epochs(
 ) -> None:
     if remainder == "drop" and samples < batch:
         return
-    sharding, cursor, steps = Sharding(Order(samples, seed), batch, remainder, 3), 0, []
+    sharding, cursor, steps = GlobalBatchSampler(Permutation(samples, seed), batch, remainder, 3), 0, []
     for _ in range(k):
         indices, cursor = sharding.step(cursor)
         steps.append(indices.tolist())
@@ -215,20 +218,20 @@ def test_a_step_has_the_same_samples_whatever_the_world_size_and_its_changes(
 ) -> None:
     if remainder == "drop" and samples < batch:
         return
-    order = Order(samples, 5)
+    order = Permutation(samples, 5)
     alone, cursor = 0, 0
     for size in worlds_in_turn:
-        wanted, alone = Sharding(order, batch, remainder).step(alone)
-        found, cursor = Sharding(order, batch, remainder, size).step(cursor)
+        wanted, alone = GlobalBatchSampler(order, batch, remainder).step(alone)
+        found, cursor = GlobalBatchSampler(order, batch, remainder, size).step(cursor)
         assert np.array_equal(wanted, found)
         assert alone == cursor
 
 
 def test_with_nothing_there_is_no_step() -> None:
     with pytest.raises(ConfigError, match="the dataset is empty"):
-        Sharding(Order(0, 0), 1)
+        GlobalBatchSampler(Permutation(0, 0), 1)
     with pytest.raises(ConfigError, match="'batch_size' should be 1 or more, found 0"):
-        Sharding(Order(1, 0), 0)
+        GlobalBatchSampler(Permutation(1, 0), 0)
 
 
 # ------------------------------------------------------------------------------------------------ dealing it out
@@ -237,7 +240,7 @@ def test_with_nothing_there_is_no_step() -> None:
 @given(sizes, worlds)
 def test_dealing_gives_each_to_one_rank_and_lengths_differ_by_one_at_most(count: int, size: int) -> None:
     indices = torch.randperm(count, generator=torch.Generator().manual_seed(count))
-    hands = [deal(indices, rank, size).tolist() for rank in range(size)]
+    hands = [shard_indices(indices, rank, size).tolist() for rank in range(size)]
     assert Counter(index for hand in hands for index in hand) == Counter(indices.tolist())
     assert max(map(len, hands)) - min(map(len, hands)) <= 1
     assert len(hands[0]) == max(map(len, hands))
@@ -245,4 +248,4 @@ def test_dealing_gives_each_to_one_rank_and_lengths_differ_by_one_at_most(count:
 
 def test_dealing_is_like_cards() -> None:
     indices = torch.tensor([7, 2, 5, 0, 3])
-    assert [deal(indices, rank, 2).tolist() for rank in range(2)] == [[7, 5, 3], [2, 0]]
+    assert [shard_indices(indices, rank, 2).tolist() for rank in range(2)] == [[7, 5, 3], [2, 0]]

@@ -19,14 +19,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_tutorial.accumulation.strategies import DDPStrategy
-from ddp_tutorial.checkpoint.manifest import name_of
-from ddp_tutorial.cluster import Cluster, why_not
+from ddp_tutorial.checkpoint.manifest import checkpoint_name
+from ddp_tutorial.cluster import Cluster, unsupported_reason
 from ddp_tutorial.collectives import all_gather, digest
 from ddp_tutorial.config import load
 from ddp_tutorial.ddp import shared_memory
 from ddp_tutorial.ddp.buckets import MIB
 from ddp_tutorial.ddp.shared_memory import SharedMemory
-from ddp_tutorial.ddp.variants import DDPConfig, TorchDDP, data_parallel
+from ddp_tutorial.ddp.wrappers import DDPConfig, TorchDDP, data_parallel
 from ddp_tutorial.debug import watching
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.training.config import TaskConfig
@@ -57,7 +57,7 @@ def steps_of(world: World, cap: float | None = None, accumulation: int = 1, *, s
     for step in range(4):
         seeds = torch.Generator().manual_seed(10 * step + world.rank)
         batches = [torch.randn(1 + world.rank + part, 8, generator=seeds) for part in range(accumulation)]
-        totals = strategy.backward(batches, votes=1.0)
+        totals = strategy.backward(batches, stop_flags=1.0)
         optimizer.step()
         optimizer.zero_grad()
         found.append((digest(strategy.module.state_dict()), totals))
@@ -397,7 +397,7 @@ def test_a_rank_that_was_stopped_with_the_lock_is_named_within_the_collective_ti
 
 
 def test_two_hosts_of_one_machine_share_a_disk_and_no_memory(tmp_path: Path) -> None:
-    if reason := why_not():
+    if reason := unsupported_reason():
         pytest.skip(reason)
     with Cluster(2, "1gbit", folder=tmp_path) as cluster:
         for rank, one_host in zip(cluster.launch(steps_of), ranks_of(2), strict=True):
@@ -443,7 +443,7 @@ def test_a_run_that_adds_up_in_memory_and_one_that_goes_on_from_it_have_the_bits
     options: dict[str, Any] = {"device": "cpu", "threads": 1, "echo": False, "timeout": TIMEOUT}
     ring, in_memory = (launch(train, 2, shared, "never", **options) for shared in (False, True))
     assert in_memory == ring
-    assert launch(train, 2, True, f"runs/shared-True/checkpoints/{name_of(4)}", **options) == ring
+    assert launch(train, 2, True, f"runs/shared-True/checkpoints/{checkpoint_name(4)}", **options) == ring
     assert "memory of two ranks" in (tmp_path / "runs/shared-True/profile/timeline.json").read_text()
 
 

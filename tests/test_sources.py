@@ -26,10 +26,10 @@ from ddp_tutorial.compat import tree_flatten
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
-from ddp_tutorial.sharding.order import Order, Remainder, Sharding
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation, Remainder
 from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, Tree, write_arrow
 from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceState
-from ddp_tutorial.sharding.sources import ALONE, SourceConfig, make_source
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World
@@ -57,7 +57,7 @@ def world_of(rank: int, size: int) -> World:
 # ------------------------------------------------------------------------ arithmetic and reading, all in one process
 
 
-def ranks_of(data: Data, sharding: Sharding, size: int) -> list[ShardedSource]:
+def ranks_of(data: Data, sharding: GlobalBatchSampler, size: int) -> list[ShardedSource]:
     return [ShardedSource(data, sharding, world_of(rank, size)) for rank in range(size)]
 
 
@@ -66,7 +66,7 @@ def step_of(ranks: list[ShardedSource]) -> Counter[int]:
     shares = [next(rank) for rank in ranks]
     found = [numbers(share.samples) for share in shares]
     assert [len(each) for each in found] == [share.count for share in shares]
-    assert {share.world_count for share in shares} == {sum(share.count for share in shares)}
+    assert {share.global_count for share in shares} == {sum(share.count for share in shares)}
     assert len({str(rank.state_dict()) for rank in ranks}) == 1
     return Counter(number for each in found for number in each)
 
@@ -105,9 +105,9 @@ def test_an_epoch_is_the_data_set_give_or_take_what_the_policy_says(
 ) -> None:
     samples = draw.draw(st.integers(size, 40), label="samples")
     batch = draw.draw(st.integers(size, 45 if remainder != "drop" else samples), label="batch")
-    order = Order(samples, seed, window)
+    order = Permutation(samples, seed, window)
     data = data_of(kind, samples, files, tmp_path_factory.mktemp("data"))
-    ranks = ranks_of(data, Sharding(order, batch, remainder, size), size)
+    ranks = ranks_of(data, GlobalBatchSampler(order, batch, remainder, size), size)
     once = Counter(range(samples))
     if remainder == "carry":  # so many steps make `batch` epochs
         assert sum((step_of(ranks) for _ in range(samples)), Counter()) == Counter(dict.fromkeys(once, batch))
@@ -134,7 +134,7 @@ def test_a_fresh_source_goes_on_where_another_stood(
     remainder: Remainder, size: int, samples: int, batch: int, k: int, seed: int
 ) -> None:
     batch = min(batch, samples)
-    sharding = Sharding(Order(samples, seed), batch, remainder, size)
+    sharding = GlobalBatchSampler(Permutation(samples, seed), batch, remainder, size)
     for rank in range(size):
         first, fresh = (ShardedSource(blocks_of(samples), sharding, world_of(rank, size)) for _ in range(2))
         for _ in range(k):
@@ -143,7 +143,7 @@ def test_a_fresh_source_goes_on_where_another_stood(
         for _ in range(3):
             wanted, found = next(first), next(fresh)
             assert torch.equal(wanted.samples["tokens"], found.samples["tokens"])
-            assert (wanted.count, wanted.world_count) == (found.count, found.world_count)
+            assert (wanted.count, wanted.global_count) == (found.count, found.global_count)
             assert first.state_dict() == fresh.state_dict()
 
 
@@ -151,7 +151,7 @@ def test_a_fresh_source_goes_on_where_another_stood(
 def test_the_order_survives_a_change_of_world_size_from_4_to_2_to_3(
     samples: int, batch: int, seed: int, window: int | None
 ) -> None:
-    data, sharding = blocks_of(samples), Sharding(Order(samples, seed, window), batch)
+    data, sharding = blocks_of(samples), GlobalBatchSampler(Permutation(samples, seed, window), batch)
     alone = ranks_of(data, sharding, 1)
     state = alone[0].state_dict()
     for size in (4, 2, 3):
@@ -164,7 +164,7 @@ def test_the_order_survives_a_change_of_world_size_from_4_to_2_to_3(
 
 
 def test_a_source_can_be_sent_back_to_where_it_was() -> None:
-    source = ShardedSource(blocks_of(20), Sharding(Order(20, 0), 3), ALONE)
+    source = ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(20, 0), 3), SINGLE_PROCESS)
     steps = [numbers(next(source).samples) for _ in range(5)]
     source.load_state_dict({"cursor": 6})
     assert numbers(next(source).samples) == steps[2]
@@ -175,7 +175,7 @@ def test_reading_does_not_touch_the_random_numbers_of_the_process() -> None:
     torch.manual_seed(0)
     wanted = torch.rand(3)
     torch.manual_seed(0)
-    next(ShardedSource(blocks_of(20), Sharding(Order(20, 0), 3), ALONE))
+    next(ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(20, 0), 3), SINGLE_PROCESS))
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -197,22 +197,24 @@ def test_a_rank_that_would_have_no_samples_is_named_on_every_rank(
 ) -> None:
     for rank in range(4):
         with pytest.raises(ConfigError, match=told):
-            ShardedSource(blocks_of(samples), Sharding(Order(samples, 0), batch, remainder, 4), world_of(rank, 4))
+            ShardedSource(
+                blocks_of(samples), GlobalBatchSampler(Permutation(samples, 0), batch, remainder, 4), world_of(rank, 4)
+            )
 
 
 def test_padding_gives_four_ranks_three_samples() -> None:
-    ranks = ranks_of(blocks_of(3), Sharding(Order(3, None), 4, "pad", 4), 4)
+    ranks = ranks_of(blocks_of(3), GlobalBatchSampler(Permutation(3, None), 4, "pad", 4), 4)
     assert [numbers(next(rank).samples) for rank in ranks] == [[0], [1], [2], [0]]
 
 
 def test_steps_longer_than_an_epoch_serve_every_rank_from_several() -> None:
-    ranks = ranks_of(blocks_of(3), Sharding(Order(3, None), 4), 4)
+    ranks = ranks_of(blocks_of(3), GlobalBatchSampler(Permutation(3, None), 4), 4)
     assert [numbers(next(rank).samples) for rank in ranks for _ in range(2)] == [[0], [1], [1], [2], [2], [0], [0], [1]]
 
 
 def test_an_order_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="the data have 20 samples, the order is one of 21"):
-        ShardedSource(blocks_of(20), Sharding(Order(21, 0), 3), ALONE)
+        ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(21, 0), 3), SINGLE_PROCESS)
 
 
 def fail_at(number: int) -> Callable[[Tree], Tree]:
@@ -232,7 +234,9 @@ def test_a_step_that_failed_can_be_tried_again_and_is_not_counted() -> None:
             raise ValueError("a bad one")
         return tree
 
-    source = ShardedSource(blocks_of(9), Sharding(Order(9, None), 3), ALONE, transform=transform)
+    source = ShardedSource(
+        blocks_of(9), GlobalBatchSampler(Permutation(9, None), 3), SINGLE_PROCESS, transform=transform
+    )
     assert numbers(next(source).samples) == [0, 1, 2]
     for _ in range(2):
         with pytest.raises(SourceError, match=r"^rank 0, samples 3 to 5 \(3 of them\): a bad one"):
@@ -269,7 +273,7 @@ def test_streams_have_every_sample_once_an_epoch_and_go_on_from_every_step(
     samples, batch = sum(lengths), 5
 
     def fresh() -> StreamedSource:
-        return StreamedSource(stream_of(*lengths), batch, ALONE, streams=streams, seed=1, shuffle_buffer=4)
+        return StreamedSource(stream_of(*lengths), batch, SINGLE_PROCESS, streams=streams, seed=1, shuffle_buffer=4)
 
     source = fresh()
     steps, states = [], [source.state_dict()]
@@ -287,7 +291,7 @@ def test_streams_have_every_sample_once_an_epoch_and_go_on_from_every_step(
 
 
 def test_a_stream_without_a_seed_comes_as_it_lies() -> None:
-    assert take(StreamedSource(stream_of(5), 2, ALONE, seed=None), 4) == [[0, 1], [2, 3], [4], [0, 1]]
+    assert take(StreamedSource(stream_of(5), 2, SINGLE_PROCESS, seed=None), 4) == [[0, 1], [2, 3], [4], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +322,7 @@ def test_a_stream_that_fails_is_told_with_its_places() -> None:
             raise ValueError("a bad one")
         return tree
 
-    source = StreamedSource(stream_of(9), 3, ALONE, seed=None, transform=transform)
+    source = StreamedSource(stream_of(9), 3, SINGLE_PROCESS, seed=None, transform=transform)
     assert take(source, 1) == [[0, 1, 2]]
     with pytest.raises(SourceError, match=r"^rank 0, places 3 to 5 of epoch 0: a bad one"):
         next(source)
@@ -328,8 +332,8 @@ def test_a_stream_that_fails_is_told_with_its_places() -> None:
 def test_a_stream_of_text_is_told_what_to_do() -> None:
     dataset = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]}).to_iterable_dataset()
     with pytest.raises(SourceError, match=r"'text' is a str, not a tensor\. .*\(dataset\.select_columns\)"):
-        next(StreamedSource(dataset, 2, ALONE))
-    assert len(take(StreamedSource(dataset.select_columns("x"), 2, ALONE), 2)) == 2
+        next(StreamedSource(dataset, 2, SINGLE_PROCESS))
+    assert len(take(StreamedSource(dataset.select_columns("x"), 2, SINGLE_PROCESS), 2)) == 2
 
 
 # ------------------------------------------------------------------------------------------------- what travels
@@ -396,9 +400,9 @@ def test_a_tensor_travels_as_it_looks_not_as_it_lies() -> None:
 
 
 def test_alone_a_dispatched_source_reads_for_itself() -> None:
-    sharding = Sharding(Order(20, 0), 3, "exact")
-    source = DispatchedSource(lambda: ShardedSource(blocks_of(20), sharding, ALONE), ALONE)
-    alone = ShardedSource(blocks_of(20), sharding, ALONE)
+    sharding = GlobalBatchSampler(Permutation(20, 0), 3, "exact")
+    source = DispatchedSource(lambda: ShardedSource(blocks_of(20), sharding, SINGLE_PROCESS), SINGLE_PROCESS)
+    alone = ShardedSource(blocks_of(20), sharding, SINGLE_PROCESS)
     for _ in range(9):
         assert numbers(next(source).samples) == numbers(next(alone).samples)
         assert source.state_dict() == alone.state_dict()
@@ -424,8 +428,8 @@ def test_alone_a_dispatched_source_reads_for_itself() -> None:
     ],
 )
 def test_what_cannot_be_dealt_out_is_told(transform: Callable[[Tree], Tree], told: str) -> None:
-    inner = ShardedSource(blocks_of(20), Sharding(Order(20, 0), 3), ALONE, transform=transform)
-    source = DispatchedSource(lambda: inner, ALONE)
+    inner = ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(20, 0), 3), SINGLE_PROCESS, transform=transform)
+    source = DispatchedSource(lambda: inner, SINGLE_PROCESS)
     with pytest.raises(SourceError, match=told):
         next(source)
     source.close()
@@ -453,7 +457,7 @@ def read(source: Source, steps: int) -> Read:
         assert share.samples["tokens"].shape == (share.count, CONTEXT + 1)
         assert share.samples["tokens"].dtype == torch.int64
         taken.append(numbers(share.samples))
-        counts.append(share.world_count)
+        counts.append(share.global_count)
         states.append(source.state_dict())
     source.close()
     return Read(taken, counts, states)
@@ -642,7 +646,7 @@ def with_workers(world: World) -> dict[str, Any]:
         drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]
         return {"x": tree["tokens"][:, 0] + secret, "noise": torch.tensor([drawn] * len(tree["tokens"]))}
 
-    sharding = Sharding(Order(SAMPLES, None), BATCH)
+    sharding = GlobalBatchSampler(Permutation(SAMPLES, None), BATCH)
     source = ShardedSource(blocks_of(SAMPLES), sharding, world, transform=transform, workers=2)
     shares = [next(source).samples for _ in range(2)]
     source.close()
@@ -678,7 +682,7 @@ def test_workers_change_nothing_and_what_they_have_ahead_is_not_counted(kind: st
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_goes_on_draws_the_numbers_that_it_would_have_drawn(workers: int) -> None:
     def source(workers: int) -> ShardedSource:
-        sharding = Sharding(Order(SAMPLES, 0), BATCH)
+        sharding = GlobalBatchSampler(Permutation(SAMPLES, 0), BATCH)
         return ShardedSource(blocks_of(SAMPLES), sharding, World(), transform=noisy, workers=workers)
 
     whole, torchs = source(0), torch.get_rng_state()
@@ -711,7 +715,7 @@ def test_a_transform_of_streams_may_ask_which_worker_it_is_in() -> None:
         info = get_worker_info()
         return {"worker": torch.full_like(tree["x"], -1 if info is None else info.id)}
 
-    source = StreamedSource(stream_of(5, 5), 4, ALONE, transform=transform, workers=2, seed=None)
+    source = StreamedSource(stream_of(5, 5), 4, SINGLE_PROCESS, transform=transform, workers=2, seed=None)
     assert next(source).samples["worker"].tolist() == [0, 1, 0, 1]
     source.close()
 
@@ -755,10 +759,10 @@ SOON = 30.0  # seconds, to be told of a worker's death: torch looks every 5, and
 
 
 def troubles(world: World) -> dict[str, Any]:
-    blocks, sharding = blocks_of(SAMPLES), Sharding(Order(SAMPLES, None), BATCH)
+    blocks, sharding = blocks_of(SAMPLES), GlobalBatchSampler(Permutation(SAMPLES, None), BATCH)
 
     def dispatched(**options: Any) -> DispatchedSource:
-        return DispatchedSource(lambda: ShardedSource(blocks, sharding, ALONE, **options), world)
+        return DispatchedSource(lambda: ShardedSource(blocks, sharding, SINGLE_PROCESS, **options), world)
 
     found: dict[str, Any] = {}
     for name, options in {
@@ -808,7 +812,7 @@ def test_what_fails_on_rank_0_is_raised_on_all_ranks_and_names_it(where: str, tr
 
 
 def second_rank(**options: Any) -> ShardedSource:
-    sharding = Sharding(Order(SAMPLES, None), BATCH)
+    sharding = GlobalBatchSampler(Permutation(SAMPLES, None), BATCH)
     return ShardedSource(blocks_of(SAMPLES), sharding, world_of(1, 2), workers=2, **options)
 
 
@@ -849,7 +853,13 @@ def test_a_worker_that_is_stuck_is_named_when_patience_is_at_its_end(monkeypatch
 
 def read_while_a_worker_is_stuck(ending: str, told: Any) -> None:
     """In a process of its own, that ends in some way while one worker waits for work and one reads for ever."""
-    source = ShardedSource(blocks_of(SAMPLES), Sharding(Order(SAMPLES, None), BATCH), ALONE, transform=stuck, workers=2)
+    source = ShardedSource(
+        blocks_of(SAMPLES),
+        GlobalBatchSampler(Permutation(SAMPLES, None), BATCH),
+        SINGLE_PROCESS,
+        transform=stuck,
+        workers=2,
+    )
     first = next(source)
     workers = psutil.Process().children()
     for worker in workers:
@@ -945,7 +955,7 @@ def test_after_all_that_no_thread_and_no_worker_is_left(trouble: list[dict[str, 
 def train_on(world: World, kind: str) -> None:
     """Each step ends with the ranks waiting for one another, as those of training do."""
     options: dict[str, Any] = {"transform": in_worker(0, die), "workers": 1} if world.rank == 1 else {}
-    sharding = Sharding(Order(SAMPLES, 0), BATCH)
+    sharding = GlobalBatchSampler(Permutation(SAMPLES, 0), BATCH)
     source: Source = (
         StreamedSource(stream_of(50, 50), BATCH, world, **options)
         if kind == "streamed"
@@ -968,8 +978,8 @@ def test_a_killed_worker_stops_all_ranks_in_seconds_with_one_error(kind: str) ->
 
 def leave(world: World) -> int:
     """Without a word to the others: the source is not closed."""
-    sharding = Sharding(Order(SAMPLES, 0), BATCH)
-    source = DispatchedSource(lambda: ShardedSource(blocks_of(SAMPLES), sharding, ALONE), world)
+    sharding = GlobalBatchSampler(Permutation(SAMPLES, 0), BATCH)
+    source = DispatchedSource(lambda: ShardedSource(blocks_of(SAMPLES), sharding, SINGLE_PROCESS), world)
     return next(source).count
 
 
@@ -981,8 +991,8 @@ def test_a_dispatched_source_that_nobody_closed_does_not_keep_the_ranks() -> Non
 
 def send_beside_a_dispatched_source(world: World) -> tuple[list[list[int]], int]:
     """Rank 1 takes a step more than rank 0 has sent, so its thread waits for rank 0 while rank 0's queue is full."""
-    sharding = Sharding(Order(SAMPLES, None), BATCH)
-    source = DispatchedSource(lambda: ShardedSource(blocks_of(SAMPLES), sharding, ALONE), world, prefetch=1)
+    sharding = GlobalBatchSampler(Permutation(SAMPLES, None), BATCH)
+    source = DispatchedSource(lambda: ShardedSource(blocks_of(SAMPLES), sharding, SINGLE_PROCESS), world, prefetch=1)
     taken = [numbers(next(source).samples) for _ in range(1 + world.rank)]
     time.sleep(0.5)  # until the threads wait
     message = torch.tensor(7 if world.is_main else 0)
@@ -1019,9 +1029,9 @@ def uneven(world: World) -> dict[str, Any]:
         again = fresh()
         again.load_state_dict(state)
         share = next(again)
-        resumed.append((share.samples["x"].tolist(), share.count, share.world_count))
+        resumed.append((share.samples["x"].tolist(), share.count, share.global_count))
     return {
-        "steps": [(share.samples["x"].tolist(), share.count, share.world_count) for share in shares],
+        "steps": [(share.samples["x"].tolist(), share.count, share.global_count) for share in shares],
         "states": states,
         "resumed": resumed,
     }

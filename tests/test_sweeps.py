@@ -23,11 +23,11 @@ from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.experiments.sweeps import (
     Point,
     code_version,
+    expand_grid,
     folder_of,
     key_of,
     nested,
     plan_sweep,
-    points_of,
     read_grid,
 )
 from ddp_tutorial.files import locked
@@ -132,7 +132,7 @@ def test_what_yaml_writes_in_a_line_is_read_back(values: list[object]) -> None:
 @given(st.lists(st.integers(1, 3), max_size=3), st.integers(1, 4))
 def test_every_combination_comes_once_in_each_repeat_and_repeats_are_outermost(sizes: list[int], repeats: int) -> None:
     grid = {f"key{i}": list(range(size)) for i, size in enumerate(sizes)}
-    points = points_of(grid, repeats)
+    points = expand_grid(grid, repeats)
     combinations = len(points) // repeats
     assert [repeat for _, repeat in points] == [1 + i // combinations for i in range(len(points))]
     for repeat in range(repeats):

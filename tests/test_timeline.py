@@ -31,7 +31,7 @@ from ddp_tutorial.ddp.timeline import (
     record,
     record_torch,
 )
-from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig, data_parallel
 from ddp_tutorial.figures import plots
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.launcher import launch

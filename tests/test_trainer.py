@@ -20,12 +20,12 @@ from torch.utils.data import TensorDataset
 
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import Operation, finished_name, observe_disk
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.files import Operation, final_name, observe_disk
+from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.runs.rank_logs import rank_log
 from ddp_tutorial.sharding.corpus import load_corpus
-from ddp_tutorial.sharding.order import Order
+from ddp_tutorial.sharding.permutation import Permutation
 from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.gpt import GPT
@@ -90,7 +90,7 @@ def losses_by_hand(config: TaskConfig) -> list[float]:
     model = GPT(**config.model.model_dump())
     optimizer = make_optimizer(model, config)
     factor = learning_rate_factor(config)
-    order = Order((len(tokens) - 1) // context, config.seed)
+    order = Permutation((len(tokens) - 1) // context, config.seed)
     losses = []
     for step in range(config.steps):
         indices = order.take(step * config.batch_size, config.batch_size)
@@ -267,7 +267,7 @@ def finish(world: World, config: TaskConfig) -> dict[str, Any]:
     """Is the result there when a rank returns, if rank 0's disk is slow? What is raised if that disk is full?"""
 
     def slow(operation: Operation, path: Path) -> None:
-        if finished_name(path) == "result.json":
+        if final_name(path) == "result.json":
             time.sleep(0.3)
 
     with observe_disk(slow):
@@ -293,7 +293,7 @@ def samples_of_forwards(world: World, ways: list[dict[str, Any]]) -> list[dict[s
     for way in ways:
         found.append({"training": set(), "evaluation": set()})
         config = TrainConfig(steps=1, tensorboard=False, **way)
-        Trainer(nn.Linear(8, 1), make_source(data, 16, world), loss, world, config, held_out=data).train()
+        Trainer(nn.Linear(8, 1), make_source(data, 16, world), loss, world, config, validation_data=data).train()
     return found
 
 
@@ -339,7 +339,7 @@ def train_until_killed(world: World, config: TaskConfig) -> None:
     """A machine that loses power in the middle of step 8."""
     steps = 0
 
-    def kill(edge: Edge) -> None:
+    def kill(edge: PhaseEvent) -> None:
         nonlocal steps
         steps += edge.name == "update" and edge.entered
         if steps == 8:
@@ -422,7 +422,7 @@ def test_the_learning_rate_is_scaled_to_the_batch_by_the_rule_and_says_so(
     assert trainer.train_step.scheduler.get_last_lr() == pytest.approx([rate, rate])
     trainer.log.close()
     with rank_log(World(), trainer.run):
-        trainer.begin()
+        trainer.log_start()
     said = capsys.readouterr().err
     assert said == (
         ""

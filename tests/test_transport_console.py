@@ -232,7 +232,7 @@ def test_output_without_a_newline_is_shown_in_pieces_and_costs_no_more_for_being
 def test_a_terminal_marks_lines_with_their_rank_at_once():
     out = io.StringIO()
     terminal = TerminalConsole(out)
-    terminal.say("2 ranks on cpu, gloo")
+    terminal.message("2 ranks on cpu, gloo")
     terminal.line(1, "one")
     assert out.getvalue() == "2 ranks on cpu, gloo\n[rank 1] one\n"
     terminal.line(0, "zero")
@@ -251,7 +251,7 @@ def test_a_terminal_that_is_none_gets_no_bar_but_all_lines(capsys):
 
 def test_a_notebook_shows_lines_at_the_end_grouped_by_rank(capsys):
     notebook = NotebookConsole()
-    notebook.say("2 ranks on cpu, gloo")
+    notebook.message("2 ranks on cpu, gloo")
     logs = [RankLog(rank, notebook.line) for rank in range(2)]
     logs[1].feed(b"b1\n")
     logs[0].feed(b"a1\n")
@@ -288,7 +288,7 @@ def test_a_notebook_of_silent_ranks_shows_nothing(capsys):
 def test_without_echo_the_console_is_silent(capsys):
     silent = make_console(echo=False)
     assert type(silent) is Console
-    silent.say("a")
+    silent.message("a")
     silent.line(0, "b")
     silent.progress(1, 2, {})
     silent.close([])

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_tutorial.commands.logs import logs
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.runs.folder import RunFolder, load_run
 from ddp_tutorial.runs.rank_logs import LOG
 from ddp_tutorial.runs.summaries import straggler
-from ddp_tutorial.training.best import Best
 from ddp_tutorial.training.config import EarlyStoppingConfig, ModelConfig, ProfileConfig, TaskConfig, TrainConfig
+from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
 from ddp_tutorial.training.export import evaluate
 from ddp_tutorial.training.stopping import best_step, without_progress
 from ddp_tutorial.training.tasks import make_trainer, train
@@ -134,9 +134,9 @@ def test_a_best_model_that_a_killed_run_has_left_behind_is_replaced() -> None:
     run, model = RunFolder(Path("runs/left")), nn.Linear(2, 1)
     (run.best / "step_00000002").mkdir(parents=True)  # of a life that ended before its first checkpoint
     (run.best / "step_00000001").mkdir()
-    best = Best(World(), run, TrainConfig(best_model=True))
+    best = EvaluationTracker(World(), run, TrainConfig(best_model=True))
     best.add(2, {"loss": 1.0}, model)
-    assert best.kept() == [2]
+    assert best.saved_steps() == [2]
     fresh = nn.Linear(2, 1)
     load_weights(fresh, run.best / "step_00000002")
     assert torch.equal(fresh.weight, model.weight)
@@ -203,7 +203,7 @@ def test_the_logger_is_left_as_it_was() -> None:
 
 
 def _failing(world: World, config: TaskConfig) -> TrainResult:
-    def fail(edge: Edge) -> None:
+    def fail(edge: PhaseEvent) -> None:
         failing.append(edge.entered and edge.name == "update")
         if world.rank == 1 and sum(failing) == 3:
             raise ValueError("the third update, on rank 1")

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from commands import call
 from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
 from ddp_tutorial.benches.step import random_step
-from ddp_tutorial.checkpoint.manifest import name_of
+from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug.checks import checking
@@ -204,7 +204,7 @@ def train(
     )
     model, precision = make_toy(plain), Precision(PrecisionConfig(dtype=dtype), world)  # type: ignore[arg-type]
     strategy = make_strategy(config, model, world, loss_sum, precision)
-    stepped = strategy.share_out(MAKE[optimizer](groups_of(model)))
+    stepped = strategy.setup_optimizer(MAKE[optimizer](groups_of(model)))
     norms = []
     with checking(world, model, stepped, [ReplicaDrift(every=1)] if clip > 1 else []) as checks:
         for step in range(STEPS):
@@ -221,7 +221,7 @@ def train(
             local(value).numel() for state in stepped.state.values() for key, value in state.items() if key != "step"
         ),
     }
-    with strategy.whole() as whole:
+    with strategy.full_parameters() as whole:
         weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     return {"weights": weights, "norms": norms, "held": held, "drift": [each.message for each in checks.findings]}
 
@@ -624,7 +624,7 @@ def apart(world: World, kind: str, widths: tuple[int, int], steps: int) -> str:
     model = Experts(widths).double()
     config = TrainConfig.model_validate({"strategy": kind})
     strategy = make_strategy(config, model, world, lambda m, x: (m(x).square().sum(), len(x)))
-    strategy.share_out(torch.optim.SGD(model.parameters(), lr=0.1))
+    strategy.setup_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with torch.no_grad():  # the sign of the first element of tanh(x), negated on rank 1
         first = inputs_of(0)
     try:
@@ -642,12 +642,12 @@ def adagrad(world: World, kind: str) -> dict[str, torch.Tensor]:
     model = Answers()
     made = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
     strategy = make_strategy(config, model, world, lambda m, x: (m(x).square().sum(), len(x)))
-    optimizer = strategy.share_out(made)
+    optimizer = strategy.setup_optimizer(made)
     for step in range(3):
         strategy.backward([inputs_of(world.rank, step).float()])
         optimizer.step()
         optimizer.zero_grad()
-    with strategy.whole() as whole:
+    with strategy.full_parameters() as whole:
         return {name: tensor.clone() for name, tensor in whole.state_dict().items()}
 
 
@@ -749,7 +749,7 @@ def uninterrupted_and_resumed(world: World, flavours: list[str]) -> dict[str, li
         if world.is_main:
             shutil.copytree(Path("runs") / flavour, again)
             for later in (4, 6):
-                shutil.rmtree(again / "checkpoints" / name_of(later))
+                shutil.rmtree(again / "checkpoints" / checkpoint_name(later))
             (again / "result.json").unlink()
             shutil.rmtree(again / "model")
         found[flavour].append(run(world, flavour, name=again.name, resume="auto"))
@@ -763,7 +763,7 @@ def resharded(world: World, step: int, source: str, flavours: list[str]) -> dict
             world,
             flavour,
             name=f"{flavour}-on-{world.size}",
-            resume=f"runs/{flavour}{source}/checkpoints/{name_of(step)}",
+            resume=f"runs/{flavour}{source}/checkpoints/{checkpoint_name(step)}",
         )
         for flavour in flavours
     }
@@ -786,7 +786,7 @@ def lives_of_hybrids(world: World) -> dict[str, Any]:
     for flavour in ("zero3-2x2", "fsdp-2x2"):
         source, step = flavour, 2
         for name, mesh in {"one-copy": {"replicate": 1}, "four-copies": {"replicate": 4}}.items():
-            where = f"runs/{source}/checkpoints/{name_of(step)}"
+            where = f"runs/{source}/checkpoints/{checkpoint_name(step)}"
             source, step = f"{flavour}-{name}", 4
             found[source] = [run(world, flavour, name=source, resume=where, mesh=mesh)]
     return found
@@ -799,7 +799,9 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         of_four = launch(lives_of_hybrids, 4, **options)
         shutil.rmtree("runs/zero3-2x2/model")  # as if it had not ended
         unfinished = digest(load("runs/zero3-2x2").state_dict())
-        of_one = run(World(), "zero3-2x2", name="alone", resume=f"runs/zero3-2x2/checkpoints/{name_of(2)}", mesh={})
+        of_one = run(
+            World(), "zero3-2x2", name="alone", resume=f"runs/zero3-2x2/checkpoints/{checkpoint_name(2)}", mesh={}
+        )
     return {4: of_four, 1: of_one, "unfinished": unfinished}
 
 
@@ -956,7 +958,7 @@ def sent_in_a_step(world: World) -> dict[tuple[str, int, int], tuple[int, int]]:
             mesh, loss = {"replicate": copies}, lambda model, x: (model(x).square().sum(), len(x))
             config = TrainConfig.model_validate({"strategy": kind, "mesh": mesh, "accumulation": parts})
             strategy = make_strategy(config, model, world, loss, Precision(world=world))
-            optimizer = strategy.share_out(torch.optim.SGD(model.parameters(), lr=0.1))
+            optimizer = strategy.setup_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             for _ in range(2):
                 counted.nbytes = 0
                 strategy.backward([torch.ones(2, 64)] * parts)
@@ -1003,7 +1005,7 @@ def test_a_mesh_has_each_rank_once_in_a_row_and_once_in_a_column(copies: int, sp
     for groups in (mesh.rows, mesh.columns):
         assert sorted(rank for group in groups for rank in group) == list(ranks)
     for rank in ranks:
-        row, place = mesh.row_and_place(rank)
+        row, place = mesh.row_and_column(rank)
         assert mesh.rows[row][place] == mesh.columns[place][row] == rank
     assert make_mesh(MeshConfig(), copies * span, "shard") == (1, copies * span)
 

@@ -1,8 +1,8 @@
 """The same training run, bit for bit, on 1, 2, 4 ... ranks.
 
 Floating-point sums depend on the order of adding. Here the order is fixed before anybody knows the number of ranks: a
-step has V micro-batches (a power of two), numbered as in `sharding.order.deal_parts`, and their gradients are added up
-in one binary tree. With n left, number v is added to number v + n / 2:
+step has V micro-batches (a power of two), numbered as in `sharding.order.shard_micro_batches`, and their gradients are
+added up in one binary tree. With n left, number v is added to number v + n / 2:
 
     V = 4      0   1   2   3
                 \\   \\ /   /            0 + 2 and 1 + 3: on one rank where two ranks have 0, 2 and 1, 3
@@ -22,16 +22,16 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.accumulation.strategies import Replicas
+from ddp_tutorial.accumulation.strategies import ReplicatedStrategy
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.ddp.wrappers import sync_initial_state
 from ddp_tutorial.phases import phase
 from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.world import World, require_group
 
 
-class InvariantStrategy(Replicas):
+class InvariantStrategy(ReplicatedStrategy):
     """Gradients that do not depend on the number of ranks, as long as it divides `micro_batches`.
 
     Same bits need the same arithmetic in each micro-batch, so the same kind of processor, torch, and size of
@@ -65,19 +65,21 @@ class InvariantStrategy(Replicas):
         self.step = 0
 
     @property
-    def per_rank(self) -> int:
+    def micro_batches_per_rank(self) -> int:
         """Micro-batches of each rank."""
         return self.micro_batches // self.world.size
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Fill `.grad`; return the totals of all ranks. `batches` are the rank's, in their order."""
-        if len(batches) != self.per_rank:
-            raise ValueError(f"a step has {self.per_rank} micro-batches on each rank, found {len(batches)}")
+        if len(batches) != self.micro_batches_per_rank:
+            raise ValueError(
+                f"a step has {self.micro_batches_per_rank} micro-batches on each rank, found {len(batches)}"
+            )
         tree = _Tree()
-        self.loss.begin(self.per_rank)
-        for number in bit_reversed(self.per_rank):
+        self.loss.begin(self.micro_batches_per_rank)
+        for number in bit_reversed(self.micro_batches_per_rank):
             tree.add(self._gradient(batches[number], self.world.rank + self.world.size * number))
-        self.loss.reduce(votes)
+        self.loss.reduce(stop_flags)
         with phase("finish"):
             self._assign_grads(add_across_ranks(self.world, tree.sum()))
             totals = self.loss.finish(self.parameters)

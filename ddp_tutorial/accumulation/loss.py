@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.collectives import all_gather, as_vector
+from ddp_tutorial.collectives import all_gather, to_vector
 from ddp_tutorial.compat import multiply_
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
@@ -44,7 +44,7 @@ class Totals:
 
     sums: dict[str, float]
     counts: dict[str, float]
-    votes: float = 0.0  # of all ranks; see `StepLoss.reduce`
+    stop_flags: float = 0.0  # of all ranks; see `StepLoss.reduce`
     same_path: bool = True  # whether `path` was the same number on all ranks; see `StepLoss.reduce`
 
     def means(self) -> dict[str, float]:
@@ -132,7 +132,7 @@ class StepLoss:
         """A step of so many micro-batches on this rank begins. Nothing is left of one that has failed."""
         self._micro_batches, self._parts, self._summed = micro_batches, {}, None
 
-    def forward(self, model: Any, batch: Any, times: float = 1.0) -> torch.Tensor:
+    def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
         """The loss of one micro-batch, as a part of the mean over all ranks, times `precision.loss_scale` and `times`.
 
         The first call is collective: what is wrong with the loss on some rank is raised on all, as `LossError`.
@@ -145,7 +145,7 @@ class StepLoss:
             raise LossError(f"the loss returned {', '.join(parts)}; before, it was {', '.join(self.names)}")
         before = self._parts
         self._parts = {name: _sum(before[name], pair) if before else pair for name, pair in parts.items()}
-        return total * (times * self.precision.loss_scale / self.expected)
+        return total * (loss_multiplier * self.precision.loss_scale / self.expected)
 
     def _call(self, model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, tuple[Number, Number]]]:
         with self.precision.autocast():
@@ -169,14 +169,14 @@ class StepLoss:
         self.expected = self.expected or _power_of_two(sum(each for _, _, each in of_ranks))
         return total, parts
 
-    def reduce(self, votes: float = 0.0, path: int = 0) -> None:
+    def reduce(self, stop_flags: float = 0.0, path: int = 0) -> None:
         """Begin to add up over the ranks. After the last forward, before its backward: it travels meanwhile.
 
-        `votes` are added up with it: a question to all ranks that costs no all-reduce of its own. So is `path`, a
+        `stop_flags` are added up with it: a question to all ranks that costs no all-reduce of its own. So is `path`, a
         number below 2^16 that should be the same on all ranks.
         """
-        numbers = [*(value for pair in self._parts.values() for value in pair), votes, path, path**2]
-        values = as_vector(numbers, self.world.device)
+        numbers = [*(value for pair in self._parts.values() for value in pair), stop_flags, path, path**2]
+        values = to_vector(numbers, self.world.device)
         work = dist.all_reduce(values, async_op=True) if self.world.size > 1 else None
 
         def summed() -> list[float]:

@@ -15,7 +15,7 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals, call_loss, require_call
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.ddp.variants import DataParallel
+from ddp_tutorial.ddp.wrappers import DataParallel
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 
@@ -37,7 +37,7 @@ def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"]
         yield step
 
 
-def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
     """Forward and backward of all micro-batches; then every rank has the gradient of the mean loss over those of all
     ranks, times `precision.loss_scale`.
 
@@ -54,10 +54,10 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], vote
             calls = model.calls
             with phase("forward"):
                 # Gradients are averaged over ranks, which divides by their number; this is a part of a sum.
-                part = loss.forward(model, batch, times=model.world.size)
+                part = loss.forward(model, batch, loss_multiplier=model.world.size)
             require_call(model.calls > calls)
             if is_last:
-                loss.reduce(votes)
+                loss.reduce(stop_flags)
             with phase("backward"):
                 part.backward()
     with phase("finish"):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ddp_tutorial.accumulation.loss import StepLoss
-from ddp_tutorial.collectives import total
+from ddp_tutorial.collectives import all_reduce_sum
 from ddp_tutorial.config import ConfigError, FailedError
 from ddp_tutorial.ddp.sync_bn import SyncBatchNorm
 
@@ -28,9 +28,11 @@ class OutOfMemoryError(FailedError):
     """Ranks have run out of memory in forward; raised on all ranks, before any of them has begun the backward in which
     they talk. `told` is the allocator's message, on the ranks that have failed."""
 
-    def __init__(self, ranks: tuple[int, ...], told: str = "") -> None:
-        super().__init__(f"rank {', '.join(map(str, ranks))} ran out of memory in forward{told and f': {told}'}")
-        self.ranks, self.told = ranks, told
+    def __init__(self, ranks: tuple[int, ...], description: str = "") -> None:
+        super().__init__(
+            f"rank {', '.join(map(str, ranks))} ran out of memory in forward{description and f': {description}'}"
+        )
+        self.ranks, self.told = ranks, description
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...], str]]:
         return OutOfMemoryError, (self.ranks, self.told)
@@ -49,22 +51,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-class AgreeingLoss(StepLoss):
+class OutOfMemoryAgreement(StepLoss):
     """A `StepLoss` after each forward of which all ranks know whether one has run out of memory: then all raise."""
 
-    def forward(self, model: Any, batch: Any, times: float = 1.0) -> torch.Tensor:
+    def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
         if not self.names:  # the first step
-            return super().forward(model, batch, times)
+            return super().forward(model, batch, loss_multiplier)
         part, told = None, ""
         try:
-            part = super().forward(model, batch, times)
+            part = super().forward(model, batch, loss_multiplier)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             told = str(error).partition("\n")[0]
         failed = torch.zeros(self.world.size, device=self.world.device)
         failed[self.world.rank] = part is None
-        ranks = tuple(rank for rank, has in enumerate(total(self.world, failed).tolist()) if has)
+        ranks = tuple(rank for rank, has in enumerate(all_reduce_sum(self.world, failed).tolist()) if has)
         if ranks:
             raise OutOfMemoryError(ranks, told)
         assert part is not None, "it has not failed here"

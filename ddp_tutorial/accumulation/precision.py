@@ -76,7 +76,7 @@ class Update(NamedTuple):
     """
 
     norm: torch.Tensor
-    made: bool
+    applied: bool
     scale_may_help: bool
 
 

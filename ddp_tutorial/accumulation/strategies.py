@@ -11,15 +11,15 @@ from torch.nn.utils import get_total_norm
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
 from ddp_tutorial.accumulation.out_of_memory import (
-    AgreeingLoss,
     BackwardOutOfMemoryError,
+    OutOfMemoryAgreement,
     is_out_of_memory,
     require_local_forward,
 )
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.ddp.variants import DDPConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
 from ddp_tutorial.world import World
 
 # What a checkpoint keeps: something with `state_dict` and `load_state_dict`, and which ranks have the same of it, in
@@ -34,17 +34,17 @@ class Strategy(Protocol):
     link: Link | None  # what carries the gradients, where Python sees it
 
     @property
-    def per_rank(self) -> int:
+    def micro_batches_per_rank(self) -> int:
         """How many micro-batches of a step each rank computes."""
         ...
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that is stepped, whose parameters have the gradients: `optimizer`, made from the whole model
         and not stepped yet, or one of this rank's part. Once, before the first step."""
         ...
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
-        """Fill `.grad`; return the sums and counts of the loss and the metrics, and of `votes`, over all ranks."""
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
+        """Fill `.grad`; return the sums and counts of the loss and the metrics, and of `stop_flags`, over all ranks."""
         ...
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -55,15 +55,15 @@ class Strategy(Protocol):
         """Give every rank rank 0's buffers, before the model is judged or saved."""
         ...
 
-    def judged(self) -> AbstractContextManager[object]:
+    def evaluation_weights(self) -> AbstractContextManager[object]:
         """Inside, the model that is trained has the weights by which the run is judged, on every rank."""
         ...
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
+    def full_parameters(self) -> AbstractContextManager[nn.Module]:
         """Inside, each rank has a model with all weights: to be digested, or written by rank 0."""
         ...
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+    def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         """What a checkpoint keeps of the model and of `optimizer`, the one that is stepped, and who has the same."""
         ...
 
@@ -74,7 +74,7 @@ class Strategy(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-class Replicas:
+class ReplicatedStrategy:
     """What is the same for all strategies by which each rank has the whole `module` and steps it by itself."""
 
     loss: StepLoss
@@ -82,19 +82,19 @@ class Replicas:
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module, self.world = module, world
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return get_total_norm(gradients)
 
-    def judged(self) -> AbstractContextManager[object]:
+    def evaluation_weights(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
+    def full_parameters(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+    def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         return {"model": (self.module, "replicated"), "optimizer": (optimizer, "replicated")}
 
     def sync_buffers(self) -> None:
@@ -108,7 +108,7 @@ class Replicas:
         self.loss.load_state_dict(state)
 
 
-class DDPStrategy(Replicas):
+class DDPStrategy(ReplicatedStrategy):
     """Every rank has the whole model and a part of the batch; the gradients are averaged as `config` says.
 
     With `agree_on_memory`, a rank that runs out of memory in forward makes all raise `OutOfMemoryError`, and all can go
@@ -131,17 +131,17 @@ class DDPStrategy(Replicas):
         super().__init__(model, world)
         self.model = data_parallel(model, world, config)
         self.link, self.accumulation = self.model.link, accumulation
-        self.loss = (AgreeingLoss if agree_on_memory else StepLoss)(loss, world, precision)
+        self.loss = (OutOfMemoryAgreement if agree_on_memory else StepLoss)(loss, world, precision)
 
     @property
-    def per_rank(self) -> int:
+    def micro_batches_per_rank(self) -> int:
         return self.accumulation
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         try:
-            return accumulate(self.model, self.loss, batches, votes)
+            return accumulate(self.model, self.loss, batches, stop_flags)
         except Exception as error:
-            if not (isinstance(self.loss, AgreeingLoss) and self.loss.names and is_out_of_memory(error)):
+            if not (isinstance(self.loss, OutOfMemoryAgreement) and self.loss.names and is_out_of_memory(error)):
                 raise
             raise BackwardOutOfMemoryError(
                 f"rank {self.model.world.rank} ran out of memory in backward: {str(error).partition(chr(10))[0]}. The "
@@ -149,8 +149,8 @@ class DDPStrategy(Replicas):
                 "micro-batches (a larger 'accumulation'), or model.recompute"
             ) from error
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        parts = super().parts(optimizer)
+    def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        checkpoint_components = super().checkpoint_components(optimizer)
         if self.model.kept is not None:  # what a rank has yet to send
-            parts["compression"] = (self.model.kept, "per_rank")
-        return parts
+            checkpoint_components["compression"] = (self.model.kept, "per_rank")
+        return checkpoint_components

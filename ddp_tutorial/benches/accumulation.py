@@ -4,7 +4,7 @@ from typing import Any
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import CONTEXT, random_step
-from ddp_tutorial.experiments.arms import by_repeat, take_turns
+from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
@@ -25,6 +25,6 @@ def _measure(world: World, repeats: int) -> Samples:
     arms = {f"k{k}": random_step(world, SAMPLES, accumulation=k) for k in KS}
     arms["ddp"] = random_step(world, SAMPLES, accumulation=V // world.size)
     arms["invariant"] = random_step(world, SAMPLES, strategy="invariant", micro_batches=V)
-    turns = take_turns(world, arms, _STEPS, repeats * _TURNS)
+    turns = run_interleaved(world, arms, _STEPS, repeats * _TURNS)
     tokens = world.size * SAMPLES * CONTEXT
     return {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}

@@ -11,7 +11,7 @@ from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import random_step
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.ddp.timeline import arrivals, predict_step, ready_times
-from ddp_tutorial.ddp.variants import BucketDDP, DDPConfig, LinkConfig
+from ddp_tutorial.ddp.wrappers import BucketDDP, DDPConfig, LinkConfig
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.step import TrainStep

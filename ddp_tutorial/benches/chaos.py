@@ -23,26 +23,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_tutorial.benches.lives import (
-    EDGES,
+from ddp_tutorial.benches.attempts import (
+    PHASE_BOUNDARIES,
     RANKS,
-    Accident,
+    Attempt,
     How,
-    Life,
+    PlannedFailure,
     Points,
     config_of,
-    live,
     newest_valid,
     outcome,
     ranks_served,
+    run_attempt,
 )
 from ddp_tutorial.benches.small_disk import empty, mount_small_disk
-from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, folders, latest, verify
+from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, latest, list_checkpoints, verify
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.training.config import TaskConfig
 
-LIVES = 100  # a run that has not finished after so many does not finish
+MAX_ATTEMPTS = 100  # a run that has not finished after so many does not finish
 DISK_BYTES = 4 << 20  # of the small disk: enough for a run, with its checkpoints
 ROOM = 64 << 10  # bytes, at most, that are left on a disk which is filled, so that a write gets half way
 FAULTS: dict[How, float] = {"kill": 0.75, "fail": 0.25}  # how often each happens, on a disk that is large enough
@@ -55,7 +55,7 @@ NODES: list[Nodes] = ["all on the second", "all on the first", "a copy on the se
 def measure_chaos(
     kills: int,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     *,
     fills: int | None = None,
     apart: int | None = None,
@@ -84,39 +84,39 @@ def measure_chaos(
         small.mkdir()
         os.chdir(shared)
         try:
-            first = live(config_of("undisturbed"))
+            first = run_attempt(config_of("undisturbed"))
             wanted = outcome("undisturbed")
             chaos = _Chaos(random.Random(seed), wanted, FAULTS)
             chaos.points[False].learn(first)
             while chaos.tally.lives["kill"] < kills or chaos.tally.lives["apart"] < apart:
                 chaos.run(kills, apart)
-                tell(chaos.tally.line())
+                report(chaos.tally.line())
             why_not = ""
             if fills:
                 known = {background: points.known for background, points in chaos.points.items()}
                 with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as other:
                     tally, why_not = other.submit(_on_a_full_disk, mount, small, seed, wanted, known, fills).result()
                 chaos.tally.add(tally)
-                tell(chaos.tally.line())
+                report(chaos.tally.line())
         finally:
             os.chdir(before)
     return {"bench": "chaos", "environment": describe_environment(), **chaos.tally.found(why_not)}
 
 
-def is_good(found: Mapping[str, Any]) -> bool:
+def is_good(result: Mapping[str, Any]) -> bool:
     """Has everything held that must hold?"""
-    return bool(found["bit_equal"]) and not (found["lost"] or found["let_in"] or found["left"])
+    return bool(result["bit_equal"]) and not (result["lost"] or result["let_in"] or result["left"])
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def describe(result: Mapping[str, Any]) -> str:
     """A report as text to print."""
-    full = found["full_disk"]
+    full = result["full_disk"]
     return "\n".join(
         [
-            "lives: " + ", ".join(f"{count} {kind}" for kind, count in found["lives"].items()),
+            "lives: " + ", ".join(f"{count} {kind}" for kind, count in result["lives"].items()),
             f"full disk: {full['by']}, {full['ended']} lives ended by it",
             *([full["not_possible"]] if full["not_possible"] else []),
-            ", ".join(f"{key} = {found[key]}" for key in ("bit_equal", "lost", "let_in", "left")),
+            ", ".join(f"{key} = {result[key]}" for key in ("bit_equal", "lost", "let_in", "left")),
         ]
     )
 
@@ -218,7 +218,7 @@ class _Chaos:
         name, safe = f"run{runs}", 0
         config = config_of(name, bool(runs % 2), keep_last=1 + runs // 2 % 2, workers=int(runs % 3 == 2))
         checkpoints = RUNS / name / CHECKPOINTS
-        for _ in range(LIVES):
+        for _ in range(MAX_ATTEMPTS):
             done = self.tally.lives[counted]
             if self.tally.lives["apart"] < min(apart, apart * (done + 1) // limit):
                 self._apart(config)
@@ -234,22 +234,22 @@ class _Chaos:
                 self.tally.bit_equal = self.tally.bit_equal and end == self.wanted
                 return
             safe = found if self.random.random() > 0.1 else self._damage(checkpoints)
-        raise RuntimeError(f"{name} has not finished in {LIVES} lives")
+        raise RuntimeError(f"{name} has not finished in {MAX_ATTEMPTS} lives")
 
-    def _undisturbed(self, config: TaskConfig) -> Life:
+    def _undisturbed(self, config: TaskConfig) -> Attempt:
         self.tally.lives["undisturbed"] += 1
-        return live(config, start=self.start)
+        return run_attempt(config, start=self.start)
 
-    def _life(self, config: TaskConfig) -> Life:
+    def _life(self, config: TaskConfig) -> Attempt:
         """One life of a run, with something done to it."""
         [how] = self.random.choices(list(self.hows), list(self.hows.values()))
         points = self.points[config.checkpoint.background]
         rank, point, nth = points.next(how)
         if how == "kill" and self.random.random() < 0.2:
-            point, nth = "", self.random.randrange(1, EDGES)
+            point, nth = "", self.random.randrange(1, PHASE_BOUNDARIES)
         both = how in {"kill", "fail"} and self.random.random() < 0.2
-        accident = Accident(point, nth, how, room=self.random.randrange(ROOM))
-        life = live(config, dict.fromkeys(range(RANKS) if both else [rank], accident), start=self.start)
+        accident = PlannedFailure(point, nth, how, room=self.random.randrange(ROOM))
+        life = run_attempt(config, dict.fromkeys(range(RANKS) if both else [rank], accident), start=self.start)
         self.tally.lives[how if life.point is not None else "undisturbed"] += 1
         if life.point is not None:
             self.tally.taken.add((life.point, how))
@@ -276,14 +276,14 @@ class _Chaos:
                 "a copy on the second": [here, second],
             }[nodes]
             before = _contents(here)
-            life = live(config, where=where)
+            life = run_attempt(config, where=where)
             is_refused = len(life.refused) == RANKS and not any("+forward" in seen for seen in life.seen.values())
             self.tally.let_in += not is_refused or _contents(here) != before
             self.tally.left += life.left
 
     def _damage(self, checkpoints: Path) -> int:
         """Cut a file of the newest valid checkpoint short, if there is another one; returns the step of the newest."""
-        *others, newest = [None, *(path for path in folders(checkpoints) if not verify(path))]
+        *others, newest = [None, *(path for path in list_checkpoints(checkpoints) if not verify(path))]
         if newest is not None and any(others):
             os.truncate(newest / "optimizer.pt", 1)
             self.tally.damaged += 1

@@ -13,7 +13,7 @@ import torch
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component
-from ddp_tutorial.checkpoint.manifest import MANIFEST, Manifest, latest, name_of, sha256_of_json
+from ddp_tutorial.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, latest, sha256_of_json
 from ddp_tutorial.world import World
 
 WIDTH, LAYERS = 1024, 12  # a model of 50 MB, with AdamW's state 150 MB
@@ -72,14 +72,14 @@ def _stall(checkpointer: Checkpointer, step: int) -> float:
 
 def _torch_save(parts: dict[str, Component], path: Path) -> None:
     with path.open("wb") as file:
-        torch.save({name: part.thing.state_dict() for name, part in parts.items()}, file)
+        torch.save({name: part.stateful.state_dict() for name, part in parts.items()}, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _thousand(folder: Path) -> Path:
     for step in range(1000):
-        there = folder / name_of(step)
+        there = folder / checkpoint_name(step)
         there.mkdir(parents=True)
         manifest = Manifest(
             schema_version=1,

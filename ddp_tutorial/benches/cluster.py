@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ddp_tutorial.benches import Samples, hosts, report
 from ddp_tutorial.benches.scaling import Setup, arm_of
 from ddp_tutorial.cluster import Cluster
-from ddp_tutorial.cluster.delay import seconds_of
+from ddp_tutorial.cluster.delay import parse_delay
 from ddp_tutorial.ddp.link import LinkModel
-from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig
-from ddp_tutorial.experiments.arms import by_repeat, idle, take_turns
+from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig
+from ddp_tutorial.experiments.arms import by_repeat, idle, run_interleaved
 from ddp_tutorial.experiments.scaling import StepModel, fit_step
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
@@ -69,7 +69,7 @@ def measure(repeats: int) -> dict[str, Any]:
         with Cluster(2, RATES[0], delay) as cluster:
             for rate in RATES:
                 cluster.set_rate(rate)
-                link = LinkModel(seconds_of(delay), cluster.bytes_per_second)
+                link = LinkModel(parse_delay(delay), cluster.bytes_per_second)
                 told = cluster.launch(_all_reduces, repeats, timeout=200)
                 _add_all_reduces(samples, ratios, f"{rate}_{delay}", link, told)
     many, of_many = hosts.measure(repeats)
@@ -136,13 +136,13 @@ def _model(here: Measured, there: Measured, repeat: int, bandwidth: float) -> St
 
 def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
     arms = {name: arm_of(setup, world) for name, setup in setups.items()}
-    turns = take_turns(world, {name: each or idle for name, each in arms.items()}, _STEPS, repeats * _TURNS)
+    turns = run_interleaved(world, {name: each or idle for name, each in arms.items()}, _STEPS, repeats * _TURNS)
     steps = {name: by_repeat(taken, repeats) for name, taken in turns.items()}
     all_reduces: dict[int, list[float]] = {}
     if "slow" in setups:  # on one host, to fit the model to
         tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _FIT_SIZES}
         calls = {nbytes: lambda tensor=tensor: dist.all_reduce(tensor) for nbytes, tensor in tensors.items()}
-        reduced = take_turns(world, calls, 1, repeats)
+        reduced = run_interleaved(world, calls, 1, repeats)
         all_reduces = {nbytes: [turn["step"] for turn in taken] for nbytes, taken in reduced.items()}
     ours: Any = arm_of(Setup(world.size, BATCH, ddp=_BUCKETS), world)
     buckets = [bucket.buffer.nbytes for bucket in ours.step.strategy.model.buckets]

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import CONTEXT, random_step
 from ddp_tutorial.ddp.timeline import overlap, record
-from ddp_tutorial.ddp.variants import DDPConfig, LinkConfig
-from ddp_tutorial.experiments.arms import by_repeat, take_turns
+from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig
+from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
@@ -37,7 +37,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 def _measure(world: World, repeats: int) -> Samples:
     arms = {name: random_step(world, SAMPLES, ddp=config) for name, config in _VARIANTS.items()}
-    turns = take_turns(world, arms, _STEPS, repeats * _TURNS)
+    turns = run_interleaved(world, arms, _STEPS, repeats * _TURNS)
     tokens = world.size * SAMPLES * CONTEXT
     samples = {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}
     slow = random_step(world, SAMPLES, ddp=_SLOW)

@@ -104,7 +104,7 @@ def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> t
         while number <= repeats * size.rounds * _STEPS:
             seconds = {}
             for arm in Triple._fields[:: -1 if (number + number // _STEPS) % 2 else 1]:
-                with nullcontext() if arm == "default" else checks.aside():
+                with nullcontext() if arm == "default" else checks.detached():
                     seconds[arm] = _timed(step)
             number += 1
             taken.append(seconds)

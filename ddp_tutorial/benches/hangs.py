@@ -122,7 +122,7 @@ HANGS: dict[str, Callable[[World, Began], None]] = {
 }
 
 
-def measure_hangs(repeats: int, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Each of `HANGS` so often; `tell` is called with a line after each repeat.
 
     `right` counts verdicts that name both ranks with their lines, out of `of`; `other_verdicts` those that were not
@@ -143,7 +143,7 @@ def measure_hangs(repeats: int, tell: Callable[[str], None] = lambda _: None) ->
                 right += 1
             else:
                 wrong.append(f"{name}: {message}")
-        tell(f"repeat {repeat}: {right} of {len(seconds)} told right, at most {max(seconds):.2f} s late, {left} left")
+        report(f"repeat {repeat}: {right} of {len(seconds)} told right, at most {max(seconds):.2f} s late, {left} left")
     return {
         "bench": "hangs",
         "environment": describe_environment(),
@@ -161,22 +161,22 @@ def measure_hangs(repeats: int, tell: Callable[[str], None] = lambda _: None) ->
     }
 
 
-def is_good(found: Mapping[str, Any]) -> bool:
+def is_good(result: Mapping[str, Any]) -> bool:
     """Has everything held that must hold? How long it takes depends on what else the machine does."""
-    return bool(found["right"] == found["of"]) and not found["left"]
+    return bool(result["right"] == result["of"]) and not result["left"]
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def describe(result: Mapping[str, Any]) -> str:
     """A report as text to print."""
-    seconds = found["seconds"]
+    seconds = result["seconds"]
     return "\n".join(
         [
-            f"{found['right']} of {found['of']} told right: {found['hangs']} hangs, {found['repeats']} repeats; "
-            f"{found['other_verdicts']} in other words than the first time",
-            f"over {seconds['median']} s after the patience of {found['patience']} s in the median, "
-            f"{seconds['most']} s at most; {found['late']} later than {found['within']} s",
-            f"processes left: {found['left']}",
-            *found["wrong"],
+            f"{result['right']} of {result['of']} told right: {result['hangs']} hangs, {result['repeats']} repeats; "
+            f"{result['other_verdicts']} in other words than the first time",
+            f"over {seconds['median']} s after the patience of {result['patience']} s in the median, "
+            f"{seconds['most']} s at most; {result['late']} later than {result['within']} s",
+            f"processes left: {result['left']}",
+            *result["wrong"],
         ]
     )
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from ddp_tutorial.benches import Samples
 from ddp_tutorial.cluster import Cluster
-from ddp_tutorial.ddp.variants import DDPConfig
-from ddp_tutorial.experiments.arms import idle, take_turns
+from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.experiments.arms import idle, run_interleaved
 from ddp_tutorial.experiments.scaling import StepModel, fit_step
 from ddp_tutorial.experiments.sleeping import Sleeper, sleeping_step
-from ddp_tutorial.sharding.sources import ALONE
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS
 from ddp_tutorial.world import World
 
 # Slow enough that the link is what all wait for: at 10 Mbit/s a step of 32 hosts takes a second, in which all of their
@@ -50,14 +50,16 @@ def _one_and_two(world: World) -> dict[str | int, float]:
     alone = world.rank == 0
     tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _SIZES}
     arms: dict[str | int, Callable[[], object]] = {
-        "alone": sleeping_step(SLEEPER, BATCH, ALONE, _DDP) if alone else idle,
-        "alone_small": sleeping_step(SLEEPER, SMALL_BATCH, ALONE, _DDP) if alone else idle,
-        "apart": sleeping_step(SLEEPER, BATCH // 2, ALONE, _DDP),
+        "alone": sleeping_step(SLEEPER, BATCH, SINGLE_PROCESS, _DDP) if alone else idle,
+        "alone_small": sleeping_step(SLEEPER, SMALL_BATCH, SINGLE_PROCESS, _DDP) if alone else idle,
+        "apart": sleeping_step(SLEEPER, BATCH // 2, SINGLE_PROCESS, _DDP),
         "two": sleeping_step(SLEEPER, BATCH, world, _DDP),
     }
     for nbytes, tensor in tensors.items():
         arms[nbytes] = partial(dist.all_reduce, tensor)
-    return {name: median(turn["step"] for turn in turns) for name, turns in take_turns(world, arms, 1, _TURNS).items()}
+    return {
+        name: median(turn["step"] for turn in turns) for name, turns in run_interleaved(world, arms, 1, _TURNS).items()
+    }
 
 
 def _fitted(at: dict[str | int, float]) -> StepModel:

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.ddp.variants import DDPConfig
-from ddp_tutorial.experiments.arms import medians, take_turns
+from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.experiments.arms import medians, run_interleaved
 from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.corpus import load_corpus
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT
-from ddp_tutorial.training.optimization import groups_of, make_scheduler
+from ddp_tutorial.training.optimization import make_scheduler, parameter_groups
 from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World
@@ -67,7 +67,7 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
             **{name: _observed(trainer) for name, trainer in trainers.items()},
             "bare": _bare_loop(world, config),
         }
-        turns = take_turns(world, arms, config.log_every, steps // config.log_every)
+        turns = run_interleaved(world, arms, config.log_every, steps // config.log_every)
         for trainer in trainers.values():
             trainer.log.close()
     return {name: tokens / medians(turns)[name]["step"] for name in arms}
@@ -91,7 +91,7 @@ def _bare_loop(world: World, config: TaskConfig) -> Callable[[], object]:
     model = GPT(**config.model.model_dump())
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     rate = config.peak_learning_rate
-    optimizer = torch.optim.AdamW(groups_of(model, config), lr=rate, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(parameter_groups(model, config), lr=rate, betas=(0.9, 0.95), fused=True)
     scheduler = make_scheduler(optimizer, config)
     order = torch.randperm((len(tokens) - 1) // context)[world.rank :: world.size]
     window = torch.arange(context + 1)

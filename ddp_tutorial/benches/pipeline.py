@@ -20,7 +20,7 @@ from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
 from ddp_tutorial.pipeline.schedules import Name, simulate
-from ddp_tutorial.pipeline.stages import cut, even_cuts
+from ddp_tutorial.pipeline.stages import even_splits, split_into_stages
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.world import World
@@ -105,7 +105,7 @@ def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]
     model = _sleepers(stages, costs)
     own = [
         PipelineStage(part, number, stages, world.device)
-        for number, part in enumerate(cut(model, even_cuts(model, stages)))
+        for number, part in enumerate(split_into_stages(model, even_splits(model, stages)))
         if number % world.size == world.rank
     ]
     made = _TORCHS[schedule](

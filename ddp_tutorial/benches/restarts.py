@@ -17,11 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_tutorial.benches.lives import RANKS, TIME_LIMIT, Accident, Fate, config_of, left_in, outcome
+from ddp_tutorial.benches.attempts import (
+    RANKS,
+    TIME_LIMIT,
+    FailureInjector,
+    PlannedFailure,
+    config_of,
+    leftovers,
+    outcome,
+)
 from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import observe_disk
 from ddp_tutorial.phases import observe
-from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun
+from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun
 from ddp_tutorial.processes.starting import run
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World
@@ -30,7 +38,7 @@ KILLS = 5  # of one run, at most
 POINTS = 200  # a rank is killed at one of its first points in a life, out of so many
 
 
-def measure_restarts(kills: int, seed: int = 0, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Kill `kills` times or more, in a temporary folder, and call `tell` with a line after each finished run.
 
     `in_saving` counts the kills inside of saving, `lives` what torchrun has started, the undisturbed run's among them,
@@ -57,9 +65,9 @@ def measure_restarts(kills: int, seed: int = 0, tell: Callable[[str], None] = la
                 counted["came_up"] += sum(met is not None for _, met in again)
                 seconds += [met - killed for killed, met in again if met is not None]
                 bit_equal = bit_equal and outcome(f"run{runs}") == wanted
-                left += left_in(Path.cwd())
+                left += leftovers(Path.cwd())
                 runs += 1
-                tell(f"{counted['kills']} kills; {runs} runs finished, bit-equal: {bit_equal}, left: {left}")
+                report(f"{counted['kills']} kills; {runs} runs finished, bit-equal: {bit_equal}, left: {left}")
         finally:
             os.chdir(before)
     median = round(statistics.median(seconds), 2) if seconds else None
@@ -74,15 +82,15 @@ def measure_restarts(kills: int, seed: int = 0, tell: Callable[[str], None] = la
     }
 
 
-def is_good(found: Mapping[str, Any]) -> bool:
+def is_good(result: Mapping[str, Any]) -> bool:
     """Has everything held that must hold?"""
-    return bool(found["bit_equal"]) and not found["left"]
+    return bool(result["bit_equal"]) and not result["left"]
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def describe(result: Mapping[str, Any]) -> str:
     """A report as text to print."""
     names = ("kills", "in_saving", "lives", "runs", "bit_equal", "left")
-    return ", ".join(f"{name} = {found[name]}" for name in names) + f", median restart {found['seconds']} s"
+    return ", ".join(f"{name} = {result[name]}" for name in names) + f", median restart {result['seconds']} s"
 
 
 def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
@@ -106,7 +114,7 @@ def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            end_torchrun(agent, str(notes))
+            kill_torchrun(agent, str(notes))
         if agent.returncode != 0:
             log.seek(0)
             raise RuntimeError(f"{name} has ended with {agent.returncode}: {log.read()[-4000:]}")
@@ -123,8 +131,8 @@ def _time_of(notes: Path) -> float:
     return min(note.stat().st_mtime for note in notes.glob("hit.*"))
 
 
-def _live(world: World, name: str, notes: Path, accident: Accident | None) -> None:
-    fate = Fate(world.rank, notes, accident)
+def _live(world: World, name: str, notes: Path, accident: PlannedFailure | None) -> None:
+    fate = FailureInjector(world.rank, notes, accident)
     fate.note(f"up.{world.rank}", str(time.time()))
     with observe(fate.at_edge), observe_disk(fate.at_operation):
         train(world, config_of(name))
@@ -136,7 +144,7 @@ def _main(name: str, notes: str, doomed: str) -> None:
     fates = json.loads(doomed)
     accident = None
     if life < len(fates) and fates[life][0] == rank:
-        accident = Accident("", fates[life][1])
+        accident = PlannedFailure("", fates[life][1])
     here = Path(notes) / str(life)
     here.mkdir(parents=True, exist_ok=True)
     run(_live, name, here, accident, device="cpu")

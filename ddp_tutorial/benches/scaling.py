@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import gpt_step, random_text
 from ddp_tutorial.collectives import assert_same
-from ddp_tutorial.ddp.variants import DDPConfig
+from ddp_tutorial.ddp.wrappers import DDPConfig
 from ddp_tutorial.environment import cores
-from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, take_turns
+from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, run_interleaved
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.sources import ALONE, SourceConfig, SourceKind, make_source
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, SourceKind, make_source
 from ddp_tutorial.world import World
 
 # Samples of a step, over all that work together; in the weak arms, of each rank. With fewer, ranks meet more often for
@@ -78,9 +78,9 @@ def arm_of(setup: Setup, world: World) -> Arm | None:
     """This rank's part in an arm; None if it has none."""
     if world.rank >= setup.readers:
         return None
-    reader = world if setup.readers > 1 else ALONE
+    reader = world if setup.readers > 1 else SINGLE_PROCESS
     source = make_source(random_text(SAMPLES), setup.batch, reader, config=SourceConfig(kind=setup.source))
-    return Arm(gpt_step(source, reader if setup.talk else ALONE, ddp=setup.ddp), setup.threads)
+    return Arm(gpt_step(source, reader if setup.talk else SINGLE_PROCESS, ddp=setup.ddp), setup.threads)
 
 
 def race(world: World, setups: dict[str, Setup], repeats: int, turns: int = _TURNS, steps: int = _STEPS) -> Samples:
@@ -88,7 +88,7 @@ def race(world: World, setups: dict[str, Setup], repeats: int, turns: int = _TUR
     for what their clocks say."""
     arms = {name: arm_of(setup, world) for name, setup in setups.items()}
     calls: dict[str, Callable[[], object]] = {name: each or idle for name, each in arms.items()}
-    taken = take_turns(world, calls, steps, repeats * turns)
+    taken = run_interleaved(world, calls, steps, repeats * turns)
     for name, setup in setups.items():
         if (arm := arms[name]) and setup.talk and setup.readers > 1:
             assert_same(world, dict(arm.step.model.named_parameters()), f"{name}: parameter")

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_tutorial.benches import report
 from ddp_tutorial.benches.step import random_step
-from ddp_tutorial.experiments.arms import by_repeat, take_turns
+from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.optimization import make_optimizer
@@ -39,7 +39,7 @@ def measure(repeats: int) -> dict[str, Any]:
 def _measure(world: World, repeats: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
     arms = {name: random_step(world, SAMPLES, strategy=name) for name in _STRATEGIES}
     arms["torch_zero1"] = random_step(world, SAMPLES, optimizer=_zero_of_torch)
-    turns = take_turns(world, arms, _STEPS, repeats * _TURNS)
+    turns = run_interleaved(world, arms, _STEPS, repeats * _TURNS)
     memory = {}
     for name in _STRATEGIES:
         parameters = sum(parameter.numel() for parameter in arms["ddp"].model.parameters())

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import CONTEXT, gpt_step, random_text
-from ddp_tutorial.ddp.variants import DDPConfig
-from ddp_tutorial.experiments.arms import by_repeat, take_turns
+from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.order import Order, Sharding
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.samples import ArrowShards, as_shards, write_arrow
 from ddp_tutorial.sharding.sharded import ShardedSource, Source
-from ddp_tutorial.sharding.sources import ALONE, SourceConfig, make_source
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, make_source
 from ddp_tutorial.world import World
 
 BATCH = 16  # samples of a step over all ranks
@@ -54,7 +54,7 @@ def _train(world: World, folder: str, repeats: int) -> Samples:
         arms = {
             kind: gpt_step(source, world, ddp=DDPConfig(variant="bucket")) for kind, source in _sources(world).items()
         }
-    turns = take_turns(world, arms, _STEPS, repeats * _TURNS)
+    turns = run_interleaved(world, arms, _STEPS, repeats * _TURNS)
     samples: Samples = {}
     for kind, taken in turns.items():
         samples[kind] = [BATCH / seconds for seconds in by_repeat(taken, repeats)]
@@ -69,13 +69,13 @@ _PARTS = {"wait": "data", "compute": "compute", "sync": "sync"}
 
 
 def _load(world: World, folder: str, repeats: int) -> Samples:
-    """Samples per second of each source without a model. `iterable` is a stream of `datasets` in torch's DataLoader, as
-    its documentation shows it."""
+    """Samples per second of each source without a model. `iterable_dataset` is a stream of `datasets` in torch's
+    DataLoader, as its documentation shows it."""
     with chdir(folder):
         sources, iterable = _sources(world), _iterable(world)
     arms: dict[str, Callable[[], object]] = {kind: partial(next, source) for kind, source in sources.items()}
     arms["iterable"] = partial(next, iterable)
-    turns = take_turns(world, arms, _LOADED // BATCH, repeats)
+    turns = run_interleaved(world, arms, _LOADED // BATCH, repeats)
     samples = {f"load_{name}": [BATCH / turn["step"] for turn in taken] for name, taken in turns.items()}
     for source in sources.values():
         source.close()
@@ -86,9 +86,9 @@ def _iterable(world: World) -> Iterator[Any]:
     from datasets.distributed import split_dataset_by_node
 
     from ddp_tutorial.sharding.corpus import CACHE
-    from ddp_tutorial.sharding.streamed import iterable
+    from ddp_tutorial.sharding.streamed import iterable_dataset
 
-    dataset = iterable(as_shards(random_text(SAMPLES), CACHE)).shuffle(seed=0, buffer_size=1000)
+    dataset = iterable_dataset(as_shards(random_text(SAMPLES), CACHE)).shuffle(seed=0, buffer_size=1000)
     dataset = split_dataset_by_node(dataset, world.rank, world.size)
     for epoch in range(10**6):
         dataset.set_epoch(epoch)
@@ -105,7 +105,7 @@ def _skip(folder: Path, repeats: int) -> list[float]:
     for _ in range(repeats):
         start = time.perf_counter()
         data = ArrowShards(paths)
-        source = ShardedSource(data, Sharding(Order(len(data), 0, 65536), BATCH), ALONE)
+        source = ShardedSource(data, GlobalBatchSampler(Permutation(len(data), 0, 65536), BATCH), SINGLE_PROCESS)
         source.load_state_dict({"cursor": 1_000_000})
         next(source)
         seconds.append(time.perf_counter() - start)

@@ -1,10 +1,10 @@
 from .checkpointer import Checkpointer as Checkpointer
 from .components import Component as Component
+from .components import FunctionState as FunctionState
 from .components import RandomState as RandomState
-from .components import StateOf as StateOf
 from .manifest import CheckpointError as CheckpointError
 from .manifest import read_manifest as read_manifest
 from .manifest import verify as verify
-from .resuming import Start as Start
-from .resuming import find_start as find_start
+from .resuming import ResumePoint as ResumePoint
+from .resuming import find_resume_point as find_resume_point
 from .resuming import latest_valid as latest_valid

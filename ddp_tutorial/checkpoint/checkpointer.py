@@ -33,7 +33,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ddp_tutorial.checkpoint.components import Component, OtherWorld, State, require_even_nodes, require_whole
+from ddp_tutorial.checkpoint.components import Component, Reshardable, State, require_even_nodes, require_unsharded
+from ddp_tutorial.checkpoint.consistency import Check, assert_replicated
 from ddp_tutorial.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
@@ -43,13 +44,12 @@ from ddp_tutorial.checkpoint.manifest import (
     Mode,
     StoredComponent,
     StoredFile,
-    name_of,
+    checkpoint_name,
     read_manifest,
     read_verified,
-    settle_all,
+    recover_all,
     sha256_of_json,
 )
-from ddp_tutorial.checkpoint.replicas import Check, assert_replicated
 from ddp_tutorial.checkpoint.retention import Retention
 from ddp_tutorial.checkpoint.storage import (
     check_plain,
@@ -62,18 +62,18 @@ from ddp_tutorial.checkpoint.storage import (
 from ddp_tutorial.collectives import (
     all_gather,
     any_rank,
-    decided_by_rank_zero,
+    decide_on_rank_zero,
     from_rank_zero,
     run_on_all_ranks,
     to_rank_zero,
 )
 from ddp_tutorial.compat import tree_flatten, tree_map, tree_unflatten
-from ddp_tutorial.files import about_to, remove, replace_directory, unfinished, without_nan, write_json
+from ddp_tutorial.files import notify_observers, remove, replace_directory, temporary_path, without_nan, write_json
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group
 
 Found = TypeVar("Found")
-Parts = dict[tuple[str, int], State]  # the component's name and the rank whose state it is
+Components = dict[tuple[str, int], State]  # the component's name and the rank whose state it is
 
 
 class Checkpointer:
@@ -102,7 +102,7 @@ class Checkpointer:
     ) -> None:
         require_group(world)
         if not shared:
-            require_whole(world, components)
+            require_unsharded(world, components)
         require_even_nodes(world, components)
         self.folder, self.components, self.world = folder, dict(components), world
         self.config, self.check, self.background, self.shared = dict(config or {}), check, background, shared
@@ -110,11 +110,11 @@ class Checkpointer:
         self._pending: _Writer | None = None
         self._memory: list[Any] = []
 
-    def clear_up(self) -> None:
+    def recover(self) -> None:
         """Settle what a killed run has left: remove what it had not finished, and where it was about to replace a
         checkpoint, give the old one back its name. Lock the folder first: see `files.locked`."""
         if self.world.is_main:
-            settle_all(self.folder)
+            recover_all(self.folder)
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
         """Write a checkpoint of `step`. With `background`, only copy the state, and let a thread write the copy.
@@ -159,21 +159,21 @@ class Checkpointer:
             writer.join()
             writer.publish()
             if self.world.is_main:
-                self.retention.note_valid(writer.path, writer.metrics)
+                self.retention.record_valid(writer.path, writer.metrics)
                 self.retention.apply(written=writer.path)
 
-    def load(self, folder: Path, leave_out: Sequence[str] = ()) -> Manifest:
-        """Restore all components from the checkpoint in `folder`, except those that `leave_out` names.
+    def load(self, folder: Path, exclude: Sequence[str] = ()) -> Manifest:
+        """Restore all components from the checkpoint in `folder`, except those that `exclude` names.
 
         Raises `CheckpointError` on all ranks, before anything has been restored, where files are damaged, where a
         component is missing in the checkpoint or in this run, and where a component saved on another number of ranks
         cannot be restored on this one.
         """
         with phase("load"):
-            manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, leave_out), CheckpointError)
+            manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, exclude), CheckpointError)
             for restore in restores:
                 restore()
-        self.retention.note_valid(folder, manifest.metrics)
+        self.retention.record_valid(folder, manifest.metrics)
         checked: Manifest = manifest
         return checked
 
@@ -184,9 +184,9 @@ class Checkpointer:
             self._pending = None
         self.retention.close()
 
-    def _parts(self) -> tuple[Parts, dict[str, State]]:
+    def _parts(self) -> tuple[Components, dict[str, State]]:
         """The states that this rank has to write, after the checks; those of sharded components apart."""
-        states = {name: dict(component.thing.state_dict()) for name, component in self.components.items()}
+        states = {name: dict(component.stateful.state_dict()) for name, component in self.components.items()}
         run_on_all_ranks(self.world, lambda: check_plain(states), CheckpointError)
         if self.check != "none":
             for name, component in self.components.items():
@@ -203,32 +203,32 @@ class Checkpointer:
             parts = self._at_rank_zero(parts)
         return (self._copied(parts) if self.background else parts), sharded
 
-    def _at_rank_zero(self, parts: Parts) -> Parts:
+    def _at_rank_zero(self, parts: Components) -> Components:
         """The parts of all ranks on rank 0, which has most of them anyway, and none elsewhere."""
         sent = {} if self.world.is_main else tree_map(lambda value: _copy(value, None), parts)
         of_others = to_rank_zero(self.world, sent)
         return {key: state for each in (parts, *of_others) for key, state in each.items()} if of_others else {}
 
-    def _copied(self, parts: Parts) -> Parts:
+    def _copied(self, parts: Components) -> Components:
         """A copy on the CPU, in the memory of the last copy where it fits: new memory takes several times as long."""
         values, structure = tree_flatten(parts)
         before = self._memory if len(self._memory) == len(values) else [None] * len(values)
         self._memory = [_copy(value, old) for value, old in zip(values, before, strict=True)]
-        copied: Parts = tree_unflatten(self._memory, structure)
+        copied: Components = tree_unflatten(self._memory, structure)
         return copied
 
-    def _read(self, folder: Path, leave_out: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
+    def _read(self, folder: Path, exclude: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
         """Check the checkpoint and read what this rank needs of it; returns the calls that restore it."""
         manifest = self._seen(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
-        if unknown := set(leave_out) - set(known):
+        if unknown := set(exclude) - set(known):
             raise CheckpointError(f"{sorted(unknown)[0]!r} is no component of this run: {', '.join(known)}")
-        wanted = [name for name in self.components if name not in leave_out]
+        wanted = [name for name in self.components if name not in exclude]
         for name in wanted:
             if name not in manifest.components:
                 raise CheckpointError(f"{folder} has no {name!r}; to go on without, leave it out by name")
         for name in manifest.components:
-            if name not in self.components and name not in leave_out:
+            if name not in self.components and name not in exclude:
                 raise CheckpointError(
                     f"{folder} has {name!r}, which this run has no use for; to go on without, leave it out by name"
                 )
@@ -237,13 +237,13 @@ class Checkpointer:
 
     def _seen(self, read: Callable[[], Found]) -> Found:
         """What `read` finds on this rank's disk, or, where only rank 0 has the folder, on rank 0's: collective then."""
-        return read() if self.shared else decided_by_rank_zero(self.world, read)
+        return read() if self.shared else decide_on_rank_zero(self.world, read)
 
     def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
         """The call that restores one component. Its file is read already; sharded tensors are read by the call itself,
         because all ranks read them together."""
         component, stored = self.components[name], manifest.components[name]
-        thing, alike = component.thing, component.ranks_alike(self.world)
+        thing, alike = component.stateful, component.ranks_alike(self.world)
         if stored.shared != component.shared:
             raise CheckpointError(f"{folder} has {name!r} {stored.shared}, and here it is {component.shared}")
         if stored.shared == "sharded":
@@ -251,13 +251,13 @@ class Checkpointer:
         if len(stored.files) == self.world.size // alike:
             [state] = self._states(folder, stored, [self.world.rank // alike])
             return partial(thing.load_state_dict, state)
-        if not isinstance(thing, OtherWorld):
+        if not isinstance(thing, Reshardable):
             raise CheckpointError(
                 f"{name!r} is {stored.shared}: {folder} has it for {manifest.world_size} ranks, and it cannot be "
                 f"given to {self.world.size}. To go on without, leave it out by name."
             )
         states = self._states(folder, stored, range(len(stored.files)))
-        return partial(thing.load_from_other_world, states, manifest.step)
+        return partial(thing.load_resharded, states, manifest.step)
 
     def _states(self, folder: Path, stored: StoredComponent, wanted: Sequence[int]) -> list[State]:
         """The states in those files of a component, by their places in the list. What rank 0 reads for all comes one
@@ -275,11 +275,11 @@ class _Writer:
     `run` may be in a thread, so it enters no collective; `write_sharded` and `publish` do, in the main thread.
     """
 
-    def __init__(self, checkpointer: Checkpointer, step: int, metrics: dict[str, Any], parts: Parts) -> None:
+    def __init__(self, checkpointer: Checkpointer, step: int, metrics: dict[str, Any], parts: Components) -> None:
         self.checkpointer, self.world = checkpointer, checkpointer.world
         self.step, self.metrics, self.parts = step, metrics, parts
-        self.path = checkpointer.folder / name_of(step)
-        self.temporary: Path = from_rank_zero(self.world, unfinished(self.path))
+        self.path = checkpointer.folder / checkpoint_name(step)
+        self.temporary: Path = from_rank_zero(self.world, temporary_path(self.path))
         self.shards: dict[str, list[Path]] = {}
         self.files: dict[str, list[StoredFile]] = {}
         self.error: Exception | None = None
@@ -309,7 +309,7 @@ class _Writer:
         """Write this rank's files, and wait until they have reached the disk. `publish` raises the error, if any."""
         try:
             if self.world.is_main or self.checkpointer.shared:
-                about_to("write", self.temporary)
+                notify_observers("write", self.temporary)
                 self.temporary.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor() as pool:  # while one file is hashed, the next one is written
                 records = [(name, pool.submit(self._record, rank, path)) for name, rank, path in self._write()]
@@ -344,7 +344,7 @@ class _Writer:
         try:
             run_on_all_ranks(self.world, self._raise_error, CheckpointError)
             files_of_ranks = all_gather(self.world, self.files)
-            decided_by_rank_zero(self.world, lambda: self._require_files(files_of_ranks))
+            decide_on_rank_zero(self.world, lambda: self._require_files(files_of_ranks))
             run_on_all_ranks(
                 self.world, lambda: self._rename(files_of_ranks) if self.world.is_main else None, CheckpointError
             )

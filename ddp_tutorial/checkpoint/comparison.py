@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ddp_tutorial.checkpoint.consistency import named_leaves, summary
 from ddp_tutorial.checkpoint.manifest import differences, read_verified
-from ddp_tutorial.checkpoint.replicas import leaves, summary
 from ddp_tutorial.checkpoint.storage import read_state
 
 
@@ -18,7 +18,7 @@ def compare(first: Path, second: Path) -> dict[str, str]:
         if not all((folder / name).is_file() for folder in (first, second)):
             found[name] = "in one of them only"
             continue
-        values, others = (dict(leaves(name, read_state(folder / name))) for folder in (first, second))
+        values, others = (dict(named_leaves(name, read_state(folder / name))) for folder in (first, second))
         for where in values | others:
             if told := _difference(values.get(where), others.get(where)):
                 found[where] = told

@@ -26,17 +26,17 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class OtherWorld(Protocol):
+class Reshardable(Protocol):
     """A `Stateful` that can also be restored on another number of ranks than it was saved on.
 
     Every rank gets the states of all ranks (or groups of ranks) that saved one, in the order of their ranks, and the
     step of the checkpoint.
     """
 
-    def load_from_other_world(self, states: Sequence[State], step: int) -> None: ...
+    def load_resharded(self, states: Sequence[State], step: int) -> None: ...
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a sharded component, as it is in a checkpoint: whole."""
 
     shape: torch.Size
@@ -44,13 +44,13 @@ class Stored(NamedTuple):
 
 
 @runtime_checkable
-class Lazy(Protocol):
+class LazyState(Protocol):
     """A sharded `Stateful` whose `state_dict` has no tensors yet to read into, as an optimizer's before its first step.
 
     `empty` is told what the checkpoint has, and returns what of that this rank is to read, and into what.
     """
 
-    def empty(self, stored: Mapping[str, Stored]) -> State: ...
+    def empty(self, stored: Mapping[str, StoredTensor]) -> State: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Component:
     `span` is for per_group: the number of ranks in a group.
     """
 
-    thing: Stateful
+    stateful: Stateful
     shared: Shared = "replicated"
     span: int = 1
 
@@ -90,7 +90,7 @@ def require_even_nodes(world: World, components: Mapping[str, Component]) -> Non
         raise ValueError(f"{names[0]!r} is per_node, but some machines have {sizes[0]} ranks, and some {sizes[-1]}")
 
 
-def require_whole(world: World, components: Mapping[str, Component]) -> None:
+def require_unsharded(world: World, components: Mapping[str, Component]) -> None:
     """Raise `ConfigError` where a component is sharded, of which rank 0 does not write and read for all."""
     names = [name for name, component in components.items() if component.shared == "sharded"]
     if names and world.size > 1:
@@ -101,7 +101,7 @@ def require_whole(world: World, components: Mapping[str, Component]) -> None:
 
 
 @dataclass(frozen=True)
-class StateOf:
+class FunctionState:
     """A `Stateful` made of two functions, for an object whose methods have other names."""
 
     get: Callable[[], Mapping[str, Any]]
@@ -151,7 +151,7 @@ class RandomState:
         if "cuda" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
-    def load_from_other_world(self, states: Sequence[State], step: int) -> None:
+    def load_resharded(self, states: Sequence[State], step: int) -> None:
         """Seed anew: a generator's state cannot be divided among more ranks, or fewer. Raises `CheckpointError` without
         `reseed`."""
         if self.reseed is None:

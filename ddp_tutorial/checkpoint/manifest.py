@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.files import about_to, clear_unfinished, rename, settle, unfinished
+from ddp_tutorial.files import notify_observers, recover, remove_temporary, rename, temporary_path
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -91,12 +91,12 @@ class Manifest(_Record):
         return sum(file.nbytes for file in self.files)
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """The name of the folder of a step."""
     return f"step_{step:08}"
 
 
-def folders(parent: Path) -> list[Path]:
+def list_checkpoints(parent: Path) -> list[Path]:
     """The checkpoints in `parent`, lowest step first. A folder without a manifest is none; no file is opened.
 
     One that was about to be replaced, by a run killed at that moment, counts where the new one has not got the name.
@@ -115,20 +115,20 @@ def _has_manifest(folder: Path) -> bool:
         return True
 
 
-def settle_all(parent: Path) -> None:
+def recover_all(parent: Path) -> None:
     """Remove what a killed process has left unfinished in `parent`, and end what it was replacing.
 
     Only where no other process is saving.
     """
     for path in parent.glob(".step_*.old"):
         if match := _REPLACED.fullmatch(path.name):
-            settle(parent / name_of(int(match[1])))
-    clear_unfinished(parent, "step_*")
+            recover(parent / checkpoint_name(int(match[1])))
+    remove_temporary(parent, "step_*")
 
 
 def latest(parent: Path) -> Path | None:
     """The checkpoint with the highest step, whatever its date. Whether it is valid is for `verify` to say."""
-    return next(reversed(folders(parent)), None)
+    return next(reversed(list_checkpoints(parent)), None)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -140,7 +140,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        about_to("read", path)
+        notify_observers("read", path)
         manifest = _parsed(path.read_bytes(), folder)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint: there is no {MANIFEST} in it") from None
@@ -226,7 +226,7 @@ def _problem(folder: Path, file: StoredFile) -> str | None:
 
 def sha256_of(path: Path) -> str:
     """The sha256 of a file, read in pieces."""
-    about_to("read", path)
+    notify_observers("read", path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -254,8 +254,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 Mode = Literal["min", "max"]
 
 
-def to_remove(
-    metrics: Mapping[Path, float | None], keep_last: int, keep_best: int, mode: Mode, spared: Iterable[Path] = ()
+def checkpoints_to_remove(
+    metrics: Mapping[Path, float | None], keep_last: int, keep_best: int, mode: Mode, excluded: Iterable[Path] = ()
 ) -> list[Path]:
     """Which checkpoints to remove: all but the last `keep_last`, the `keep_best` best by their metric, and `spared`.
 
@@ -265,12 +265,12 @@ def to_remove(
     sign = 1 if mode == "min" else -1
     numbers = {path: value for path, value in metrics.items() if value is not None and not math.isnan(value)}
     best = sorted(numbers, key=lambda path: sign * numbers[path])[:keep_best]
-    stay = {*last, *best, *spared}
+    stay = {*last, *best, *excluded}
     return [path for path in metrics if path not in stay]
 
 
 def unpublish(folder: Path) -> Path:
     """Rename a checkpoint so that it is none any more, and return its new path: quick, where deleting may be slow."""
-    path = unfinished(folder)
+    path = temporary_path(folder)
     rename(folder, path)
     return path

@@ -11,13 +11,13 @@ from ddp_tutorial.checkpoint.manifest import (
     MANIFEST,
     SHARE,
     differences,
-    folders,
     latest,
+    list_checkpoints,
     read_manifest,
     read_verified,
     verify,
 )
-from ddp_tutorial.collectives import all_gather, decided_by_rank_zero
+from ddp_tutorial.collectives import all_gather, decide_on_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
 
@@ -36,12 +36,12 @@ def latest_valid(world: World, parent: Path) -> tuple[Path | None, list[str]]:
 
     Collective: rank 0 looks, and all ranks get its answer.
     """
-    return decided_by_rank_zero(world, lambda: _latest_valid(parent))
+    return decide_on_rank_zero(world, lambda: _latest_valid(parent))
 
 
 def _latest_valid(parent: Path) -> tuple[Path | None, list[str]]:
     problems: list[str] = []
-    for folder in reversed(folders(parent)):
+    for folder in reversed(list_checkpoints(parent)):
         wrong = verify(folder)
         if not wrong:
             return folder, problems
@@ -50,19 +50,19 @@ def _latest_valid(parent: Path) -> tuple[Path | None, list[str]]:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run goes on: after `step`, from `checkpoint`, which was made with `settings`; without one, from the
-    beginning. `passed_over` says what is wrong with newer checkpoints."""
+    beginning. `skipped` says what is wrong with newer checkpoints."""
 
     checkpoint: Path | None = None
     step: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
-def find_start(
+def find_resume_point(
     world: World, run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str] = (), *, shared: bool = True
-) -> Start:
+) -> ResumePoint:
     """Where to go on, as rank 0 finds it. Collective; it reads only, so that what is refused has changed nothing.
 
     With `resume` "auto" it is the newest valid checkpoint of `run`. Otherwise `resume` is the path of a checkpoint, or
@@ -74,10 +74,10 @@ def find_start(
     it, for rank 0 reads it for all; but none may have newer ones of `run` than rank 0.
     """
     if resume == "never":
-        return Start()
+        return ResumePoint()
     if not shared and resume == "auto":
         _require_newest(world, run)
-    start = decided_by_rank_zero(world, lambda: _start(run, resume, config, allow))
+    start = decide_on_rank_zero(world, lambda: _start(run, resume, config, allow))
     if start.checkpoint is not None and shared:
         _require_seen(world, start.checkpoint)
     return start
@@ -112,7 +112,7 @@ def _require_seen(world: World, folder: Path) -> None:
         )
 
 
-def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str]) -> Start:
+def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str]) -> ResumePoint:
     path = run if resume == "auto" else Path(resume)
     is_given = (path / MANIFEST).is_file()
     folder, problems = (path, []) if is_given else _latest_valid(path / CHECKPOINTS)
@@ -123,15 +123,15 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
         if problems:
             there = run / CHECKPOINTS
             raise ConfigError(
-                f"none of the {len(folders(there))} checkpoints in {there} can be read: {_in_short(problems)}. To "
-                f"begin anew, use another name, or move {there} away."
+                f"none of the {len(list_checkpoints(there))} checkpoints in {there} can be read: {_in_short(problems)}."
+                f" To begin anew, use another name, or move {there} away."
             )
-        return Start()
+        return ResumePoint()
     manifest = read_manifest(folder)
     _require_same_settings(folder, manifest.config, config, allow)
     if is_given:
         read_verified(folder)
-    return Start(folder, manifest.step, manifest.config, tuple(problems))
+    return ResumePoint(folder, manifest.step, manifest.config, tuple(problems))
 
 
 def _require_same_settings(

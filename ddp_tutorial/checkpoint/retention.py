@@ -9,7 +9,14 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddp_tutorial.checkpoint.manifest import CheckpointError, Mode, folders, read_verified, to_remove, unpublish
+from ddp_tutorial.checkpoint.manifest import (
+    CheckpointError,
+    Mode,
+    checkpoints_to_remove,
+    list_checkpoints,
+    read_verified,
+    unpublish,
+)
 from ddp_tutorial.files import remove
 
 LOG = logging.getLogger(__name__)
@@ -30,7 +37,7 @@ class Retention:
         self._damaged: set[Path] = set()
         self._thread: threading.Thread | None = None
 
-    def note_valid(self, checkpoint: Path, metrics: Mapping[str, float | None]) -> None:
+    def record_valid(self, checkpoint: Path, metrics: Mapping[str, float | None]) -> None:
         """Note that a checkpoint has just been written or verified."""
         self._valid[checkpoint] = metrics.get(self.metric)
 
@@ -54,13 +61,13 @@ class Retention:
             LOG.warning("%s cannot be looked through for old checkpoints: %s", self.folder, error)
 
     def _apply(self, written: Path) -> None:
-        there = folders(self.folder)
+        there = list_checkpoints(self.folder)
         for path in there:
             if path not in self._valid and path not in self._damaged:
                 self._look_at(path)
         metrics = {path: self._valid[path] for path in there if path in self._valid}
         gone = []
-        for path in to_remove(metrics, self.keep_last, self.keep_best, self.mode, spared=[written]):
+        for path in checkpoints_to_remove(metrics, self.keep_last, self.keep_best, self.mode, excluded=[written]):
             try:  # first all names, which is quick
                 gone.append(unpublish(path))
             except OSError as error:
@@ -70,7 +77,7 @@ class Retention:
 
     def _look_at(self, path: Path) -> None:
         try:
-            self.note_valid(path, read_verified(path).metrics)
+            self.record_valid(path, read_verified(path).metrics)
         except CheckpointError as error:
             LOG.warning("neither counted nor removed: %s", error)
             self._damaged.add(path)

@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.checkpoint.components import Lazy, State, Stateful, Stored
+from ddp_tutorial.checkpoint.components import LazyState, State, Stateful, StoredTensor
+from ddp_tutorial.checkpoint.consistency import named_leaves
 from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest, sha256_of
-from ddp_tutorial.checkpoint.replicas import leaves
-from ddp_tutorial.files import about_to, sync
+from ddp_tutorial.files import notify_observers, sync
 from ddp_tutorial.world import World
 
 _PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None))
@@ -30,7 +30,7 @@ def check_plain(states: Mapping[str, State]) -> None:
 
     Checked when it is saved, so that nobody finds out only when the checkpoint is needed.
     """
-    for where, value in (leaf for name, state in states.items() for leaf in leaves(name, state)):
+    for where, value in (leaf for name, state in states.items() for leaf in named_leaves(name, state)):
         if not isinstance(value, _PLAIN):
             raise CheckpointError(
                 f"{where} is of type {type(value).__name__}, which cannot be loaded without executing code. State is "
@@ -42,12 +42,12 @@ def write_state(stem: Path, state: State) -> Path:
     """Write `state` to `stem` with the ending that its format has, and return that path."""
     if state and all(isinstance(value, torch.Tensor) for value in state.values()):
         path = stem.with_name(f"{stem.name}.safetensors")
-        about_to("write", path)
+        notify_observers("write", path)
         tensors, aliases = _without_aliases(state)
         safetensors.torch.save_file(tensors, path, metadata=aliases)
         return path
     path = stem.with_name(f"{stem.name}.pt")
-    about_to("write", path)
+    notify_observers("write", path)
     torch.save(state, path)
     return path
 
@@ -72,7 +72,7 @@ def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, s
 def read_state(path: Path) -> State:
     """The state in a file that `write_state` has written, on the CPU. Raises `CheckpointError` if it cannot be read."""
     try:
-        about_to("read", path)
+        notify_observers("read", path)
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
@@ -92,7 +92,7 @@ def stored(folder: Path, name: str) -> Any:
     """
     component = read_manifest(folder).components.get(name)
     if component is not None and component.shared == "sharded":
-        return read_whole(folder / name)
+        return read_full(folder / name)
     if component is None or len(component.files) != 1:
         raise CheckpointError(f"{folder} has no one {name!r} for all ranks")
     return read_state(folder / component.files[0].path)
@@ -105,7 +105,7 @@ def write_shards(folder: Path, state: State, world: World) -> None:
     """
     import torch.distributed.checkpoint as dcp  # slow to import, and only needed here
 
-    about_to("write", folder)
+    notify_observers("write", folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with _as_checkpoint_error():
@@ -113,17 +113,17 @@ def write_shards(folder: Path, state: State, world: World) -> None:
     sync(folder)  # so that the names of the files are on the disk; the files themselves follow in `sync_and_hash`
 
 
-def load_shards(folder: Path, thing: Stateful) -> None:
+def load_shards(folder: Path, stateful: Stateful) -> None:
     """Restore sharded tensors: each rank reads what belongs to its own pieces, however many ranks have written."""
     import torch.distributed.checkpoint as dcp
 
-    state = dict(thing.empty(_tensors_in(folder)) if isinstance(thing, Lazy) else thing.state_dict())
+    state = dict(stateful.empty(_tensors_in(folder)) if isinstance(stateful, LazyState) else stateful.state_dict())
     with _as_checkpoint_error():
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=not dist.is_initialized())
-    thing.load_state_dict(state)
+    stateful.load_state_dict(state)
 
 
-def read_whole(folder: Path) -> State:
+def read_full(folder: Path) -> State:
     """The sharded tensors in `folder`, each whole, in this process alone, however many ranks have written."""
     import torch.distributed.checkpoint as dcp
 
@@ -152,12 +152,12 @@ def _as_checkpoint_error() -> Iterator[None]:
             ) from error
 
 
-def _tensors_in(folder: Path) -> dict[str, Stored]:
+def _tensors_in(folder: Path) -> dict[str, StoredTensor]:
     """What sharded tensors a folder has."""
     import torch.distributed.checkpoint as dcp
 
     metadata: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: Stored(each.size, each.properties.dtype) for name, each in metadata.items()}
+    return {name: StoredTensor(each.size, each.properties.dtype) for name, each in metadata.items()}
 
 
 def sync_and_hash(path: Path) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from ddp_tutorial.cluster.delay import hold
+from ddp_tutorial.cluster.delay import run_delay_line
 from ddp_tutorial.cluster.network import Network
 from ddp_tutorial.config import ConfigError, FailedError
 
@@ -120,12 +120,12 @@ class Box:
         """`delay`, in seconds; 0 for none."""
         self.network = Network(nodes, rate, delayed=delay > 0)
         if delay:
-            wire = self.network.detour()
+            wire = self.network.divert()
             self.holder = os.fork()
             if self.holder == 0:
                 self.channel.close()
                 try:
-                    hold(wire, delay)
+                    run_delay_line(wire, delay)
                 finally:
                     os._exit(1)
             os.close(wire)

@@ -5,7 +5,7 @@
             print(ended.node, ended.output)
         cluster.torchrun("-m", "ddp_tutorial", "train", "tiny")
         speeds = cluster.launch(measure)      # measure(world) on every rank
-        cluster.cut(1)
+        cluster.disconnect(1)
 
 Each node has a host name (n0, n1, ...), an address (10.0.0.1, ...), a loopback interface and processes of its own, and
 reaches the others over a network with a real rate: the kernel holds packets back, nothing is simulated. What the nodes
@@ -27,9 +27,9 @@ import psutil
 
 from ddp_tutorial.cluster import network
 from ddp_tutorial.cluster.client import BoxClient
-from ddp_tutorial.cluster.delay import seconds_of
+from ddp_tutorial.cluster.delay import parse_delay
 from ddp_tutorial.cluster.launching import HostedRanks
-from ddp_tutorial.cluster.running import Ended, Process, Runner, wait
+from ddp_tutorial.cluster.running import CommandResult, Process, Runner, wait
 from ddp_tutorial.config import ConfigError
 
 Result = TypeVar("Result")
@@ -50,7 +50,7 @@ class Cluster:
     When the block ends, and when the process that made the cluster is killed, all processes of all nodes are killed.
 
     Raises `ConfigError`, before anything is started, for settings that cannot be used, and where the system does not
-    allow this; `why_not()` says so without raising.
+    allow this; `unsupported_reason()` says so without raising.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Cluster:
             raise ConfigError(f"nodes={nodes!r}: should be a whole number from 1 to {network.MOST_NODES}")
         if rate is not None:
             network.bits_per_second(rate)
-        self._delay = seconds_of(delay) if delay is not None else 0.0
+        self._delay = parse_delay(delay) if delay is not None else 0.0
         if delay is not None:
             network.check_delayed(nodes, rate)
         if not Path(folder).is_dir():
@@ -92,7 +92,7 @@ class Cluster:
         return self._box.is_up
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Its links: `1gbit links, 0.5ms`."""
         return (f"{self.rate} links" if self.rate else "links of any rate") + (f", {self.delay}" if self.delay else "")
 
@@ -119,7 +119,7 @@ class Cluster:
         """End all that runs on the nodes, and the nodes."""
         if self._box.is_open:
             self._box.close()
-            self._runner.see_all_end()
+            self._runner.drain_all()
 
     # ------------------------------------------------------------------------------------------------ what runs there
 
@@ -133,7 +133,7 @@ class Cluster:
         """Start a command on one node, and do not wait for it. `line(node, text)` is called for each line it prints,
         while somebody waits."""
         self._check(node)
-        return self._runner.begin("start", [os.fspath(arg) for arg in argv], node, env, line=line)
+        return self._runner.start("start", [os.fspath(arg) for arg in argv], node, env, line=line)
 
     def run(
         self,
@@ -142,14 +142,14 @@ class Cluster:
         env_of: Sequence[Mapping[str, str]] | None = None,
         timeout: float | None = None,
         line: Callable[[str, str], None] | None = None,
-    ) -> list[Ended]:
+    ) -> list[CommandResult]:
         """Run a command on every node, and wait for all. `env` is added to the environment of all, `env_of[i]` to that
         of node i. Raises `TimeoutError` after `timeout` seconds, and kills them."""
 
         def begin(node: int) -> Process:
             return self.start(*argv, node=node, env={**(env or {}), **(env_of[node] if env_of else {})}, line=line)
 
-        return self.finish(self._runner.begin_all(begin, len(self)), timeout)
+        return self.finish(self._runner.start_all(begin, len(self)), timeout)
 
     def torchrun(
         self,
@@ -158,7 +158,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
         line: Callable[[str, str], None] | None = None,
-    ) -> list[Ended]:
+    ) -> list[CommandResult]:
         """`torchrun --nnodes=N --nproc-per-node=... ARGS` on every node, which meet at n0 (c10d)."""
         return self.finish(self.start_torchrun(*args, nproc_per_node=nproc_per_node, env=env, line=line), timeout)
 
@@ -176,7 +176,7 @@ class Cluster:
         def begin(node: int) -> Process:
             return self.start(*command, node=node, env={**self.torchrun_env(node, port), **(env or {})}, line=line)
 
-        return self._runner.begin_all(begin, len(self))
+        return self._runner.start_all(begin, len(self))
 
     def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
         """What tells the torchrun of a node where the agents meet; it takes each option from a variable PET_..., too.
@@ -256,13 +256,13 @@ class Cluster:
         self._port += 1
         return self._port - 1
 
-    def finish(self, processes: Sequence[Process], timeout: float | None = None) -> list[Ended]:
+    def finish(self, processes: Sequence[Process], timeout: float | None = None) -> list[CommandResult]:
         """Wait for all; raises `TimeoutError` after `timeout` seconds, and kills those that still run."""
         try:
             wait(processes, timeout)
         finally:
             self._runner.end(processes)
-        return [process.ended() for process in processes]
+        return [process.poll_result() for process in processes]
 
     # ----------------------------------------------------------------------------------------------- the network
 
@@ -284,13 +284,13 @@ class Cluster:
             self.rate = before
             raise
 
-    def cut(self, node: int) -> None:
+    def disconnect(self, node: int) -> None:
         """Pull the node's cable out: what is sent to it, and by it, is lost, and nobody is told."""
         self._check(node)
         self.unplugged.add(self.names[node])
         self._box.ask("connect", node, False)
 
-    def mend(self, node: int) -> None:
+    def reconnect(self, node: int) -> None:
         """Plug it in again. TCP sends what was lost once more, after a while."""
         self._check(node)
         self.unplugged.discard(self.names[node])
@@ -299,11 +299,11 @@ class Cluster:
     @contextmanager
     def link_down(self, node: int) -> Iterator[None]:
         """The node's cable is out inside of the block."""
-        self.cut(node)
+        self.disconnect(node)
         try:
             yield
         finally:
-            self.mend(node)
+            self.reconnect(node)
 
     def kill(self, node: int) -> None:
         """The node loses its power: all its processes are gone at once, and its cable is dead, so that the others get
@@ -317,7 +317,7 @@ class Cluster:
             raise ConfigError(f"node={node!r} is not one of 0 to {len(self) - 1}")
 
 
-def why_not(delay: str | None = None) -> str:
+def unsupported_reason(delay: str | None = None) -> str:
     """Return one line that says why this system cannot hold a cluster, or one with such a delay; "" if it can.
 
     Starts a cluster of one node to find out. Raises `FailedError` if that fails for any other reason: it is a defect.

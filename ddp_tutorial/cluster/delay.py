@@ -49,7 +49,7 @@ MOST_FRAMES = 15_000  # a second, from all hosts together
 MOST_BITS = 2e9
 
 
-def seconds_of(delay: str) -> float:
+def parse_delay(delay: str) -> float:
     """`"0.5ms"` -> 0.0005. Raises `ConfigError` for a number without a unit, or one that is out of range."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", str(delay).strip().lower())
     if found is None:
@@ -70,7 +70,7 @@ def open_wire() -> int:
     return wire
 
 
-def hold(wire: int, seconds: float) -> NoReturn:
+def run_delay_line(wire: int, seconds: float) -> NoReturn:
     """Read frames, and write each back when it has been on its way for `seconds`. Their order stays, as all wait
     equally."""
     ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)  # to be woken on time, not within 50 us of it

@@ -50,7 +50,7 @@ class HostedRanks:
             call.flush()
             self._results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(self._size)]
             environ = {"OMP_NUM_THREADS": str(threads)} | dict(env or {})
-            self._ranks = self._runner.begin_all(lambda rank: self._begin(rank, call, environ), self._size)
+            self._ranks = self._runner.start_all(lambda rank: self._begin(rank, call, environ), self._size)
             try:
                 if meanwhile:
                     self._wait_until_up(timeout)
@@ -81,7 +81,7 @@ class HostedRanks:
         }
         environ = {name: str(value) for name, value in variables.items()} | dict(env)
         files = (call.fileno(), self._results[rank].fileno())
-        return self._runner.begin("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files)
+        return self._runner.start("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files)
 
     def _wait_until_up(self, timeout: float | None) -> None:
         """Until all ranks have met, or one has ended, or the time is up."""

@@ -156,7 +156,7 @@ class Network:
             _libc("setns", self.home, 0)
         return Host(name_of(node), net, uts, index, mac)
 
-    def detour(self) -> int:
+    def divert(self) -> int:
         """From now on, all that comes into the bridge from a host goes to the file returned, and no further; and what
         is written there goes on from the bridge."""
         wire = open_wire()

@@ -16,7 +16,7 @@ from ddp_tutorial.cluster.client import BoxClient, environment
 _KILLED_SECONDS = 5.0  # that a process has to be gone when it has been killed
 
 
-class Ended(NamedTuple):
+class CommandResult(NamedTuple):
     """A command that has ended. `code` is -9 if it was killed by signal 9; `output` has what it printed, errors too."""
 
     node: str
@@ -42,14 +42,14 @@ class Process:
         """What it has printed so far."""
         return self.text.decode(errors="replace")
 
-    def wait(self, timeout: float | None = None) -> Ended:
+    def wait(self, timeout: float | None = None) -> CommandResult:
         """Wait for its end. Raises `TimeoutError` after `timeout` seconds, and leaves it running."""
         wait([self], timeout)
-        return self.ended()
+        return self.poll_result()
 
-    def ended(self) -> Ended:
+    def poll_result(self) -> CommandResult:
         assert self.code is not None
-        return Ended(self.node, self.code, self.output)
+        return CommandResult(self.node, self.code, self.output)
 
     def send_signal(self, number: int) -> None:
         self.signal(self.pid, int(number))
@@ -125,7 +125,7 @@ class Runner:
             number: int = self._box.ask(kind, what, node, environ, str(self._folders[node]), fds=fds)
         return number
 
-    def begin(
+    def start(
         self,
         kind: str,
         what: str | list[str],
@@ -150,7 +150,7 @@ class Runner:
         self._processes = [*self._running(), process]
         return process
 
-    def begin_all(self, begin: Callable[[int], Process], count: int) -> list[Process]:
+    def start_all(self, begin: Callable[[int], Process], count: int) -> list[Process]:
         """`begin(0)`, `begin(1)`, ...: `count` processes. None is left where one of them cannot be started, or this is
         interrupted meanwhile."""
         begun: list[Process] = []
@@ -178,7 +178,7 @@ class Runner:
         if any(process.code == -signal.SIGKILL for process in processes):
             self._box.ask("hello")  # raises if all of them have been killed because the cluster has ended
 
-    def see_all_end(self) -> None:
+    def drain_all(self) -> None:
         """The cluster has ended, and so all that ran on it: take what is left of what they have printed."""
         with suppress(TimeoutError):
             wait(self._running(), _KILLED_SECONDS)

@@ -6,7 +6,7 @@ What a command needs is imported when it is called, so that those which only rea
 import click
 
 
-def runs_begun(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+def complete_runs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
     """For the shell: the runs whose name begins like this."""
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_runs
@@ -15,4 +15,4 @@ def runs_begun(context: click.Context, parameter: click.Parameter, begun: str) -
 
 
 # A run, as a folder or by its name below runs/; see `logs.find_run`.
-a_run = click.argument("run", shell_complete=runs_begun)
+a_run = click.argument("run", shell_complete=complete_runs)

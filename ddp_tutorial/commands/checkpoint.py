@@ -21,14 +21,14 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint itself, or those of the run; one at least. Raises `ConfigError` where there is none."""
-    from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, folders
+    from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_checkpoints
     from ddp_tutorial.runs.summaries import find_run
 
     if not path.is_dir():
         path = find_run(str(path))
     if (path / MANIFEST).is_file():
         return [path]
-    found = folders(path / CHECKPOINTS) or folders(path)
+    found = list_checkpoints(path / CHECKPOINTS) or list_checkpoints(path)
     if not found:
         raise ConfigError(f"there is no checkpoint in {str(path)!r}")
     return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddp_tutorial.commands import a_run, runs_begun
+from ddp_tutorial.commands import a_run, complete_runs
 from ddp_tutorial.config import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def logs() -> None:
     """
 
 
-_some_runs = click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=runs_begun)
+_some_runs = click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=complete_runs)
 
 
 def _runs_named(names: tuple[str, ...]) -> list[Path]:
@@ -66,9 +66,9 @@ def list_runs() -> None:
     Of all below runs/. A run is finished; stopped before its last step, on request or by a signal; failed, where a rank
     has raised; killed, where it ended without writing a result or an error; or running.
     """
-    from ddp_tutorial.runs.summaries import find_runs, summarise
+    from ddp_tutorial.runs.summaries import find_runs, summarize
 
-    rows = [_cells(summarise(folder)) for folder in find_runs()]
+    rows = [_cells(summarize(folder)) for folder in find_runs()]
     if not rows:
         click.echo("no runs below runs/; start one with: python -m ddp_tutorial train 2proc", err=True)
         return
@@ -102,9 +102,9 @@ def _progress(run: "Summary") -> str:
 
 
 def _last(values: "Values | None") -> str:
-    from ddp_tutorial.runs.folder import shown
+    from ddp_tutorial.runs.folder import format_loss
 
-    return "-" if values is None else shown(values.last)
+    return "-" if values is None else format_loss(values.last)
 
 
 def _rate(run: "Summary") -> str:
@@ -147,12 +147,12 @@ def summary(runs: tuple[str, ...], everything: bool, form: str) -> None:
 
     What they were, how they ended, losses, speed, where the time went, memory, checkpoints.
     """
-    from ddp_tutorial.runs.summaries import find_runs, summarise
+    from ddp_tutorial.runs.summaries import find_runs, summarize
 
     if runs and everything:
         raise ConfigError("give the names of runs, or --all, not both")
     folders = (everything and find_runs()) or _runs_named(runs)
-    summaries = [summarise(folder) for folder in folders]
+    summaries = [summarize(folder) for folder in folders]
     if form == "json":
         click.echo(json.dumps([asdict(run) for run in summaries], indent=2))
     elif form == "md":
@@ -195,9 +195,9 @@ def _shortened(error: str, longest: int = 160) -> str:
 
 def _table(summaries: list["Summary"]) -> str:
     """A row for each run, with the settings that are not the same in all of them."""
-    from ddp_tutorial.runs.summaries import differing
+    from ddp_tutorial.runs.summaries import differing_settings
 
-    settings = {name: values for name, values in differing(summaries).items() if name != "nprocs"}
+    settings = {name: values for name, values in differing_settings(summaries).items() if name != "nprocs"}
     head = ["run", *settings, "state", "step", "loss", "held out", "best held out", "rate", "ranks", "took"]
     lines = [head, ["---"] * (1 + len(settings)) + ["---"] + ["---:"] * 7]
     for number, run in enumerate(summaries):
@@ -304,12 +304,12 @@ def _slowest(straggler: dict[str, Any] | None) -> str | None:
 
 
 def _losses(values: "Values | None") -> str | None:
-    from ddp_tutorial.runs.folder import shown
+    from ddp_tutorial.runs.folder import format_loss
 
     if values is None:
         return None
     best = "" if values.best is None else f", best {values.best:.3f} at step {values.best_step:,}"
-    return f"{shown(values.first)} at first, {shown(values.last)} at last{best}"
+    return f"{format_loss(values.first)} at first, {format_loss(values.last)} at last{best}"
 
 
 def _speed(run: "Summary") -> str | None:
@@ -472,7 +472,7 @@ def tail(run: str, count: int, rank: int, metrics: bool) -> None:
     Shown is the log of one rank; of a run that kept no such log, the numbers of its steps.
     """
     from ddp_tutorial.runs.folder import RunFolder
-    from ddp_tutorial.runs.summaries import find_run, follow, state_of, summarise
+    from ddp_tutorial.runs.summaries import find_run, follow, state_of, summarize
 
     folder = find_run(run)
     log = RunFolder(folder).rank_log(rank)
@@ -487,14 +487,14 @@ def tail(run: str, count: int, rank: int, metrics: bool) -> None:
             click.echo(_step(line) if log.suffix == ".jsonl" else line)
     except KeyboardInterrupt:
         sys.exit(130)
-    ended = summarise(folder)
+    ended = summarize(folder)
     click.echo(_state(ended) + (f": {_shortened(ended.failure.error)}" if ended.failure else ""), err=True)
 
 
 def _step(line: str) -> str:
     """A row of metrics for people; any other line as it is."""
-    from ddp_tutorial.runs.folder import shown
-    from ddp_tutorial.runs.summaries import number, unit_of
+    from ddp_tutorial.runs.folder import format_loss
+    from ddp_tutorial.runs.summaries import finite_number, unit_of
 
     try:
         row = json.loads(line)
@@ -503,8 +503,8 @@ def _step(line: str) -> str:
     if not isinstance(row, dict) or "step" not in row:
         return line
     losses = {"loss": "loss", "eval_loss": "held out"}
-    words = [f"{name} {shown(number(row, key))}" for key, name in losses.items() if key in row]
+    words = [f"{name} {format_loss(finite_number(row, key))}" for key, name in losses.items() if key in row]
     numbers = {"grad_norm": "grad norm {:.3f}", "learning_rate": "learning rate {:.3g}"}
     numbers |= {f"{unit}_per_second": f"{{:,.0f}} {unit}/s" for unit in [unit_of([row])]}
-    words += [form.format(value) for key, form in numbers.items() if (value := number(row, key)) is not None]
+    words += [form.format(value) for key, form in numbers.items() if (value := finite_number(row, key)) is not None]
     return f"step {row['step']}: {', '.join(words)}"

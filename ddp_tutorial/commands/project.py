@@ -68,15 +68,15 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     if name == "chaos":
         from ddp_tutorial.benches import chaos
 
-        _judged(chaos.measure_chaos(kills or 200, tell=tell), chaos.is_good, chaos.in_words, as_json)
+        _judged(chaos.measure_chaos(kills or 200, report=tell), chaos.is_good, chaos.describe, as_json)
     if name == "restarts":
         from ddp_tutorial.benches import restarts
 
-        _judged(restarts.measure_restarts(kills or 20, tell=tell), restarts.is_good, restarts.in_words, as_json)
+        _judged(restarts.measure_restarts(kills or 20, report=tell), restarts.is_good, restarts.describe, as_json)
     if name == "hangs":
         from ddp_tutorial.benches import hangs
 
-        _judged(hangs.measure_hangs(repeats, tell=tell), hangs.is_good, hangs.in_words, as_json)
+        _judged(hangs.measure_hangs(repeats, report=tell), hangs.is_good, hangs.describe, as_json)
     result = run_bench(name, repeats)
     click.echo(json.dumps(result, indent=2) if as_json else as_text(result))
 
@@ -84,9 +84,9 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
 def _judged(
     found: Mapping[str, Any],
     is_good: Callable[[Mapping[str, Any]], bool],
-    in_words: Callable[[Mapping[str, Any]], str],
+    describe: Callable[[Mapping[str, Any]], str],
     as_json: bool,
 ) -> NoReturn:
     """Say what a benchmark has found that is passed or failed, and exit: with 1 where it is not good."""
-    click.echo(json.dumps(found, indent=2) if as_json else in_words(found))
+    click.echo(json.dumps(found, indent=2) if as_json else describe(found))
     sys.exit(not is_good(found))

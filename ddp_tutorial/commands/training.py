@@ -31,7 +31,7 @@ _FAULT = "What goes wrong on purpose, such as 'kill rank=1 step=3', beside the c
 
 def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """For the shell: the configs of the package, then files."""
-    names = [CompletionItem(name) for name in configs.names() if name.startswith(incomplete)]
+    names = [CompletionItem(name) for name in configs.config_names() if name.startswith(incomplete)]
     return names or [CompletionItem(incomplete, type="file")]
 
 
@@ -80,12 +80,12 @@ def train(
     That it was stopped, and by what, is in result.json.
     """
     with stopped_by_signals():  # importing torch takes seconds; the launch, or the Trainer, then takes over
-        attached = Attached(watch or (CHECK_WATCH_SECONDS if check else None), check)
+        attached = DebugOptions(watch or (CHECK_WATCH_SECONDS if check else None), check)
         _train(config, overrides, dry_run, as_json, attached, faults)
 
 
 @dataclass(frozen=True)
-class Attached:
+class DebugOptions:
     """How a run is looked at from outside: after how many seconds in a collective all ranks are, and whether each step
     is checked. (What goes wrong on purpose is in its config.)"""
 
@@ -94,12 +94,17 @@ class Attached:
 
 
 def _train(
-    config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, attached: Attached, faults: tuple[str, ...]
+    config: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    attached: DebugOptions,
+    faults: tuple[str, ...],
 ) -> None:
     from ddp_tutorial.debug.faults import check_ranks, parse
     from ddp_tutorial.debug.settings import FaultyConfig
     from ddp_tutorial.processes.starting import run
-    from ddp_tutorial.world import World, joins_others
+    from ddp_tutorial.world import World, is_launched_rank
 
     settings = configs.load(config, FaultyConfig, overrides)
     if faults:
@@ -110,7 +115,7 @@ def _train(
             f"--check compares replicas, and with strategy {settings.strategy} each rank has {own} of its own: "
             "use strategy=ddp to look for what is wrong, or --watch"
         )
-    joins = joins_others()
+    joins = is_launched_rank()
     # rank 0 speaks for all
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
     check_ranks(settings.faults, world.size if joins else settings.nprocs)
@@ -135,7 +140,7 @@ def _train(
         sys.exit(exit_code(by_signal=result.by_signal))
 
 
-def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: Attached) -> "TrainResult":
+def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: DebugOptions) -> "TrainResult":
     """Training, with what is to be watched, checked or to go wrong attached to it from outside.
 
     A check that ends the run raises on all ranks in the same step: the run's `failed.json` and the ranks' logs tell it,
@@ -143,7 +148,7 @@ def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: Attache
     the log, and in `result.json`.
     """
     from ddp_tutorial.debug.checks import checking
-    from ddp_tutorial.debug.faults import inject
+    from ddp_tutorial.debug.faults import inject_faults
     from ddp_tutorial.debug.hangs import watching
     from ddp_tutorial.training.tasks import make_trainer
 
@@ -151,14 +156,14 @@ def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: Attache
         if attached.watch:
             stack.enter_context(watching(world, attached.watch))
         trainer = make_trainer(settings, world)
-        stack.enter_context(inject(world, *settings.faults, model=trainer.model))
+        stack.enter_context(inject_faults(world, *settings.faults, model=trainer.model))
         if not attached.check:
             return trainer.train()
         model = getattr(trainer.train_step.strategy, "model", trainer.model)  # the wrapper knows what is allowed
         optimizer = trainer.train_step.optimizer
         has_ended = False
         try:
-            with checking(world, model, optimizer, after=lambda: trainer.number) as checks:
+            with checking(world, model, optimizer, after=lambda: trainer.step_count) as checks:
                 result = trainer.train()
                 has_ended = True
         finally:
@@ -187,8 +192,8 @@ def _tell_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: b
 
 def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
     """One line that says how a run has ended."""
-    from ddp_tutorial.ddp.variants import LinkConfig
-    from ddp_tutorial.runs.folder import PER_SECOND, shown
+    from ddp_tutorial.ddp.wrappers import LinkConfig
+    from ddp_tutorial.runs.folder import PER_SECOND, format_loss
 
     parameters, metrics = summary["parameters"], summary["metrics"]
     if summary["status"] == "stopped":
@@ -198,7 +203,7 @@ def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
     slowed = f" over a simulated link ({LinkConfig(**link).model()})" if link else ""
     early = f" after {summary['step']} steps, {summary['reason']}" if summary["reason"] else ""
     return (
-        f"loss {shown(metrics['loss'])}, held out {shown(metrics['eval_loss'])}{early}, "
+        f"loss {format_loss(metrics['loss'])}, held out {format_loss(metrics['eval_loss'])}{early}, "
         f"{rate:,.0f} {unit}/s on {summary['world_size']} ranks{slowed}: {run}"
     )
 

@@ -34,7 +34,7 @@ class Hook(Protocol):
         ...
 
 
-class Plain:
+class AllReduceHook:
     """Send the gradients as they are."""
 
     def __init__(self, link: Link) -> None:
@@ -45,7 +45,7 @@ class Plain:
         return self.link.all_reduce(bucket.buffer, bucket.name)
 
 
-class Cast:
+class CastHook:
     """Send gradients in `dtype`, of 16 bits: half of float32's bytes. A complex number is sent as two numbers.
 
     bfloat16 keeps float32's range, and 8 bits of precision. float16 keeps 11 bits, but anything below 6e-8 becomes zero
@@ -100,7 +100,7 @@ class PowerSGD:
         self.errors = dict(state["errors"])
         self.qs = dict(state["qs"]) if state["rank"] == self.rank else {}
 
-    def is_worth_it(self, shape: torch.Size) -> bool:
+    def is_compressible(self, shape: torch.Size) -> bool:
         """Are the two factors smaller than a gradient of this shape?"""
         rows, columns = shape[0] if len(shape) > 1 else 0, shape[1:].numel()
         return self.rank * (rows + columns) < rows * columns
@@ -124,7 +124,7 @@ class _Factors:
         self.as_they_are: list[torch.Tensor] = []
         self.matrices: dict[str, torch.Tensor] = {}
         for name, view in zip(bucket.names, bucket.views, strict=True):
-            if hook.is_worth_it(view.shape) and not view.is_complex():
+            if hook.is_compressible(view.shape) and not view.is_complex():
                 matrix = self.matrices[name] = view.reshape(view.shape[0], -1)
                 if name in hook.errors:
                     matrix += hook.errors[name].to(matrix)

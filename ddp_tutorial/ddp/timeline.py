@@ -32,7 +32,7 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.ddp.buckets import Bucket
 from ddp_tutorial.ddp.link import Link, Transfer
 from ddp_tutorial.files import write_atomically
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.world import World, require_group
 
 COMPUTE, LINK = "compute", "link"
@@ -120,7 +120,7 @@ class Recorder:
         self._open: dict[str, float] = {}
         self._issued: list[Transfer] = []
 
-    def on_edge(self, edge: Edge) -> None:
+    def on_edge(self, edge: PhaseEvent) -> None:
         if edge.entered:
             self._open[edge.name] = edge.time
         elif edge.name in self._open:

@@ -4,7 +4,7 @@ from .detector import CheckError as CheckError
 from .detector import Detector as Detector
 from .detector import Finding as Finding
 from .faults import Fault as Fault
-from .faults import inject as inject
+from .faults import inject_faults as inject_faults
 from .fingerprints import fingerprinted as fingerprinted
 from .hangs import CollectiveError as CollectiveError
 from .hangs import watching as watching

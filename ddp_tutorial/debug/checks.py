@@ -44,17 +44,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_tutorial.compat import default_store
-from ddp_tutorial.ddp.variants import DataParallel
+from ddp_tutorial.ddp.wrappers import DataParallel
 from ddp_tutorial.debug.detector import CheckError, Detector, Finding, Program
+from ddp_tutorial.debug.instrumentation import Instrumentation, Observable
 from ddp_tutorial.debug.memory import MemoryGrowth
 from ddp_tutorial.debug.nonfinite import NonFinite
 from ddp_tutorial.debug.overlap import DataOverlap, SameRandomNumbers
 from ddp_tutorial.debug.pace import DataStarvation, Straggler
 from ddp_tutorial.debug.replicas import ReplicaDrift
 from ddp_tutorial.debug.spikes import GradientSpike, LossDivergence
-from ddp_tutorial.debug.taps import Sight, Taps
 from ddp_tutorial.debug.unused import UnusedParameters
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World, require_group
 
@@ -69,7 +69,7 @@ class _Sent(NamedTuple):
     """Numbers on their way: the rows of this rank, who has brought what beside them, and where all ranks' arrive."""
 
     rows: list[list[float]]
-    brought: list[Detector]
+    on_exchanged: list[Detector]
     sizes: list[int]
     of_ranks: torch.Tensor  # [ranks, numbers], once the work is done
     work: dist.Work | None  # None where there is one rank
@@ -100,17 +100,17 @@ class Checks:
         self._listening = ExitStack()
         self._first = self.program.step
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and gradients kept from the update
-        self._says = [each for each in detectors if type(each).say is not Detector.say]
+        self._says = [each for each in detectors if type(each).local_report is not Detector.local_report]
         self._length = 1 + sum(each.size for each in self._says)
         self._ends, self._is_over = 0, False
-        self._updates = [each for each in detectors if type(each).updated is not Detector.updated]
-        begins = [each for each in detectors if type(each).forward_begins is not Detector.forward_begins]
-        ends = [each for each in detectors if type(each).forward_ends is not Detector.forward_ends]
-        self._taps = Taps(
+        self._updates = [each for each in detectors if type(each).after_update is not Detector.after_update]
+        begins = [each for each in detectors if type(each).before_forward is not Detector.before_forward]
+        ends = [each for each in detectors if type(each).after_forward is not Detector.after_forward]
+        self._taps = Instrumentation(
             self.program.module,
-            frozenset[Sight]().union(*(each.sights for each in detectors)),
-            [each.forward_begins for each in begins],
-            [each.forward_ends for each in ends],
+            frozenset[Observable]().union(*(each.observes for each in detectors)),
+            [each.before_forward for each in begins],
+            [each.after_forward for each in ends],
             world.device,
         )
 
@@ -154,7 +154,7 @@ class Checks:
             self._listening = stack.pop_all()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def detached(self) -> Iterator[None]:
         """Inside, nothing is attached to the program: its steps are neither looked at nor counted. On all ranks, or on
         none. So a benchmark can take a step with checks and the next one without."""
         self._listening.close()
@@ -183,7 +183,7 @@ class Checks:
         step, seen = self.program.step, self._taps.take()
         row = [float(step)]
         for each in self._says:
-            row += each.say(seen)
+            row += each.local_report(seen)
         if len(row) != self._length:
             raise ValueError(f"a detector does not say as many numbers as its size: {len(row) - 1} in all")
         self._rows.append(row)
@@ -204,14 +204,14 @@ class Checks:
             parameter.grad = gradient
         step = self.program.step
         for each in self._updates:
-            self._report(each.updated(step))
+            self._report(each.after_update(step))
         self.program.taken += 1
 
     def _judge(self) -> None:
         """What all ranks have noted since the last time; they tell one another here where they have not. Collective."""
         if not self._sent:
             self._send()
-        of_ranks, brought = self._received()
+        of_ranks, on_exchanged = self._received()
         last = 0
         for rows in zip(*of_ranks, strict=True):  # of one step, a row of each rank
             steps = [row[0] for row in rows]
@@ -220,11 +220,11 @@ class Checks:
             place = 1
             for each in self._says:
                 part = slice(place, place + each.size)
-                self._report(each.judge(int(steps[0]), [row[part] for row in rows]))
+                self._report(each.check(int(steps[0]), [row[part] for row in rows]))
                 place += each.size
             last = int(steps[0])
-        for each, numbers in brought:
-            self._report(each.brought(last, numbers))
+        for each, numbers in on_exchanged:
+            self._report(each.on_exchanged(last, numbers))
 
     def _blame(self, steps: Sequence[float]) -> None:
         """Raise the alarm for ranks that update in different steps: `steps` are those of each rank's next update."""
@@ -241,12 +241,12 @@ class Checks:
         if self.program.world.size == 1:
             self._sent = _Sent(rows, [], [], torch.empty(0), None)
             return
-        brought = [(each, mine) for each in self.detectors if (mine := each.brings()) is not None]
+        on_exchanged = [(each, mine) for each in self.detectors if (mine := each.values_to_exchange()) is not None]
         short = [0.0] * (self._length * (self.every - len(rows)))
         numbers = torch.tensor([*chain.from_iterable(rows), *short], dtype=torch.float64)
-        all_of_it = torch.cat([numbers.view(torch.int64), *(mine for _, mine in brought)])  # 64 bits each
-        sizes = [numbers.numel(), *(len(mine) for _, mine in brought)]
-        self._sent = _Sent(rows, [each for each, _ in brought], sizes, *self.program.begin_gather(all_of_it))
+        all_of_it = torch.cat([numbers.view(torch.int64), *(mine for _, mine in on_exchanged)])  # 64 bits each
+        sizes = [numbers.numel(), *(len(mine) for _, mine in on_exchanged)]
+        self._sent = _Sent(rows, [each for each, _ in on_exchanged], sizes, *self.program.start_gather(all_of_it))
 
     def _received(self) -> tuple[list[list[list[float]]], list[tuple[Detector, torch.Tensor]]]:
         """Of each rank the rows that it has sent, as many of all ranks: a row of zeros where a rank has none. And what
@@ -260,9 +260,11 @@ class Checks:
         of_ranks = said.view(np.float64).reshape(-1, self.every, self._length).tolist()
         most = max(sum(row[0] > 0 for row in rows) for rows in of_ranks)
         found = [rows[:most] for rows in of_ranks]
-        return found, [(each, torch.from_numpy(numbers)) for each, numbers in zip(sent.brought, others, strict=True)]
+        return found, [
+            (each, torch.from_numpy(numbers)) for each, numbers in zip(sent.on_exchanged, others, strict=True)
+        ]
 
-    def _before_result(self, edge: Edge) -> None:
+    def _before_result(self, edge: PhaseEvent) -> None:
         """A `Trainer` is about to write what a run has come to: an alarm of its last steps belongs there instead."""
         if edge.name == "result" and edge.entered:
             self._judge_the_rest()

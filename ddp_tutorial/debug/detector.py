@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.compat import norms, sparse_values
 from ddp_tutorial.config import FailedError
-from ddp_tutorial.ddp.variants import DataParallel
-from ddp_tutorial.debug.taps import SHORT, Seen, Sight
+from ddp_tutorial.ddp.wrappers import DataParallel
+from ddp_tutorial.debug.instrumentation import SHORT, Observable, StepObservation
 from ddp_tutorial.world import World
 
-Thing = TypeVar("Thing")
-Said = Sequence[Sequence[float]]  # what each rank has said, rank 0 first
+T = TypeVar("T")
+LocalReport = Sequence[Sequence[float]]  # what each rank has said, rank 0 first
 
 
 @dataclass(frozen=True)
@@ -111,24 +111,24 @@ class Program:
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """[n] of each rank, on the CPU, the same n and type on all -> [ranks, n]. Collective."""
-        rows, work = self.begin_gather(numbers)
+        rows, work = self.start_gather(numbers)
         if work:
             work.wait()
         return rows
 
-    def begin_gather(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+    def start_gather(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """The same; the rows are complete once the work, if there is any, has been waited for."""
         rows = numbers.new_empty(self.world.size, len(numbers))
         if self.world.size == 1:
             return rows.copy_(numbers), None
         return rows, dist.all_gather(list(rows), numbers, group=self.group, async_op=True)
 
-    def gather(self, thing: Thing) -> list[Thing]:
+    def gather(self, obj: T) -> list[T]:
         """What the ranks gave, rank 0's first. Collective; for small things that can be pickled."""
         if self.world.size == 1:
-            return [thing]
+            return [obj]
         things: list[Any] = [None] * self.world.size
-        dist.all_gather_object(things, thing, group=self.group)
+        dist.all_gather_object(things, obj, group=self.group)
         return things
 
 
@@ -153,47 +153,47 @@ def _sum(sizes: Sequence[float | torch.Tensor]) -> float:
 class Detector:
     """One question about each optimizer step. A subclass overrides what it needs:
 
-    - `sights`: what it wants to see of a step (see `Taps`).
-    - `forward_begins`, `forward_ends`: around each forward that trains.
+    - `observes`: what it wants to see of a step (see `Instrumentation`).
+    - `before_forward`, `after_forward`: around each forward that trains.
     - `say`: before each update, `size` numbers about this rank's step. Local, and cheap.
     - `is_urgent`: after `say`; should the ranks not wait, and this rank's weights not be updated with that gradient?
-    - `judge`: what the numbers of all ranks come to, for one step after the other, when the ranks have exchanged them:
+    - `check`: what the numbers of all ranks come to, for one step after the other, when the ranks have exchanged them:
       before the update of `self.program.step`, which is `step` or a later one. All ranks run it with the same numbers,
       so they may answer with collectives, `self.program.gather`, as long as the numbers alone decide it.
-    - `brings`: whole numbers that go to all ranks with that exchange, as many on each rank; and `brought`, what the
-      ranks have brought, once it is judged. For more than fits into a step's `size`.
-    - `updated`: after each update; may be collective as well.
+    - `values_to_exchange`: whole numbers that go to all ranks with that exchange, as many on each rank; and
+      `on_exchanged`, what the ranks have brought, once it is judged. For more than fits into a step's `size`.
+    - `after_update`: after each update; may be collective as well.
 
     A detector belongs to one block of `checking` at a time.
     """
 
     name: ClassVar[str]
     size: ClassVar[int] = 0
-    sights: ClassVar[frozenset[Sight]] = frozenset()
+    observes: ClassVar[frozenset[Observable]] = frozenset()
     program: Program
 
     def attach(self, program: Program) -> None:
         """The block begins. Collective."""
         self.program = program
 
-    def forward_begins(self, inputs: tuple[Any, ...]) -> None: ...
+    def before_forward(self, inputs: tuple[Any, ...]) -> None: ...
 
-    def forward_ends(self, output: Any) -> None: ...
+    def after_forward(self, output: Any) -> None: ...
 
-    def say(self, seen: Seen) -> Sequence[float]:
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
         return ()
 
     def is_urgent(self) -> bool:
         return False
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
         return []
 
-    def brings(self) -> torch.Tensor | None:
+    def values_to_exchange(self) -> torch.Tensor | None:
         return None
 
-    def brought(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
+    def on_exchanged(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
         return []
 
-    def updated(self, step: int) -> list[Finding]:
+    def after_update(self, step: int) -> list[Finding]:
         return []

@@ -26,7 +26,7 @@ from torch import nn
 
 from ddp_tutorial.config import Config, ConfigError, check, parse_yaml
 from ddp_tutorial.files import Operation, observe_disk
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.world import World
 
 LOG = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
 
 
 @contextmanager
-def inject(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
+def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
     """Inside, what `faults` say goes wrong on this rank. `corrupt`, `nan` and `oom` need the `model`.
 
     A fault of this rank that has not struck when a `Trainer` has written its result, or else when the block ends, is a
@@ -118,7 +118,7 @@ class _Striker:
         self._has_struck = self._has_told = False
         self._kept: list[torch.Tensor] = []
 
-    def __call__(self, edge: Edge) -> None:
+    def __call__(self, edge: PhaseEvent) -> None:
         if not edge.entered:
             if edge.name == "result":  # while the run still has its log
                 self.tell()

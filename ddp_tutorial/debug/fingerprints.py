@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.compat import TorchDispatchMode, argument_names, default_store, tree_leaves
-from ddp_tutorial.debug.hangs import CollectiveError, Standing, as_json, diagnose
+from ddp_tutorial.debug.hangs import CollectiveError, RankStatus, as_json, diagnose
 from ddp_tutorial.debug.recorder import Call, Line, lines_of
 from ddp_tutorial.world import World, require_group
 
@@ -90,7 +90,7 @@ class _Fingerprints(TorchDispatchMode):
     def _compare(self, call: Call, ranks: Sequence[int]) -> None:
         """Tell the others; raise if what one of them has told about the same collective is something else."""
         before = self._calls[call.group]
-        mine = Standing((*before, call))
+        mine = RankStatus((*before, call))
         key = f"{call.group} {call.number}"
         self._store.set(f"{key} {self._world.rank}", as_json.dump_json(mine).decode())
         here = [rank for rank in ranks if rank == self._world.rank or self._store.check([f"{key} {rank}"])]

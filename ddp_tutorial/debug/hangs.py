@@ -30,7 +30,7 @@ from ddp_tutorial.compat import default_store, group_ranks
 from ddp_tutorial.config import FailedError
 from ddp_tutorial.debug.recorder import Call, Line, calls, progress, standing_lines
 from ddp_tutorial.processes.errors import lost_connection
-from ddp_tutorial.processes.rank import end_with
+from ddp_tutorial.processes.rank import exit_with
 from ddp_tutorial.world import World, require_group
 
 LOG = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class CollectiveError(FailedError):
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """Where one rank stands: the collectives it has entered, the line it is at, and whether it computes."""
 
     calls: tuple[Call, ...]
@@ -72,7 +72,7 @@ class Standing:
         return next((call for call in self.calls if (call.group, call.number) == (group, number)), None)
 
 
-as_json = TypeAdapter(Standing)  # as ranks tell it one another
+as_json = TypeAdapter(RankStatus)  # as ranks tell it one another
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Diagnosis:
     table: str = ""
     collective: tuple[str, int] | None = None  # the first in which they differ: its group, and its number there
 
-    def accounts_for(self, reason: Reason) -> bool:
+    def explains(self, reason: Reason) -> bool:
         """Is it the cause of an alarm? An error of torch on one rank is not that others wait for this rank."""
         return self.kind in ({"order", "shape"} if reason == "error" else {"order", "shape", "absent"})
 
@@ -120,17 +120,17 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
     except RuntimeError as error:
         if not isinstance(error, FailedError):
             reason: Reason = "wait" if lost_connection(error) else "error"  # it has waited, and then the other has left
-            found = watch.look(reason)
-            if found.accounts_for(reason):
-                watch.leave("well")
+            found = watch.inspect(reason)
+            if found.explains(reason):
+                watch.close("well")
                 raise CollectiveError(str(found)) from error
-        watch.leave("failed")
+        watch.close("failed")
         raise
     except BaseException:
-        watch.leave("failed")
+        watch.close("failed")
         raise
     else:
-        watch.leave("well")
+        watch.close("well")
 
 
 class Watch(threading.Thread):
@@ -156,7 +156,7 @@ class Watch(threading.Thread):
                 elif self._waits_too_long():
                     self._raise_alarm("wait")
 
-    def look(self, reason: Reason = "question") -> Diagnosis:
+    def inspect(self, reason: Reason = "question") -> Diagnosis:
         """What all ranks are doing at this moment. Any rank may ask, from its main thread, whatever the others do."""
         if self.world.size == 1:
             return Diagnosis("none")
@@ -168,11 +168,11 @@ class Watch(threading.Thread):
             time.sleep(0.02)
         return self._found.get(alarm, Diagnosis("none"))
 
-    def leave(self, how: Literal["well", "failed"]) -> None:
+    def close(self, how: Literal["well", "failed"]) -> None:
         """The block is over for this rank. Others may still wait for it: leave word of where it was last."""
         self._left.set()
         with suppress(RuntimeError, ValueError):  # the store, or the group, is gone
-            last = Standing(tuple(calls()), members=group_ranks(), left=how)
+            last = RankStatus(tuple(calls()), members=group_ranks(), left=how)
             self._store.set(f"left {self.world.rank}", as_json.dump_json(last).decode())
 
     @cached_property
@@ -208,14 +208,14 @@ class Watch(threading.Thread):
         speaker = min((rank for rank, each in standings.items() if each and not each.left), default=0)
         if self._left.is_set() or reason == "question":
             return
-        if found.accounts_for(reason) and not may_be_slow:
+        if found.explains(reason) and not may_be_slow:
             if reason == "error" or self.world.rank != speaker:
                 time.sleep(SPEAK_SECONDS)  # the main thread of the rank with the error says it better
-            end_with(CollectiveError(str(found)))
+            exit_with(CollectiveError(str(found)))
         if found.kind == "slow" and not was_slow and self.world.rank == speaker:
             LOG.warning("%s", found.verdict)
 
-    def _heard(self, alarm: int, rank: int) -> Standing | None:
+    def _heard(self, alarm: int, rank: int) -> RankStatus | None:
         """What another rank says, or said when it left; None where it says nothing."""
         deadline = time.monotonic() + BUSY_SECONDS + ANSWER_SECONDS
         while time.monotonic() < deadline:
@@ -226,9 +226,9 @@ class Watch(threading.Thread):
         return None
 
 
-def _standing() -> Standing:
+def _standing() -> RankStatus:
     is_busy = uses_cpu()
-    return Standing(tuple(calls()), standing_lines(), is_busy, group_ranks())
+    return RankStatus(tuple(calls()), standing_lines(), is_busy, group_ranks())
 
 
 def uses_cpu() -> bool:
@@ -241,27 +241,27 @@ def uses_cpu() -> bool:
 # --------------------------------------------------------------------------------------------------- the verdict
 
 
-def diagnose(standings: Mapping[int, Standing | None]) -> Diagnosis:
+def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
     """Find the first collective in which the ranks differ. None stands for a rank that does not answer."""
-    known = [each for each in standings.values() if each is not None]
+    known = [each for each in statuses.values() if each is not None]
     for group in dict.fromkeys(call.group for each in known for call in each.calls):
-        ranks = next((each.members[group] for each in known if group in each.members), list(standings))
+        ranks = next((each.members[group] for each in known if group in each.members), list(statuses))
         for number in _numbers(known, group):
-            row = {rank: each.call(group, number) if (each := standings[rank]) else None for rank in ranks}
-            if verdict := _differ(row, standings):
-                table = _table({rank: standings[rank] for rank in ranks}, group, number)
+            row = {rank: each.call(group, number) if (each := statuses[rank]) else None for rank in ranks}
+            if verdict := _differ(row, statuses):
+                table = _table({rank: statuses[rank] for rank in ranks}, group, number)
                 return Diagnosis(*verdict, table, (group, number))
     return Diagnosis("none")
 
 
-def _numbers(standings: Sequence[Standing], group: str) -> range:
+def _numbers(standings: Sequence[RankStatus], group: str) -> range:
     """Those of the collectives of `group` that can be compared: each rank keeps its last ones only."""
     of_ranks = [[call.number for call in each.calls if call.group == group] for each in standings]
     kept = [numbers for numbers in of_ranks if numbers]
     return range(max(numbers[0] for numbers in kept), max(numbers[-1] for numbers in kept) + 1)
 
 
-def _differ(row: Mapping[int, Call | None], standings: Mapping[int, Standing | None]) -> tuple[Kind, str] | None:
+def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus | None]) -> tuple[Kind, str] | None:
     """What is wrong in one row of collectives: the kind, and the sentence."""
     there = {rank: call for rank, call in row.items() if call is not None}
     if len({call.op for call in there.values()}) > 1:
@@ -311,7 +311,7 @@ def _verb(ranks: Sequence[int], done: bool, lost: bool) -> str:
     return "waits in" if len(ranks) == 1 else "wait in"
 
 
-def _absent(rank: int, standing: Standing | None) -> str:
+def _absent(rank: int, standing: RankStatus | None) -> str:
     if standing is None:
         return f"rank {rank} does not answer: it has ended, was stopped, or is busy in native code"
     if standing.left:
@@ -331,7 +331,7 @@ def _sentence(parts: Sequence[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _table(standings: Mapping[int, Standing | None], group: str, number: int) -> str:
+def _table(standings: Mapping[int, RankStatus | None], group: str, number: int) -> str:
     """The collectives around the one in which the ranks differ, a column for each rank."""
     header = ["", "collective", *(f"rank {rank}" for rank in standings)]
     rows = [header]

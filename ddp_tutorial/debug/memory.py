@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from ddp_tutorial.compat import storage_id
-from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
-from ddp_tutorial.debug.taps import Seen
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
+from ddp_tutorial.debug.instrumentation import StepObservation
 
 MB = 1e6
 # The first steps allocate what is then used again.
@@ -49,16 +49,16 @@ class MemoryGrowth(Detector):
 
     def attach(self, program: Program) -> None:
         super().attach(program)
-        self._own = OwnMemory()
+        self._own = ProcessMemory()
         self._from = program.step + _WARM_UP
         self._used = [deque[float](maxlen=self.window), deque[float](maxlen=self.window)]
         self.peak_mb = [0.0] * program.world.size
         self._told: set[int] = set()
-        self._before: dict[Kind, Live] = {}  # what lived when a slope had shown
+        self._before: dict[Kind, LiveTensors] = {}  # what lived when a slope had shown
         self._slopes: dict[int, float] = {}  # of the ranks that are looked at: MB a step
         self._listed_at = 0
 
-    def say(self, seen: Seen) -> Sequence[float]:
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
         device = self.program.world.device
         on_gpu = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         values = [self._own() / MB, on_gpu / MB]
@@ -70,11 +70,11 @@ class MemoryGrowth(Detector):
                 growth = max(growth_per_step(list(kept)) for kept in self._used)
         return [max(values), growth]
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
-        self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, said, strict=True)]
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, reports, strict=True)]
         if self._slopes:
             return self._look_again(step)
-        slopes = {rank: growth for rank, (_, growth) in enumerate(said) if growth > self.mb_per_step}
+        slopes = {rank: growth for rank, (_, growth) in enumerate(reports) if growth > self.mb_per_step}
         self._slopes = {rank: growth for rank, growth in slopes.items() if rank not in self._told}
         if self.program.world.rank in self._slopes:
             self._before = live_tensors()
@@ -89,7 +89,7 @@ class MemoryGrowth(Detector):
         slopes, self._slopes = self._slopes, {}
         ranks = tuple(slopes)
         self._told |= set(ranks)
-        mine = more(self._before, live_tensors()) if self.program.world.rank in ranks else []
+        mine = describe_growth(self._before, live_tensors()) if self.program.world.rank in ranks else []
         self._before = {}
         of_ranks = self.program.gather(mine)
         told = ", ".join(f"{slopes[rank]:.1f} MB a step on rank {rank}" for rank in ranks)
@@ -117,14 +117,14 @@ class Kind(NamedTuple):
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{where}{graph}"
 
 
-class Live(NamedTuple):
+class LiveTensors(NamedTuple):
     """How many tensors of a kind there are, and their bytes; memory that several share counts for the largest."""
 
     number: int = 0
     nbytes: int = 0
 
 
-def live_tensors() -> dict[Kind, Live]:
+def live_tensors() -> dict[Kind, LiveTensors]:
     """All tensors that Python objects hold on this rank, as the garbage collector lists them. What only C++ holds, such
     as the activations of a graph, is not among them; the tensor at the end of that graph is."""
     numbers: Counter[Kind] = Counter()
@@ -143,14 +143,14 @@ def live_tensors() -> dict[Kind, Live]:
     nbytes: Counter[Kind] = Counter()
     for _, size, kind in largest.values():
         nbytes[kind] += size
-    return {kind: Live(number, nbytes[kind]) for kind, number in numbers.items()}
+    return {kind: LiveTensors(number, nbytes[kind]) for kind, number in numbers.items()}
 
 
-def more(before: Mapping[Kind, Live], now: Mapping[Kind, Live]) -> list[str]:
+def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveTensors]) -> list[str]:
     """The kinds of which there are more, those first that have grown by most bytes: "10 of [3, 4] float32 (1.2 MB)"."""
-    nothing = Live()
+    nothing = LiveTensors()
     grown = {
-        kind: Live(number - before.get(kind, nothing).number, nbytes - before.get(kind, nothing).nbytes)
+        kind: LiveTensors(number - before.get(kind, nothing).number, nbytes - before.get(kind, nothing).nbytes)
         for kind, (number, nbytes) in now.items()
         if number > before.get(kind, nothing).number
     }
@@ -158,7 +158,7 @@ def more(before: Mapping[Kind, Live], now: Mapping[Kind, Live]) -> list[str]:
     return [f"{grown[kind].number} of {kind} ({grown[kind].nbytes / MB:.1f} MB)" for kind in first]
 
 
-class OwnMemory:
+class ProcessMemory:
     """The bytes of this process that it shares with no other, each time it is called.
 
     On Linux, /proc/self/statm stays open: to read it takes a microsecond, and psutil takes 70.

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ddp_tutorial.debug.detector import Detector, Finding, Program, Said
-from ddp_tutorial.debug.taps import OUTPUT, Seen, Sight
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
+from ddp_tutorial.debug.instrumentation import OUTPUT, Observable, StepObservation
 
 # In this order within a step: of ranks that see one in the same step, those where it came first have it of their own.
 _PHASES = ("update", "forward", "loss", "backward")
@@ -31,39 +31,39 @@ class NonFinite(Detector):
 
     name: ClassVar[str] = "nonfinite"
     size: ClassVar[int] = 1
-    sights: ClassVar[frozenset[Sight]] = frozenset({"forwards", "losses", "gradients"})
+    observes: ClassVar[frozenset[Observable]] = frozenset({"forwards", "losses", "gradients"})
 
     def attach(self, program: Program) -> None:
         super().attach(program)
-        self._seen, self._is_finite = Seen(), True
+        self._seen, self._is_finite = StepObservation(), True
         self._noted: dict[int, tuple[str, str] | None] = {}  # step -> phase and name of the first, by the notes
 
-    def say(self, seen: Seen) -> Sequence[float]:
-        self._seen = seen
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
+        self._seen = observation
         # Numbers may be finite, and their sum or norm too large.
         self._is_finite = math.isfinite(self.program.gradient()) or all(
             bool(each.isfinite().all()) for each in self.program.gradients()
         )
-        if not (self._is_finite and math.isfinite(sum(seen.norms))):
-            self._noted[self.program.step] = self._spoilt() or seen.first_not_finite()
+        if not (self._is_finite and math.isfinite(sum(observation.norms))):
+            self._noted[self.program.step] = self._spoilt() or observation.first_not_finite()
         return [0.0 if self._is_finite else 1.0]
 
     def is_urgent(self) -> bool:
         return not self._is_finite
 
-    def updated(self, step: int) -> list[Finding]:
-        self._seen = Seen()  # its inputs are not kept through the next step
+    def after_update(self, step: int) -> list[Finding]:
+        self._seen = StepObservation()  # its inputs are not kept through the next step
         return []
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
         noted = self._noted.pop(step, None)
-        if not any(numbers[0] for numbers in said):
+        if not any(numbers[0] for numbers in reports):
             return []
         is_now = step == self.program.step
         origins = self.program.gather(self._origin(self._seen) if is_now else noted)
         phases = [phase for phase in _PHASES for origin in origins if origin and origin[0] == phase]
         if not phases:
-            everyone = tuple(rank for rank, numbers in enumerate(said) if numbers[0])
+            everyone = tuple(rank for rank, numbers in enumerate(reports) if numbers[0])
             message = (
                 "the gradient is not finite, though on each rank it was before the ranks added theirs up: the sum has "
                 "overflowed, or what came between backward and the update has spoilt it"
@@ -75,7 +75,7 @@ class NonFinite(Detector):
         where = next(iter(at_fault.values())) or first
         return [Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {told}", "error", where)]
 
-    def _origin(self, seen: Seen) -> tuple[str, str] | None:
+    def _origin(self, seen: StepObservation) -> tuple[str, str] | None:
         """Phase and name of the first on this rank."""
         # All ranks compute forward, whatever they find: there may be collectives in it.
         trace = seen.in_full(self.program.module, self.program.world.device)

@@ -9,9 +9,9 @@ from zlib import crc32
 import torch
 
 from ddp_tutorial.compat import tree_leaves
-from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
 from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
-from ddp_tutorial.debug.taps import Seen
+from ddp_tutorial.debug.instrumentation import StepObservation
 
 # So many samples of an epoch are remembered; then the comparison begins anew.
 _MOST = 500_000
@@ -47,17 +47,17 @@ class DataOverlap(Detector):
         self._seen = Epoch(program.world.size)
         self._is_done = program.world.size == 1
 
-    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[Any, ...]) -> None:
         if self.program.module.training and not self._is_done:
             self._now.append(rows_hashed(inputs))
 
-    def say(self, seen: Seen) -> Sequence[float]:
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
         if not self._is_done:
             self._mine.append(self._now)
             self._now = []
         return ()
 
-    def brings(self) -> torch.Tensor | None:
+    def values_to_exchange(self) -> torch.Tensor | None:
         """How many numbers there are, and as many of them as there is room for; the others come the next time. The
         numbers: of each step how many samples, and then their hashes."""
         if self._is_done:
@@ -70,7 +70,7 @@ class DataOverlap(Detector):
         self._mine, self._left = [], mine[self._room :]
         return torch.tensor([len(mine), *mine[: self._room], *[0] * (self._room - len(mine))], dtype=torch.int64)
 
-    def brought(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
+    def on_exchanged(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
         room = self._room
         for heard, (count, *numbers) in zip(self._heard, of_ranks.tolist(), strict=True):
             heard.extend(numbers[: min(count, room)])
@@ -175,23 +175,23 @@ class SameRandomNumbers(Detector):
         self._first = program.step
         self._has_told = False
 
-    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[Any, ...]) -> None:
         step = self.program.step
         if step < self._first + _STEPS or step % 10 == 0:
             self._before = self._state()
 
-    def forward_ends(self, output: Any) -> None:
+    def after_forward(self, output: Any) -> None:
         if not self._drawn and self._before and self._state() != self._before:
             self._drawn = self._before
         self._before = 0
 
-    def say(self, seen: Seen) -> Sequence[float]:
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
         drawn, self._drawn = self._drawn, 0
         return [float(drawn)]
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
         by_state: defaultdict[float, list[int]] = defaultdict(list)
-        for rank, [state] in enumerate(said):
+        for rank, [state] in enumerate(reports):
             if state:
                 by_state[state].append(rank)
         ranks = next((tuple(each) for each in by_state.values() if len(each) > 1), ())

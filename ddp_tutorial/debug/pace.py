@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
-from ddp_tutorial.debug.taps import Seen, Sight
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
+from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 from ddp_tutorial.runs.summaries import straggler
 
 # The first steps open files and allocate memory.
@@ -16,7 +16,7 @@ _WORTH_TELLING = 0.005
 class _OverAWindow(Detector):
     """Adds up the seconds of all ranks by phase, and asks once in `window` steps what they come to."""
 
-    sights: ClassVar[frozenset[Sight]] = frozenset({"seconds"})
+    observes: ClassVar[frozenset[Observable]] = frozenset({"seconds"})
     phases: ClassVar[tuple[str, ...]]
 
     def __init__(self, window: int) -> None:
@@ -31,23 +31,23 @@ class _OverAWindow(Detector):
         self._sums = [[0.0] * len(self.phases) for _ in range(program.world.size)]
         self._has_told = False
 
-    def say(self, seen: Seen) -> Sequence[float]:
-        return [seen.seconds.get(name, 0.0) for name in self.phases]
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
+        return [observation.seconds.get(name, 0.0) for name in self.phases]
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
         if self._has_told or step < self._from:
             return []
-        self._sums = [[a + b for a, b in zip(*each, strict=True)] for each in zip(self._sums, said, strict=True)]
+        self._sums = [[a + b for a, b in zip(*each, strict=True)] for each in zip(self._sums, reports, strict=True)]
         self._steps += 1
         if self._steps < self.window:
             return []
         seconds = {name: [of_rank[place] for of_rank in self._sums] for place, name in enumerate(self.phases)}
-        self._sums, self._steps = [[0.0] * len(self.phases) for _ in said], 0
-        found = self.over(step, seconds)
+        self._sums, self._steps = [[0.0] * len(self.phases) for _ in reports], 0
+        found = self.check_window(step, seconds)
         self._has_told = found is not None
         return [found] if found else []
 
-    def over(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
+    def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
         """What the seconds of a window come to: of each phase, those of each rank."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class Straggler(_OverAWindow):
         super().attach(program)
         self._suspect: tuple[int, str] | None = None
 
-    def over(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
+    def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
         found = slow_rank(seconds)
         suspect, self._suspect = self._suspect, found and found[:2]
         if found is None or suspect != found[:2]:
@@ -110,7 +110,7 @@ class DataStarvation(_OverAWindow):
             raise ValueError(f"limit={limit}: should be a share between 0 and 1")
         self.limit = limit
 
-    def over(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
+    def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
         shares = [data / whole if whole else 0.0 for data, whole in zip(*seconds.values(), strict=True)]
         ranks = tuple(
             rank

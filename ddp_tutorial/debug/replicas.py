@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_tutorial.debug.detector import Detector, Finding, Program, Said, named
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program, named
 from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
-from ddp_tutorial.debug.taps import Seen
+from ddp_tutorial.debug.instrumentation import StepObservation
 from ddp_tutorial.zero.pieces import is_piece
 
 # Tensors with fewer bytes are faster read by zlib than by torch.
@@ -56,7 +56,7 @@ class ReplicaDrift(Detector):
     def attach(self, program: Program) -> None:
         super().attach(program)
         self._first, self._buffers = program.step, {}
-        self._said = float(together(self._buffers))
+        self._said = float(combine_checksums(self._buffers))
         self._has_begun, self._is_telling = False, True
         self._sizes: dict[int, Sequence[float | torch.Tensor]] = {}  # of a step's gradients, until they are judged
         self._sums: dict[int, dict[str, int]] = {}  # the checksums that were said in a step, until they are judged
@@ -67,25 +67,25 @@ class ReplicaDrift(Detector):
     def _is_due(self, step: int) -> bool:
         return step == self._first or step % self.every == 0
 
-    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[Any, ...]) -> None:
         if not self._has_begun and self.program.module.training and self._is_due(self.program.step):
             self._has_begun = True
             self._buffers = checksums(self._kept(dict(self.program.module.named_buffers())))
-            self._said = float(together(self._buffers))
+            self._said = float(combine_checksums(self._buffers))
 
-    def say(self, seen: Seen) -> Sequence[float]:
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
         self._has_begun, step, state = False, self.program.step, 0.0
         if self._is_telling:
             self._sizes[step] = self.program.gradient_sizes()
         is_due = step != self._first and step % self.every == 0
         if is_due and self.every > 1 and self.program.world.size > 1:  # with every=1, after the update
             self._sums[step] = checksums(self._kept(dict(self._state())))
-            state = float(together(self._sums[step]))
+            state = float(combine_checksums(self._sums[step]))
         return [self._said, self.program.gradient(), state]
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
         sizes, sums = self._sizes.pop(step, []), self._sums.pop(step, {})
-        buffers, gradients, states = zip(*said, strict=True)
+        buffers, gradients, states = zip(*reports, strict=True)
         found = list[Finding]()
         if buffers != self._compared and len(set(buffers)) > 1:
             found, self._compared = self._compare_buffers(step), buffers
@@ -112,14 +112,14 @@ class ReplicaDrift(Detector):
         )
         return [Finding(self.name, step, ranks, message, "warning", name)]
 
-    def updated(self, step: int) -> list[Finding]:
+    def after_update(self, step: int) -> list[Finding]:
         is_due = step == self._first or self.every == 1
         return self._compare(step, step) if is_due or self._doubts else []
 
     def _compare(self, step: int, after: int) -> list[Finding]:
         """All bits of parameters and optimizer, as they are in `step`, after the update of `after`. Collective."""
         sums = checksums(self._kept(dict(self._state())))
-        of_ranks = self.program.gather_numbers(torch.tensor([together(sums)])).tolist()
+        of_ranks = self.program.gather_numbers(torch.tensor([combine_checksums(sums)])).tolist()
         return self._verdict(step, after, sums, of_ranks)
 
     def _verdict(self, step: int, after: int, sums: dict[str, int], of_ranks: Sequence[object]) -> list[Finding]:
@@ -227,7 +227,7 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     return sums + (rest.long() * hash_weights(8 * _ROW, data.device)[: len(rest)]).sum()
 
 
-def together(sums: Mapping[str, int]) -> int:
+def combine_checksums(sums: Mapping[str, int]) -> int:
     """One number below 2**48 from those of `checksums`, their names and their order."""
     text = repr(list(sums.items())).encode()
     return zlib.crc32(text) | zlib.adler32(text) % (1 << 16) << 32

@@ -6,7 +6,8 @@
       - kill rank=1 step=3 phase=backward
       - {action: delay, rank: 0, step: 5, seconds: 2}
 
-Training knows nothing of it: whoever starts the ranks puts `inject` around the training (see `commands.training`).
+Training knows nothing of it: whoever starts the ranks puts `inject_faults` around the training (see
+`commands.training`).
 """
 
 from typing import Any

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ddp_tutorial.debug.detector import Detector, Finding, Program, Said
-from ddp_tutorial.debug.taps import Seen, Sight
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
+from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 
 # Before there are so many values, it is not known what is usual.
 _KNOWN = 10
@@ -22,7 +22,7 @@ class GradientSpike(Detector):
 
     name: ClassVar[str] = "spike"
     size: ClassVar[int] = 2
-    sights: ClassVar[frozenset[Sight]] = frozenset({"gradients", "losses"})
+    observes: ClassVar[frozenset[Observable]] = frozenset({"gradients", "losses"})
 
     def __init__(self, times: float = 10.0, window: int = 50) -> None:
         if times <= 1 or window < _KNOWN:
@@ -34,21 +34,21 @@ class GradientSpike(Detector):
         self._norms, self._losses = deque[float](maxlen=self.window), deque[float](maxlen=self.window)
         self._largest: dict[int, str] = {}  # step in which the gradient has jumped -> the parameter with most of it
 
-    def say(self, seen: Seen) -> Sequence[float]:
-        norm, loss = math.hypot(*seen.gradients.values()), abs(seen.loss)
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
+        norm, loss = math.hypot(*observation.gradients.values()), abs(observation.loss)
         higher = [ratio_to_median(norm, self._norms), ratio_to_median(loss, self._losses)]
         if higher[0] > self.times:
-            self._largest[self.program.step] = max(seen.gradients, key=seen.gradients.__getitem__)
+            self._largest[self.program.step] = max(observation.gradients, key=observation.gradients.__getitem__)
         for value, kept in ((norm, self._norms), (loss, self._losses)):
             if math.isfinite(value):
                 kept.append(value)
         return higher
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
-        higher, losses_higher = zip(*said, strict=True)
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        higher, losses_higher = zip(*reports, strict=True)
         mine = self._largest.pop(step, "")
         ranks = tuple(rank for rank, ratio in enumerate(higher) if ratio > self.times)
-        if not ranks or (len(said) > 1 and _is_another_scale(higher, losses_higher)):
+        if not ranks or (len(reports) > 1 and _is_another_scale(higher, losses_higher)):
             return []
         largest = self.program.gather(mine)
         told = "; ".join(
@@ -80,7 +80,7 @@ class LossDivergence(Detector):
 
     name: ClassVar[str] = "divergence"
     size: ClassVar[int] = 1
-    sights: ClassVar[frozenset[Sight]] = frozenset({"losses"})
+    observes: ClassVar[frozenset[Observable]] = frozenset({"losses"})
 
     def __init__(self, times: float = 2.0, window: int = 10) -> None:
         if times <= 1 or window < 1:
@@ -92,11 +92,11 @@ class LossDivergence(Detector):
         self._first: list[float] = []
         self._last = deque[float](maxlen=self.window)
 
-    def say(self, seen: Seen) -> Sequence[float]:
-        return [seen.loss]
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
+        return [observation.loss]
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
-        values = [value for [value] in said if math.isfinite(value)]
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        values = [value for [value] in reports if math.isfinite(value)]
         if not values:
             return []
         loss = statistics.fmean(values)
@@ -108,7 +108,7 @@ class LossDivergence(Detector):
             f"the loss diverges: it began at {first:.4g} and is {now:.4g} now, over {self.window} steps. A lower "
             "learning rate, a longer warm-up or clipping may help"
         )
-        return [Finding(self.name, step, tuple(range(len(said))), message, "error", "loss")]
+        return [Finding(self.name, step, tuple(range(len(reports))), message, "error", "loss")]
 
 
 def has_diverged(first: Sequence[float], now: Sequence[float], times: float) -> bool:

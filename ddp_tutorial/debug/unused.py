@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 from zlib import crc32
 
-from ddp_tutorial.debug.detector import Detector, Finding, Program, Said
-from ddp_tutorial.debug.taps import Seen, Sight
+from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
+from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 
 # So often the ranks tell one another names, at most: which parameters are used may change with every step.
 _MOST = 20
@@ -21,7 +21,7 @@ class UnusedParameters(Detector):
 
     name: ClassVar[str] = "unused"
     size: ClassVar[int] = 1
-    sights: ClassVar[frozenset[Sight]] = frozenset({"gradients"})
+    observes: ClassVar[frozenset[Observable]] = frozenset({"gradients"})
 
     def attach(self, program: Program) -> None:
         super().attach(program)
@@ -31,8 +31,8 @@ class UnusedParameters(Detector):
         self._told: set[str] = set()
         self._mine: dict[float, list[str]] = {}  # what was said -> the names
 
-    def say(self, seen: Seen) -> Sequence[float]:
-        arrived = seen.gradients.keys()
+    def local_report(self, observation: StepObservation) -> Sequence[float]:
+        arrived = observation.gradients.keys()
         if self._is_allowed or not arrived or self._trained.keys() <= arrived:
             return [0.0]
         names = [name for name, p in self._trained.items() if p.requires_grad and name not in arrived]
@@ -40,8 +40,8 @@ class UnusedParameters(Detector):
         self._mine[said] = names
         return [said]
 
-    def judge(self, step: int, said: Said) -> list[Finding]:
-        key = tuple(number for [number] in said)
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        key = tuple(number for [number] in reports)
         if not any(key) or key in self._known or len(self._known) == _MOST:
             return []
         self._known.add(key)

@@ -73,7 +73,7 @@ def main(world: World, options: Options) -> TrainResult:
         loss,
         world,
         options,
-        held_out=images("held_out"),
+        validation_data=images("held_out"),
         optimizer=sgd,
         scheduler=partial(OneCycleLR, max_lr=0.05, total_steps=options.schedule_steps or options.steps),
     )

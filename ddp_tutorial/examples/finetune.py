@@ -74,7 +74,7 @@ def main(world: World, options: Options) -> TrainResult:
     stories = texts()
     source = make_source(stories[150:], options.batch_size, world, seed=options.seed, collate_fn=collate)
     held_out = as_samples(stories[:150], collate)
-    result = Trainer(model_of(options), source, loss, world, options, held_out=held_out, unit="tokens").train()
+    result = Trainer(model_of(options), source, loss, world, options, validation_data=held_out, unit="tokens").train()
     if world.is_main:
         for step, means in result.evaluations.items():
             print(f"after step {step}: loss {means['loss']:.3f} nats a byte on stories held out")

@@ -27,11 +27,11 @@ import ray.train as rt
 from ray.train.torch import TorchTrainer
 
 from ddp_tutorial import observe, run
-from ddp_tutorial.checkpoint.manifest import folders, read_manifest
+from ddp_tutorial.checkpoint.manifest import list_checkpoints, read_manifest
 from ddp_tutorial.config import ConfigError, from_arguments
 from ddp_tutorial.examples import digits
 from ddp_tutorial.files import RUNS
-from ddp_tutorial.phases import Edge
+from ddp_tutorial.phases import PhaseEvent
 
 FAILURES = 3  # of workers, after which Ray gives up
 ALL = 10**9  # checkpoints that the run keeps: Ray removes them, as it wants to find those that it was told of
@@ -44,10 +44,10 @@ class Report:
         self.folder, known = RUNS / name / "checkpoints", rt.get_checkpoint()
         self.told = read_manifest(Path(known.path)).step if known else 0
 
-    def __call__(self, edge: Edge) -> None:
+    def __call__(self, edge: PhaseEvent) -> None:
         if edge.name != "save" or edge.entered:
             return
-        for saved in folders(self.folder):
+        for saved in list_checkpoints(self.folder):
             manifest = read_manifest(saved)
             if manifest.step > self.told:
                 self.told = manifest.step

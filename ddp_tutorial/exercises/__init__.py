@@ -35,9 +35,9 @@ from typing import Any
 import torch
 
 from ddp_tutorial.exercises.passed import Progress, progress_in, remember
-from ddp_tutorial.processes.children import name_cells
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.processes.spawn import rename_cells
 
 Answer = Callable[..., Any]
 # Beginnings of the names of files that no learner has written.
@@ -149,7 +149,7 @@ def _own_line(error: BaseException) -> str:
     own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_OWN)]
     if not own:
         return _of_none(error)
-    place = name_cells(f'File "{own[-1].filename}", line {own[-1].lineno}')
+    place = rename_cells(f'File "{own[-1].filename}", line {own[-1].lineno}')
     return f"\nIt was at {place}: {own[-1].line}"
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.collectives import total
+from ddp_tutorial.collectives import all_reduce_sum
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
@@ -132,7 +132,7 @@ def _average_weight(world: World, parameter: nn.Parameter, grad: torch.Tensor) -
 
 
 def _average_copy(world: World, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-    grad = total(world, grad) / world.size
+    grad = all_reduce_sum(world, grad) / world.size
 
 
 def _skips_missing(world: World, model: nn.Module) -> None:
@@ -223,15 +223,15 @@ def _own_mean(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _over_everyones_count(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
-    return loss_sum / total(world, torch.tensor(float(count)))
+    return loss_sum / all_reduce_sum(world, torch.tensor(float(count)))
 
 
 def _sums_of_losses(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
-    return total(world, loss_sum) / total(world, torch.tensor(float(count)))
+    return all_reduce_sum(world, loss_sum) / all_reduce_sum(world, torch.tensor(float(count)))
 
 
 def _weighed_twice(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
-    return loss_sum * count / total(world, torch.tensor(float(count)))
+    return loss_sum * count / all_reduce_sum(world, torch.tensor(float(count)))
 
 
 def _skips_when_empty(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
@@ -324,7 +324,7 @@ def _broadcast_copies(world: World, model: nn.Module) -> None:
 
 def _average_starts(world: World, model: nn.Module) -> None:
     for tensor in model.state_dict().values():
-        tensor.copy_(total(world, tensor) / world.size)
+        tensor.copy_(all_reduce_sum(world, tensor) / world.size)
 
 
 def _on_rank_zero(world: World, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ _DRIFT = {
 
 
 def _pool(n: int) -> Ranks:
-    ranks = Ranks(n, threads=1, device="cpu", patience=2.0, echo=False)
+    ranks = Ranks(n, threads=1, device="cpu", wait_timeout=2.0, echo=False)
     ranks.execute(_MODEL)
     return ranks
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
-from ddp_tutorial.pipeline.runner import Runner
+from ddp_tutorial.pipeline.runner import StageRunner
 from ddp_tutorial.pipeline.schedules import Action, ScheduleError, Table, check, one_f_one_b, peaks, simulate
-from ddp_tutorial.pipeline.stages import balance, cut
+from ddp_tutorial.pipeline.stages import balance, split_into_stages
 from ddp_tutorial.world import World
 
 # ---------------------------------------------------------------------------------------------- 1. the order of 1F1B
@@ -69,8 +69,8 @@ def _run_it(world: World, table: Table) -> None:
     one, batches = copy.deepcopy(model), list(torch.randn(4, 3, 4))
     for batch in batches:
         _loss(one, batch)[0].backward()
-    stage = cut(model, ["2"])[world.rank]
-    Runner(table, {world.rank: stage}, _loss, peers=(0, 1), place=world.rank).run(batches)
+    stage = split_into_stages(model, ["2"])[world.rank]
+    StageRunner(table, {world.rank: stage}, _loss, peers=(0, 1), place=world.rank).run(batches)
     there = dict(zip(map(id, model.parameters()), one.parameters(), strict=True))
     for parameter in stage.parameters():
         got, right = parameter.grad, there[id(parameter)].grad

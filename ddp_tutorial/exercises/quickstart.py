@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.collectives import total
+from ddp_tutorial.collectives import all_reduce_sum
 from ddp_tutorial.exercises import Answer, Exercise, expect
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
@@ -72,7 +72,7 @@ def _uneven_loss(world: World, answer: Answer) -> tuple[float, float]:
     """Rank r has 2 r + 1 tokens, each with loss r + 1: ranks with more tokens have higher losses."""
     count = 2 * world.rank + 1
     loss_sum = torch.tensor(float(count * (world.rank + 1)))
-    true = total(world, torch.stack([loss_sum, torch.tensor(float(count))]))
+    true = all_reduce_sum(world, torch.stack([loss_sum, torch.tensor(float(count))]))
     return float(answer(world, loss_sum, count)), float(true[0] / true[1])
 
 
@@ -88,7 +88,9 @@ def _test_mean_loss(answer: Answer) -> str:
 
 
 def _mean_loss(world: World, loss_sum: torch.Tensor, count: int) -> float:
-    both = total(world, torch.stack([loss_sum, torch.tensor(float(count))]))  # of the sums and counts of all ranks
+    both = all_reduce_sum(
+        world, torch.stack([loss_sum, torch.tensor(float(count))])
+    )  # of the sums and counts of all ranks
     return float(both[0] / both[1])
 
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_tutorial.collectives import all_gather, total
+from ddp_tutorial.collectives import all_gather, all_reduce_sum
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
-from ddp_tutorial.sharding.order import Order
+from ddp_tutorial.sharding.permutation import Permutation
 from ddp_tutorial.world import World
 
 # --------------------------------------------------------------------------------------------- 1. the rest of an epoch
 
 
-def _hands(answer: Answer, order: Order, cursor: int, batch: int, size: int) -> list[list[list[int]]]:
+def _hands(answer: Answer, order: Permutation, cursor: int, batch: int, size: int) -> list[list[list[int]]]:
     """The samples as [rank][step]. Raises `WrongAnswerError` where the answer yields anything else."""
     found = []
     for rank in range(size):
@@ -40,7 +40,7 @@ def _merged(hands: Sequence[Sequence[int]]) -> list[int]:
     return [hand[place] for place in range(longest) for hand in hands if place < len(hand)]
 
 
-def _check_rest(answer: Answer, order: Order, cursor: int, batch: int, size: int) -> None:
+def _check_rest(answer: Answer, order: Permutation, cursor: int, batch: int, size: int) -> None:
     where = f"{order.samples} samples, batch {batch}, cursor {cursor}, {size} ranks"
     epoch, start = divmod(cursor, order.samples)
     whole = order.take(epoch * order.samples, order.samples).tolist()
@@ -78,14 +78,14 @@ def _check_rest(answer: Answer, order: Order, cursor: int, batch: int, size: int
 
 def _test_rest(answer: Answer) -> str:
     for samples, cursor, batch, size in [(24, 0, 6, 2), (24, 12, 6, 3), (22, 12, 6, 3), (22, 22 + 12, 6, 3)]:
-        _check_rest(answer, Order(samples, seed=0), cursor, batch, size)
+        _check_rest(answer, Permutation(samples, seed=0), cursor, batch, size)
     for cursor in range(0, 50, 7):
         for size in (1, 2, 4):
-            _check_rest(answer, Order(25, seed=1), cursor, 8, size)
+            _check_rest(answer, Permutation(25, seed=1), cursor, 8, size)
     return "From every cursor and for every number of ranks: exactly the rest of the epoch, step by step."
 
 
-def _rest_of_epoch(order: Order, cursor: int, batch: int, rank: int, size: int) -> "Iterator[Sequence[int]]":
+def _rest_of_epoch(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> "Iterator[Sequence[int]]":
     end = (cursor // order.samples + 1) * order.samples
     while cursor < end:
         count = min(batch, end - cursor)  # the last one may be smaller
@@ -93,23 +93,23 @@ def _rest_of_epoch(order: Order, cursor: int, batch: int, rank: int, size: int) 
         cursor += count
 
 
-def _from_the_start(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+def _from_the_start(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
     return _rest_of_epoch(order, cursor - cursor % order.samples, batch, rank, size)
 
 
-def _into_the_next_epoch(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+def _into_the_next_epoch(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
     end = (cursor // order.samples + 1) * order.samples
     for begin in range(cursor, end, batch):
         yield order.take(begin, batch)[rank::size].tolist()
 
 
-def _drops_the_last(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+def _drops_the_last(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
     end = (cursor // order.samples + 1) * order.samples
     for begin in range(cursor, end - batch + 1, batch):
         yield order.take(begin, batch)[rank::size].tolist()
 
 
-def _deals_first(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+def _deals_first(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
     end = (cursor // order.samples + 1) * order.samples
     own = order.take(cursor, end - cursor)[rank::size].tolist()
     each = batch // size
@@ -117,15 +117,15 @@ def _deals_first(order: Order, cursor: int, batch: int, rank: int, size: int) ->
         yield own[begin : begin + each]
 
 
-def _not_dealt(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+def _not_dealt(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
     return _rest_of_epoch(order, cursor, batch, 0, 1)
 
 
-def _always_epoch_zero(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+def _always_epoch_zero(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
     return _rest_of_epoch(order, cursor % order.samples, batch, rank, size)
 
 
-def _in_pieces(order: Order, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
+def _in_pieces(order: Permutation, cursor: int, batch: int, rank: int, size: int) -> Iterator[Sequence[int]]:
     end = (cursor // order.samples + 1) * order.samples
     each = -(-batch // size)
     for begin in range(cursor, end, batch):
@@ -229,12 +229,12 @@ def _evaluate(world: World, samples: int, loss_of: "Callable[[int], torch.Tensor
 def _counts_copies(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
     firsts = range(0, samples, world.size)
     loss_sum = sum((loss_of((first + world.rank) % samples) for first in firsts), torch.tensor(0.0))
-    return float(total(world, loss_sum)) / (len(firsts) * world.size)
+    return float(all_reduce_sum(world, loss_sum)) / (len(firsts) * world.size)
 
 
 def _leaves_out_copies(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
     loss_sum = sum((loss_of(mine) for mine in range(world.rank, samples, world.size)), torch.tensor(0.0))
-    return float(total(world, loss_sum)) / samples
+    return float(all_reduce_sum(world, loss_sum)) / samples
 
 
 def _own_mean(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
@@ -248,7 +248,7 @@ def _own_mean(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]
 
 
 def _mean_of_means(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
-    return float(total(world, torch.tensor(_own_mean(world, samples, loss_of)))) / world.size
+    return float(all_reduce_sum(world, torch.tensor(_own_mean(world, samples, loss_of)))) / world.size
 
 
 def _everyone_everything(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
@@ -258,13 +258,13 @@ def _everyone_everything(world: World, samples: int, loss_of: Callable[[int], to
 def _drops_the_tail(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
     whole = samples // world.size * world.size
     loss_sum = sum((loss_of(mine) for mine in range(world.rank, whole, world.size)), torch.tensor(0.0))
-    return float(total(world, loss_sum)) / max(1, whole)
+    return float(all_reduce_sum(world, loss_sum)) / max(1, whole)
 
 
 def _past_the_end(world: World, samples: int, loss_of: Callable[[int], torch.Tensor]) -> float:
     firsts = range(0, samples, world.size)
     loss_sum = sum((loss_of(first + world.rank) for first in firsts), torch.tensor(0.0))
-    return float(total(world, loss_sum)) / samples
+    return float(all_reduce_sum(world, loss_sum)) / samples
 
 
 evaluate = Exercise(
@@ -571,7 +571,7 @@ def _run_step_sampler(world: World, answer: Answer) -> tuple[int, list[list[int]
             sampler.load_state_dict(state)
         loader: Any = DataLoader(range(samples), batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
         for step in islice(loader, stop):
-            total(world, torch.tensor(float(len(step))))
+            all_reduce_sum(world, torch.tensor(float(len(step))))
             seen.append(step)
             state = sampler.state_dict()
     return checked, seen

@@ -23,7 +23,7 @@ from uuid import uuid4
 import psutil
 
 from ddp_tutorial.exercises import WrongAnswerError
-from ddp_tutorial.processes.marks import TORCHRUN, end_torchrun
+from ddp_tutorial.processes.process_tags import TORCHRUN, kill_torchrun
 
 STUCK_SECONDS = 8.0  # without a sign of life: a printed line, or computing
 LIMIT_SECONDS = 150.0  # for a run that computes, and does not end
@@ -60,7 +60,7 @@ class Torchrun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end_torchrun(self.agent, self.mark)
+        kill_torchrun(self.agent, self.mark)
 
     def printed(self) -> str:
         """The lines that were printed so far, without one that is not yet whole."""

@@ -2,7 +2,7 @@
 
     def compare(world, config):
         arms = {kind: Arm(make_step(config_with(kind), world)) for kind in kinds}
-        return take_turns(world, arms, steps=10, turns=5)
+        return run_interleaved(world, arms, steps=10, turns=5)
 
     turns = launch(compare, 2, config)[0]     # name -> a list of turns, each {"step": s, "data": s, "compute": s, ...}
 
@@ -59,7 +59,7 @@ def idle() -> None:
     """The step of a rank that has no part in an arm: it waits for the others at the end of their turn, asleep."""
 
 
-def take_turns(
+def run_interleaved(
     world: World, arms: Mapping[Name, Callable[[], object]], steps: int, turns: int
 ) -> dict[Name, list[Turn]]:
     """Turns of `steps` steps, `turns` of them for each arm, forwards and backwards through the arms. Collective.

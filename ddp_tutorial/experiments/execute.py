@@ -22,8 +22,8 @@ import yaml
 from ddp_tutorial.config import ConfigError, FailedError, SomeConfig, check, did_you_mean, load, merge
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.files import RUNS, new_directory, write_atomically, write_json
-from ddp_tutorial.processes.marks import kill_marked
-from ddp_tutorial.runs.folder import PER_SECOND, RunFolder, read_lines, shown
+from ddp_tutorial.processes.process_tags import kill_tagged
+from ddp_tutorial.runs.folder import PER_SECOND, RunFolder, format_loss, read_lines
 from ddp_tutorial.runs.summaries import unit_of
 
 # What a fresh IPython kernel has among its globals, besides names that begin with an underscore.
@@ -193,7 +193,7 @@ def end_processes_of(folder: Path) -> None:
     of them have inherited an environment variable, by which they are found even when their parent has ended.
     """
     top = folder.resolve()
-    kill_marked(_MARK, lambda mark: Path(mark).is_relative_to(top))
+    kill_tagged(_MARK, lambda mark: Path(mark).is_relative_to(top))
 
 
 def last_lines(folder: Path, count: int = 15) -> list[str]:
@@ -229,7 +229,7 @@ class _Follower:
                 last = rows[-1]
                 unit = unit_of([last])
                 rate = f"{last[unit + PER_SECOND]:,.0f} {unit}/s"
-                bar.set_postfix_str(f"loss {shown(last['loss'])}, {rate}", refresh=False)
+                bar.set_postfix_str(f"loss {format_loss(last['loss'])}, {rate}", refresh=False)
                 bar.update(last["step"] - bar.n)
                 if bar.n == bar.total:
                     bar.close()

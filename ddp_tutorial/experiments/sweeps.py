@@ -87,7 +87,7 @@ def _as_json(setting: str, value: Any) -> str:
         raise ConfigError(f"{setting!r}: {value} is neither text nor a finite number, nor made of these") from None
 
 
-def points_of(grid: Grid, repeats: int) -> list[tuple[dict[str, Any], int]]:
+def expand_grid(grid: Grid, repeats: int) -> list[tuple[dict[str, Any], int]]:
     """Every combination of the values with repeat 1, in the order given, then all of them with repeat 2, and so on."""
     combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     return [(parameters, repeat) for repeat in range(1, repeats + 1) for parameters in combinations]
@@ -225,10 +225,10 @@ def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: 
         raise ConfigError(f"the name {name!r} should be a folder below {SWEEPS}/, of letters, digits, '-', '_' and '.'")
     folder = SWEEPS / name
     code = code_version(source)
-    combinations = [values for values, _ in points_of(grid, 1)]
+    combinations = [values for values, _ in expand_grid(grid, 1)]
     resolved = parameters.resolve([{**nested(values), "name": "sweeps/point"} for values in combinations])
     points = []
-    for (values, repeat), configs in zip(points_of(grid, repeats), cycle(resolved)):
+    for (values, repeat), configs in zip(expand_grid(grid, repeats), cycle(resolved)):
         key = key_of(values, configs, repeat, code)
         points.append(Point(values, repeat, key, folder / folder_of(values, repeat, key)))
     return Plan(notebook, folder, points)

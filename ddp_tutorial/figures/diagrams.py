@@ -138,7 +138,7 @@ def buckets(
 
 
 @styled
-def who_saw_what(seen: Mapping[str, Sequence[Sequence[Sequence[int]]]], title: str) -> Figure:
+def sample_assignment(seen: Mapping[str, Sequence[Sequence[Sequence[int]]]], title: str) -> Figure:
     """Which rank saw which sample in which epoch, a panel for each name.
 
     `seen[name][epoch][sample]` lists the ranks, once for each time that they saw it. A cell has their colours and

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from ddp_tutorial.figures.diagrams import buckets, chunks, messages, processes, who_saw_what
+from ddp_tutorial.figures.diagrams import buckets, chunks, messages, processes, sample_assignment
 from ddp_tutorial.figures.step_plots import gantt, one_of_sweep, sweeps, swimlane
 from ddp_tutorial.figures.style import (
     BLUE,
@@ -33,6 +33,7 @@ __all__ = [
     "COLORS",
     "INK",
     "as_png",
+    "attempts",
     "bars",
     "buckets",
     "chunks",
@@ -40,7 +41,6 @@ __all__ = [
     "dots_by_group",
     "gantt",
     "intervals",
-    "lives",
     "loss_curves",
     "measured_and_model",
     "messages",
@@ -49,11 +49,11 @@ __all__ = [
     "points",
     "processes",
     "repeats_and_medians",
+    "sample_assignment",
     "stacked",
     "styled",
     "sweeps",
     "swimlane",
-    "who_saw_what",
 ]
 
 
@@ -309,7 +309,7 @@ def repeats_and_medians(
 
 
 @styled
-def lives(
+def attempts(
     whole: tuple[Sequence[float], Sequence[float]],
     parts: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
     title: str,

@@ -18,7 +18,16 @@ from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.figures.style import COLORS, DASHES, FAINT, styled
 from ddp_tutorial.files import write_atomically
 from ddp_tutorial.runs.folder import smooth
-from ddp_tutorial.runs.summaries import Row, Summary, clock, differing, metric, metrics_of, number, read_run
+from ddp_tutorial.runs.summaries import (
+    Row,
+    Summary,
+    differing_settings,
+    elapsed_seconds,
+    finite_number,
+    metric,
+    metrics_of,
+    read_run,
+)
 
 Axis = Literal["step", "time", "tokens"]
 
@@ -106,7 +115,7 @@ def _metrics(panel: str) -> list[str]:
 def _places(rows: Sequence[Row], axis: Axis, summary: Summary) -> list[float]:
     """The place of each row on the x axis."""
     if axis == "time":
-        times = clock(rows)
+        times = elapsed_seconds(rows)
         if rows and times[-1] == 0:
             raise ConfigError(f"{summary.path} does not say when its steps were; use --x step")
         return times
@@ -114,7 +123,7 @@ def _places(rows: Sequence[Row], axis: Axis, summary: Summary) -> list[float]:
         return [row["step"] for row in rows]
     count, places = 0.0, []
     for row in rows:  # the row of an evaluation has no count: it belongs to the step before it
-        count = number(row, summary.unit) or count
+        count = finite_number(row, summary.unit) or count
         places.append(count)
     return places
 
@@ -176,7 +185,8 @@ def _title(figure: Figure, grid: Any, summaries: Sequence[Summary], compare: boo
 def _differences(summaries: Sequence[Summary], most: int = 6) -> str:
     """The settings in which the runs differ, each with its values in the order of the runs."""
     settings = [
-        f"{name} ({', '.join(dict.fromkeys(map(_format_value, v)))})" for name, v in differing(summaries).items()
+        f"{name} ({', '.join(dict.fromkeys(map(_format_value, v)))})"
+        for name, v in differing_settings(summaries).items()
     ]
     more = [f"and {len(settings) - most} more"] if len(settings) > most else []
     return f"They differ in {', '.join(settings[:most] + more)}" if settings else "Their settings are the same"
@@ -190,7 +200,7 @@ def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_lo
     """A legend below all panels: each run, with the settings that differ between runs if they are at most two."""
     handles: list[Line2D] = []
     if compare:
-        settings = differing(summaries)
+        settings = differing_settings(summaries)
         for index, run in enumerate(summaries):
             own = ", ".join(f"{name} {_format_value(values[index])}" for name, values in settings.items())
             label = f"{run.path} ({own})" if 0 < len(settings) <= 2 else run.path

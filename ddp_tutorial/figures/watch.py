@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from ddp_tutorial.figures.style import BLUE, COLORS, DASHES, FAINT, HATCHES, ORANGE, as_png, styled
 from ddp_tutorial.runs.folder import PER_SECOND, smooth
-from ddp_tutorial.runs.summaries import Row, Summary, number, numbers_of_ranks, read_run, seconds_of_ranks
+from ddp_tutorial.runs.summaries import Row, Summary, finite_number, numbers_of_ranks, read_run, seconds_of_ranks
 
 
 def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0) -> None:
@@ -126,5 +126,5 @@ def _phases(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     """Steps and values, where there is one that is finite."""
-    found = [(row["step"], value) for row in rows if (value := number(row, name)) is not None]
+    found = [(row["step"], value) for row in rows if (value := finite_number(row, name)) is not None]
     return [step for step, _ in found], [value for _, value in found]

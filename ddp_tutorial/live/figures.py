@@ -3,7 +3,7 @@
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ddp_tutorial.live import shown
+from ddp_tutorial.live import display
 from ddp_tutorial.processes import figures
 
 
@@ -11,9 +11,9 @@ class FigureManager(figures.FigureManager):
     """What pyplot asks to show its figures."""
 
     @staticmethod
-    def show_at_home(figure: Figure) -> None:
+    def show_in_parent(figure: Figure) -> None:
         """Show it as `display` does."""
-        shown.display(figure)
+        display.display(figure)
 
 
 class FigureCanvas(FigureCanvasAgg):

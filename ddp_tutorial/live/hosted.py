@@ -4,21 +4,21 @@ import gc
 import os
 import pickle
 
-from ddp_tutorial.live.member import serve
-from ddp_tutorial.live.moments import Seat
+from ddp_tutorial.live.messages import WorkerSpec
+from ddp_tutorial.live.worker import serve
 from ddp_tutorial.processes.transport import Descriptor
 
 gc.collect()
 gc.freeze()  # what is here now is shared with all ranks, as long as nobody touches it
 
 
-def serve_here(seat: int, messages: int, requests: int, control: int) -> None:
+def serve_here(spec: int, messages: int, requests: int, control: int) -> None:
     """Be the rank that the environment and the file `seat` describe, until the pool is gone. The numbers are open
     files; this process prints into the rank's output already."""
-    settings = pickle.loads(os.pread(seat, os.fstat(seat).st_size, 0))
+    settings = pickle.loads(os.pread(spec, os.fstat(spec).st_size, 0))
     serve(
         0,
-        Seat(
+        WorkerSpec(
             output=Descriptor(os.dup(1)),
             messages=Descriptor(messages),
             requests=Descriptor(requests),

@@ -15,9 +15,9 @@ from ddp_tutorial.cluster.cluster import Cluster
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.debug.hangs import CollectiveError
 from ddp_tutorial.files import write_atomically
+from ddp_tutorial.live.display import RankResults
 from ddp_tutorial.live.pool import Ranks
-from ddp_tutorial.live.script import Step, command_of, put_step, script_of
-from ddp_tutorial.live.shown import Shown
+from ddp_tutorial.live.script import ScriptStep, assignment_step, launch_command, make_script
 from ddp_tutorial.processes.errors import RankError
 
 COMMANDS = ["start", "status", "stop", "restart", "get", "put", "rate", "script"]
@@ -46,14 +46,14 @@ class RankMagics(Magics):
         super().__init__(shell)
         self.notebook = shell
         self.pool: Ranks | None = None
-        self.steps: list[Step] = []
+        self.steps: list[ScriptStep] = []
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Any:
         """Ranks that stay alive from cell to cell.
 
         %ranks start -n 2      two ranks, in place of those there were. More of it:
-               [--threads 1] [--device cpu] [--backend gloo] [--patience 10]
+               [--threads 1] [--device cpu] [--backend gloo] [--wait-timeout 10]
                [--nodes 2 [--rate 1gbit] [--delay 0.5ms]]
                                on two hosts of their own, as many ranks on each, with a link of that
                                speed between them (Linux; see ddp_tutorial.cluster)
@@ -79,7 +79,7 @@ class RankMagics(Magics):
             raise MagicError(str(error)) from None
 
     @cell_magic
-    def rank0(self, line: str, cell: str) -> Shown | None:
+    def rank0(self, line: str, cell: str) -> RankResults | None:
         """A cell for rank 0 alone."""
         return self._cell("0", cell)
 
@@ -88,7 +88,7 @@ class RankMagics(Magics):
         parser = _Parser("start", add_help=False)
         parser.add_argument("-n", type=int, default=2)
         parser.add_argument("--threads", type=int)
-        parser.add_argument("--patience", type=float, default=10.0)
+        parser.add_argument("--wait-timeout", type=float, default=10.0)
         parser.add_argument("--device", default="auto")
         parser.add_argument("--backend", default="auto")
         parser.add_argument("--nodes", type=int)
@@ -103,7 +103,7 @@ class RankMagics(Magics):
         self.end()
         self.pool = pool
         self.steps = []
-        print(self.pool.in_words)
+        print(self.pool.description)
 
     def status(self, _: Sequence[str]) -> None:
         """Say which ranks are alive, and where."""
@@ -113,7 +113,7 @@ class RankMagics(Magics):
             more = f", process {each['pid']}, {each['memory'] / 1e6:.0f} MB" if each["pid"] else ""
             print(f"rank {each['rank']}{on}: {each['state']}{more}")
         if pool.cluster:
-            print(f"{pool.nodes} node{'s' if pool.nodes > 1 else ''}, {pool.cluster.in_words}")
+            print(f"{pool.nodes} node{'s' if pool.nodes > 1 else ''}, {pool.cluster.description}")
 
     def stop(self, _: Sequence[str]) -> None:
         """End the ranks."""
@@ -126,7 +126,7 @@ class RankMagics(Magics):
         anew = pool.restart(everything="--all" in arguments or None)
         if len(anew) == pool.n:
             self.steps = []
-            print(f"started anew: {pool.in_words}")
+            print(f"started anew: {pool.description}")
         else:
             print(f"started anew: rank {', '.join(map(str, anew))}; the others keep their variables")
 
@@ -145,7 +145,7 @@ class RankMagics(Magics):
                 raise MagicError(f"%ranks put {name}: this notebook has no variable {name!r}")
             value = self.notebook.user_ns[name]
             self._alive().put(**{name: value})
-            self.steps.append(put_step(name, value))
+            self.steps.append(assignment_step(name, value))
 
     def rate(self, arguments: Sequence[str]) -> None:
         """Give the links between nodes another speed, from now on."""
@@ -154,7 +154,7 @@ class RankMagics(Magics):
         if cluster is None:
             raise MagicError("%ranks rate: these ranks have no link. Start some on nodes: %ranks start -n 2 --nodes 2")
         cluster.set_rate(rate)
-        print(cluster.in_words)
+        print(cluster.description)
 
     def script(self, arguments: Sequence[str]) -> None:
         """Write the cells so far as one script for torchrun, which only this user can read.
@@ -164,9 +164,9 @@ class RankMagics(Magics):
         [name] = self._names("script", arguments)
         pool = self._alive()
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        text = script_of(self.steps, name, pool.n, pool.threads, pool.device, pool.backend, pool.nodes)
+        text = make_script(self.steps, name, pool.n, pool.threads, pool.device, pool.backend, pool.nodes)
         write_atomically(Path(name), text.encode(), mode=0o600)
-        print(f"{name}: {command_of(name, pool.n, pool.nodes)}")
+        print(f"{name}: {launch_command(name, pool.n, pool.nodes)}")
         if lacking := dict.fromkeys(step.lacks for step in self.steps if step.lacks):
             print(
                 f"First give a value in it to {', '.join(lacking)}: a script contains only the numbers that put sent."
@@ -183,7 +183,7 @@ class RankMagics(Magics):
         found: list[str] = self._alive().ask("names", text)
         return found
 
-    def _cell(self, line: str, cell: str) -> Shown | None:
+    def _cell(self, line: str, cell: str) -> RankResults | None:
         pool = self._alive()
         if line.startswith("--raises"):
             self._raises(line.removeprefix("--raises").strip(), cell)
@@ -195,7 +195,7 @@ class RankMagics(Magics):
         whole = f"%%ranks {line}".rstrip() + f"\n{cell}"
         name = f"Cell In[{len(self.notebook.history_manager.input_hist_parsed) - 1}]"  # the count is the next cell's
         shown = pool.execute(cell, on, name=name, cell=whole, offset=1)
-        self.steps.append(Step(cell, tuple(on) if on is not None else None))
+        self.steps.append(ScriptStep(cell, tuple(on) if on is not None else None))
         return shown if shown else None
 
     def _raises(self, line: str, cell: str) -> None:

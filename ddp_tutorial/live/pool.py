@@ -25,27 +25,33 @@ import psutil
 from ddp_tutorial.cluster.cluster import Cluster
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores
-from ddp_tutorial.live.crew import Crew
-from ddp_tutorial.live.person import Person
-from ddp_tutorial.live.places import Nodes, Place, ThisMachine
-from ddp_tutorial.live.shown import Shown
-from ddp_tutorial.processes.children import announce, cell_sources, crowd, end_all, interrupts_held
+from ddp_tutorial.live.backends import Backend, ClusterBackend, LocalBackend
+from ddp_tutorial.live.controller import Controller
+from ddp_tutorial.live.display import RankResults
+from ddp_tutorial.live.worker_handle import WorkerHandle
 from ddp_tutorial.processes.console import make_console
+from ddp_tutorial.processes.spawn import (
+    announce,
+    cell_sources,
+    interrupts_deferred,
+    oversubscription_warning,
+    terminate_all,
+)
 from ddp_tutorial.processes.transport import dump_call
 from ddp_tutorial.world import COLLECTIVE_TIMEOUT, choose_backend, choose_device
 
 _pools: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
-class Ranks(Crew):
+class Ranks(Controller):
     """`n` ranks that are alive until `stop`, or until the block ends that they are used in.
 
     - `cluster`: put them on its nodes, as many on each, where they talk through its links; on the CPU only. A cluster
       that is not up, such as `Cluster(2, "1gbit")`, is brought up, and ended by `stop`; one that is up is left so.
     - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
     - `device`, `backend`: as for `launch`.
-    - `patience`: seconds that a rank may wait in a collective for one that does not come. Where it waits longer, the
-      call ends with `CollectiveError`, which says who waits where; a rank that computes is waited for.
+    - `wait_timeout`: seconds that a rank may wait in a collective for one that does not come. Where it waits longer,
+      the call ends with `CollectiveError`, which says who waits where; a rank that computes is waited for.
     - `echo`: show what the ranks print, draw and display.
 
     Every call blocks until all ranks that take part have ended it. Where it fails on a rank, `RankError` is raised with
@@ -63,7 +69,7 @@ class Ranks(Crew):
         threads: int | None = None,
         device: str = "auto",
         backend: str = "auto",
-        patience: float = 10.0,
+        wait_timeout: float = 10.0,
         collective_timeout: float = COLLECTIVE_TIMEOUT.total_seconds(),
         echo: bool = True,
     ) -> None:
@@ -71,33 +77,33 @@ class Ranks(Crew):
             raise ConfigError(f"n={n!r}: should be a whole number of ranks, 1 or more, such as 2")
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ConfigError(f"threads={threads!r}: should be 1 or more, or None to share out the cores")
-        for name, seconds in (("patience", patience), ("collective_timeout", collective_timeout)):
+        for name, seconds in (("wait_timeout", wait_timeout), ("collective_timeout", collective_timeout)):
             if not seconds > 0:
                 raise ConfigError(f"{name}={seconds!r}: should be a positive number of seconds")
-        place: Place = ThisMachine(n) if cluster is None else Nodes(n, cluster)
+        place: Backend = LocalBackend(n) if cluster is None else ClusterBackend(n, cluster)
         if cluster is not None and device == "cuda":
             raise ConfigError("device='cuda': ranks on the nodes of a cluster are on the CPU. Use 'cpu' or 'auto'.")
         kind = choose_device("cpu" if cluster is not None else device, local_size=n, backend=backend)
         carrier = choose_backend(backend, kind)
         threads = threads or max(1, cores() // n)
-        super().__init__(n, place, threads, kind.type, carrier, patience, collective_timeout, echo)
+        super().__init__(n, place, threads, kind.type, carrier, wait_timeout, collective_timeout, echo)
         self.cluster = cluster
         try:
-            with interrupts_held():
+            with interrupts_deferred():
                 _pools.add(self)
                 self._place.open()
-                self._people = [Person(rank) for rank in range(n)]
-                self._start(self._people)
+                self._workers = [WorkerHandle(rank) for rank in range(n)]
+                self._start(self._workers)
             self._up()
         except BaseException:
             self.stop()
             raise
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """What they are: `2 ranks on cpu, gloo`, on how many nodes, with which links; and what a crowd costs."""
-        said = announce(self.n, self.device, self.backend) + self._place.in_words
-        return "\n".join(filter(None, [said, crowd(self.n, self.device, cores())]))
+        said = announce(self.n, self.device, self.backend) + self._place.description
+        return "\n".join(filter(None, [said, oversubscription_warning(self.n, self.device, cores())]))
 
     @property
     def nodes(self) -> int:
@@ -111,8 +117,8 @@ class Ranks(Crew):
         self.stop()
 
     def __repr__(self) -> str:
-        dead = [f"rank {each.rank} {each.death}" for each in self._people if each.death]
-        return f"Ranks({self.n}: {', '.join(dead) or ('alive' if self._people else 'stopped')})"
+        dead = [f"rank {each.rank} {each.death}" for each in self._workers if each.death]
+        return f"Ranks({self.n}: {', '.join(dead) or ('alive' if self._workers else 'stopped')})"
 
     # ------------------------------------------------------------------------------------------------ what one does
 
@@ -127,7 +133,7 @@ class Ranks(Crew):
 
     def execute(
         self, code: str, on: Iterable[int] | None = None, *, name: str = "", cell: str = "", offset: int = 0
-    ) -> Shown:
+    ) -> RankResults:
         """Run source in the namespace of each rank, where `world` is; what the last expression shows, by rank.
 
         `name` is what tracebacks call it; `cell` the whole cell, in which `code` begins after `offset` lines.
@@ -137,9 +143,9 @@ class Ranks(Crew):
         console = make_console(self.echo)
         for rank, bundle in bundles.items():
             if bundle is not None and bundle.is_rich and self.echo:
-                self._people[rank].display(bundle, console)
+                self._workers[rank].display(bundle, console)
         plain = {rank: each.text for rank, each in bundles.items() if each is not None and not each.is_rich}
-        return Shown(plain, self.n)
+        return RankResults(plain, self.n)
 
     def get(self, name: str, on: Iterable[int] | None = None) -> list[Any]:
         """The value that a name, or an expression, has on each rank, in order of rank."""
@@ -164,10 +170,10 @@ class Ranks(Crew):
     def status(self) -> list[dict[str, Any]]:
         """For each rank: its number, its node (None on this machine itself), its process, whether it is alive ("ready")
         or how it died, and its memory in bytes."""
-        with interrupts_held():
-            self._hear(0.0)
+        with interrupts_deferred():
+            self._receive(0.0)
         found = []
-        for each in self._people:
+        for each in self._workers:
             memory = 0
             with suppress(psutil.Error):
                 memory = 0 if each.death else psutil.Process(each.process.pid).memory_info().rss
@@ -179,22 +185,22 @@ class Ranks(Crew):
     def restart(self, *, everything: bool | None = None) -> list[int]:
         """Start ranks anew, and form a group: the dead ones where there are any, else all of them. The others keep
         their variables. `everything=True` starts all anew. Returns the ranks that were started."""
-        if not self._people:
+        if not self._workers:
             raise RuntimeError("these ranks have been stopped. Start new ones.")
-        with interrupts_held():
-            self._hear(0.0)
-            dead = [each for each in self._people if each.death]
+        with interrupts_deferred():
+            self._receive(0.0)
+            dead = [each for each in self._workers if each.death]
             if everything is None:
                 everything = not dead
-            anew = self._people if everything else dead
+            anew = self._workers if everything else dead
             ranks = [each.rank for each in anew]
             self._place.check(ranks)
             for each in anew:
                 each.close(self._selector)
-            end_all([each.process for each in anew], self._mark if everything else "")
-            fresh = [Person(rank) for rank in ranks]
+            terminate_all([each.process for each in anew], self._mark if everything else "")
+            fresh = [WorkerHandle(rank) for rank in ranks]
             for each in fresh:
-                self._people[each.rank] = each
+                self._workers[each.rank] = each
             self._known = set()
             self._start(fresh)
         self._up()
@@ -203,12 +209,12 @@ class Ranks(Crew):
     def stop(self) -> None:
         """End all ranks, and what they have started. More often does no harm."""
         _pools.discard(self)
-        with interrupts_held():
-            people, self._people = self._people, []
+        with interrupts_deferred():
+            people, self._workers = self._workers, []
             for each in people:
                 each.close(self._selector)
             if people:
-                end_all([each.process for each in people if each.process], self._mark)
+                terminate_all([each.process for each in people if each.process], self._mark)
             self._place.close()
             self._has_group = False
 

@@ -37,7 +37,7 @@ if dist.is_initialized():
 
 
 @dataclass(frozen=True)
-class Step:
+class ScriptStep:
     """What was done: `source` run on the ranks of `on`, or on all. `lacks` names a variable whose value is left out."""
 
     source: str
@@ -45,18 +45,18 @@ class Step:
     lacks: str = ""
 
 
-def put_step(name: str, value: Any) -> Step:
+def assignment_step(name: str, value: Any) -> ScriptStep:
     """Return the step that gives `name` this value on all ranks.
 
     Only a number is written into the script. Text and objects may hold a secret, and scripts are shared.
     """
     if type(value) in {bool, int, float} and math.isfinite(value):
-        return Step(f"{name} = {value!r}")
+        return ScriptStep(f"{name} = {value!r}")
     told = f"give {name} its value here: the script does not contain what %ranks put has sent"
-    return Step(f"raise NotImplementedError({told!r})", lacks=name)
+    return ScriptStep(f"raise NotImplementedError({told!r})", lacks=name)
 
 
-def command_of(name: str, n: int, nodes: int = 1) -> str:
+def launch_command(name: str, n: int, nodes: int = 1) -> str:
     """How to run the script `name` on `n` ranks; with several nodes, on each of them, where n0 is the first."""
     script = shlex.quote(name)
     if nodes == 1:
@@ -65,10 +65,12 @@ def command_of(name: str, n: int, nodes: int = 1) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {n // nodes} {meet} {script}"
 
 
-def script_of(steps: Iterable[Step], name: str, n: int, threads: int, device: str, backend: str, nodes: int = 1) -> str:
+def make_script(
+    steps: Iterable[ScriptStep], name: str, n: int, threads: int, device: str, backend: str, nodes: int = 1
+) -> str:
     """The whole script, which says how it is run. A last expression is printed with the rank's number in front."""
     where = f"; on each of {nodes} nodes, with n0 for the first one's name" if nodes > 1 else ""
-    command = command_of(name, n, nodes).replace("\\", r"\\").replace('"', r"\"")  # it goes into a docstring
+    command = launch_command(name, n, nodes).replace("\\", r"\\").replace('"', r"\"")  # it goes into a docstring
     parts = [_BEGINNING.format(where=where, command=command, threads=threads, device=device, backend=backend)]
     for step in steps:
         source = _printing(step.source.strip("\n"))

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.debug import Detector, checking
 from ddp_tutorial.debug.checks import Checks
-from ddp_tutorial.debug.hangs import Diagnosis, Standing, diagnose
+from ddp_tutorial.debug.hangs import Diagnosis, RankStatus, diagnose
 from ddp_tutorial.debug.recorder import calls
 from ddp_tutorial.museum.parts import Program
 from ddp_tutorial.processes.errors import lost_connection
@@ -132,7 +132,7 @@ class Stage:
         if has_waited and entered:  # torch has given it up
             entered[-1] = replace(entered[-1], done=False)
         of_ranks = all_gather(self.world, entered)
-        return diagnose({rank: Standing(tuple(each), left="well") for rank, each in enumerate(of_ranks)})
+        return diagnose({rank: RankStatus(tuple(each), left="well") for rank, each in enumerate(of_ranks)})
 
 
 def _impatient(limit: timedelta) -> dist.ProcessGroup:

@@ -26,7 +26,7 @@ class WithLoss(nn.Module):
         return {"loss": total / (count if num_items_in_batch is None else num_items_in_batch)}
 
 
-class InOrder(Trainer):
+class UnshuffledTrainer(Trainer):
     """It shuffles, unless its sampler is replaced."""
 
     def _get_train_sampler(self, *_: Any) -> Sampler[int]:
@@ -49,7 +49,7 @@ def train(_: World, work: Work) -> nn.Module:
         report_to="none",
         disable_tqdm=True,
     )
-    kind = Trainer if work.shuffle else InOrder
+    kind = Trainer if work.shuffle else UnshuffledTrainer
     trainer = kind(model, arguments, train_dataset=work.samples, optimizers=(optimizer, work.scheduler(optimizer)))
     trainer.train(resume_from_checkpoint=work.resume)
     return model.model

@@ -1,7 +1,7 @@
 from .parallel import Pipeline as Pipeline
 from .parallel import PipelineConfig as PipelineConfig
 from .parallel import check_pipeline as check_pipeline
-from .runner import Runner as Runner
+from .runner import StageRunner as StageRunner
 from .schedules import Action as Action
 from .schedules import ScheduleError as ScheduleError
 from .schedules import check as check
@@ -11,5 +11,5 @@ from .schedules import one_f_one_b as one_f_one_b
 from .schedules import peaks as peaks
 from .schedules import simulate as simulate
 from .stages import Stage as Stage
-from .stages import cut as cut
-from .stages import even_cuts as even_cuts
+from .stages import even_splits as even_splits
+from .stages import split_into_stages as split_into_stages

@@ -14,7 +14,7 @@ from ddp_tutorial.accumulation.memory import count_saved_bytes
 from ddp_tutorial.ddp.link import bytes_all_reduced
 from ddp_tutorial.pipeline.parallel import PipelineConfig
 from ddp_tutorial.pipeline.schedules import FORWARD, Table
-from ddp_tutorial.pipeline.stages import Stage, cut, even_cuts
+from ddp_tutorial.pipeline.stages import Stage, even_splits, split_into_stages
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Through(nn.Module):
 
 def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig) -> list[StageCost]:
     """What each stage costs for one micro-batch `batch`; all on the meta device, so without computing anything."""
-    stages = cut(model, config.cuts or even_cuts(model, config.stages))
+    stages = split_into_stages(model, config.cuts or even_splits(model, config.stages))
     with count_saved_bytes(model) as kept:
         through = _Through(stages, kept)
         loss(through, batch)

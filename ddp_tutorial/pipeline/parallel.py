@@ -23,12 +23,12 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.compat import multiply_
 from ddp_tutorial.config import Config, ConfigError
-from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.ddp.wrappers import sync_initial_state
 from ddp_tutorial.mesh import Mesh, group_of
 from ddp_tutorial.phases import phase
-from ddp_tutorial.pipeline.runner import Runner
+from ddp_tutorial.pipeline.runner import StageRunner
 from ddp_tutorial.pipeline.schedules import Name, Table, make_table
-from ddp_tutorial.pipeline.stages import Stage, cut, even_cuts
+from ddp_tutorial.pipeline.stages import Stage, even_splits, split_into_stages
 from ddp_tutorial.world import World, require_group
 
 
@@ -89,7 +89,7 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int, ba
             "the pipeline's sends wait for nobody, as gloo's do; NCCL's would wait for one another. Use backend gloo, "
             "or torch.distributed.pipelining"
         )
-    return cut(model, config.cuts or even_cuts(model, config.stages))
+    return split_into_stages(model, config.cuts or even_splits(model, config.stages))
 
 
 def require_even_micro_batches(config: PipelineConfig) -> int:
@@ -127,7 +127,7 @@ class Pipeline:
         self.world, self.config = world, config
         mesh = Mesh(world.size // config.ranks, config.ranks)
         self.mesh = mesh.rows  # [pipelines, ranks of each]
-        self.number, self.place = mesh.row_and_place(world.rank)  # of this pipeline, and of this rank in it
+        self.number, self.place = mesh.row_and_column(world.rank)  # of this pipeline, and of this rank in it
         self.stages = {s: stage for s, stage in enumerate(stages) if s % config.ranks == self.place}
         for stage in self.stages.values():
             stage.to(world.device)
@@ -136,7 +136,7 @@ class Pipeline:
         self.shared = self._groups_of_shared(stages, names)
         self.owners = self._owners(model, stages)
         self.across = group_of(mesh.columns, world)
-        self.runner = Runner(
+        self.runner = StageRunner(
             config.table(),
             self.stages,
             loss,
@@ -151,7 +151,7 @@ class Pipeline:
         """The parameters of this rank's stages, each once."""
         return list(self.named.values())
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Fill `.grad` of this rank's parameters with the gradient of the mean loss over the micro-batches of all
         pipelines, times the scale of the precision. Returns the totals of all, on every rank.
 
@@ -163,7 +163,7 @@ class Pipeline:
                 _add_up([self.named[name]], group)
             if len(self.mesh) > 1:
                 _add_up([p for p in self.named.values() if p.requires_grad], self.across)
-            totals = self._totals(parts, votes)
+            totals = self._totals(parts, stop_flags)
             if totals.counts[LOSS] == 0:
                 raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")
             gradients = [p.grad for p in self.named.values() if p.grad is not None]
@@ -171,19 +171,19 @@ class Pipeline:
                 multiply_(gradients, 1 / totals.counts[LOSS])
         return totals
 
-    def _totals(self, parts: list[dict[str, Any]], votes: float) -> Totals:
+    def _totals(self, parts: list[dict[str, Any]], stop_flags: float) -> Totals:
         """Sums and counts, which the last stages know, for all ranks."""
         if not self._metrics:
             self._metrics = next(filter(None, all_gather(self.world, list(parts[0]) if parts else [])))
         values = torch.zeros(2 * len(self._metrics) + 1, dtype=torch.float64)
         for part in parts:
             values[:-1] += torch.tensor([float(v) for name in self._metrics for v in part[name]], dtype=torch.float64)
-        values[-1] = votes
+        values[-1] = stop_flags
         if self.world.size > 1:
             dist.all_reduce(values)
-        *numbers, votes = values.tolist()
+        *numbers, stop_flags = values.tolist()
         sums, counts = (dict(zip(self._metrics, numbers[i::2], strict=True)) for i in range(2))
-        return Totals(sums, counts, votes)
+        return Totals(sums, counts, stop_flags)
 
     def _owners(self, model: nn.Module, stages: Sequence[Stage]) -> dict[str, int]:
         """The first place in a pipeline that has each parameter and each buffer, by its name."""

@@ -29,7 +29,7 @@ from ddp_tutorial.accumulation.loss import Loss, LossError, Number, call_loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.compat import tree_leaves
 from ddp_tutorial.phases import phase
-from ddp_tutorial.pipeline.schedules import BACKWARD, FORWARD, Action, Table, Timed, needs
+from ddp_tutorial.pipeline.schedules import BACKWARD, FORWARD, Action, Table, Timed, dependencies
 from ddp_tutorial.rng import seeded_rng
 
 _DTYPES = [
@@ -63,7 +63,7 @@ class _Step:
     learnt: dict[tuple[Action, str], Like] = field(default_factory=dict)
 
 
-class Runner:
+class StageRunner:
     """Executes one rank's row of `table`. `stages` are those of this rank, by number; `peers` the ranks of the pipeline
     in the process group, in order, of which this one has place `place`.
 
@@ -134,7 +134,7 @@ class Runner:
             x.requires_grad_()
         with _drawing(self.seed, self.number, action, self.device):
             if is_last:
-                answer = _Answer(stage, x)
+                answer = _LastStageOutput(stage, x)
                 with self.precision.autocast():
                     total, parts = call_loss(self.loss, answer, batch)
                 answer.check()
@@ -196,7 +196,7 @@ class Runner:
 
     def _receive(self, step: _Step, action: Action) -> torch.Tensor | None:
         """What `action` takes, from another rank or another stage of this one; None where it takes nothing."""
-        need = needs(action, self.count)
+        need = dependencies(action, self.count)
         if need is None or need.stage == action.stage:
             return None
         if need in step.here:
@@ -217,7 +217,7 @@ class Runner:
 
     def _awaited(self, step: _Step, action: Action) -> Action | None:
         """The action of another rank whose message this one needs."""
-        need = needs(action, self.count)
+        need = dependencies(action, self.count)
         if need is None or need.stage % len(self.peers) == self.place:
             return None
         if need.kind == BACKWARD:
@@ -266,7 +266,7 @@ def _check_output(out: Any, stage: int) -> None:
         )
 
 
-class _Enough(BaseException):
+class _CapturedCall(BaseException):
     """Raised by the stand-in for a model, to leave the loss with what it has called its model with. It is no
     `Exception`, which a loss might catch."""
 
@@ -280,16 +280,16 @@ def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     not."""
 
     def model(*inputs: Any, **named: Any) -> None:
-        raise _Enough(inputs, named)
+        raise _CapturedCall(inputs, named)
 
     try:
         loss(model, batch)
-    except _Enough as found:
+    except _CapturedCall as found:
         return found.inputs, found.named
     raise LossError("the loss does not call its model; in a pipeline, it calls it once")
 
 
-class _Answer:
+class _LastStageOutput:
     """Stands for the whole model on the last stage: whatever it is called with, it answers with that stage's output for
     `x`, which has come from the stage before. Where there is only one stage, that is the model."""
 

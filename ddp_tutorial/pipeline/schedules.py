@@ -123,7 +123,7 @@ def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) ->
 # ------------------------------------------------------------------------------------------ what must be true of one
 
 
-def needs(action: Action, stages: int) -> Action | None:
+def dependencies(action: Action, stages: int) -> Action | None:
     """What has to be done before, on another stage or, for the last stage's backward, on the same; None for the first
     stage's forward."""
     kind, stage, m = action
@@ -212,7 +212,7 @@ def simulate(
         before = len(done)
         for ran, actions in zip(plan, table, strict=True):
             for action in actions[len(ran) :]:
-                need = needs(action, stages)
+                need = dependencies(action, stages)
                 if need is not None and need not in done:
                     break  # a rank does one thing after the other
                 is_sent = need is not None and need.stage % ranks != action.stage % ranks
@@ -231,7 +231,7 @@ def _each(cost: float | Sequence[float], stages: int) -> Sequence[float]:
 
 def _who_waits(plan: Sequence[Sequence[Timed]], table: Table, stages: int) -> str:
     stuck = [(rank, table[rank][len(ran)]) for rank, ran in enumerate(plan) if len(ran) < len(table[rank])]
-    return "; ".join(f"rank {rank} for {needs(action, stages)}, before {action}" for rank, action in stuck)
+    return "; ".join(f"rank {rank} for {dependencies(action, stages)}, before {action}" for rank, action in stuck)
 
 
 # -------------------------------------------------------------------------------------- when a send waits, too
@@ -240,7 +240,7 @@ Message = tuple[Action, int]  # what made it, and the rank that it goes to
 Semantics = Literal["buffered", "batched", "blocking"]
 
 
-def waits_for_ever(table: Table, sends: Semantics) -> str:
+def deadlocks(table: Table, sends: Semantics) -> str:
     """Where the table gets stuck, as a sentence, if messages are sent so; empty where it ends.
 
     - "buffered": a send waits for nobody (gloo's `isend`, whose handle is kept). A table that passes `check` ends.
@@ -282,7 +282,7 @@ def _exchanges(rank: int, table: Table, stages: int, sends: Semantics) -> list[E
     program: list[Exchange] = []
     sending: tuple[Message, ...] = ()
     for action in table[rank]:
-        need = needs(action, stages)
+        need = dependencies(action, stages)
         is_remote = need is not None and need.stage % len(table) != rank
         receiving = ((need, rank),) if need is not None and is_remote else ()
         program += [(sending, receiving)] if sends == "batched" else [(sending, ()), ((), receiving)]

@@ -18,10 +18,10 @@ from ddp_tutorial.config import ConfigError, did_you_mean
 class Stage(nn.Module):
     """Some modules of a chain, one after another; the first takes whatever the model does."""
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.names = list(parts)
-        self.parts = nn.ModuleList(parts.values())
+        self.names = list(modules)
+        self.parts = nn.ModuleList(modules.values())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         first, *others = self.parts
@@ -46,7 +46,7 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
     return parts
 
 
-def cut(model: nn.Module, names: Sequence[str]) -> list[Stage]:
+def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
     """The stages of `model`: one more than there are names, of the module with which each but the first begins.
 
     The stages share the model's parameters. Raises `ConfigError` for a name that is no module of the chain, or is not
@@ -71,7 +71,7 @@ def cut(model: nn.Module, names: Sequence[str]) -> list[Stage]:
     return [Stage({name: chain[name] for name in known[a:b]}) for a, b in zip(begins, ends, strict=True)]
 
 
-def even_cuts(model: nn.Module, stages: int) -> list[str]:
+def even_splits(model: nn.Module, stages: int) -> list[str]:
     """Where to cut so that the stage with the most parameters has as few as possible. Raises `ConfigError` for more
     stages than modules."""
     chain = chain_of(model)

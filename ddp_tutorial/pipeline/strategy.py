@@ -42,28 +42,28 @@ class PipelineStrategy:
         seed: int = 0,
         precision: Precision | None = None,
     ) -> None:
-        self.per_rank = require_even_micro_batches(config)
+        self.micro_batches_per_rank = require_even_micro_batches(config)
         self.module, self.world, self.config = model, world, config
         self.pipeline = Pipeline(model, world, loss, config, precision=precision, seed=seed)
         self.group = group_of(self.pipeline.mesh, world)
         self.weights = StageWeights(model, self.pipeline, self.group)
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Each group of parameters keeps those of this rank's stages. From here on, this rank has no others."""
         own = {id(parameter) for parameter in self.pipeline.parameters()}
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
-        self.weights.free()
+        self.weights.release()
         return optimizer
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         with phase("gather"):
             of_ranks: list[Any] = [batches]
             if self.group is not None and self.config.ranks > 1:
                 of_ranks = [None] * self.config.ranks
                 dist.all_gather_object(of_ranks, list(batches), group=self.group)
         with self.weights.training():
-            return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], votes)
+            return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], stop_flags)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm of the whole model's gradient: the squares of all ranks' elements add up, those of a tied parameter
@@ -78,17 +78,17 @@ class PipelineStrategy:
             for buffer in [buffer for stage in self.pipeline.stages.values() for buffer in stage.buffers()]:
                 dist.broadcast(buffer, src=self.pipeline.mesh[0][self.pipeline.place], group=self.pipeline.across)
 
-    def judged(self) -> AbstractContextManager[object]:
+    def evaluation_weights(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
-        return self.weights.whole()
+    def full_parameters(self) -> AbstractContextManager[nn.Module]:
+        return self.weights.full_parameters()
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+    def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
         written = {name for name in self.weights.own if self._is_first(name)} if self.pipeline.number == 0 else set()
         state, model = _StagesState(optimizer, self.pipeline.named, written), StageWeightsState(self.weights, written)
-        parts: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
-        return parts | {"groups": (Groups(optimizer), "replicated")}
+        checkpoint_components: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
+        return checkpoint_components | {"groups": (Groups(optimizer), "replicated")}
 
     def _is_first(self, name: str) -> bool:
         return self.pipeline.owners[name] == self.pipeline.place

@@ -1,8 +1,8 @@
 """Whose weights are where: each rank of a pipeline keeps those of its own stages, the others have no elements.
 
     weights = StageWeights(model, pipeline, group)
-    weights.free()                       # after an optimizer was made of the model
-    with weights.whole() as model: ...   # all weights on every rank, to be read
+    weights.release()                      # after an optimizer was made of the model
+    with weights.full_parameters() as model: ...   # all weights on every rank, to be read
     model(batch)                         # on all ranks alike: unit by unit, whole while it computes
 
 The model as such is still called where it is judged, on every rank with samples of its own. Then what a rank lacks is
@@ -47,7 +47,7 @@ class StageWeights:
         """How many of the model's parameters this rank has, right now."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Give up what belongs to other ranks."""
         self._is_free = True
         self._give_up(self.tensors)
@@ -79,7 +79,7 @@ class StageWeights:
             self._give_up(names)
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def full_parameters(self) -> Iterator[nn.Module]:
         """Inside, this rank has all weights and buffers."""
         if self._is_free:
             self._gather(self.tensors)

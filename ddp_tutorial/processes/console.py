@@ -76,7 +76,7 @@ class Console:
     def line(self, rank: int, text: str) -> None:
         """One line that a rank printed."""
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """One line from the launcher itself."""
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
@@ -97,9 +97,9 @@ class TerminalConsole(Console):
         self.bar: Any = None
 
     def line(self, rank: int, text: str) -> None:
-        self.say(f"[rank {rank}] {text}")
+        self.message(f"[rank {rank}] {text}")
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         if self.bar is not None:
             self.bar.write(text, file=self.out)
         else:
@@ -133,7 +133,7 @@ class NotebookConsole(Console):
         self.figures: list[tuple[int, bytes]] = []
         self.bar: Any = None
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self.said.append(text)
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:

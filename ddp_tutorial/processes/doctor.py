@@ -18,14 +18,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.collectives import total
+from ddp_tutorial.collectives import all_reduce_sum
 from ddp_tutorial.environment import cores, describe_environment
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 GIB = 2**30
-Look = Callable[[], tuple[bool | None, str, str]]  # what a `Finding` says besides its name
+Probe = Callable[[], tuple[bool | None, str, str]]  # what a `Finding` says besides its name
 PACKAGES = ("torch", "numpy", "datasets", "papermill", "jupyterlab", "nbval")
 
 
@@ -41,10 +41,10 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Run every check. One that raises gives a finding that is not ok, with the error as its text."""
-    return [_careful(name, look) for name, look in _LOOKS.items()]
+    return [_careful(name, look) for name, look in _PROBES.items()]
 
 
-def _careful(name: str, look: Look) -> Finding:
+def _careful(name: str, look: Probe) -> Finding:
     try:
         return Finding(name, *look())
     except Exception as error:
@@ -143,7 +143,7 @@ def _folder() -> tuple[bool | None, str, str]:
 
 
 def _add(world: World) -> float:
-    return float(total(world, torch.tensor(float(world.rank + 1))))
+    return float(all_reduce_sum(world, torch.tensor(float(world.rank + 1))))
 
 
 def _ranks() -> tuple[bool | None, str, str]:
@@ -152,7 +152,7 @@ def _ranks() -> tuple[bool | None, str, str]:
     return well, f"two ranks have met over gloo, and added 1 + 2 to {results[0]:g}", ""
 
 
-_LOOKS: dict[str, Look] = {
+_PROBES: dict[str, Probe] = {
     "versions": _versions,
     "processor": _processor,
     "memory": _memory,

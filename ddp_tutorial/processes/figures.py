@@ -22,11 +22,11 @@ class FigureManager(FigureManagerBase):
         from matplotlib import pyplot  # which imports this module
 
         for number in pyplot.get_fignums():
-            cls.show_at_home(pyplot.figure(number))
+            cls.show_in_parent(pyplot.figure(number))
         pyplot.close("all")
 
     @staticmethod
-    def show_at_home(figure: Figure) -> None:
+    def show_in_parent(figure: Figure) -> None:
         """Send it to the parent."""
         send_figure(png_of(figure))
 

@@ -40,29 +40,29 @@ import torch.multiprocessing
 
 from ddp_tutorial.collectives import RankZeroFailedError
 from ddp_tutorial.environment import cores
-from ddp_tutorial.processes.children import (
+from ddp_tutorial.processes.console import Console, RankLog, make_console
+from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, lost_connection
+from ddp_tutorial.processes.logs import current_logging
+from ddp_tutorial.processes.rank import RankJob, run_rank
+from ddp_tutorial.processes.script import MissingGuardError, Script, require_guard
+from ddp_tutorial.processes.signals import StoppedError, handling
+from ddp_tutorial.processes.spawn import (
     MARK,
     announce,
     cannot_be_killed,
     cell_sources,
-    crowd,
-    end_all,
     environment,
     exit_descriptor,
     has_exited,
-    interrupts_held,
+    interrupts_deferred,
     loopback_store,
     main_module_hidden,
-    name_cells,
+    oversubscription_warning,
     rank_environment,
-    without_noise,
+    rename_cells,
+    strip_noise,
+    terminate_all,
 )
-from ddp_tutorial.processes.console import Console, RankLog, make_console
-from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError, lost_connection
-from ddp_tutorial.processes.logs import logs_here
-from ddp_tutorial.processes.rank import Job, run_rank
-from ddp_tutorial.processes.script import MissingGuardError, Script, require_guard
-from ddp_tutorial.processes.signals import StoppedError, handling
 from ddp_tutorial.processes.transport import Descriptor, dump_call, take_messages
 from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, choose_backend, choose_device
 
@@ -92,7 +92,7 @@ def launch(
     threads: int | None = None,
     echo: bool = True,
     in_process: bool = False,
-    pass_on: Sequence[signal.Signals] = (),
+    forward_signals: Sequence[signal.Signals] = (),
 ) -> list[Result]:
     """Run `fn(world, *args)` on `nprocs` ranks and return their results, rank 0's first.
 
@@ -116,7 +116,7 @@ def launch(
     - `echo`: show what the ranks print, their progress, and which device was chosen.
     - `in_process`: with `nprocs=1`, call `fn` in this process. Its exceptions then arrive as they were raised;
       `timeout` and `threads` have no effect.
-    - `pass_on`: signals, such as SIGTERM, that this process sends on to the ranks instead of ending at once.
+    - `forward_signals`: signals, such as SIGTERM, that this process sends on to the ranks instead of ending at once.
 
     Processes that the ranks have started are ended with them, after a success too: a launch leaves none behind. Only
     where this process is killed by SIGKILL, the ranks die with it, but nobody is left to end what they have started
@@ -134,9 +134,9 @@ def launch(
     carrier = choose_backend(backend, kind)
     console = make_console(echo)
     if device == "auto":
-        console.say(announce(nprocs, kind.type, carrier))
-    if warning := crowd(nprocs, kind.type, cores()):
-        console.say(warning)
+        console.message(announce(nprocs, kind.type, carrier))
+    if warning := oversubscription_warning(nprocs, kind.type, cores()):
+        console.message(warning)
     if in_process:
         console.close([])
         return [fn(World.detect({}, device=kind.type, backend=carrier), *args)]
@@ -144,7 +144,7 @@ def launch(
     call = dump_call(fn, args, script)
     ranks = _Ranks(nprocs, console)
     try:
-        with handling(pass_on, ranks.pass_on), ranks:
+        with handling(forward_signals, ranks.forward_signal), ranks:
             ranks.start(call, script, kind.type, carrier, collective_timeout, threads or max(1, cores() // nprocs))
             ranks.wait(timeout)
             return ranks.results()
@@ -220,7 +220,7 @@ class _Rank:
         return self.raised is not None or (self.exit_code is not None and self.result is None)
 
     @property
-    def heard_of_rank_zero(self) -> bool:
+    def repeats_rank_zero_error(self) -> bool:
         """It has raised because rank 0 told it of its own failure: the cause is rank 0's."""
         return self.raised is not None and self.raised.is_a(RankZeroFailedError)
 
@@ -234,12 +234,12 @@ class _Rank:
         died without an error; then those that lost the connection to another; last those that heard of rank 0."""
         if self.raised is None:
             return 1, 0.0
-        return (3 if self.heard_of_rank_zero else 2 if self.lost_connection else 0), self.raised_at
+        return (3 if self.repeats_rank_zero_error else 2 if self.lost_connection else 0), self.raised_at
 
     @property
     def reason(self) -> str:
         if self.raised is not None:
-            return f"raised {without_noise(str(self.raised))}"
+            return f"raised {strip_noise(str(self.raised))}"
         if self.result is not None:
             return "had returned"
         if self.exit_code is None:
@@ -274,14 +274,14 @@ class _Ranks:
         self.store = store = loopback_store(self.nprocs)  # it has to live as long as the ranks
         environ = {**rank_environment(self.nprocs, threads, store.port if store else 0), MARK: self.mark}
         environ |= self.console.environment
-        with ExitStack() as parents_copies, interrupts_held(), main_module_hidden(), environment(environ):
+        with ExitStack() as parents_copies, interrupts_deferred(), main_module_hidden(), environment(environ):
             outputs, messages = ([self._pipe(parents_copies) for _ in range(self.nprocs)] for _ in range(2))
             lifeline, self.lifeline = os.pipe()
             parents_copies.callback(os.close, lifeline)
             call_file = parents_copies.enter_context(TemporaryFile())  # nameless: it vanishes with its last user
             call_file.write(call)
             call_file.flush()
-            job = Job(
+            job = RankJob(
                 outputs=[Descriptor(write) for _, write in outputs],
                 messages=[Descriptor(write) for _, write in messages],
                 lifeline=Descriptor(lifeline),
@@ -292,19 +292,19 @@ class _Ranks:
                 collective_timeout=timedelta(seconds=collective_timeout),
                 script=script,
                 sources=cell_sources(),
-                logs=logs_here(),
+                logs=current_logging(),
                 parent=os.getpid(),
                 # the signal of a parent's death is bound to the thread that started the child
                 dies_with_thread=threading.current_thread() is threading.main_thread(),
             )
             processes = torch.multiprocessing.spawn(run_rank, (job,), self.nprocs, join=False).processes
             for rank, process in enumerate(processes):
-                log = RankLog(rank, self.console.line, name_cells)  # a warning may name lines of a cell
+                log = RankLog(rank, self.console.line, rename_cells)  # a warning may name lines of a cell
                 exit_fd = exit_descriptor(process)
                 self.reading.callback(os.close, exit_fd)
                 self._listen(_Rank(rank, process, exit_fd, outputs[rank][0], messages[rank][0], log))
         if self.signalled:  # meanwhile
-            self.pass_on(self.signalled, None)
+            self.forward_signal(self.signalled, None)
 
     def _pipe(self, parents_copies: ExitStack) -> tuple[int, int]:
         """Its end for reading, open until all is over, and for writing, which ranks inherit."""
@@ -347,9 +347,9 @@ class _Ranks:
 
     def _cause_is_missing(self) -> bool:
         """Ranks have failed, but only because rank 0 has, and that one has not said how."""
-        return all(rank.heard_of_rank_zero for rank in self.ranks if rank.failed)
+        return all(rank.repeats_rank_zero_error for rank in self.ranks if rank.failed)
 
-    def pass_on(self, number: int, frame: object) -> None:
+    def forward_signal(self, number: int, frame: object) -> None:
         """Send every rank the signal that this process has been sent."""
         self.signalled = number
         for rank in self._running():
@@ -361,7 +361,7 @@ class _Ranks:
         values = []
         for rank in self.ranks:
             if rank.exit_code:
-                self.console.say(f"rank {rank.rank} returned its result, but then ended with code {rank.exit_code}")
+                self.console.message(f"rank {rank.rank} returned its result, but then ended with code {rank.exit_code}")
             try:
                 values.append(pickle.loads(rank.result or b""))
             except Exception as error:
@@ -374,8 +374,8 @@ class _Ranks:
 
         The error that ends the launch gets a note for each process that cannot be killed.
         """
-        with interrupts_held():
-            stuck = end_all([rank.process for rank in self.ranks], self.mark)
+        with interrupts_deferred():
+            stuck = terminate_all([rank.process for rank in self.ranks], self.mark)
             for rank in self.ranks:
                 self._reap(rank)
                 if error is not None and rank.process in stuck:
@@ -415,10 +415,10 @@ class _Ranks:
                     rank.result = content[0]
                 case "raised":
                     raised, trace, rank.raised_at = content
-                    rank.raised = replace(raised, message=name_cells(raised.message))  # it may name lines of a cell
-                    rank.traceback = name_cells(trace)
+                    rank.raised = replace(raised, message=rename_cells(raised.message))  # it may name lines of a cell
+                    rank.traceback = rename_cells(trace)
                 case "report":
-                    rank.report = name_cells(content[0])
+                    rank.report = rename_cells(content[0])
         return more
 
     def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
@@ -460,7 +460,7 @@ class _Ranks:
                 " A rank that returns closes its connections: every rank must enter every collective, with tensors of "
                 "one size. With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, torch names sizes that differ."
             )
-        trace = without_noise(first.traceback)
+        trace = strip_noise(first.traceback)
         return RankError(first.rank, first.reason, trace, first.log.tail(), note, first.raised)
 
     def _timed_out(self, timeout: float | None) -> RankTimeoutError:

@@ -11,7 +11,7 @@ class Logs(NamedTuple):
     formatter: logging.Formatter | None
 
 
-def logs_here() -> Logs | None:
+def current_logging() -> Logs | None:
     """What goes to this process's terminal or cell, as `logging.basicConfig(level=logging.INFO)` sets it up; None where
     nobody has, and Python shows warnings and errors. Levels of single loggers and handlers for files do not count."""
     root = logging.getLogger()
@@ -22,7 +22,7 @@ def logs_here() -> Logs | None:
     return None
 
 
-def set_up(logs: Logs | None) -> None:
+def configure(logs: Logs | None) -> None:
     """In a rank: write what is logged to stderr, which the parent shows under the rank's name."""
     if logs is None:
         return

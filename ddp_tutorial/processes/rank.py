@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.compat import flight_record
 from ddp_tutorial.processes.errors import Raised
-from ddp_tutorial.processes.logs import Logs, set_up
+from ddp_tutorial.processes.logs import Logs, configure
 from ddp_tutorial.processes.script import Script
 from ddp_tutorial.processes.signals import die_with_parent
 from ddp_tutorial.processes.transport import Descriptor, Sender, dump_result
@@ -42,7 +42,7 @@ def progress(done: int, total: int, **numbers: float) -> None:
         _send("progress", done, total, numbers)
 
 
-def end_with(error: BaseException) -> NoReturn:
+def exit_with(error: BaseException) -> NoReturn:
     """End this rank with `error`, from any thread: for when the main one waits in native code, which nothing wakes.
 
     Under `launch` the parent raises it as a `RankError`; elsewhere it goes to stderr, and the exit code is 1.
@@ -61,7 +61,7 @@ def send_figure(png: bytes) -> None:
 
 
 @dataclass
-class Job:
+class RankJob:
     """What a rank is given when it is spawned; one object for all ranks.
 
     The call itself waits in a file. Passed along here, a large one would make the ranks start one after
@@ -83,11 +83,11 @@ class Job:
     dies_with_thread: bool
 
 
-def run_rank(rank: int, job: Job) -> None:
+def run_rank(rank: int, job: RankJob) -> None:
     """The function that `torch.multiprocessing.spawn` calls in each new process."""
     global _exit_code
     atexit.register(_end_without_finalising)  # first in, so last to be called
-    send = become_rank(rank, job.outputs[rank], job.messages[rank], job)
+    send = initialize_rank(rank, job.outputs[rank], job.messages[rank], job)
     for other, (output, messages) in enumerate(zip(job.outputs, job.messages, strict=True)):
         if other != rank:
             os.close(output.fd)
@@ -103,13 +103,13 @@ def run_rank(rank: int, job: Job) -> None:
             stack.enter_context(process_group(world))
             outcome: tuple[Any, ...] = ("result", dump_result(fn(world, *args)))
         except (Exception, SystemExit) as error:  # a rank that leaves has failed: the others count on it
-            outcome = ("raised", Raised.of(error), own_traceback(error), time.monotonic())
+            outcome = ("raised", Raised.of(error), user_traceback(error), time.monotonic())
         # Told before the group is torn down: when that breaks the others' connections, the cause is known already.
         send(*outcome)
     _exit_code = int(outcome[0] == "raised")
 
 
-class Origin(Protocol):
+class ParentInfo(Protocol):
     """What a process has to know to become a rank: `sources` are the lines of notebook cells by file name, `logs` what
     its parent's `logging` shows, `parent` the process that has started it, which dies with it or with its thread."""
 
@@ -120,7 +120,7 @@ class Origin(Protocol):
     dies_with_thread: bool
 
 
-def become_rank(rank: int, output: Descriptor, messages: Descriptor, origin: Origin) -> Sender:
+def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin: ParentInfo) -> Sender:
     """Make this process a rank: it ends with its parent and leaves interrupts to it, prints into `output`, and talks
     through the sender that is returned, as `progress` does."""
     global _send
@@ -131,13 +131,13 @@ def become_rank(rank: int, output: Descriptor, messages: Descriptor, origin: Ori
     local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])  # the other variables were set when it was started
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
     torch.set_num_threads(origin.threads)
-    know_sources(origin.sources)
-    set_up(origin.logs)
+    register_sources(origin.sources)
+    configure(origin.logs)
     _send = Sender(messages.fd)
     return _send
 
 
-def know_sources(sources: Mapping[str, list[str]]) -> None:
+def register_sources(sources: Mapping[str, list[str]]) -> None:
     """Let tracebacks show the lines of cells."""
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -155,7 +155,7 @@ def _end_without_finalising() -> None:
     os._exit(_exit_code)
 
 
-def _never_outlive_the_parent(origin: Origin) -> None:
+def _never_outlive_the_parent(origin: ParentInfo) -> None:
     """Ignore interrupts, which are for the parent to handle, and be killed when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -200,7 +200,7 @@ def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
     os._exit(1)
 
 
-def own_traceback(error: BaseException, *files: str) -> str:
+def user_traceback(error: BaseException, *files: str) -> str:
     """The traceback without the frames of this package's launching, and of `files`; empty where there are no others."""
     story = traceback.TracebackException.from_exception(error)
     ours = {__file__, *(ours.__code__.co_filename for ours in (Script.run, dump_result)), *files}

@@ -24,7 +24,7 @@ from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.script import require_guard
 from ddp_tutorial.processes.signals import SIGNALS, die_with_parent
-from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, joins_others, process_group
+from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, is_launched_rank, process_group
 
 Result = TypeVar("Result")
 
@@ -53,11 +53,11 @@ def run(
     ranks were started here.
     """
     require_guard("run")
-    if joins_others():
+    if is_launched_rank():
         here = World.detect(device=device, backend=backend, timeout=timedelta(seconds=collective_timeout))
         return _join(main, args, here)
     options: dict[str, Any] = {"device": device, "backend": backend, "collective_timeout": collective_timeout}
-    options |= {"pass_on": SIGNALS} | launch_options
+    options |= {"forward_signals": SIGNALS} | launch_options
     try:
         return launch(main, nprocs, *args, **options)[0]
     except RankError as error:

@@ -159,7 +159,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def shown(loss: float | None) -> str:
+def format_loss(loss: float | None) -> str:
     """A loss for people; in a log, None stands for infinity or NaN."""
     return "diverged" if loss is None else f"{loss:.3f}"
 

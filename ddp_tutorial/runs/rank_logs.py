@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from ddp_tutorial.files import unfinished, write_json
+from ddp_tutorial.files import temporary_path, write_json
 from ddp_tutorial.processes.console import in_notebook
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.world import World
@@ -44,7 +44,7 @@ def rank_log(world: World, run: RunFolder) -> Iterator[None]:
 
 
 @contextmanager
-def failure_noted(world: World, run: RunFolder, step: Callable[[], int]) -> Iterator[None]:
+def record_failure(world: World, run: RunFolder, step: Callable[[], int]) -> Iterator[None]:
     """An exception leaves its traceback in the rank's log; that of the first rank to fail, a note in the run's folder.
 
     Those that fail after it do so because it is gone.
@@ -54,7 +54,7 @@ def failure_noted(world: World, run: RunFolder, step: Callable[[], int]) -> Iter
     except Exception as error:
         LOG.exception("failed after step %d", step())
         note = {"rank": world.rank, "step": step(), "error": f"{type(error).__name__}: {error}"}
-        aside = unfinished(run.failure)
+        aside = temporary_path(run.failure)
         with suppress(OSError):  # a full disk, say: the error itself is what matters
             write_json(aside, note)
             try:

@@ -1,7 +1,7 @@
 """What is kept of one run, as one context manager: its folder, its log, what each rank says and uses, how it failed.
 
 record = RunRecord(world, folder, config)
-with record.alone():     # locked, and a run for all to see; now look whether it can go on, and refuse where it cannot
+with record.exclusive():  # the folder is locked; check here whether the run can resume, and raise if it cannot
     with record:
         record.reopen()
         record.log.add(...)
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_tutorial.checkpoint.manifest import SHARE
-from ddp_tutorial.collectives import all_gather, decided_by_rank_zero
+from ddp_tutorial.collectives import all_gather, decide_on_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import describe_environment
-from ddp_tutorial.files import RUNS, about_to, clear_unfinished, locked, remove, unfinished, write_json
+from ddp_tutorial.files import RUNS, locked, notify_observers, remove, remove_temporary, temporary_path, write_json
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.runs.folder import RunFolder
-from ddp_tutorial.runs.rank_logs import failure_noted, rank_log
+from ddp_tutorial.runs.rank_logs import rank_log, record_failure
 from ddp_tutorial.runs.step_log import StepLog
 from ddp_tutorial.runs.usage import Usage
 from ddp_tutorial.world import World
@@ -31,10 +31,10 @@ _MARK = "shared"  # the name, for an instant, of the file by which ranks see tha
 
 
 def open_folder(
-    world: World, name: str, label: str, *, again: bool, shared: bool = False, private: bool = True
+    world: World, name: str, label: str, *, resuming: bool, shared: bool = False, private: bool = True
 ) -> RunFolder:
     """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide. Collective.
-    It is empty; `RunRecord.alone` makes it the folder of a run.
+    It is empty; `RunRecord.exclusive` makes it the folder of a run.
 
     It is called `name`, or by the time and `label`. With `again` it is the folder of that name, whoever made it; else a
     name that is taken gets a number. Where it has to be `shared`, as checkpoints do, and some rank does not see it, or
@@ -44,7 +44,7 @@ def open_folder(
     that the new one is in, such as runs/.
     """
     label = f"{label}-{world.size}x"
-    folder, is_new = decided_by_rank_zero(world, lambda: _made_folder(name, label, again, private))
+    folder, is_new = decide_on_rank_zero(world, lambda: _made_folder(name, label, resuming, private))
     others = _not_seeing(world, folder.path) if shared else []
     if others:
         if is_new and world.is_main:
@@ -70,7 +70,7 @@ def require_rank_zeros(world: World, name: str) -> None:
                 "the checkpoints. Start rank 0 there, or use another name."
             )
 
-    decided_by_rank_zero(world, look)
+    decide_on_rank_zero(world, look)
 
 
 def _not_seeing(world: World, folder: Path) -> list[str]:
@@ -78,7 +78,7 @@ def _not_seeing(world: World, folder: Path) -> list[str]:
     each node may have its own, of an earlier run. Collective."""
     if world.size == 1:
         return []
-    mark = decided_by_rank_zero(world, lambda: _marked(folder))
+    mark = decide_on_rank_zero(world, lambda: _marked(folder))
     try:
         return [str(rank) for rank, sees in enumerate(all_gather(world, mark.exists())) if not sees]
     finally:
@@ -88,8 +88,8 @@ def _not_seeing(world: World, folder: Path) -> list[str]:
 
 def _marked(folder: Path) -> Path:
     """Make an empty file in `folder`, under a name that no other has, and return its path."""
-    mark = unfinished(folder / _MARK)
-    about_to("write", mark)
+    mark = temporary_path(folder / _MARK)
+    notify_observers("write", mark)
     mark.touch(exist_ok=False)
     return mark
 
@@ -126,7 +126,7 @@ class RunRecord:
         self._inside = ExitStack()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Inside, no other run may use the folder. One that is new has its config by now; in that of an earlier life
         nothing has been touched yet. Raises `FolderInUseError`, on all ranks, where another run uses it. Collective.
 
@@ -141,13 +141,13 @@ class RunRecord:
                     write_json(self.folder.config, self.config)
                 self.log.open()
 
-            decided_by_rank_zero(self.world, begin)
+            decide_on_rank_zero(self.world, begin)
             yield
 
     def __enter__(self) -> "RunRecord":
         with ExitStack() as stack:
             stack.enter_context(rank_log(self.world, self.folder))
-            stack.enter_context(failure_noted(self.world, self.folder, lambda: self.step))
+            stack.enter_context(record_failure(self.world, self.folder, lambda: self.step))
             stack.enter_context(observe(self.watch))
             if self.world.is_main:  # how an earlier attempt has ended
                 self.folder.failure.unlink(missing_ok=True)
@@ -160,10 +160,10 @@ class RunRecord:
     def reopen(self) -> None:
         """The run goes on: what an earlier life of it has come to is not its result any more."""
         if self.world.is_main:
-            clear_unfinished(self.folder.path, _MARK)
+            remove_temporary(self.folder.path, _MARK)
             self.folder.result.unlink(missing_ok=True)
 
-    def step_done(self, number: int) -> dict[str, float]:
+    def record_step(self, number: int) -> dict[str, float]:
         """The seconds of a step by phase, for the log; they are added up for the usage of ranks."""
         self.step = number
         seconds = self.watch.take()

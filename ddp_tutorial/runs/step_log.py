@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ddp_tutorial.files import about_to, without_nan, write_atomically
+from ddp_tutorial.files import notify_observers, without_nan, write_atomically
 from ddp_tutorial.runs.folder import PER_SECOND, read_lines
 from ddp_tutorial.runs.summaries import rates_of
 from ddp_tutorial.world import World
@@ -94,7 +94,7 @@ class StepLog:
             )
         )
 
-    def go_back(self, step: int, losses: list[float], count: float) -> None:
+    def rewind(self, step: int, losses: list[float], count: float) -> None:
         """Carry on after `step` of an earlier run: cut its file back, so that no step is in it twice.
 
         A line that cannot be read, as a disk may leave it, is left out, as readers do.
@@ -110,13 +110,13 @@ class StepLog:
             write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
             self.open()
         if self._events is not None:
-            self._events.go_back(step)
+            self._events.rewind(step)
 
     def sync(self) -> None:
         """Let the file reach the disk, with all steps so far."""
         self.flush()
         if self._file is not None:
-            about_to("fsync", self._path)
+            notify_observers("fsync", self._path)
             os.fsync(self._file.fileno())
 
     def elapsed(self) -> float:
@@ -138,7 +138,7 @@ class StepLog:
     def write(self, *records: dict[str, Any]) -> None:
         """Append records to the file, on rank 0; the last of them becomes a point of TensorBoard's curves."""
         if self._file is not None:
-            about_to("write", self._path)
+            notify_observers("write", self._path)
             left = memoryview("".join(_encode(without_nan(record)) + "\n" for record in records).encode())
             while left:  # a disk that is nearly full takes a part, and says how much; then none, which is an error
                 left = left[self._file.write(left) :]
@@ -183,7 +183,7 @@ class Events:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
         self._writer.file_writer.add_summary(self._summary(value=values), record["step"])
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         self.close()
         self._purge_step = step + 1
 

@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_tutorial.checkpoint.manifest import folders
+from ddp_tutorial.checkpoint.manifest import list_checkpoints
 from ddp_tutorial.config import ConfigError, did_you_mean, flat
 from ddp_tutorial.files import RUNS, is_locked
 from ddp_tutorial.runs.folder import INSIDE, PER_SECOND, Run, RunFolder, load_run, read_object
@@ -45,9 +45,9 @@ Row = dict[str, Any]
 # ------------------------------------------------------------------------------------------------- which runs are there
 
 
-def find_runs(below: Path = RUNS) -> list[Path]:
+def find_runs(folder: Path = RUNS) -> list[Path]:
     """The folders of all runs below a folder, at any depth; the one that began last is last."""
-    return sorted(_runs_below(below), key=lambda folder: (RunFolder(folder).config.stat().st_mtime_ns, folder))
+    return sorted(_runs_below(folder), key=lambda folder: (RunFolder(folder).config.stat().st_mtime_ns, folder))
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
@@ -98,7 +98,7 @@ def state_of(folder: Path) -> RunState:
 # ---------------------------------------------------------------------------------------------------- numbers of a log
 
 
-def number(row: Mapping[str, Any], key: str) -> float | None:
+def finite_number(row: Mapping[str, Any], key: str) -> float | None:
     """A number in a row; None where there is none, or what is there is not finite."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -109,17 +109,17 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
 def metric(row: Row, name: str) -> float | None:
     """The same for a metric of `metrics_of`: "loss", or "seconds.data" for one inside."""
     group, _, key = name.rpartition(".")
-    return number(_mapping(row, group) if group else row, key)
+    return finite_number(_mapping(row, group) if group else row, key)
 
 
 def rows_of(run: Run) -> list[Row]:
     """The rows of its log that belong to a step, in order."""
-    return [row for row in run.steps if isinstance(number(row, "step"), int)]
+    return [row for row in run.steps if isinstance(finite_number(row, "step"), int)]
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
     """The metrics that a log has values of: those of its steps, then "seconds.data" and the other phases."""
-    names = dict.fromkeys(key for row in rows for key in row if number(row, key) is not None)
+    names = dict.fromkeys(key for row in rows for key in row if finite_number(row, key) is not None)
     phases = dict.fromkeys(name for row in rows for name in _mapping(row, "seconds") if ": " not in name)
     return [
         *(key for key in names if key not in {"step", unit_of(rows), "elapsed"}),
@@ -127,13 +127,13 @@ def metrics_of(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def clock(rows: Sequence[Row]) -> list[float]:
+def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
     """For each row, the seconds since the run began: as it was measured, or, in the log of an older version, as its
     phases add up. It goes on where the run was resumed, whose process counts anew."""
     times: list[float] = []
     now = offset = before = 0.0
     for row in rows:
-        elapsed = number(row, "elapsed")
+        elapsed = finite_number(row, "elapsed")
         if elapsed is None:
             now += sum(phases_of([row])[0].values())
             before = now - offset
@@ -154,7 +154,7 @@ def phases_of(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
         for name in seconds:
             if ": " not in name:
                 sums = outer if _is_outer(name, seconds) else in_grads
-                sums[name] += number(seconds, name) or 0.0
+                sums[name] += finite_number(seconds, name) or 0.0
     return _longest_first(outer), _longest_first(in_grads)
 
 
@@ -175,7 +175,7 @@ def _mapping(row: Mapping[str, Any], key: str) -> dict[str, Any]:
 def numbers_of_ranks(row: Mapping[str, Any], key: str) -> list[float]:
     """A list with a number for each rank; empty if it is something else."""
     value = row.get(key)
-    numbers = [number({"it": each}, "it") for each in value] if isinstance(value, list) else []
+    numbers = [finite_number({"it": each}, "it") for each in value] if isinstance(value, list) else []
     return [each for each in numbers if each is not None] if None not in numbers else []
 
 
@@ -229,7 +229,7 @@ class Summary:
     config: dict[str, Any]
 
 
-def summarise(folder: Path) -> Summary:
+def summarize(folder: Path) -> Summary:
     """Read a run's folder and sum it up. Raises `ConfigError` if it is none."""
     return read_run(folder)[1]
 
@@ -239,7 +239,7 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
     state = state_of(folder)  # before its files: a run that ends meanwhile is shown as running, with all its steps
     run = load_run(folder)
     rows, result = rows_of(run), run.result if state != "running" and run.result else {}
-    times, (phases, inside_grads) = clock(rows), phases_of(rows)
+    times, (phases, inside_grads) = elapsed_seconds(rows), phases_of(rows)
     in_ranks = [_mapping(row, "ranks") for row in rows if "ranks" in row]
     failure, unit = _failure(folder) if state == "failed" else None, unit_of(rows)
     steps = run.config["steps"] if isinstance(run.config.get("steps"), int) else 0
@@ -256,14 +256,14 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
         eval_loss=_values(rows, "eval_loss"),
         unit=unit,
         count=_count(rows, unit),
-        rate=number(_mapping(result, "metrics"), unit + PER_SECOND) or _median_rate(rows, unit),
+        rate=finite_number(_mapping(result, "metrics"), unit + PER_SECOND) or _median_rate(rows, unit),
         phases=phases,
         inside_grads=inside_grads,
         memory_mb=_memory([*in_ranks, _mapping(result, "ranks")]),
         straggler=straggler(seconds_of_ranks(in_ranks or [_mapping(result, "ranks")])),
         failure=failure,
         reason=str(result["reason"]) if result.get("reason") else None,
-        checkpoints=[str(path) for path in folders(RunFolder(folder).checkpoints)],
+        checkpoints=[str(path) for path in list_checkpoints(RunFolder(folder).checkpoints)],
         config=run.config,
     )
     return rows, summary
@@ -272,7 +272,7 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
 def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure | None) -> int:
     """The last step that was taken: as the result says, else the later of the log's and the failure's, as the log of a
     run that failed or was killed may lack its last steps."""
-    told = number(result, "step")
+    told = finite_number(result, "step")
     if told is not None:
         return int(told)
     return max([row["step"] for row in rows] + [failure.step or 0 if failure else 0])
@@ -286,7 +286,7 @@ def unit_of(rows: Sequence[Row]) -> str:
 
 def _count(rows: Sequence[Row], unit: str) -> float | None:
     """Return how many `unit` the run has counted, None without a count. Weighted samples count fractions."""
-    return max((count for row in rows if (count := number(row, unit)) is not None), default=None)
+    return max((count for row in rows if (count := finite_number(row, unit)) is not None), default=None)
 
 
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
@@ -294,12 +294,14 @@ def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, 
     none of these is there, as many as the config says were to be started: torchrun may have started others."""
     told = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
     logs = len(list(run.path.glob("rank_*.log")))
-    known = number(result, "world_size") or (told[-1] if told else 0) or logs or number(run.config, "nprocs")
+    known = (
+        finite_number(result, "world_size") or (told[-1] if told else 0) or logs or finite_number(run.config, "nprocs")
+    )
     return int(known or 1)
 
 
 def _values(rows: Sequence[Row], key: str) -> Values | None:
-    values = [(number(row, key), row["step"]) for row in rows if key in row]
+    values = [(finite_number(row, key), row["step"]) for row in rows if key in row]
     if not values:
         return None
     best, best_step = min(((value, step) for value, step in values if value is not None), default=(None, None))
@@ -308,7 +310,7 @@ def _values(rows: Sequence[Row], key: str) -> Values | None:
 
 def rates_of(rows: Sequence[Row], unit: str) -> list[float]:
     """The rate of each stretch between two writes of the log, whose steps all have the same."""
-    rates = [rate for row in rows if (rate := number(row, unit + PER_SECOND)) is not None]
+    rates = [rate for row in rows if (rate := finite_number(row, unit + PER_SECOND)) is not None]
     return [rate for rate, _ in groupby(rates)]
 
 
@@ -368,7 +370,7 @@ def seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[fl
 
 def _failure(folder: Path) -> Failure:
     said = read_object(RunFolder(folder).failure) or {}
-    rank, step = number(said, "rank"), number(said, "step")
+    rank, step = finite_number(said, "rank"), finite_number(said, "step")
     return Failure(
         None if rank is None else int(rank),
         None if step is None else int(step),
@@ -379,7 +381,7 @@ def _failure(folder: Path) -> Failure:
 # ------------------------------------------------------------------------------------------------------ runs, compared
 
 
-def differing(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
+def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
     """The settings that are not the same in all runs, by their dotted names, with the value of each run.
 
     A setting that the config of an older version does not have yet is no difference; it is None there. `nprocs` is the

@@ -57,13 +57,13 @@ class Usage:
             )
         return used
 
-    def of_ranks(self) -> dict[str, Any]:
+    def gather(self) -> dict[str, Any]:
         """Megabytes that each rank has now, and its seconds by phase since the last call. Collective."""
         since, self._since = self._since, Counter()
         self._before.update(since)
         return self._gather(self._memory(), since)
 
-    def of_ranks_in_all(self) -> dict[str, Any]:
+    def gather_totals(self) -> dict[str, Any]:
         """Over the whole run: the most megabytes of each rank, its seconds by phase, and who was slow. Collective."""
         self._memory()
         seconds = self._before.copy()

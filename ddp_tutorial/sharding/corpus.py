@@ -22,13 +22,13 @@ import pyarrow.parquet
 import torch
 
 from ddp_tutorial.config import ConfigError, did_you_mean
-from ddp_tutorial.files import RUNS, made_once
+from ddp_tutorial.files import RUNS, build_once
 from ddp_tutorial.sharding.stories import story
 
 STORIES = Path(__file__).parents[2] / "data" / "stories"
 
 # One document in this many is held out for evaluation, by its place in the list, so that none is in both.
-HELD_OUT = 20
+VALIDATION_EVERY = 20
 
 CACHE = RUNS / "cache"
 
@@ -59,12 +59,12 @@ def load_corpus(name: str) -> Corpus:
         np.save(unfinished / "train.npy", train.numpy())
         np.save(unfinished / "valid.npy", valid.numpy())
 
-    made_once(folder, fill)
+    build_once(folder, fill)
     parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))
     return Corpus(name, *map(torch.from_numpy, parts))
 
 
-def is_at_hand(name: str) -> bool:
+def is_cached(name: str) -> bool:
     """Can the corpus be read without writing a cache first? Raises `ConfigError` for files that are not there."""
     kind, _, argument = name.partition(":")
     return kind not in _DATASETS or _cache_of(kind, argument).exists()
@@ -80,9 +80,9 @@ def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tenso
     if not documents:
         raise ConfigError(f"corpus {name!r} is empty: there is no text in it to learn from")
     if len(documents) == 1:  # one document: hold out its end
-        cut = len(documents[0]) - len(documents[0]) // HELD_OUT
+        cut = len(documents[0]) - len(documents[0]) // VALIDATION_EVERY
         return _tokens([documents[0][:cut]]), _tokens([documents[0][cut:]])
-    held_out = [i % HELD_OUT == min(HELD_OUT, len(documents)) - 1 for i in range(len(documents))]
+    held_out = [i % VALIDATION_EVERY == min(VALIDATION_EVERY, len(documents)) - 1 for i in range(len(documents))]
     train = [text for text, out in zip(documents, held_out, strict=True) if not out]
     valid = [text for text, out in zip(documents, held_out, strict=True) if out]
     return _tokens(train), _tokens(valid)

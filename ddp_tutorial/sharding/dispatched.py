@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
 from ddp_tutorial.compat import tree_flatten, tree_unflatten
-from ddp_tutorial.sharding.order import deal_parts, parts_of_world
-from ddp_tutorial.sharding.samples import Tree, as_batch, rows_of
-from ddp_tutorial.sharding.sharded import Share, Source, SourceState, to_device
+from ddp_tutorial.sharding.permutation import global_micro_batch_sizes, shard_micro_batches
+from ddp_tutorial.sharding.samples import Tree, as_batch, select_rows
+from ddp_tutorial.sharding.sharded import LocalBatch, Source, SourceState, to_device
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World, require_group
 
@@ -29,7 +29,7 @@ class DispatchedSource:
     tree of tensors, with a row for each sample; it need not divide by the ranks. A `collate_fn` that pads does so to
     the longest sample of the whole batch. What fails on rank 0 is raised on all ranks, as a `SourceError`.
 
-    Where the inner source draws random numbers (its `draws_here`), as a dataset or a transform may that has no
+    Where the inner source draws random numbers (its `uses_local_rng`), as a dataset or a transform may that has no
     `workers`, rank 0 reads in its main thread, and not ahead: threads share their process's random numbers, and would
     change those of the training.
     """
@@ -47,7 +47,7 @@ class DispatchedSource:
             self._inner = make() if world.is_main else None
             first = (self._inner.batch_size, self._inner.state_dict()) if self._inner else None
         self._group: dist.ProcessGroup | None = None
-        self._ahead: queue.Queue[tuple[list[Share], SourceState] | Exception] = queue.Queue(prefetch)
+        self._ahead: queue.Queue[tuple[list[LocalBatch], SourceState] | Exception] = queue.Queue(prefetch)
         self._parts = 1  # micro-batches of a step
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -57,25 +57,25 @@ class DispatchedSource:
         self.batch_size: int = told[0]
         self._state: SourceState = told[1]
 
-    def __next__(self) -> Share:
+    def __next__(self) -> LocalBatch:
         return self.take(1)[0]
 
-    def take(self, parts: int) -> list[Share]:
-        if parts != self._parts:
+    def take(self, micro_batches: int) -> list[LocalBatch]:
+        if micro_batches != self._parts:
             self.load_state_dict(self._state)  # what has been read ahead is in other micro-batches
-            self._parts = parts
+            self._parts = micro_batches
         if self._group is None and self.world.size > 1:
             # gloo, on GPUs too: the samples are still in main memory. A separate group keeps the threads' messages
             # apart from the main thread's collectives.
             self._group = dist.new_group(backend="gloo", timeout=self.world.timeout)
-        shares, self._state = self._next_here() if getattr(self._inner, "draws_here", False) else self._next_ahead()
+        shares, self._state = self._next_here() if getattr(self._inner, "uses_local_rng", False) else self._next_ahead()
         return [replace(share, samples=to_device(share.samples, self.world.device)) for share in shares]
 
-    def _next_here(self) -> tuple[list[Share], SourceState]:
+    def _next_here(self) -> tuple[list[LocalBatch], SourceState]:
         self._is_open = True
         return self._step()
 
-    def _next_ahead(self) -> tuple[list[Share], SourceState]:
+    def _next_ahead(self) -> tuple[list[LocalBatch], SourceState]:
         if self._thread is None:
             self._closing.clear()
             self._is_open = True
@@ -95,21 +95,23 @@ class DispatchedSource:
         except Exception as error:
             self._put(error)
 
-    def _step(self) -> tuple[list[Share], SourceState]:
+    def _step(self) -> tuple[list[LocalBatch], SourceState]:
         """Read a step, send the others their shares, and return rank 0's own. What fails is told to all."""
         assert self._inner is not None
         try:
             share, state = next(self._inner), self._inner.state_dict()
             samples = as_batch(share.samples, share.count)
-            counts = parts_of_world(share.count, self.world.size, self._parts)
+            counts = global_micro_batch_sizes(share.count, self.world.size, self._parts)
 
             def dealt(rank: int) -> list[tuple[Tree, int, int]]:
-                parts = deal_parts(torch.arange(share.count), rank, self.world.size, self._parts)
-                return [(rows_of(samples, part), len(part), count) for part, count in zip(parts, counts, strict=True)]
+                parts = shard_micro_batches(torch.arange(share.count), rank, self.world.size, self._parts)
+                return [
+                    (select_rows(samples, part), len(part), count) for part, count in zip(parts, counts, strict=True)
+                ]
 
             for rank in range(1, self.world.size):
                 self._send((dealt(rank), state), rank)
-            return [Share(*each) for each in dealt(0)], state
+            return [LocalBatch(*each) for each in dealt(0)], state
         except Exception as error:
             told = f"rank 0 could not read on: {error}"
             self._end_others(told)
@@ -128,11 +130,11 @@ class DispatchedSource:
                 if isinstance(found, str):
                     return self._put(SourceError(found))
                 dealt, state = found
-                self._put(([Share(*each) for each in dealt], state))
+                self._put(([LocalBatch(*each) for each in dealt], state))
         except Exception as error:  # the connection is lost: the main thread will raise it
             self._put(error)
 
-    def _put(self, found: tuple[list[Share], SourceState] | Exception) -> None:
+    def _put(self, found: tuple[list[LocalBatch], SourceState] | Exception) -> None:
         """Hand a share, or the error, to the main thread as soon as there is room, unless the source is being
         closed."""
         while not self._closing.is_set():

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from ddp_tutorial.compat import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import made_once
-from ddp_tutorial.sharding.order import Indices
+from ddp_tutorial.files import build_once
+from ddp_tutorial.sharding.permutation import Indices
 
 Tree = Any  # of tensors
 CollateFn = Callable[[list[Any]], Tree]  # a list of samples -> one batch, as for torch's DataLoader
@@ -27,7 +27,7 @@ CollateFn = Callable[[list[Any]], Tree]  # a list of samples -> one batch, as fo
 # --------------------------------------------------------------------------------------------------------- batches
 
 
-def rows_of(tree: Tree, which: torch.Tensor | slice) -> Tree:
+def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
     """Some of the samples of a batch, as contiguous tensors, since a loss may call `view` on them.
 
     Raises `ValueError`, naming the leaf, for one that is not a tensor with rows.
@@ -102,12 +102,12 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
     require_dataset(dataset)
     if hasattr(dataset, "fetch"):
         if collate_fn is not None:
-            raise ConfigError(f"{name_of(dataset)} gives whole batches (fetch): leave out collate_fn")
+            raise ConfigError(f"{type_name(dataset)} gives whole batches (fetch): leave out collate_fn")
         return dataset
-    if not has_numbers(dataset):
+    if not is_map_style(dataset):
         raise ConfigError(
-            f"{name_of(dataset)} has no length, or no samples by number: it lacks __len__ or __getitem__. Add both, or "
-            "follow it as a stream: make_source(..., config=SourceConfig(kind='streamed'))."
+            f"{type_name(dataset)} has no length, or no samples by number: it lacks __len__ or __getitem__. Add both, "
+            "or follow it as a stream: make_source(..., config=SourceConfig(kind='streamed'))."
         )
     if type(dataset) is TensorDataset and collate_fn is None:
         return Tensors(dataset.tensors)
@@ -124,12 +124,12 @@ def require_dataset(dataset: Any) -> None:
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, dataset))
         raise ConfigError(
-            f"{name_of(dataset)} is a mapping of {names}, not a list of samples. Choose one of its splits, or make "
+            f"{type_name(dataset)} is a mapping of {names}, not a list of samples. Choose one of its splits, or make "
             "a dataset of its columns: TensorDataset(x, y), datasets.Dataset.from_dict(...)."
         )
 
 
-def has_numbers(dataset: Any) -> bool:
+def is_map_style(dataset: Any) -> bool:
     """Is it a map-style dataset, whose samples can be read by number?"""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return False
@@ -139,7 +139,7 @@ def has_numbers(dataset: Any) -> bool:
         return False
 
 
-def name_of(dataset: Any) -> str:
+def type_name(dataset: Any) -> str:
     """What kind of thing it is, for a message: "a datasets.arrow_dataset.Dataset"."""
     return f"a {type(dataset).__module__}.{type(dataset).__qualname__}".replace("builtins.", "")
 
@@ -191,7 +191,7 @@ class Rows:
         """Raises `ValueError`, naming the row, where one cannot be read or is not like the others."""
         numbers = indices.tolist()
         if not numbers:  # no rows, in the form that a batch has
-            return rows_of(as_batch(self.fetch(np.zeros(1, dtype=np.int64)), 1), slice(0, 0))
+            return select_rows(as_batch(self.fetch(np.zeros(1, dtype=np.int64)), 1), slice(0, 0))
         many = getattr(self.rows, "__getitems__", None)  # quicker than one at a time
         rows = _read(many, numbers, numbers) if many else [_read(self.rows.__getitem__, n, [n]) for n in numbers]
         return collate_rows(rows, numbers, self.collate_fn)
@@ -215,7 +215,7 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
     the first row lacks, and keep a list of strings and numbers, so it gets rows with the same columns and types only.
     """
     if collate_fn is default_collate:
-        check_alike(rows, numbers)
+        check_same_structure(rows, numbers)
     try:
         return collate_fn(list(rows))
     except Exception as error:
@@ -230,7 +230,7 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
         ) from error
 
 
-def check_alike(rows: Sequence[Any], numbers: Sequence[int]) -> None:
+def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
     """Raise `ValueError` where a row has other columns or other types than the first; `numbers` are theirs."""
     if all(isinstance(row, dict) for row in rows) and len({(*row, *map(type, row.values())) for row in rows}) == 1:
         return  # as nearly always, and seen in a third of the time
@@ -414,7 +414,7 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
             columns = blocks.fetch(indices)
             write_arrow(unfinished / name, {column: tensor.numpy() for column, tensor in columns.items()})
 
-    made_once(folder, fill)
+    build_once(folder, fill)
     return [folder / name for name in names]
 
 
@@ -432,5 +432,5 @@ def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
             with pa.OSFile(str(unfinished / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table, max_chunksize=65536)
 
-    made_once(folder, fill)
+    build_once(folder, fill)
     return [folder / name for name in names]

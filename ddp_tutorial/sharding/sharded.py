@@ -14,14 +14,23 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ddp_tutorial.compat import tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seeded_rng
-from ddp_tutorial.sharding.order import Indices, Sharding, deal_parts, parts_of_world
-from ddp_tutorial.sharding.samples import ArrowShards, Data, Tensors, TokenBlocks, Tree, as_batch, as_samples, rows_of
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Indices, global_micro_batch_sizes, shard_micro_batches
+from ddp_tutorial.sharding.samples import (
+    ArrowShards,
+    Data,
+    Tensors,
+    TokenBlocks,
+    Tree,
+    as_batch,
+    as_samples,
+    select_rows,
+)
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
-    Batches,
-    Revival,
     SourceError,
-    culprit,
+    WorkerBatches,
+    WorkerRestart,
+    failed_worker,
     next_from,
     worker_options,
 )
@@ -34,8 +43,8 @@ _Planned = tuple[int, int, Indices]
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a rank gets of one step, or of one micro-batch of it: `count` samples, of `world_count` on all ranks.
+class LocalBatch:
+    """What a rank gets of one step, or of one micro-batch of it: `count` samples, of `global_count` on all ranks.
 
     `samples` is what the data's fetch or `collate_fn`, then `transform`, made: a tree of tensors with `count` rows. At
     the end of an epoch a rank may have none of a step; then the tensors have no rows.
@@ -43,7 +52,7 @@ class Share:
 
     samples: Tree
     count: int
-    world_count: int
+    global_count: int
 
 
 class Source(Protocol):
@@ -54,11 +63,11 @@ class Source(Protocol):
         """Samples of a step over all ranks; the last step of an epoch may have fewer."""
         ...
 
-    def take(self, parts: int) -> list[Share]:
-        """This rank's samples of the next step, in `parts` micro-batches; see `order.deal_parts`."""
+    def take(self, micro_batches: int) -> list[LocalBatch]:
+        """This rank's samples of the next step, in `parts` micro-batches; see `order.shard_micro_batches`."""
         ...
 
-    def __next__(self) -> Share:
+    def __next__(self) -> LocalBatch:
         """This rank's samples of the next step, in one batch."""
         ...
 
@@ -94,7 +103,7 @@ class ShardedSource:
     def __init__(
         self,
         data: Any,
-        sharding: Sharding,
+        sharding: GlobalBatchSampler,
         world: World,
         *,
         transform: Transform | None = None,
@@ -114,10 +123,10 @@ class ShardedSource:
         self._fetch = _Fetch(self.data, transform, sharding.order.seed or 0)
         self._options = worker_options(workers, prefetch, worker_timeout)
         self._batches: Iterator[list[Tree]] | None = None
-        self._revival = Revival()
+        self._revival = WorkerRestart()
 
     @property
-    def draws_here(self) -> bool:
+    def uses_local_rng(self) -> bool:
         """Does reading draw, or seed, random numbers of this process? No other thread may, meanwhile."""
         return not (self.workers or self._fetch.is_deterministic)
 
@@ -125,17 +134,17 @@ class ShardedSource:
         cursor, rank, size = self.cursor, self.world.rank, self.world.size
         while True:
             indices, cursor = self.sharding.step(cursor)
-            mine = deal_parts(indices, rank, size, self._parts)
+            mine = shard_micro_batches(indices, rank, size, self._parts)
             self._planned.append((mine, cursor, len(indices)))
             yield [(rank + size * number, cursor, each) for number, each in enumerate(mine)]
 
-    def __next__(self) -> Share:
+    def __next__(self) -> LocalBatch:
         return self.take(1)[0]
 
-    def take(self, parts: int) -> list[Share]:
-        if parts != self._parts:
+    def take(self, micro_batches: int) -> list[LocalBatch]:
+        if micro_batches != self._parts:
             self.close()  # what has been read ahead is in other micro-batches
-            self._parts = parts
+            self._parts = micro_batches
         if self._batches is None:
             self._batches = self._read()
             self._taken = 0
@@ -143,19 +152,19 @@ class ShardedSource:
             samples = next_from(self._batches, self.worker_timeout)
         except Exception as error:
             turn = self._taken % max(1, self.workers)
-            who, ahead = culprit(self._batches, turn, self.workers)
+            who, ahead = failed_worker(self._batches, turn, self.workers)
             where = _range(np.concatenate(self._planned[ahead][0])) if ahead < len(self._planned) else "reading ahead"
             told = f"rank {self.world.rank}{who}, {where}: {error}"
             again = self._revival.is_due(self._batches, self.cursor, told)
             self.close()  # the same step can be tried again
             if again:
-                return self.take(parts)
+                return self.take(micro_batches)
             raise SourceError(told) from error
         self._taken += 1
         mine, self.cursor, world_count = self._planned.popleft()
-        counts = parts_of_world(world_count, self.world.size, parts)
+        counts = global_micro_batch_sizes(world_count, self.world.size, micro_batches)
         return [
-            Share(to_device(each, self.world.device), len(indices), count)
+            LocalBatch(to_device(each, self.world.device), len(indices), count)
             for each, indices, count in zip(samples, mine, counts, strict=True)
         ]
 
@@ -171,7 +180,7 @@ class ShardedSource:
             pin_memory=self.world.device.type == "cuda",
             **self._options,
         )
-        return Batches(loader) if self.workers else iter(loader)
+        return WorkerBatches(loader) if self.workers else iter(loader)
 
     def state_dict(self) -> SourceState:
         """The cursor, which is a number of samples."""
@@ -184,7 +193,7 @@ class ShardedSource:
 
     def close(self) -> None:
         """End the workers. The next step would start new ones."""
-        if isinstance(self._batches, Batches):
+        if isinstance(self._batches, WorkerBatches):
             self._batches.close()
         self._batches = None
         self._planned.clear()
@@ -229,13 +238,13 @@ class _Fetch(ByValue, Dataset[list[Tree]]):
 
     def _batch(self, number: int, cursor: int, indices: Indices) -> Tree:
         if not len(indices):  # one sample goes the way of all, and is then left out: what is left has the right form
-            return rows_of(self._batch(number, cursor, np.zeros(1, dtype=np.int64)), slice(0, 0))
+            return select_rows(self._batch(number, cursor, np.zeros(1, dtype=np.int64)), slice(0, 0))
         with nullcontext() if self.is_deterministic else seeded_rng(self.seed, number, cursor):
             samples = self.data.fetch(indices)
             return as_batch(self.transform(samples) if self.transform else samples, len(indices))
 
 
-def require_samples_for_all(sharding: Sharding, world: World) -> None:
+def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
     """Raise `ConfigError` if some rank would never see a sample."""
     samples, batch = sharding.order.samples, sharding.batch_size
     repeats = sharding.remainder in {"pad", "carry"}  # so that few samples serve many ranks

@@ -25,7 +25,7 @@ from ddp_tutorial.collectives import all_gather, digest, rank_zero_first
 from ddp_tutorial.config import Config, ConfigError
 from ddp_tutorial.sharding.corpus import CACHE
 from ddp_tutorial.sharding.dispatched import DispatchedSource
-from ddp_tutorial.sharding.order import Order, Remainder, Sharding
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation, Remainder
 from ddp_tutorial.sharding.samples import (
     SHARDS,
     ArrowShards,
@@ -35,9 +35,9 @@ from ddp_tutorial.sharding.samples import (
     TokenBlocks,
     as_samples,
     as_shards,
-    has_numbers,
-    name_of,
+    is_map_style,
     require_dataset,
+    type_name,
 )
 from ddp_tutorial.sharding.sharded import (
     ShardedSource,
@@ -55,7 +55,9 @@ class SourceConfig(Config):
     """How the data are read."""
 
     kind: SourceKind = "sharded"
-    remainder: Remainder = Field("carry", description="what becomes of an epoch's last samples; see sharding/order.py")
+    remainder: Remainder = Field(
+        "carry", description="what becomes of an epoch's last samples; see sharding/permutation.py"
+    )
     workers: int = Field(0, ge=0, description="processes that read ahead, for each rank")
     prefetch: int = Field(2, ge=1, description="batches that are read ahead, by each worker or by rank 0")
     window: int = Field(65536, ge=1, description="fast_stream only: samples that are shuffled among themselves")
@@ -65,7 +67,7 @@ class SourceConfig(Config):
     shuffle_buffer: int = Field(1000, ge=1, description="streamed only: samples that are shuffled among themselves")
 
 
-ALONE = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads for all, as one process would read for itself
+SINGLE_PROCESS = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads for all, as one process would read for itself
 
 
 def make_source(
@@ -106,14 +108,16 @@ def make_source(
     sharding = _sharding(len(samples), batch_size, world, seed, config)
     if config.kind == "dispatched":
         require_samples_for_all(sharding, world)
-        inner = partial(ShardedSource, samples, sharding, ALONE, **ahead)
+        inner = partial(ShardedSource, samples, sharding, SINGLE_PROCESS, **ahead)
         return DispatchedSource(inner, world, prefetch=config.prefetch)
     return ShardedSource(samples, sharding, world, **ahead)
 
 
-def _sharding(samples: int, batch_size: int, world: World, seed: int | None, config: SourceConfig) -> Sharding:
-    order = Order(samples, seed, config.window if config.kind == "fast_stream" else None)
-    return Sharding(order, batch_size, config.remainder, world.size)
+def _sharding(
+    samples: int, batch_size: int, world: World, seed: int | None, config: SourceConfig
+) -> GlobalBatchSampler:
+    order = Permutation(samples, seed, config.window if config.kind == "fast_stream" else None)
+    return GlobalBatchSampler(order, batch_size, config.remainder, world.size)
 
 
 def check_source(blocks: TokenBlocks, batch_size: int, world: World, config: SourceConfig) -> None:
@@ -134,19 +138,19 @@ def _streamed(
     collate_fn: CollateFn | None,
     ahead: dict[str, Any],
 ) -> Source:
-    from ddp_tutorial.sharding.streamed import StreamedSource, iterable  # `datasets` takes a second to import
+    from ddp_tutorial.sharding.streamed import StreamedSource, iterable_dataset  # `datasets` takes a second to import
 
     options = {"streams": config.streams, "seed": seed, "shuffle_buffer": config.shuffle_buffer, **ahead}
     if collate_fn is not None:
         options["collate_fn"] = collate_fn
-    dataset = iterable(data.paths, data.columns) if isinstance(data, ArrowShards) else data
+    dataset = iterable_dataset(data.paths, data.columns) if isinstance(data, ArrowShards) else data
     return StreamedSource(dataset, batch_size, world, **options)
 
 
 def _require_kind(config: SourceConfig, data: Any) -> None:
     """Raise `ConfigError` where the data are no dataset, or cannot be read in the way that `config` names."""
     require_dataset(data)
-    kind, name = config.kind, name_of(data)
+    kind, name = config.kind, type_name(data)
     if kind == "streamed" and config.remainder != "carry":
         raise ConfigError("'source.remainder' is for sources that know how long they are; a stream ends where it ends")
     if isinstance(data, TokenBlocks | ArrowShards):
@@ -156,7 +160,7 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
             f"source.kind=fast_stream reads Arrow files, and {name} is none. Use source.kind=sharded, or give "
             "Arrow files: make_source(ArrowShards(paths), ...)."
         )
-    if kind == "streamed" and (hasattr(data, "fetch") or has_numbers(data)):
+    if kind == "streamed" and (hasattr(data, "fetch") or is_map_style(data)):
         as_stream = ", or give dataset.to_iterable_dataset()" if hasattr(data, "to_iterable_dataset") else ""
         raise ConfigError(
             f"source.kind=streamed is for data that can only be followed, and {name} can be read by number. Use "

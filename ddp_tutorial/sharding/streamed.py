@@ -16,14 +16,21 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.compat import hidden_worker_info, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seed_of, seeded_rng
-from ddp_tutorial.sharding.samples import CollateFn, Tree, as_batch, collate_rows, rows_of
-from ddp_tutorial.sharding.sharded import ByValue, Share, SourceState, Transform, require_streams_for_all, to_device
+from ddp_tutorial.sharding.samples import CollateFn, Tree, as_batch, collate_rows, select_rows
+from ddp_tutorial.sharding.sharded import (
+    ByValue,
+    LocalBatch,
+    SourceState,
+    Transform,
+    require_streams_for_all,
+    to_device,
+)
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
-    Batches,
-    Revival,
     SourceError,
-    culprit,
+    WorkerBatches,
+    WorkerRestart,
+    failed_worker,
     next_from,
     worker_options,
 )
@@ -83,21 +90,21 @@ class StreamedSource:
         self._options = worker_options(workers, prefetch, worker_timeout)
         self.parts = 1  # micro-batches of a step
         self._steps: Iterator[list[_Part]] | None = None
-        self._revival = Revival()
+        self._revival = WorkerRestart()
         self._empty: Tree | None = None  # a batch without rows, for steps in which this rank has no samples
 
     @property
-    def draws_here(self) -> bool:
+    def uses_local_rng(self) -> bool:
         """Does reading draw, or seed, random numbers of this process? No other thread may, meanwhile."""
         return not self.workers
 
-    def __next__(self) -> Share:
+    def __next__(self) -> LocalBatch:
         return self.take(1)[0]
 
-    def take(self, parts: int) -> list[Share]:
-        if parts != self.parts:
+    def take(self, micro_batches: int) -> list[LocalBatch]:
+        if micro_batches != self.parts:
             self.close()  # what has been read ahead is in other micro-batches
-            self.parts = parts
+            self.parts = micro_batches
         while True:
             mine = self._next_here()
             of_ranks = all_gather(self.world, [count for _, count in mine])
@@ -110,7 +117,7 @@ class StreamedSource:
             if any(counts):
                 self.places += self.batch_size
                 return [
-                    Share(to_device(samples, self.world.device), count, sum(of_part))
+                    LocalBatch(to_device(samples, self.world.device), count, sum(of_part))
                     for (samples, count), of_part in zip(mine, zip(*of_ranks, strict=True), strict=True)
                 ]
             if self.places == 0:
@@ -124,13 +131,13 @@ class StreamedSource:
             entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # of what the iterable draws in workers
             generator = torch.Generator().manual_seed(seed_of(*entropy))
             loader = DataLoader(_Follow(self), batch_size=None, generator=generator, **self._options)
-            self._steps = Batches(loader) if self.workers else iter(loader)
+            self._steps = WorkerBatches(loader) if self.workers else iter(loader)
         of_workers: list[list[_Part]] = []
         for worker in range(max(1, self.workers)):  # a step from each, in turn
             try:
                 of_workers.append(next_from(self._steps, self.worker_timeout))
             except Exception as error:
-                who, _ = culprit(self._steps, worker, self.workers)
+                who, _ = failed_worker(self._steps, worker, self.workers)
                 where = f"places {self.places} to {self.places + self.batch_size - 1} of epoch {self.epoch}"
                 told = f"rank {self.world.rank}{who}, {where}: {error}"
                 again = self._revival.is_due(self._steps, (self.epoch, self.places), told)
@@ -146,10 +153,10 @@ class StreamedSource:
         if not full:
             if self._empty is None:  # resumed where this rank has none left
                 for row in islice(self.shards.rows(0, 1, self.epoch), 1):
-                    self._empty = rows_of(_Follow(self).together([(0, row)]).samples, slice(0, 0))
+                    self._empty = select_rows(_Follow(self).together([(0, row)]).samples, slice(0, 0))
             return self._empty, 0
         samples = full[0].samples if len(full) == 1 else self._in_order(full)
-        self._empty = rows_of(samples, slice(0, 0))
+        self._empty = select_rows(samples, slice(0, 0))
         return samples, sum(len(part.places) for part in full)
 
     def _in_order(self, parts: list["_Part"]) -> Tree:
@@ -177,7 +184,7 @@ class StreamedSource:
 
     def close(self) -> None:
         """End the workers. The next step would start new ones."""
-        if isinstance(self._steps, Batches):
+        if isinstance(self._steps, WorkerBatches):
             self._steps.close()
         self._steps = None
 
@@ -297,7 +304,7 @@ def _shuffled(rows: Iterator[Any], size: int, rng: random.Random) -> Iterator[An
     yield from buffer
 
 
-def iterable(paths: Sequence[Path], columns: Sequence[str] | None = None) -> Any:
+def iterable_dataset(paths: Sequence[Path], columns: Sequence[str] | None = None) -> Any:
     """Arrow files as a `datasets.IterableDataset` with a shard for each; some of their columns, or all."""
     dataset = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     dataset = dataset.select_columns(list(columns)) if columns else dataset

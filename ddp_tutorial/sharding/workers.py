@@ -70,12 +70,12 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
             # A batch is in shared memory, of which its worker hands over the file. Where that fails, the worker has
             # ended, or is about to; unless it is the dataset's own error.
             is_own = "in DataLoader worker process" in str(error)
-            if is_own or not (isinstance(batches, Batches) and batches.one_ends()):
+            if is_own or not (isinstance(batches, WorkerBatches) and batches.wait_for_worker_exit()):
                 raise
             raise RuntimeError(f"its connection was lost, {type(error).__name__}: it has died") from error
 
 
-class Revival:
+class WorkerRestart:
     """Whether a source may start its workers again at a step: where one has died, and not at this step before. A sample
     that kills its worker does so again."""
 
@@ -84,7 +84,7 @@ class Revival:
 
     def is_due(self, batches: object, place: object, told: str) -> bool:
         """`place` is where the source stands, which is not changed by it. Says so in the log."""
-        if not (isinstance(batches, Batches) and batches.dead()) or place == self._place:
+        if not (isinstance(batches, WorkerBatches) and batches.exited_workers()) or place == self._place:
             return False
         self._place = place
         LOG.warning(
@@ -93,18 +93,18 @@ class Revival:
         return True
 
 
-def culprit(batches: object, turn: int, workers: int) -> tuple[str, int]:
+def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
     """Which worker an error is about, in words, and how many batches after this one its batch comes.
 
     It is the worker that has died, if one has, or else the one whose turn it is.
     """
-    if not isinstance(batches, Batches):
+    if not isinstance(batches, WorkerBatches):
         return "", 0
-    worker = next(iter(batches.dead()), turn)
+    worker = next(iter(batches.exited_workers()), turn)
     return f", worker {worker} of {workers}", (worker - turn) % workers
 
 
-class Batches(Iterator[Item]):
+class WorkerBatches(Iterator[Item]):
     """The batches of a DataLoader, and the workers that read ahead for it. They end with `close`, with the last
     reference to this, or with this process, and each of them also where it is stuck."""
 
@@ -123,14 +123,14 @@ class Batches(Iterator[Item]):
     def __next__(self) -> Item:
         return next(self._batches)
 
-    def dead(self) -> list[int]:
+    def exited_workers(self) -> list[int]:
         """The numbers of workers that have ended."""
         return [number for number, process in enumerate(worker_processes(self._batches)) if not process.is_alive()]
 
-    def one_ends(self) -> bool:
+    def wait_for_worker_exit(self) -> bool:
         """Has a worker ended, or does one within `POLL_SECONDS`?"""
         deadline = time.monotonic() + POLL_SECONDS
-        while not (found := self.dead()) and time.monotonic() < deadline:
+        while not (found := self.exited_workers()) and time.monotonic() < deadline:
             time.sleep(0.01)
         return bool(found)
 

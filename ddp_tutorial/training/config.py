@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ddp_tutorial.accumulation.accelerated import HANDED_ON
+from ddp_tutorial.accumulation.accelerate_strategy import FORWARDED_OPTIONS
 from ddp_tutorial.accumulation.precision import PrecisionConfig
-from ddp_tutorial.checkpoint.replicas import Check
+from ddp_tutorial.checkpoint.consistency import Check
 from ddp_tutorial.config import Config
-from ddp_tutorial.ddp.variants import DDPConfig
-from ddp_tutorial.local.rounds import OPTIONS as LOCAL
-from ddp_tutorial.local.rounds import LocalConfig, require_rounds
+from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.local_sgd.rounds import OPTIONS as LOCAL
+from ddp_tutorial.local_sgd.rounds import LocalConfig, require_rounds
 from ddp_tutorial.mesh import MeshConfig
 from ddp_tutorial.pipeline.parallel import StagesConfig
 from ddp_tutorial.sharding.sources import SourceConfig
@@ -154,10 +154,10 @@ class TrainConfig(Config):
         changed = [name for name in DDPConfig.model_fields if getattr(self.ddp, name) != getattr(DDPConfig(), name)]
         if changed and self.strategy in {"zero2", "zero3", "fsdp", "pipeline"}:
             raise ValueError(f"'ddp.{changed[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
-        if self.strategy == "accelerate" and (unknown := [name for name in changed if name not in HANDED_ON]):
+        if self.strategy == "accelerate" and (unknown := [name for name in changed if name not in FORWARDED_OPTIONS]):
             raise ValueError(
                 f"'ddp.{unknown[0]}' is an option of strategies ddp and zero1; of 'ddp', accelerate has "
-                f"{', '.join(HANDED_ON)}"
+                f"{', '.join(FORWARDED_OPTIONS)}"
             )
         refused = [name for name in changed if name != "simulated_link"]
         if refused and self.strategy in LOCAL:

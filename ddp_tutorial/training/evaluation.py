@@ -10,8 +10,8 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Loss, call_loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.rng import kept_rng
-from ddp_tutorial.sharding.order import deal
+from ddp_tutorial.rng import preserved_rng
+from ddp_tutorial.sharding.permutation import shard_indices
 from ddp_tutorial.sharding.samples import Data
 from ddp_tutorial.sharding.sharded import to_device
 from ddp_tutorial.training.step import evaluating
@@ -23,7 +23,7 @@ def evaluate(
     world: World,
     model: nn.Module,
     loss: Loss,
-    held_out: Data,
+    validation_data: Data,
     count: int,
     batch_size: int,
     precision: Precision | None = None,
@@ -36,12 +36,14 @@ def evaluate(
     when it is evaluated.
     """
     precision = precision or Precision(world=world)
-    mine, of_rank_zero = (deal(np.arange(min(count, len(held_out))), rank, world.size) for rank in (world.rank, 0))
+    mine, of_rank_zero = (
+        shard_indices(np.arange(min(count, len(validation_data))), rank, world.size) for rank in (world.rank, 0)
+    )
     sums: dict[str, tuple[float, float]] = {}
-    with kept_rng(world.device), evaluating(model):
+    with preserved_rng(world.device), evaluating(model):
         for start in range(0, len(of_rank_zero), batch_size):
             own = mine[start : start + batch_size]
-            batch: Any = to_device(held_out.fetch(own if len(own) else of_rank_zero[:1]), world.device)
+            batch: Any = to_device(validation_data.fetch(own if len(own) else of_rank_zero[:1]), world.device)
             with precision.autocast():
                 _, pairs = call_loss(loss, model, batch)
             if not len(own):

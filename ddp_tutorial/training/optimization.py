@@ -40,10 +40,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """
     kind, options = OPTIMIZERS[config.optimizer]
     fused = all(parameter.is_floating_point() for parameter in model.parameters() if parameter.requires_grad)
-    return kind(groups_of(model, config), lr=config.peak_learning_rate, fused=fused, **options)
+    return kind(parameter_groups(model, config), lr=config.peak_learning_rate, fused=fused, **options)
 
 
-def groups_of(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
     """The parameters that are trained, in groups for an optimizer. Decay is for matrices; norms and biases are left to
     themselves."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -89,19 +89,19 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Options:
+class OptimizerOptions:
     """What an optimizer and its schedule were made with: all but what they learn on the way."""
 
     groups: list[dict[str, Any]]  # of each group of parameters: weight decay, learning rate, ...
     schedule: dict[str, Any]  # its state before the first step
 
     @classmethod
-    def of(cls, optimizer: Optimizer, scheduler: LRScheduler) -> "Options":
+    def of(cls, optimizer: Optimizer, scheduler: LRScheduler) -> "OptimizerOptions":
         """Those of an optimizer and a schedule that have taken no step."""
         groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
         return cls(deepcopy(groups), deepcopy(scheduler.state_dict()))
 
-    def put_back(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    def restore(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         """Let an optimizer that a checkpoint was loaded into go on with these: its averages stay, and the schedule is
         stepped anew, as often as it had been."""
         steps = scheduler.last_epoch
@@ -118,7 +118,7 @@ _OPTIONS = ("optimizer", "learning_rate", "learning_rate_rule", "learning_rate_b
 _SCHEDULE = ("warmup_steps", "schedule", "final_lr_fraction")
 
 
-def updates_by(settings: Mapping[str, Any]) -> dict[str, Any]:
+def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a run's settings that its optimizer and schedule are made of."""
     length = settings.get("schedule_steps") or settings.get("steps")
     return {name: settings.get(name) for name in (*_OPTIONS, *_SCHEDULE)} | {"schedule_steps": length}

@@ -12,13 +12,13 @@ from ddp_tutorial import environment
 from ddp_tutorial.accumulation import memory as activations
 from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
-from ddp_tutorial.local.rounds import OPTIONS as LOCAL
-from ddp_tutorial.local.rounds import Rounds
+from ddp_tutorial.local_sgd.rounds import OPTIONS as LOCAL
+from ddp_tutorial.local_sgd.rounds import Rounds
 from ddp_tutorial.pipeline.memory import rank_costs, stage_costs
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.tasks import check_start, task_of
-from ddp_tutorial.world import World, choose_backend, choose_device, joins_others
+from ddp_tutorial.world import World, choose_backend, choose_device, is_launched_rank
 from ddp_tutorial.zero.memory import bytes_gathered, bytes_sent, model_state_bytes
 
 DEFAULT = "default"
@@ -31,7 +31,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
     `layers` are those that `config` was made from. Raises `ConfigError` where the world or the device is not to be had,
     and what else training would refuse at its start (see `tasks.check_start`).
     """
-    if joins := joins_others(environ):
+    if joins := is_launched_rank(environ):
         world = World.detect(environ, device=config.device, backend=config.backend)
         size, here, device = world.size, world.local_size, world.device
     else:
@@ -69,9 +69,9 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
         "memory_per_rank": needed,
         "sent_per_rank_and_step": max(rank["sent"] for rank in stages)
         if stages
-        else sent(config, needed["parameters"], size, parts),
+        else step_bytes_sent(config, needed["parameters"], size, parts),
         **({"ranks_of_a_pipeline": stages} if stages else {}),
-        "memory_here": {"ranks": here, "needed": here * needed["total"], "there": memory_of(device.type, here)},
+        "memory_here": {"ranks": here, "needed": here * needed["total"], "there": total_memory(device.type, here)},
         "directory": str(RUNS / (config.name or f"(time)-{config.label}-{size}x")),
     }
 
@@ -131,7 +131,7 @@ def _total(held: Mapping[str, int]) -> int:
     return sum(held.values())
 
 
-def sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) -> int:
+def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) -> int:
     """Bytes that one rank sends in a step for gradients and weights; on average, where that is not in each step."""
     mesh = mesh_of(config, ranks)
     if config.strategy not in LOCAL:
@@ -140,7 +140,7 @@ def sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) ->
     return bytes_sent("ddp", parameters, ranks) * rounds.all_reduces(config.steps) // config.steps
 
 
-def memory_of(device: str, ranks: int) -> int:
+def total_memory(device: str, ranks: int) -> int:
     """Bytes that so many ranks of this machine have in all: its main memory, or that of the GPUs that they take."""
     if device == "cuda":
         return sum(
@@ -150,7 +150,7 @@ def memory_of(device: str, ranks: int) -> int:
     return environment.memory()
 
 
-def readable(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Bytes for people: "19.4 MB", "1.2 GB"."""
     units = iter(("B", "kB", "MB", "GB", "TB", "PB"))
     unit = next(units)
@@ -179,22 +179,23 @@ def as_text(found: Mapping[str, Any]) -> str:
         f"batch    {batch['samples']} samples, {batch[unit]:,} {unit}; on each rank {micro}",
         f"work     {work['steps']:,} steps, {work[unit]:,} {unit}, {work['evaluations']} evaluations, "
         f"{work['checkpoints']} checkpoints",
-        f"memory   about {readable(memory['total'])} for {who}: {memory['parameters']:,} parameters, "
-        f"{readable(memory['activations'])} of activations; this machine has {readable(here['there'])}",
-        f"sends    {most} {readable(found['sent_per_rank_and_step'])} from each rank in each step",
+        f"memory   about {format_bytes(memory['total'])} for {who}: {memory['parameters']:,} parameters, "
+        f"{format_bytes(memory['activations'])} of activations; this machine has {format_bytes(here['there'])}",
+        f"sends    {most} {format_bytes(found['sent_per_rank_and_step'])} from each rank in each step",
         f"writes   {found['directory']}/ (nothing now: this is a dry run)",
     ]
     if stages:
         of_ranks = [
-            f"rank {place}: {rank['parameters']:,} parameters, {readable(_total(rank['memory']))}, sends "
-            f"{readable(rank['sent'])}"
+            f"rank {place}: {rank['parameters']:,} parameters, {format_bytes(_total(rank['memory']))}, sends "
+            f"{format_bytes(rank['sent'])}"
             for place, rank in enumerate(stages)
         ]
         lines.insert(-1, f"stages   {'; '.join(of_ranks)}")
     if here["needed"] > here["there"]:
         who = "its rank" if here["ranks"] == 1 else f"its {here['ranks']} ranks"
         lines.append(
-            f"warning  this machine has {readable(here['there'])}, and {who} would need about "
-            f"{readable(here['needed'])}: use a smaller model or batch_size, more accumulation, or model.recompute=true"
+            f"warning  this machine has {format_bytes(here['there'])}, and {who} would need about "
+            f"{format_bytes(here['needed'])}: use a smaller model or batch_size, more "
+            "accumulation, or model.recompute=true"
         )
     return "\n".join(lines)

@@ -23,12 +23,12 @@ from ddp_tutorial.collectives import any_rank
 from ddp_tutorial.compat import tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.phases import phase
-from ddp_tutorial.rng import kept_rng
+from ddp_tutorial.rng import preserved_rng
 from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.optimization import (
     OptimizerLike,
-    Options,
+    OptimizerOptions,
     SchedulerLike,
     check_optimizer,
     make_optimizer,
@@ -41,9 +41,9 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StepDone:
+class StepResult:
     """What came of a step, the same on all ranks: the means of the loss and the metrics, how much the loss has counted,
-    the norm of the gradient before clipping, the learning rate, and the votes of all ranks. `made` is False where
+    the norm of the gradient before clipping, the learning rate, and the votes of all ranks. `applied` is False where
     float16 overflowed: the weights are as they were. Where ranks step by themselves, as with local_sgd, the norm is
     that of this rank's own gradient."""
 
@@ -51,8 +51,8 @@ class StepDone:
     count: float
     grad_norm: torch.Tensor
     learning_rate: float
-    made: bool
-    votes: float
+    applied: bool
+    stop_flags: float
 
 
 class TrainStep:
@@ -83,25 +83,25 @@ class TrainStep:
         made = optimizer or make_optimizer(model, config)
         made = made if isinstance(made, torch.optim.Optimizer) else made(model)
         check_optimizer(made, model)
-        self.optimizer = self.strategy.share_out(made)
+        self.optimizer = self.strategy.setup_optimizer(made)
         scheduled = scheduler or make_scheduler(self.optimizer, config)
         self.scheduler = scheduled(self.optimizer) if callable(scheduled) else scheduled
-        self._options = Options.of(self.optimizer, self.scheduler)
+        self._options = OptimizerOptions.of(self.optimizer, self.scheduler)
         self.number = 0  # of steps that have been taken
         self.left_out = 0  # times that a batch was left out, since a rank ran out of memory
         self._is_checked = False
 
-    def __call__(self, votes: float = 0.0) -> StepDone:
-        batches, totals = self._gradient(votes)
+    def __call__(self, stop_flags: float = 0.0) -> StepResult:
+        batches, totals = self._gradient(stop_flags)
         with phase("update"):
             norm, made = self._update(totals.sums[LOSS], batches)
             rate = float(self.optimizer.param_groups[0]["lr"])
             if made:  # else the rate would move on, and the weights have not
                 self.scheduler.step()
         self.number += 1
-        return StepDone(totals.means(), totals.counts[LOSS], norm, rate, made, totals.votes)
+        return StepResult(totals.means(), totals.counts[LOSS], norm, rate, made, totals.stop_flags)
 
-    def _gradient(self, votes: float) -> tuple[list[Any], Totals]:
+    def _gradient(self, stop_flags: float) -> tuple[list[Any], Totals]:
         """The gradient of the next batch. Where a rank runs out of memory for it, all leave it out, and take the one
         after that."""
         for left in range(self.config.oom_skips, -1, -1):
@@ -111,7 +111,7 @@ class TrainStep:
                 self._check_loss(batches[0])
             try:
                 with phase("grads"):
-                    return batches, self.strategy.backward(batches, votes)
+                    return batches, self.strategy.backward(batches, stop_flags)
             except OutOfMemoryError as error:  # all ranks have it
                 if not left:
                     raise
@@ -124,7 +124,7 @@ class TrainStep:
 
     def batches(self) -> list[Any]:
         """This rank's micro-batches of the next step."""
-        return [part.samples for part in self.source.take(self.strategy.per_rank)]
+        return [part.samples for part in self.source.take(self.strategy.micro_batches_per_rank)]
 
     def _update(self, loss: float, batches: list[Any]) -> tuple[torch.Tensor, bool]:
         """Clip by the norm over all parameters, step, zero. Returns the norm before clipping, and whether the weights
@@ -145,7 +145,7 @@ class TrainStep:
         # Each rank or none: where weights are sharded, a forward is collective.
         if any_rank(self.world, not has_rows(batch)):
             return
-        if any_rank(self.world, is_a_mean(self.loss, self.model, batch, self.precision)):
+        if any_rank(self.world, is_mean_loss(self.loss, self.model, batch, self.precision)):
             raise LossError(
                 "the loss is a mean: the same samples twice gave twice the count and the same loss. Return a sum, as "
                 "in F.cross_entropy(..., reduction='sum')"
@@ -162,13 +162,13 @@ class TrainStep:
         self.optimizer.zero_grad()
         self.source.load_state_dict(cursor)
 
-    def use_own_options(self) -> None:
+    def apply_configured_options(self) -> None:
         """After a checkpoint was loaded, update as this process was told to, not as the one that saved it."""
-        self._options.put_back(self.optimizer, self.scheduler)
+        self._options.restore(self.optimizer, self.scheduler)
 
     def components(self) -> dict[str, Component]:
         """All that a checkpoint needs of it, and who has the same of each."""
-        shared_out = self.strategy.parts(self.optimizer)
+        shared_out = self.strategy.checkpoint_components(self.optimizer)
         parts = {name: Component(thing, cast("Shared", shared)) for name, (thing, shared) in shared_out.items()}
         parts |= {
             "scheduler": Component(self.scheduler),
@@ -219,14 +219,14 @@ def has_rows(batch: Any) -> bool:
     return len(rows) == 1 and rows != {0}
 
 
-def is_a_mean(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
+def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
     """Does `loss` give the same for some samples as for the same samples twice, while it counts twice as many?
 
     `batch` is a tree of tensors with a row for each sample, of which there is one. False where the loss fails.
     """
     few = tree_map(lambda leaf: leaf[:2], batch)
     twice = tree_map(lambda leaf: torch.cat([leaf, leaf]), few)
-    with kept_rng(tree_leaves(batch)[0].device), torch.no_grad(), evaluating(model), precision.autocast():
+    with preserved_rng(tree_leaves(batch)[0].device), torch.no_grad(), evaluating(model), precision.autocast():
         try:
             pairs = [call_loss(loss, model, each)[1][LOSS] for each in (few, twice)]
         except Exception:  # what is wrong with the loss will be told where it is used
@@ -235,6 +235,6 @@ def is_a_mean(loss: Loss, model: nn.Module, batch: Any, precision: Precision) ->
     return count_2 == 2 * count_1 != 0 and sum_1 != 0 and abs(sum_2 - sum_1) < 1e-3 * abs(sum_1)
 
 
-def shown(values: Mapping[str, float]) -> str:
+def format_values(values: Mapping[str, float]) -> str:
     """Metrics for people: "loss 0.1234, accuracy 0.9711"."""
     return ", ".join(f"{name} {value:.4f}" for name, value in values.items())

@@ -11,13 +11,13 @@ from ddp_tutorial.runs.folder import RunFolder, StopRequest
 from ddp_tutorial.world import World
 
 # What all ranks do: stop; save and stop, as somebody has asked; the same, as a signal has told some rank; go on.
-Answer = StopRequest | Literal["signal", ""]
+StopDecision = StopRequest | Literal["signal", ""]
 Mode = Literal["min", "max"]
 _STOP, _SAVE, _SIGNAL = 1, 2, 4  # each more than what is below it can come to
-ASK_EVERY = 0.01  # seconds: to look for a request takes a hundredth of a step of 3 ms
+CHECK_EVERY = 0.01  # seconds: to look for a request takes a hundredth of a step of 3 ms
 
 
-class Stopping:
+class StopRequests:
     """What some rank was asked to do, agreed by all ranks at the end of the same step.
 
     Each rank has a vote in every step. The votes are added up with the loss (see `accumulation.loss.StepLoss.reduce`),
@@ -29,29 +29,29 @@ class Stopping:
         self.signalled = False
         self._asked = -math.inf
 
-    def listening(self) -> AbstractContextManager[None]:
+    def handle_signals(self) -> AbstractContextManager[None]:
         """Inside, a signal asks to save and stop."""
         return handling(SIGNALS, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         self.signalled = True
 
-    def vote(self) -> float:
+    def local_stop_flags(self) -> float:
         """This rank's vote, a number that is added up over the ranks. Rank 0 alone reads the request in the run's
         folder: 1 to stop, 2 to save first. A signal may come to any rank."""
         if self.signalled:
             return _SIGNAL
-        if not self.world.is_main or time.monotonic() - self._asked < ASK_EVERY:
+        if not self.world.is_main or time.monotonic() - self._asked < CHECK_EVERY:
             return 0
         self._asked = time.monotonic()
         if not self.request.exists():
             return 0
         return _SAVE if self.request.read_text().strip() == "save" else _STOP
 
-    def answer(self, votes: float) -> Answer:
+    def decide(self, stop_flags: float) -> StopDecision:
         """What all ranks do, from the sum of their votes. A signal counts more than a request: after it the run is to
         go on."""
-        return "signal" if votes >= _SIGNAL else "save" if votes >= _SAVE else "stop" if votes else ""
+        return "signal" if stop_flags >= _SIGNAL else "save" if stop_flags >= _SAVE else "stop" if stop_flags else ""
 
     def close(self) -> None:
         """Remove the request to stop from the run's folder: it has been met, or the run has ended."""

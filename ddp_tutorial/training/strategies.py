@@ -2,14 +2,14 @@
 
 from torch import nn
 
-from ddp_tutorial.accumulation.accelerated import AccelerateStrategy
+from ddp_tutorial.accumulation.accelerate_strategy import AccelerateStrategy
 from ddp_tutorial.accumulation.invariant import InvariantStrategy, require_even_shares
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
-from ddp_tutorial.ddp.variants import make_link
-from ddp_tutorial.local.rounds import OPTIONS as LOCAL
-from ddp_tutorial.local.strategies import DiLoCo, LocalSGD, PostLocalSGD
+from ddp_tutorial.ddp.wrappers import make_link
+from ddp_tutorial.local_sgd.rounds import OPTIONS as LOCAL
+from ddp_tutorial.local_sgd.strategies import DiLoCo, LocalSGD, PostLocalSGD
 from ddp_tutorial.mesh import Mesh, make_mesh
 from ddp_tutorial.pipeline.parallel import PipelineConfig, require_even_micro_batches
 from ddp_tutorial.training.config import TrainConfig

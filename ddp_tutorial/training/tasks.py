@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_tutorial.accumulation.accelerated import require_accelerate
+from ddp_tutorial.accumulation.accelerate_strategy import require_accelerate
 from ddp_tutorial.accumulation.loss import Loss
-from ddp_tutorial.checkpoint.resuming import find_start
+from ddp_tutorial.checkpoint.resuming import find_resume_point
 from ddp_tutorial.collectives import rank_zero_first
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.pipeline.parallel import check_pipeline
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.signals import SIGNALS
-from ddp_tutorial.sharding.corpus import is_at_hand, load_corpus
+from ddp_tutorial.sharding.corpus import is_cached, load_corpus
 from ddp_tutorial.sharding.samples import Data, TokenBlocks
 from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.sharding.sources import check_source, make_source
@@ -100,13 +100,13 @@ def source_of(config: TaskConfig, world: World) -> Source:
 def check_start(config: TaskConfig, ranks: int) -> None:
     """Raise an error where `train` would on so many ranks, as far as can be known without them, and without writing: a
     corpus that is first to be downloaded or converted is not looked at."""
-    if is_at_hand(config.corpus):
+    if is_cached(config.corpus):
         train, _ = samples_of(config, World())
         if isinstance(train, TokenBlocks):
             check_source(train, config.batch_size, World(0, ranks, 0, ranks), config.source)
     check_world(config, ranks)
     settings = config.model_dump(mode="json")
-    find_start(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
+    find_resume_point(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
 
 
 def check_world(config: TaskConfig, ranks: int) -> None:
@@ -134,7 +134,7 @@ def make_trainer(config: TaskConfig, world: World) -> Trainer:
     task = task_of(config)
     train, held_out = samples_of(config, world)
     source = make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
-    return Trainer(model_of(config), source, task.loss, world, config, held_out=held_out, unit=task.unit)
+    return Trainer(model_of(config), source, task.loss, world, config, validation_data=held_out, unit=task.unit)
 
 
 def train(world: World, config: TaskConfig) -> TrainResult:
@@ -149,6 +149,6 @@ def launch_training(config: TaskConfig, **options: Any) -> TrainResult:
     `options` are those of `launch`.
     """
     check_world(config, config.nprocs)
-    defaults = {"pass_on": SIGNALS, **config.group_options}
+    defaults = {"forward_signals": SIGNALS, **config.group_options}
     results = launch(train, config.nprocs, config, **(defaults | options))
     return results[0]

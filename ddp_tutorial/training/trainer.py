@@ -21,9 +21,9 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import LOSS, Loss
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
-from ddp_tutorial.checkpoint.components import Component, RandomState, StateOf, require_whole
-from ddp_tutorial.checkpoint.resuming import Start, find_start
-from ddp_tutorial.collectives import any_rank, assert_same, decided_by_rank_zero, digest
+from ddp_tutorial.checkpoint.components import Component, FunctionState, RandomState, require_unsharded
+from ddp_tutorial.checkpoint.resuming import ResumePoint, find_resume_point
+from ddp_tutorial.collectives import any_rank, assert_same, decide_on_rank_zero, digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import RUNS, without_nan, write_json
 from ddp_tutorial.phases import phase
@@ -34,13 +34,13 @@ from ddp_tutorial.runs.record import RunRecord, open_folder, require_rank_zeros
 from ddp_tutorial.sharding.samples import as_samples
 from ddp_tutorial.sharding.sharded import Source
 from ddp_tutorial.sharding.sources import require_same_samples
-from ddp_tutorial.training.best import Best
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.evaluation import evaluate
-from ddp_tutorial.training.optimization import OptimizerLike, SchedulerLike, updates_by
+from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
+from ddp_tutorial.training.optimization import OptimizerLike, SchedulerLike, update_settings
 from ddp_tutorial.training.profiling import StepProfiler
-from ddp_tutorial.training.step import TrainStep, shown
-from ddp_tutorial.training.stopping import Answer, Stopping
+from ddp_tutorial.training.step import TrainStep, format_values
+from ddp_tutorial.training.stopping import StopDecision, StopRequests
 from ddp_tutorial.training.weights import save_model
 from ddp_tutorial.world import World
 
@@ -80,45 +80,45 @@ class Trainer:
         world: World,
         config: TrainConfig | None = None,
         *,
-        held_out: Any = None,
+        validation_data: Any = None,
         optimizer: OptimizerLike | None = None,
         scheduler: SchedulerLike | None = None,
         unit: str = "samples",
     ) -> None:
         config = config or TrainConfig()
-        if held_out is None and (config.best_model or config.early_stopping.patience):
+        if validation_data is None and (config.best_model or config.early_stopping.patience):
             raise ConfigError("'early_stopping' and 'best_model' go by evaluations: give the Trainer held_out samples")
         self.threads = torch.get_num_threads()  # of the caller; `invariant` uses one thread from here on
         self.train_step = TrainStep(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
-        self.held_out = None if held_out is None else as_samples(held_out)
+        self.held_out = None if validation_data is None else as_samples(validation_data)
         if self.held_out is not None:
             require_same_samples(self.held_out, world, "held-out samples")
         reseed(config.seed, world.rank, device=world.device)  # different on every rank, for dropout
         self.settings = config.model_dump(mode="json")
         options = config.checkpoint
         if not options.shared:  # what rank 0 cannot do for all is refused before there is a folder
-            require_whole(world, self.train_step.components())
+            require_unsharded(world, self.train_step.components())
             if config.resume == "auto":
                 require_rank_zeros(world, config.name)
         # Before there is a folder; of a run that goes on in its own, when that is locked.
-        self.start = Start() if config.resume == "auto" else self.look()
+        self.start = ResumePoint() if config.resume == "auto" else self.find_resume_point()
         self.run = open_folder(
             world,
             config.name,
             config.label,
-            again=config.resume == "auto",
+            resuming=config.resume == "auto",
             shared=bool(options.every) and options.shared,
             private=config.private,
         )
         self.record = RunRecord(
             world, self.run, self.settings, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
         )
-        self.log, self.best = self.record.log, Best(world, self.run, config)
+        self.log, self.best = self.record.log, EvaluationTracker(world, self.run, config)
         first, last = config.profile.first_step, config.profile.first_step + config.profile.steps - 1
         self.profiler = StepProfiler(world, self.run, first, min(last, config.steps), self.train_step.strategy.link)
-        self.stopping = Stopping(world, self.run)
-        self.requested: Answer = ""
+        self.stopping = StopRequests(world, self.run)
+        self.requested: StopDecision = ""
         self.checkpoints = Checkpointer(
             self.run.checkpoints,
             self.components(),
@@ -131,18 +131,18 @@ class Trainer:
         )
 
     @property
-    def number(self) -> int:
+    def step_count(self) -> int:
         """How many steps have been taken."""
         return self.train_step.number
 
     def train(self) -> TrainResult:
         """All steps, then the result."""
-        with ExitStack() as afterwards, self.record.alone():
+        with ExitStack() as afterwards, self.record.exclusive():
             afterwards.callback(torch.set_num_threads, self.threads)
             if self.config.resume == "auto":
-                self.start = self.look()  # or refuse, with every file as it was
-            with self.record, self.stopping.listening(), self.profiler:
-                self.begin()
+                self.start = self.find_resume_point()  # or refuse, with every file as it was
+            with self.record, self.stopping.handle_signals(), self.profiler:
+                self.log_start()
                 self.resume()
                 while not self.is_done():
                     self.step()
@@ -154,58 +154,62 @@ class Trainer:
                     return self.finish()
 
     def is_done(self) -> bool:
-        return self.number >= self.config.steps or self.best.is_stalled or bool(self.requested)
+        return self.step_count >= self.config.steps or self.best.is_stalled or bool(self.requested)
 
     def is_due(self, every: int) -> bool:
         """Is something due after this step that is done once in `every` steps, and after the last one? Never, for 0."""
         if not every:
             return False
-        return self.number % every == 0 or self.number == self.config.steps or self.best.is_stalled
+        return self.step_count % every == 0 or self.step_count == self.config.steps or self.best.is_stalled
 
     def step(self) -> None:
         """One optimiser step, logged."""
-        self.profiler.before(self.number + 1)
-        done = self.train_step(self.stopping.vote())
-        seconds = self.record.step_done(self.number)
+        self.profiler.before(self.step_count + 1)
+        done = self.train_step(self.stopping.local_stop_flags())
+        seconds = self.record.record_step(self.step_count)
         scale = self.train_step.precision.loss_scale
-        self.log.add(self.number, done.means, done.count, done.grad_norm, done.learning_rate, seconds, loss_scale=scale)
+        self.log.add(
+            self.step_count, done.means, done.count, done.grad_norm, done.learning_rate, seconds, loss_scale=scale
+        )
         if self.is_due(self.config.log_every):
             self.log.flush()
             self.record.usage.watch_memory()
-            LOG.debug("step %d: %s", self.number, shown(done.means))
-            progress(self.number, self.config.steps, **self.log.latest)
-        self.profiler.after(self.number)
+            LOG.debug("step %d: %s", self.step_count, format_values(done.means))
+            progress(self.step_count, self.config.steps, **self.log.latest)
+        self.profiler.after(self.step_count)
         self.checkpoints.poll()
-        self.requested = self.stopping.answer(done.votes)
+        self.requested = self.stopping.decide(done.stop_flags)
 
-    def begin(self) -> None:
+    def log_start(self) -> None:
         """Log the world and the remarks of the config."""
         LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
         for remark in self.config.remarks:
             LOG.info(remark)
 
-    def look(self) -> Start:
+    def find_resume_point(self) -> ResumePoint:
         """Where the config says that the run goes on. Raises `ConfigError` where it cannot; nothing is touched."""
         config = self.config
         run, shared = RUNS / config.name, config.checkpoint.shared
-        return find_start(self.world, run, config.resume, self.settings, config.resume_allow, shared=shared)
+        return find_resume_point(self.world, run, config.resume, self.settings, config.resume_allow, shared=shared)
 
     def resume(self) -> None:
         """Go on from where `look` has found that it can; without a checkpoint there, from the beginning."""
         is_found = self.config.resume == "auto"  # the folder: it may be that of a run which was killed
-        for problem in self.start.passed_over if self.world.is_main else ():
+        for problem in self.start.skipped if self.world.is_main else ():
             LOG.info("passed over: %s", problem)
         if is_found:
-            self.checkpoints.clear_up()
+            self.checkpoints.recover()
         if self.start.checkpoint is not None:
             self.train_step.warm_up()
             self.checkpoints.load(self.start.checkpoint, self.config.resume_without)
-            if updates_by(self.start.settings) != updates_by(self.settings):  # allowed, or it would have been refused
-                self.train_step.use_own_options()
+            if update_settings(self.start.settings) != update_settings(
+                self.settings
+            ):  # allowed, or it would have been refused
+                self.train_step.apply_configured_options()
             left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
             LOG.info("going on after step %d, from %s%s", self.start.step, self.start.checkpoint, left_out)
         elif is_found:
-            self.log.go_back(0, [], 0)
+            self.log.rewind(0, [], 0)
         if self.is_done():  # a finished run, said again: nothing is new
             return
         self.record.reopen()
@@ -215,7 +219,7 @@ class Trainer:
     def components(self) -> dict[str, Component]:
         """All that a run needs to go on as if nothing had happened, and who has the same of it."""
         return self.train_step.components() | {
-            "progress": Component(StateOf(self.progress, self.set_progress)),
+            "progress": Component(FunctionState(self.progress, self.set_progress)),
             "rng": Component(RandomState(self.world.device, self.reseed), "per_rank"),
         }
 
@@ -226,7 +230,7 @@ class Trainer:
     def progress(self) -> dict[str, Any]:
         """How far the run is, as plain values and tensors."""
         return {
-            "step": self.number,
+            "step": self.step_count,
             "count": self.log.count,
             "evaluations": {step: dict(means) for step, means in self.best.evaluations.items()},
             "losses": torch.tensor(self.log.losses, dtype=torch.float64),
@@ -234,17 +238,17 @@ class Trainer:
 
     def set_progress(self, state: dict[str, Any]) -> None:
         self.train_step.number = self.record.step = state["step"]
-        self.best.go_back(state["step"], state["evaluations"])
-        self.log.go_back(state["step"], state["losses"].tolist(), state["count"])
+        self.best.rewind(state["step"], state["evaluations"])
+        self.log.rewind(state["step"], state["losses"].tolist(), state["count"])
 
     def save(self) -> None:
         """A checkpoint of this step, with the log up to it."""
         self.train_step.strategy.sync_buffers()
         self.log.sync()
         with phase("save"), self.log.paused():
-            means = self.best.evaluations.get(self.number, {})
+            means = self.best.evaluations.get(self.step_count, {})
             metrics = {f"eval_{name}": value for name, value in means.items()} | {"loss": self.log.losses[-1]}
-            self.checkpoints.save(self.number, metrics)
+            self.checkpoints.save(self.step_count, metrics)
 
     def evaluate(self) -> dict[str, float]:
         """The mean loss and metrics over the first `eval_samples` held-out samples, each seen by exactly one rank."""
@@ -253,26 +257,30 @@ class Trainer:
         with phase("evaluate"), self.log.paused():
             self.train_step.strategy.sync_buffers()
             # Evaluation needs no more memory than training: a forward pass has no more samples than a micro-batch.
-            micro_batches = self.world.size * self.train_step.strategy.per_rank
+            micro_batches = self.world.size * self.train_step.strategy.micro_batches_per_rank
             size = max(1, self.train_step.source.batch_size // micro_batches)
             precision, samples = self.train_step.precision, self.config.eval_samples
-            with self.train_step.strategy.judged():
+            with self.train_step.strategy.evaluation_weights():
                 means = evaluate(self.world, self.model, self.loss, self.held_out, samples, size, precision)
-            used = self.record.usage.of_ranks()
+            used = self.record.usage.gather()
             # The values are the same on all ranks. But whoever leaves the loop alone makes the others wait for ever.
-            with self.train_step.strategy.whole() if self.config.best_model else nullcontext(self.model) as model:
-                stalled = self.best.add(self.number, means, model)
+            with (
+                self.train_step.strategy.full_parameters()
+                if self.config.best_model
+                else nullcontext(self.model) as model
+            ):
+                stalled = self.best.add(self.step_count, means, model)
             self.best.is_stalled = any_rank(self.world, stalled)
         self.log.write(
             {
-                "step": self.number,
+                "step": self.step_count,
                 **{f"eval_{name}": value for name, value in means.items()},
                 "elapsed": self.log.elapsed(),
                 "seconds": self.record.watch.take(),
                 "ranks": used,
             }
         )
-        LOG.debug("step %d: held out %s", self.number, shown(means))
+        LOG.debug("step %d: held out %s", self.step_count, format_values(means))
         return means
 
     def finish(self) -> TrainResult:
@@ -285,7 +293,7 @@ class Trainer:
         has_just_saved = self.is_due(self.config.checkpoint.every)
         if self.requested in {"save", "signal"} and not has_just_saved:
             self.save()
-        with self.train_step.strategy.whole() as model:
+        with self.train_step.strategy.full_parameters() as model:
             weights = model.state_dict()
             assert_same(self.world, weights, "weight")
             self.checkpoints.finish()
@@ -298,10 +306,12 @@ class Trainer:
                 evaluations=self.best.evaluations,
                 rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first warms up
                 weights=digest(weights),
-                stopped_at=self.number if self.number < self.config.steps and not self.best.is_stalled else None,
+                stopped_at=self.step_count
+                if self.step_count < self.config.steps and not self.best.is_stalled
+                else None,
                 by_signal=self.requested == "signal",
             )
-            used = self.record.usage.of_ranks_in_all()
+            used = self.record.usage.gather_totals()
             if used["straggler"]:
                 LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
 
@@ -310,12 +320,12 @@ class Trainer:
                     save_model(model, self.run.model)
                     self.record.write_result(self.summary(result, used))
 
-            decided_by_rank_zero(self.world, write)
+            decide_on_rank_zero(self.world, write)
         return result
 
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:
         """What `result.json` says; `used` is of all ranks."""
-        best, last = self.best.step, result.evaluations.get(self.number, {})
+        best, last = self.best.step, result.evaluations.get(self.step_count, {})
         reason = f"no better since step {best}" if self.best.is_stalled else ""
         if result.stopped_at is not None:
             reason = "a signal" if result.by_signal else "a request"
@@ -326,7 +336,7 @@ class Trainer:
         return {
             "status": "finished" if result.stopped_at is None else "stopped",
             "reason": reason,
-            "step": self.number,
+            "step": self.step_count,
             **({"left_out": self.train_step.left_out} if self.config.oom_skips else {}),
             "parameters": self.settings,
             "world_size": self.world.size,

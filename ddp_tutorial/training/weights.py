@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import clear_unfinished, directory_replaced_atomically
+from ddp_tutorial.files import directory_replaced_atomically, remove_temporary
 
 WEIGHTS = "model.safetensors"
 
@@ -20,7 +20,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
     A model with `save_pretrained`, as Hugging Face's and our GPT have it, writes what it takes to load it without its
     code's arguments; of any other it is the weights and buffers, as safetensors, tied ones once.
     """
-    clear_unfinished(folder.parent, folder.name)
+    remove_temporary(folder.parent, folder.name)
     with directory_replaced_atomically(folder) as aside:
         write_model(model, aside)
 

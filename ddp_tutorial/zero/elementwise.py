@@ -35,8 +35,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     flat = tensors.flatten(1)
     try:
         with torch.random.fork_rng(devices=[]):
-            whole, first, last = (_stepped(optimizer, each) for each in (tensors, flat[:, :_CUT], flat[:, _CUT:]))
-            torch.testing.assert_close(torch.cat([first, last], dim=1), whole)
+            full_parameters, first, last = (
+                _stepped(optimizer, each) for each in (tensors, flat[:, :_CUT], flat[:, _CUT:])
+            )
+            torch.testing.assert_close(torch.cat([first, last], dim=1), full_parameters)
     except Exception:  # Muon, for one, raises for a parameter that is not a matrix
         return False
     return True

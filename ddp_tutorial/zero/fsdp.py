@@ -14,16 +14,16 @@ from torch.nn.utils import get_total_norm
 
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.ddp.wrappers import sync_initial_state
 from ddp_tutorial.zero.optimizer import require_shardable
-from ddp_tutorial.zero.path import Path, require_same_unit
+from ddp_tutorial.zero.path import ExecutionPath, require_same_unit
 from ddp_tutorial.zero.pieces import require_no_gradient
 from ddp_tutorial.zero.state import ModelState, OptimizerState, device_mesh, with_parameters
-from ddp_tutorial.zero.strategies import Sharded
+from ddp_tutorial.zero.strategies import ShardedStrategy
 from ddp_tutorial.zero.units import units_of
 
 
-class FSDPStrategy(Sharded):
+class FSDPStrategy(ShardedStrategy):
     """Each rank has some rows of every parameter, as a DTensor. The units are those of `ShardedModel`.
 
     With precision bf16, parameters are gathered in float32, and autocast does the rest, as with DDP. Every rank must
@@ -31,25 +31,25 @@ class FSDPStrategy(Sharded):
     rank alone has nothing to shard.
     """
 
-    def begin(self) -> None:
+    def setup(self) -> None:
         for name, parameter in self.module.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
             require_no_gradient(name, parameter)
-        self.used, self._is_first_pass = Path(), True
+        self.used, self._is_first_pass = ExecutionPath(), True
         self.times = float(self.world.size)  # torch averages
         if scalars := [name for name, parameter in self.module.named_parameters() if not parameter.dim()]:
             raise ConfigError(f"strategy fsdp cuts parameters into rows, and {scalars[0]!r} is one number: use zero3")
         sync_initial_state(self.module, self.world)
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         require_shardable(optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
         self.tied = {name: names[id(parameter)] for name, parameter in every if name != names[id(parameter)]}
         self.unsharded = self.module
         if self.world.size > 1:
-            self.unsharded = deepcopy(self.module).to("meta")  # without memory, for `whole`
+            self.unsharded = deepcopy(self.module).to("meta")  # without memory, for `full_parameters`
             mesh = device_mesh(self.world, self.mesh)
             for number, (name, unit) in enumerate(units_of(self.module).items()):
                 fully_shard(unit, mesh=mesh)
@@ -69,7 +69,7 @@ class FSDPStrategy(Sharded):
         return optimizer
 
     @property
-    def path(self) -> int:
+    def execution_path(self) -> int:
         return self.used.digest
 
     def _use(self, number: int, name: str, *_: object) -> None:
@@ -85,7 +85,7 @@ class FSDPStrategy(Sharded):
     def reduce(self) -> None:
         """Does nothing: torch's backward ends only when all gradients are reduced."""
 
-    def give_gradients(self) -> None:
+    def assign_gradients(self) -> None:
         """Does nothing: torch's backward has given each parameter's rows their gradient."""
 
     def norm(self, gradients: Any) -> torch.Tensor:
@@ -93,7 +93,7 @@ class FSDPStrategy(Sharded):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def full_parameters(self) -> Iterator[nn.Module]:
         if self.unsharded is self.module:
             yield self.module
             return
@@ -110,8 +110,10 @@ class FSDPStrategy(Sharded):
             setattr(model.get_submodule(where), own, buffers.get(name))
         yield model
 
-    def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
-        return (ModelState(self.module, lambda _, own: own), "sharded"), OptimizerState(optimizer, self.stepped())
+    def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        return (ModelState(self.module, lambda _, own: own), "sharded"), OptimizerState(
+            optimizer, self.stepped_parameters()
+        )
 
 
 def _full(tensor: DTensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.buckets import MIB, assign_buckets
-from ddp_tutorial.ddp.variants import require_frozen, sync_initial_state
+from ddp_tutorial.ddp.wrappers import require_frozen, sync_initial_state
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.pieces import mark_as_piece, piece_of

@@ -34,9 +34,9 @@ def model_state_bytes(strategy: str, parameters: int, ranks: int, optimizer: int
         ranks: The number of ranks that shard it.
         optimizer: Bytes of optimizer state for each parameter. A parameter and its gradient take 4 bytes each.
     """
-    whole: Mapping[str, int] = {"weights": 4, "gradients": 4, "optimizer": optimizer}
+    full_parameters: Mapping[str, int] = {"weights": 4, "gradients": 4, "optimizer": optimizer}
     divided = DIVIDED[strategy]
-    return {name: parameters * each // (ranks if name in divided else 1) for name, each in whole.items()}
+    return {name: parameters * each // (ranks if name in divided else 1) for name, each in full_parameters.items()}
 
 
 def bytes_gathered(strategy: str, model: nn.Module) -> int:
@@ -67,15 +67,15 @@ def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 
     nbytes, k, world = 4 * parameters, micro_batches, ranks * copies
     if strategy == "invariant":
         return nbytes * (world.bit_length() - 1)
-    whole = nbytes * (ranks - 1) // ranks  # of a gather, or a reduce-scatter, within a copy
+    full_parameters = nbytes * (ranks - 1) // ranks  # of a gather, or a reduce-scatter, within a copy
     over_copies = bytes_all_reduced(nbytes // ranks, copies)
     match strategy:
         case "ddp" | "accelerate":
             return bytes_all_reduced(nbytes, world)
         case "zero1":
-            return bytes_all_reduced(nbytes, world) + whole
+            return bytes_all_reduced(nbytes, world) + full_parameters
         case "zero2":
-            return k * (whole + over_copies) + whole
+            return k * (full_parameters + over_copies) + full_parameters
         case "zero3" | "fsdp":
-            return k * (3 * whole + over_copies)
+            return k * (3 * full_parameters + over_copies)
     raise ValueError(f"strategy {strategy!r} is not one of {', '.join(DIVIDED)}")

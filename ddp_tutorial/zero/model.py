@@ -32,10 +32,10 @@ from torch import nn
 from ddp_tutorial.collectives import from_rank_zero
 from ddp_tutorial.compat import is_in_backward, tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.variants import require_frozen, sync_initial_state
+from ddp_tutorial.ddp.wrappers import require_frozen, sync_initial_state
 from ddp_tutorial.mesh import Mesh, group_of
 from ddp_tutorial.world import World
-from ddp_tutorial.zero.path import Path
+from ddp_tutorial.zero.path import ExecutionPath
 from ddp_tutorial.zero.pieces import Layout, is_piece, mark_as_piece, require_no_gradient
 from ddp_tutorial.zero.reductions import Reduction, Reductions
 from ddp_tutorial.zero.shards import Shards
@@ -52,7 +52,7 @@ class Unit:
     """
 
     def __init__(
-        self, named: dict[str, nn.Parameter], shards: Shards, dtype: torch.dtype | None, group: Any, path: Path
+        self, named: dict[str, nn.Parameter], shards: Shards, dtype: torch.dtype | None, group: Any, path: ExecutionPath
     ) -> None:
         self.parameters, self.shards, self.group, self.path = list(named.values()), shards, group, path
         kinds = {parameter.dtype: name for name, parameter in named.items()}
@@ -119,9 +119,9 @@ class Unit:
         if work is not None:
             work.wait()
         for index, parameter in enumerate(self.parameters):
-            whole = rows.new_empty(self.layout.shapes[index])
-            self.layout.unpack(rows, index, whole)
-            parameter.data = whole
+            full_parameters = rows.new_empty(self.layout.shapes[index])
+            self.layout.unpack(rows, index, full_parameters)
+            parameter.data = full_parameters
 
     def free(self) -> None:
         """Let the parameters be this rank's pieces."""
@@ -180,7 +180,7 @@ class ShardedModel:
             require_no_gradient(name, parameter)
         sync_initial_state(module, world)
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
-        self.shards, self.path = Shards(world, mesh), Path()
+        self.shards, self.path = Shards(world, mesh), ExecutionPath()
         # Gathers and reductions interleave as each rank's backward has it: two groups, each with an order of its own.
         group = group_of(self.shards.mesh.rows, world, "gather")
         self.units: list[Unit] = []  # in the order of the forward pass, the model's own unit first
@@ -328,7 +328,7 @@ class ShardedModel:
     # --------------------------------------------------------------------------------------------------------- whole
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def full_parameters(self) -> Iterator[nn.Module]:
         """Inside, all parameters are whole on every rank, in the masters' type, to be read. Collective."""
         for unit in self.units:
             unit.free()

@@ -21,7 +21,7 @@ class DifferentPathsError(RuntimeError):
         )
 
 
-class Path:
+class ExecutionPath:
     """The units that this rank has used so far, in order, as one number that the ranks can compare."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.collectives import total
+from ddp_tutorial.collectives import all_reduce_sum
 from ddp_tutorial.compat import after_backward, is_in_backward
 from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.world import World
@@ -200,5 +200,5 @@ class Reductions:
         """Whether some rank has used each parameter, and whether some rank has a second gradient to reduce."""
         flags = [index in each.used for each in self.ordered for index in range(len(each.names))]
         counts = torch.tensor([*flags, any(each.has_late for each in self.ordered)], dtype=torch.int32)
-        *used, late = (total(self.world, counts.to(self.world.device)) > 0).tolist()
+        *used, late = (all_reduce_sum(self.world, counts.to(self.world.device)) > 0).tolist()
         return used, late

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ddp_tutorial.checkpoint.components import State, Stored
+from ddp_tutorial.checkpoint.components import State, StoredTensor
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
 
@@ -36,7 +36,7 @@ class OptimizerState:
                     raise ValueError(f"{kind} keeps {key!r} of type {type(value).__name__}: only tensors can be shared")
         return state
 
-    def empty(self, stored: Mapping[str, Stored]) -> State:
+    def empty(self, stored: Mapping[str, StoredTensor]) -> State:
         """Where the stored tensors of this rank's parameters are to be read into."""
         wanted = {}
         for where, what in stored.items():
@@ -54,7 +54,7 @@ class OptimizerState:
         """The tensor that a checkpoint is given for `value`, which the optimizer keeps for `parameter`."""
         return value
 
-    def place(self, parameter: torch.Tensor, what: Stored) -> torch.Tensor:
+    def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
         """A tensor of zeros into which the stored one is read, for the state of `parameter`."""
         if what.shape == parameter.shape:
             return torch.zeros_like(parameter, dtype=what.dtype)
@@ -78,7 +78,7 @@ class OptimizerStateOfPieces(OptimizerState):
         is_piece = value.dim() and value.shape == parameter.shape
         return self.pieces.of_whole(names[id(parameter)], value) if is_piece else value
 
-    def place(self, parameter: torch.Tensor, what: Stored) -> torch.Tensor:
+    def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
         if what.shape == torch.Size():
             return super().place(parameter, what)
         names = {id(each): name for name, each in self.named.items()}
@@ -125,9 +125,9 @@ class ModelState:
 
     def state_dict(self) -> State:
         names = list(self.module.state_dict())  # first: torch's FSDP lets go here of what an evaluation left whole
-        kept = {name: self.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
+        sharded_components = {name: self.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
         buffers = dict(self.module.named_buffers())
-        return kept | {name: buffers[name] for name in names if name in buffers}
+        return sharded_components | {name: buffers[name] for name in names if name in buffers}
 
     def load_state_dict(self, state: State) -> None:
         """Does nothing: the tensors of `state_dict` have been read in place."""
@@ -156,10 +156,10 @@ def with_parameters(
 ) -> None:
     """Replace each parameter p of an optimizer that has not been stepped by `of(p)`, and each tensor t that it keeps
     for the elements of p by `part_of(p, t)`."""
-    whole, optimizer.state = optimizer.state, defaultdict(dict)
+    full_parameters, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for key, value in whole.get(parameter, {}).items():
+            for key, value in full_parameters.get(parameter, {}).items():
                 is_counter = key == "step" or not torch.is_tensor(value)
                 optimizer.state[of(parameter)][key] = value if is_counter else part_of(parameter, value)
         group["params"] = [of(parameter) for parameter in group["params"]]

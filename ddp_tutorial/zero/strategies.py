@@ -13,7 +13,7 @@ from ddp_tutorial.accumulation.precision import Precision, total_norm_over
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.ddp.variants import sync_initial_state
+from ddp_tutorial.ddp.wrappers import sync_initial_state
 from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
@@ -40,18 +40,20 @@ class Zero1Strategy(DDPStrategy):
         super().__init__(*args, **options)
         self.mesh = mesh
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return ShardedOptimizer(optimizer, self.model.world, self.mesh)
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        assert isinstance(optimizer, ShardedOptimizer), "it is the one that share_out has returned"
+    def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        assert isinstance(optimizer, ShardedOptimizer), "it is the one that setup_optimizer has returned"
         rank = optimizer.shards.rank
         mine = {name: p for name, p in self.module.named_parameters() if optimizer.owner.get(p) == rank}
-        parts = super().parts(optimizer) | {"optimizer": (OptimizerState(optimizer.mine, mine), "sharded")}
-        return parts | {"groups": (Groups(optimizer), "replicated")}
+        checkpoint_components = super().checkpoint_components(optimizer) | {
+            "optimizer": (OptimizerState(optimizer.mine, mine), "sharded")
+        }
+        return checkpoint_components | {"groups": (Groups(optimizer), "replicated")}
 
 
-class Sharded(ABC):
+class ShardedStrategy(ABC):
     """What is the same for all strategies by which each rank steps its part of the parameters, with its part of the
     gradient."""
 
@@ -70,30 +72,30 @@ class Sharded(ABC):
     ) -> None:
         self.module, self.world, self.accumulation, self.mesh = model, world, accumulation, mesh
         self.loss = StepLoss(loss, world, precision)
-        self.begin()
+        self.setup()
 
     @abstractmethod
-    def begin(self) -> None:
+    def setup(self) -> None:
         """Give all ranks the same weights, and make what there is to make before an optimizer. Collective."""
 
     @property
-    def per_rank(self) -> int:
+    def micro_batches_per_rank(self) -> int:
         return self.accumulation
 
     @property
-    def path(self) -> int:
+    def execution_path(self) -> int:
         """A digest of the order in which this rank used the sharded parameters so far."""
         return 0
 
     @abstractmethod
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer: ...
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer: ...
 
-    def stepped(self) -> dict[str, nn.Parameter]:
+    def stepped_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer steps, by name."""
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     @abstractmethod
-    def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+    def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
         """What a checkpoint keeps of the model, and the state of this rank's optimizer."""
 
     @abstractmethod
@@ -102,10 +104,10 @@ class Sharded(ABC):
         Collective."""
 
     @abstractmethod
-    def give_gradients(self) -> None:
+    def assign_gradients(self) -> None:
         """Give what the optimizer steps its gradients. Called once, after the last micro-batch of a step."""
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Each micro-batch's gradient is shared out before the next one's is computed: that is what keeps them small,
         and costs as many reductions as there are micro-batches."""
         if not batches:
@@ -115,14 +117,14 @@ class Sharded(ABC):
             with phase("forward"):
                 part = self.loss.forward(self.module, batch, self.times)
             if number == len(batches) - 1:
-                self.loss.reduce(votes, self.path)
+                self.loss.reduce(stop_flags, self.execution_path)
             with phase("backward"):
                 part.backward()
             with phase("finish"):
                 self.reduce()
         with phase("finish"):
-            self.give_gradients()
-            totals = self.loss.finish(self.stepped().values())
+            self.assign_gradients()
+            totals = self.loss.finish(self.stepped_parameters().values())
         if not totals.same_path:
             raise DifferentPathsError("the ranks used different modules of the model in this step, or in another order")
         return totals
@@ -135,11 +137,11 @@ class Sharded(ABC):
     def sync_buffers(self) -> None:
         broadcast_tensors(self.world, list(self.module.buffers()))
 
-    def judged(self) -> AbstractContextManager[object]:
+    def evaluation_weights(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        model, state = self.kept(optimizer)
+    def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        model, state = self.sharded_components(optimizer)
         return {"model": model, "optimizer": (state, "sharded"), "groups": (Groups(optimizer), "replicated")}
 
     def state_dict(self) -> Mapping[str, float]:
@@ -149,15 +151,15 @@ class Sharded(ABC):
         self.loss.load_state_dict(state)
 
 
-class Zero2Strategy(Sharded):
+class Zero2Strategy(ShardedStrategy):
     """Every rank has the whole model, and its piece of each gradient and of the optimizer's state."""
 
-    def begin(self) -> None:
+    def setup(self) -> None:
         self.sharded = ShardedGradients(self.module, self.world, mesh=self.mesh)
         self.pieces = Pieces(self.module, self.world, self.mesh)
         self.shards = self.sharded.shards
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         require_shardable(optimizer)
         require_elementwise(optimizer, "zero2")
         pieces: Mapping[Any, torch.Tensor] = self.sharded.pieces
@@ -169,35 +171,35 @@ class Zero2Strategy(Sharded):
         optimizer.register_step_post_hook(lambda *_: self.sharded.gather())
         return optimizer
 
-    def stepped(self) -> dict[str, nn.Parameter]:
+    def stepped_parameters(self) -> dict[str, nn.Parameter]:
         return {name: self.sharded.pieces[parameter] for name, parameter in self.sharded.named.items()}
 
     def reduce(self) -> None:
         self.sharded.reduce()
 
-    def give_gradients(self) -> None:
+    def assign_gradients(self) -> None:
         self.sharded.finish()
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
+    def full_parameters(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)
 
-    def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
-        return (self.module, "replicated"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped())
+    def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        return (self.module, "replicated"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped_parameters())
 
 
-class Zero3Strategy(Sharded):
+class Zero3Strategy(ShardedStrategy):
     """Every rank has its piece of each parameter, of its gradient, and of the optimizer's state.
 
     With precision bf16, parameters are gathered in bfloat16, and computed with as such: half the bytes of a gather.
     """
 
-    def begin(self) -> None:
+    def setup(self) -> None:
         self.compute_dtype = torch.bfloat16 if self.loss.precision.config.dtype == "bf16" else None
         self.pieces = Pieces(self.module, self.world, self.mesh)
         # now, so that an optimizer is made of the same weights on all ranks
         sync_initial_state(self.module, self.world)
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """From here on the parameters are pieces, the optimizer's too: they are the same."""
         require_shardable(optimizer)
         require_elementwise(optimizer, "zero3")
@@ -207,18 +209,18 @@ class Zero3Strategy(Sharded):
         return optimizer
 
     @property
-    def path(self) -> int:
+    def execution_path(self) -> int:
         return self.sharded.path.digest
 
     def reduce(self) -> None:
         self.sharded.reduce()
 
-    def give_gradients(self) -> None:
+    def assign_gradients(self) -> None:
         self.sharded.finish()
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
-        return self.sharded.whole()
+    def full_parameters(self) -> AbstractContextManager[nn.Module]:
+        return self.sharded.full_parameters()
 
-    def kept(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+    def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
         model = ModelState(self.module, self.pieces.of_whole)
-        return (model, "sharded"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped())
+        return (model, "sharded"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped_parameters())

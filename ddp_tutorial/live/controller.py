@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.debug.hangs import BUSY_SECONDS, CollectiveError, Diagnosis, Standing, diagnose
-from ddp_tutorial.live.moments import Answer, Look
-from ddp_tutorial.live.person import Person, told_of
-from ddp_tutorial.live.places import Place
-from ddp_tutorial.processes.children import MARK, cell_sources, wait_for_exit
+from ddp_tutorial.debug.hangs import BUSY_SECONDS, CollectiveError, Diagnosis, RankStatus, diagnose
+from ddp_tutorial.live.backends import Backend
+from ddp_tutorial.live.messages import Answer, Snapshot
+from ddp_tutorial.live.worker_handle import WorkerHandle, describe_output
 from ddp_tutorial.processes.console import make_console
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError
-from ddp_tutorial.processes.logs import logs_here
+from ddp_tutorial.processes.logs import current_logging
+from ddp_tutorial.processes.spawn import MARK, cell_sources, wait_for_exit
 
 # How often ranks are asked how far they are, once a call has lasted for longer.
 LOOK_SECONDS = 0.25
@@ -32,25 +32,25 @@ REACT_SECONDS, MEET_SECONDS = 3.0, 60.0
 ANSWER_SECONDS = 1.5
 
 
-class Crew:
+class Controller:
     """The ranks of a pool. `Ranks` adds what one does with them."""
 
     def __init__(
         self,
         n: int,
-        place: Place,
+        place: Backend,
         threads: int,
         device: str,
         backend: str,
-        patience: float,
+        wait_timeout: float,
         collective_timeout: float,
         echo: bool,
     ) -> None:
-        self.n, self.patience, self.echo = n, patience, echo
+        self.n, self.wait_timeout, self.echo = n, wait_timeout, echo
         self.threads, self.collective_timeout = threads, collective_timeout
         self.device, self.backend = device, backend
         self._place = place
-        self._people: list[Person] = []
+        self._workers: list[WorkerHandle] = []
         self._selector = selectors.DefaultSelector()
         self._mark = secrets.token_hex(8)
         self._busy = threading.Lock()
@@ -60,30 +60,30 @@ class Crew:
 
     # ---------------------------------------------------------------------------------------------------- starting
 
-    def _start(self, people: Sequence[Person]) -> None:
+    def _start(self, workers: Sequence[WorkerHandle]) -> None:
         settings = {
             "threads": self.threads,
             "device": self.device,
             "backend": self.backend,
             "collective_timeout": self.collective_timeout,
             "sources": cell_sources(),
-            "logs": logs_here(),
+            "logs": current_logging(),
         }
-        self._place.start(people, settings, {MARK: self._mark})
-        for each in people:
+        self._place.start(workers, settings, {MARK: self._mark})
+        for each in workers:
             each.register(self._selector)
 
     def _up(self) -> None:
         """Wait until all processes are up, then let them form a group. Raises `RankError` for one that dies before."""
         console = make_console(self.echo)
-        for each in self._people:
-            each.show_on(console)
+        for each in self._workers:
+            each.attach_console(console)
         with _interrupts_noted() as noted:
-            while not all(each.started or each.death for each in self._people):
-                self._hear(LOOK_SECONDS)
+            while not all(each.started or each.death for each in self._workers):
+                self._receive(LOOK_SECONDS)
                 if noted:
                     return  # and it is raised
-            for each in self._people:
+            for each in self._workers:
                 if each.death:
                     raise RankError(each.rank, f"{each.death} before it was ready", log=each.log.tail())
             self._meet()
@@ -92,11 +92,11 @@ class Crew:
         """Let all ranks form a process group, in place of the one there is. Where one cannot within `MEET_SECONDS`,
         kills those that are still at it, and raises the error."""
         self._has_group = False
-        pids = self._place.pids(self._people)
-        everyone = self._begin("meet", self._place.new_port(), pids, on=self._people)
+        pids = self._place.pids(self._workers)
+        everyone = self._begin("meet", self._place.new_port(), pids, on=self._workers)
         deadline = time.monotonic() + MEET_SECONDS
         while any(each.is_busy for each in everyone) and not any(each.death or each.failure for each in everyone):
-            if not self._hear(deadline - time.monotonic()):
+            if not self._receive(deadline - time.monotonic()):
                 break
         for each in everyone:
             if each.is_busy or each.death or each.failure:
@@ -117,42 +117,42 @@ class Crew:
         finally:
             self._busy.release()
 
-    def _call_of(self, people: Sequence[Person], noted: list[int], kind: str, *content: Any) -> dict[int, Any]:
+    def _call_of(self, workers: Sequence[WorkerHandle], noted: list[int], kind: str, *content: Any) -> dict[int, Any]:
         console = make_console(self.echo)
-        for each in people:
-            each.show_on(console)
+        for each in workers:
+            each.attach_console(console)
         try:
-            self._begin(kind, *content, on=people)
-            found = self._wait(people, noted)
+            self._begin(kind, *content, on=workers)
+            found = self._wait(workers, noted)
             if noted:
                 noted.clear()
-                raise self._interrupted(people)
-            if found is not None or any(each.failure or each.death for each in people):
-                raise self._failed(people, found)
-            return {each.rank: each.value for each in people}
+                raise self._interrupted(workers)
+            if found is not None or any(each.failure or each.death for each in workers):
+                raise self._failed(workers, found)
+            return {each.rank: each.value for each in workers}
         finally:
-            console.close([each.finish() for each in people])
-            for each in people:
+            console.close([each.finish() for each in workers])
+            for each in workers:
                 each.display_all()
 
-    def _chosen(self, on: Iterable[int] | None) -> list[Person]:
-        if not self._people:
+    def _chosen(self, on: Iterable[int] | None) -> list[WorkerHandle]:
+        if not self._workers:
             raise RuntimeError("these ranks have been stopped. Start new ones.")
-        self._hear(0.0)
+        self._receive(0.0)
         ranks = list(range(self.n)) if on is None else list(on)
         for rank in ranks:
             if rank not in range(self.n):
                 raise ConfigError(f"rank {rank} is not one of 0 to {self.n - 1}")
-            if death := self._people[rank].death:
+            if death := self._workers[rank].death:
                 raise RankError(rank, f"is dead: it {death}", others=self._advice())
         if not self._has_group and self.n > 1 and on is None:
-            if self._place.cut or any(each.death for each in self._people):
-                raise RankError(ranks[0], "has no process group", others=self._place.cut or self._advice())
+            if self._place.outage or any(each.death for each in self._workers):
+                raise RankError(ranks[0], "has no process group", others=self._place.outage or self._advice())
             self._meet()
-        return [self._people[rank] for rank in ranks]
+        return [self._workers[rank] for rank in ranks]
 
     def _advice(self) -> str:
-        living = [f"{each.rank}" for each in self._people if not each.death]
+        living = [f"{each.rank}" for each in self._workers if not each.death]
         if not living:
             return "`restart` (%ranks restart) starts the ranks anew."
         ranks = (
@@ -161,7 +161,7 @@ class Crew:
         keeps = " variables" if len(living) == 1 else ", and keep their variables"
         return f"{ranks}{keeps}. `restart` (%ranks restart) starts the dead anew, and forms a group."
 
-    def _begin(self, kind: str, *content: Any, on: Sequence[Person]) -> Sequence[Person]:
+    def _begin(self, kind: str, *content: Any, on: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
         self._number += 1
         for each in on:
             each.begin(self._number)
@@ -169,29 +169,29 @@ class Crew:
             each.request(self._selector, self._number, kind, *content)
         return on
 
-    def _wait(self, people: Sequence[Person], noted: list[int]) -> Diagnosis | None:
+    def _wait(self, workers: Sequence[WorkerHandle], noted: list[int]) -> Diagnosis | None:
         """Wait until all have ended the call, or there is an interrupt. Where some wait for a rank that does not come,
         end the call and return the verdict; else None."""
         look_at = time.monotonic() + LOOK_SECONDS
         slow_until = 0.0
-        while any(each.is_busy for each in people) and not noted:
-            self._hear(max(0.0, look_at - time.monotonic()))
+        while any(each.is_busy for each in workers) and not noted:
+            self._receive(max(0.0, look_at - time.monotonic()))
             now = time.monotonic()
             if now < look_at:
                 continue
             look_at = now + LOOK_SECONDS
-            busy = [each for each in people if each.is_busy]
-            someone_ended = len(busy) < len(people)
-            limit = min(ENDED_SECONDS, self.patience) if someone_ended else self.patience
+            busy = [each for each in workers if each.is_busy]
+            someone_ended = len(busy) < len(workers)
+            limit = min(ENDED_SECONDS, self.wait_timeout) if someone_ended else self.wait_timeout
             if now > slow_until and any(each.waited_for(now) > limit for each in busy):
                 found = diagnose(self._standings())
-                if found.kind == "none" and not someone_ended and self._place.cut:
-                    found = Diagnosis("absent", f"{self._place.cut}: {found.verdict}, and nothing comes through")
-                if found.kind in {"order", "shape", "absent", "failed"} and any(each.is_busy for each in people):
-                    self._end_call([each for each in people if each.is_busy])
+                if found.kind == "none" and not someone_ended and self._place.outage:
+                    found = Diagnosis("absent", f"{self._place.outage}: {found.verdict}, and nothing comes through")
+                if found.kind in {"order", "shape", "absent", "failed"} and any(each.is_busy for each in workers):
+                    self._end_call([each for each in workers if each.is_busy])
                     return found
                 if found.kind == "slow" and not slow_until:
-                    people[0].console.say(told_of(found.verdict))
+                    workers[0].console.message(describe_output(found.verdict))
                 slow_until = time.monotonic() + limit
             self._question += 1
             for each in busy:
@@ -199,94 +199,96 @@ class Crew:
                     each.ask("look", self._question)
         return None
 
-    def _end_call(self, people: Sequence[Person]) -> None:
+    def _end_call(self, workers: Sequence[WorkerHandle]) -> None:
         """Interrupt, then wake, then kill those that have not ended the call."""
-        for each in people:
-            each.was_ended = each.is_busy
+        for each in workers:
+            each.was_terminated = each.is_busy
         for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
-            for each in people:
+            for each in workers:
                 if each.is_busy:
                     each.control("interrupt", each.number)
                     if wake:
                         each.was_woken = True
                         each.control("wake", each.number)
             deadline = time.monotonic() + seconds
-            while any(each.is_busy for each in people) and self._hear(deadline - time.monotonic()):
+            while any(each.is_busy for each in workers) and self._receive(deadline - time.monotonic()):
                 pass
-        self._kill([each for each in people if each.is_busy], "did not react to an interrupt, and was killed")
+        self._kill([each for each in workers if each.is_busy], "did not react to an interrupt, and was killed")
         self._ask("look", ANSWER_SECONDS)  # a rank that has answered has nothing left to wake
 
-    def _kill(self, people: Sequence[Person], why: str = "was killed") -> None:
-        for each in people:
+    def _kill(self, workers: Sequence[WorkerHandle], why: str = "was killed") -> None:
+        for each in workers:
             each.process.kill()
-        stuck = wait_for_exit([each.process for each in people])
-        for each in people:
+        stuck = wait_for_exit([each.process for each in workers])
+        for each in workers:
             survived = f"did not exit after SIGKILL, and is process {each.process.pid}"
-            each.bury(self._selector, survived if each.process in stuck else why)
+            each.record_exit(self._selector, survived if each.process in stuck else why)
 
-    def _interrupted(self, people: Sequence[Person]) -> KeyboardInterrupt:
-        self._end_call(people)
+    def _interrupted(self, workers: Sequence[WorkerHandle]) -> KeyboardInterrupt:
+        self._end_call(workers)
         stood = []
-        for each in people:
+        for each in workers:
             where = each.failure.line if each.failure else ""
             stood.append(f"rank {each.rank} {each.death or (f'was at {where}' if where else 'had ended the call')}")
-        text = "\n".join(["interrupted", *(told_of(line) for line in stood), *self._settle(people)])
+        text = "\n".join(["interrupted", *(describe_output(line) for line in stood), *self._recover(workers)])
         error = KeyboardInterrupt(text)
         error._render_traceback_ = lambda: f"KeyboardInterrupt: {text}".split("\n")  # type: ignore[attr-defined]
         return error
 
-    def _failed(self, people: Sequence[Person], found: Diagnosis | None) -> Exception:
+    def _failed(self, workers: Sequence[WorkerHandle], found: Diagnosis | None) -> Exception:
         """The exception to raise for a call that has failed: its first cause. `found` is the verdict on those that
         waited."""
-        own = [each for each in people if (each.failure or each.death) and not each.was_ended]
+        own = [each for each in workers if (each.failure or each.death) and not each.was_terminated]
         causes = [each for each in own if each.death or found is None or found.kind == "failed"]
-        after = self._settle(people)
-        verdict = told_of(str(found)) if found else ""
+        after = self._recover(workers)
+        verdict = describe_output(str(found)) if found else ""
         if found is not None and not causes:
             story = "\n\n".join([verdict, *after])
             error = CollectiveError(story)
             error._render_traceback_ = lambda: f"CollectiveError: {story}".split("\n")  # type: ignore[attr-defined]
             return error
-        first = min(own or people, key=lambda each: each.cause_order)
-        others = [each for each in people if each is not first and (each.failure or each.death)]
+        first = min(own or workers, key=lambda each: each.cause_order)
+        others = [each for each in workers if each is not first and (each.failure or each.death)]
         same = [each.rank for each in others if each.reason == first.reason]
-        told = [f"rank {each.rank} {each.reason}" for each in others if each.rank not in same and not each.was_ended]
+        told = [
+            f"rank {each.rank} {each.reason}" for each in others if each.rank not in same and not each.was_terminated
+        ]
         meanwhile = [f"Rank {', '.join(map(str, same))} too."] if same else []
         meanwhile += [f"Meanwhile {', '.join(told)}."] if told else []
         return self._error(first, "\n\n".join([*meanwhile, *([verdict] if verdict else []), *after]))
 
-    def _error(self, each: Person, others: str) -> RankError:
+    def _error(self, each: WorkerHandle, others: str) -> RankError:
         if each.is_busy and not each.death:
             return RankTimeoutError(each.rank, f"did not meet the others within {MEET_SECONDS:g} s", others=others)
-        trace = told_of(each.failure.traceback) if each.failure else ""
+        trace = describe_output(each.failure.traceback) if each.failure else ""
         raised = each.failure.raised if each.failure else None
         log = each.log.tail() if each.death else ""
         return RankError(each.rank, each.reason, trace, log, others, raised)
 
-    def _settle(self, people: Sequence[Person]) -> list[str]:
+    def _recover(self, workers: Sequence[WorkerHandle]) -> list[str]:
         """After a call that has failed: ranks that are out of step form a new group; where one has died, the others
         leave theirs. Returns sentences that say so."""
-        if any(each.death for each in self._people):
+        if any(each.death for each in self._workers):
             self._has_group = False
-            living = [each for each in self._people if not each.death]
-            kept = {each.rank: each.outcome for each in people}
+            living = [each for each in self._workers if not each.death]
+            kept = {each.rank: each.outcome for each in workers}
             self._quietly("leave", living)
-            for each in people:
+            for each in workers:
                 each.outcome = kept[each.rank]
             return [self._advice()]
-        if self.n == 1 or self._are_in_step(people):
+        if self.n == 1 or self._are_in_step(workers):
             return []
-        kept = {each.rank: each.outcome for each in people}
-        if self._place.cut:
+        kept = {each.rank: each.outcome for each in workers}
+        if self._place.outage:
             self._has_group = False
-            self._quietly("leave", self._people)
+            self._quietly("leave", self._workers)
         else:
             self._meet()
-        for each in people:
+        for each in workers:
             each.outcome = kept[each.rank]
         if not self._has_group:
             return [
-                f"The ranks live on with their variables, and have no process group, as {self._place.cut}. "
+                f"The ranks live on with their variables, and have no process group, as {self._place.outage}. "
                 "They form one with the first call after it is mended."
             ]
         return [
@@ -294,43 +296,43 @@ class Crew:
             "as DistributedDataParallel, has to be made again."
         ]
 
-    def _quietly(self, kind: str, people: Sequence[Person]) -> None:
-        self._begin(kind, on=people)
+    def _quietly(self, kind: str, workers: Sequence[WorkerHandle]) -> None:
+        self._begin(kind, on=workers)
         deadline = time.monotonic() + REACT_SECONDS
-        while any(each.is_busy for each in people) and self._hear(deadline - time.monotonic()):
+        while any(each.is_busy for each in workers) and self._receive(deadline - time.monotonic()):
             pass
-        self._kill([each for each in people if each.is_busy])
+        self._kill([each for each in workers if each.is_busy])
 
-    def _are_in_step(self, people: Sequence[Person]) -> bool:
+    def _are_in_step(self, workers: Sequence[WorkerHandle]) -> bool:
         """Has every rank ended the same collectives, and has none of them failed?
 
         A rank that was woken need not say so: the interrupt that it was sent may have come before gloo's error.
         """
-        if any(each.was_woken or (each.failure and each.failure.in_collective) for each in people):
+        if any(each.was_woken or (each.failure and each.failure.in_collective) for each in workers):
             return False
-        looks = [answer for answer in self._ask("look", ANSWER_SECONDS).values() if isinstance(answer, Look)]
+        looks = [answer for answer in self._ask("look", ANSWER_SECONDS).values() if isinstance(answer, Snapshot)]
         same = all(look.progress == looks[0].progress for look in looks)
         return len(looks) == self.n and same and not any(look.waits for look in looks)
 
-    def _standings(self) -> dict[int, Standing | None]:
+    def _standings(self) -> dict[int, RankStatus | None]:
         answers = self._ask("stand", BUSY_SECONDS + ANSWER_SECONDS)
-        return {rank: each if isinstance(each, Standing) else None for rank, each in answers.items()}
+        return {rank: each if isinstance(each, RankStatus) else None for rank, each in answers.items()}
 
     def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:
         """Ask all ranks at the same time, whatever they do: rank -> its answer; None of those that have not answered
         within `seconds`."""
         self._question += 1
         number = self._question
-        living = [each for each in self._people if not each.death]
+        living = [each for each in self._workers if not each.death]
         for each in living:
             each.ask(what, number)
         deadline = time.monotonic() + seconds
         while any(each.answered != number and not each.death for each in living):
-            if not self._hear(deadline - time.monotonic()):
+            if not self._receive(deadline - time.monotonic()):
                 break
-        return {each.rank: each.answer if each.answered == number else None for each in self._people}
+        return {each.rank: each.answer if each.answered == number else None for each in self._workers}
 
-    def _hear(self, seconds: float | None) -> bool:
+    def _receive(self, seconds: float | None) -> bool:
         """Handle what has come from the ranks, or wait for it. False where the time was up before."""
         if seconds is not None and seconds < 0:
             return False

@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 
 from ddp_tutorial.compat import group_ranks, inspection_text
-from ddp_tutorial.debug.hangs import Standing, uses_cpu
+from ddp_tutorial.debug.hangs import RankStatus, uses_cpu
 from ddp_tutorial.debug.recorder import calls, progress, standing_lines
-from ddp_tutorial.live import shown
-from ddp_tutorial.live.moments import Bundle, Failure, Look, Receiver, Seat
-from ddp_tutorial.processes.children import MARK
+from ddp_tutorial.live import display
+from ddp_tutorial.live.messages import Failure, MimeBundle, Receiver, Snapshot, WorkerSpec
 from ddp_tutorial.processes.errors import Raised, lost_connection
-from ddp_tutorial.processes.marks import marked
-from ddp_tutorial.processes.rank import become_rank, know_sources, own_traceback
+from ddp_tutorial.processes.process_tags import tagged_processes
+from ddp_tutorial.processes.rank import initialize_rank, register_sources, user_traceback
+from ddp_tutorial.processes.spawn import MARK
 from ddp_tutorial.processes.transport import Sender, dump_result
 from ddp_tutorial.world import World, abandon_group, process_group
 
@@ -44,27 +44,27 @@ _LIBRARIES = (str(Path(torch.__file__).parent), sys.prefix, sys.base_prefix, "<f
 _TOLD_BY_GLOO = ("gloo", "timed out waiting", "process group")
 
 
-def serve(_: int, seat: Seat) -> None:
+def serve(_: int, spec: WorkerSpec) -> None:
     """What is spawned: be a rank until the pool is gone."""
-    send = become_rank(seat.rank, seat.output, seat.messages, seat)
+    send = initialize_rank(spec.rank, spec.output, spec.messages, spec)
     os.environ["MPLBACKEND"] = "module://ddp_tutorial.live.figures"
-    member = Member(seat, send)
+    member = Worker(spec, send)
     threading.Thread(target=member.answer, daemon=True, name="live ranks").start()
     send("started")
     member.work()
 
 
-class Member:
+class Worker:
     """One rank: its namespace, which is its `__main__`, and its process group."""
 
-    def __init__(self, seat: Seat, send: Sender) -> None:
+    def __init__(self, spec: WorkerSpec, send: Sender) -> None:
         self.send = send
-        self.requests, self.control = Receiver(seat.requests.fd), Receiver(seat.control.fd)
-        timeout = timedelta(seconds=seat.collective_timeout)
-        self.world = World.detect(device=seat.device, backend=seat.backend, timeout=timeout)
+        self.requests, self.control = Receiver(spec.requests.fd), Receiver(spec.control.fd)
+        timeout = timedelta(seconds=spec.collective_timeout)
+        self.world = World.detect(device=spec.device, backend=spec.backend, timeout=timeout)
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         self.names = vars(main)
-        self.names.update(__builtins__=builtins, world=self.world, display=shown.display)
+        self.names.update(__builtins__=builtins, world=self.world, display=display.display)
         self.group: AbstractContextManager[World] | None = None
         self.oldest = 0  # the recorder's number of the group that is used now
         self.pids: Sequence[int] = ()  # of all ranks, as this process sees them
@@ -72,7 +72,7 @@ class Member:
         self.main_thread = threading.get_ident()
         self.interruptible = self.interrupted = False
         self.state = "idle"
-        shown.show_with(lambda bundle: send("shown", self.number, bundle))
+        display.set_display(lambda bundle: send("shown", self.number, bundle))
 
     # ------------------------------------------------------------------------------------------------- main thread
 
@@ -129,14 +129,14 @@ class Member:
             with suppress(RuntimeError):
                 group.__exit__(None, None, None)
 
-    def do_execute(self, source: str, name: str, cell: str, offset: int) -> Bundle | None:
+    def do_execute(self, source: str, name: str, cell: str, offset: int) -> MimeBundle | None:
         """Run a cell; what its last expression shows. `cell` is what the notebook has, in which `source` begins after
         `offset` lines; `name` is what tracebacks call it."""
         linecache.cache[name] = (len(cell), None, [f"{line}\n" for line in cell.split("\n")], name)
         if "IPython" in source:
             import IPython.display
 
-            IPython.display.display = shown.display
+            IPython.display.display = display.display
         tree = ast.parse("\n" * offset + source, name)
         last = tree.body[-1] if tree.body else None
         value = None
@@ -145,18 +145,18 @@ class Member:
             value = eval(compile(ast.Expression(last.value), name, "eval"), self.names)
         else:
             exec(compile(tree, name, "exec"), self.names)
-        shown.show_open_figures()
+        display.show_open_figures()
         if value is None:
             return None
         self.names["_"] = value
-        return shown.bundle_of(value)
+        return display.mime_bundle(value)
 
     def do_run(self, call: bytes, sources: dict[str, list[str]]) -> bytes:
         """Call a pickled function with the world; returns its result, pickled."""
-        know_sources(sources)
+        register_sources(sources)
         fn, args = pickle.loads(call)
         result = fn(self.world, *args)
-        shown.show_open_figures()
+        display.show_open_figures()
         return dump_result(result)
 
     def do_get(self, name: str) -> bytes:
@@ -187,7 +187,7 @@ class Member:
         while (message := self.control()) is not None:
             match message:
                 case ("look", question):
-                    self.send("answer", question, Look(self._progress()))
+                    self.send("answer", question, Snapshot(self._progress()))
                 case ("stand", question):
                     self.send("answer", question, self._standing())
                 case ("interrupt", number) if number == self.number:  # a late one is for a call that has ended
@@ -203,13 +203,13 @@ class Member:
             return {}
         return {group: seen for group, seen in progress().items() if int(group) >= self.oldest}
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> RankStatus:
         state = self.state
         is_busy = uses_cpu()
         if not dist.is_initialized():
-            return Standing((), standing_lines(self.main_thread), is_busy, {}, state)  # type: ignore[arg-type]
+            return RankStatus((), standing_lines(self.main_thread), is_busy, {}, state)  # type: ignore[arg-type]
         entered = tuple(calls(since=self.oldest))
-        return Standing(entered, standing_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
+        return RankStatus(entered, standing_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
         """End what the main thread waits for in native code: gloo has no other way in than a lost connection.
@@ -220,7 +220,9 @@ class Member:
             with suppress(Exception):
                 abandon_group(self.world)
             return
-        started = marked(MARK, os.environ.get(MARK, "").__eq__)  # a dead rank's connections may live on in its forks
+        started = tagged_processes(
+            MARK, os.environ.get(MARK, "").__eq__
+        )  # a dead rank's connections may live on in its forks
         ranks = {*self.pids, *(process.pid for process in started)} - {os.getpid()}
         for connection in _connections_to(ranks, int(os.environ["MASTER_PORT"])):
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:
@@ -253,5 +255,5 @@ def _failure(error: BaseException) -> Failure:
     in_collective = isinstance(error, RuntimeError) and (
         places[-1][0].startswith(_DISTRIBUTED) or lost_connection(error) or any(word in told for word in _TOLD_BY_GLOO)
     )
-    trace = own_traceback(error, __file__, ast.__file__)
+    trace = user_traceback(error, __file__, ast.__file__)
     return Failure(Raised.of(error), trace, time.monotonic(), line, in_collective)

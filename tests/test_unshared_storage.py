@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
-from ddp_tutorial.checkpoint.components import Component, StateOf
-from ddp_tutorial.checkpoint.manifest import folders, name_of
-from ddp_tutorial.checkpoint.resuming import find_start
+from ddp_tutorial.checkpoint.components import Component, FunctionState
+from ddp_tutorial.checkpoint.manifest import checkpoint_name, list_checkpoints
+from ddp_tutorial.checkpoint.resuming import find_resume_point
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.local.rounds import LocalConfig
+from ddp_tutorial.local_sgd.rounds import LocalConfig
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.samples import ArrowShards, TokenBlocks, write_arrow
 from ddp_tutorial.sharding.sources import make_source
@@ -48,7 +48,7 @@ def components(world: World) -> dict[str, Component]:
     """One that rank 0 writes for all, and one of which each rank writes its own."""
     return {
         "model": Component(nn.Linear(2, 1)),
-        "rng": Component(StateOf(lambda: {"rank": world.rank}, lambda state: None), "per_rank"),
+        "rng": Component(FunctionState(lambda: {"rank": world.rank}, lambda state: None), "per_rank"),
     }
 
 
@@ -67,9 +67,9 @@ def on_nodes(world: World) -> dict[str, Any]:
     told["left by it"] = sorted(str(path) for path in Path("checkpoints").rglob("*"))
     if world.is_main:
         shutil.copytree(here / "shared", "mine")
-    for name, resume in [("path", "mine"), ("checkpoint", f"mine/checkpoints/{name_of(1)}"), ("auto", "auto")]:
-        told[name] = error_of(lambda resume=resume: find_start(world, Path("mine"), resume, {"steps": 1}))  # type: ignore[misc]
-    told["gone"] = error_of(lambda: find_start(world, Path("gone"), "gone", {}))
+    for name, resume in [("path", "mine"), ("checkpoint", f"mine/checkpoints/{checkpoint_name(1)}"), ("auto", "auto")]:
+        told[name] = error_of(lambda resume=resume: find_resume_point(world, Path("mine"), resume, {"steps": 1}))  # type: ignore[misc]
+    told["gone"] = error_of(lambda: find_resume_point(world, Path("gone"), "gone", {}))
     told |= {f"data: {name}": error_of(lambda make=make: make(world)) for name, make in SOURCES.items()}  # type: ignore[misc]
     told["held out"] = error_of(lambda: held_out(world))
     told["task"] = error_of(lambda: train(world, TASK))
@@ -108,7 +108,7 @@ SOURCES = {
 def held_out(world: World) -> None:
     source = make_source(TensorDataset(torch.zeros(8, 1)), 4, world)
     loss = lambda model, batch: (F.mse_loss(model(batch[0]), batch[0], reduction="sum"), len(batch[0]))  # noqa: E731
-    Trainer(nn.Linear(1, 1), source, loss, world, TrainConfig(name="mine"), held_out=tensors(world))
+    Trainer(nn.Linear(1, 1), source, loss, world, TrainConfig(name="mine"), validation_data=tensors(world))
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +177,9 @@ def test_auto_refuses_to_begin_anew_where_there_are_checkpoints_and_none_is_vali
     saved(World(), Path("mine/checkpoints"))
     saved_again = Checkpointer(Path("mine/checkpoints"), components(World()), World(), config={"steps": 1})
     saved_again.save(2)
-    for folder in folders(Path("mine/checkpoints")):
+    for folder in list_checkpoints(Path("mine/checkpoints")):
         (folder / "model.safetensors").write_bytes(b"")
-    told = error_of(lambda: find_start(World(), Path("mine"), "auto", {"steps": 1}))
+    told = error_of(lambda: find_resume_point(World(), Path("mine"), "auto", {"steps": 1}))
     assert told.startswith("ConfigError: none of the 2 checkpoints in mine/checkpoints can be read: ")
     assert "step_00000001/model.safetensors has 0 bytes" in told
     assert "step_00000002/model.safetensors has 0 bytes" in told
@@ -227,7 +227,7 @@ def kept(world: World) -> dict[str, Any]:
     told["pieces"] = error_of(lambda: life(world, "pieces", 2, strategy="zero1"))
     if world.rank == 1:
         shutil.copytree("../node0/runs/ddp/checkpoints", "later/checkpoints")
-    told["later"] = error_of(lambda: find_start(world, Path("later"), "auto", {}, shared=False))
+    told["later"] = error_of(lambda: find_resume_point(world, Path("later"), "auto", {}, shared=False))
     told["shared"] = error_of(lambda: life(world, "ddp", 4, checkpoint=CheckpointConfig(every=1)))
     told["changed"] = contents() ^ before
     os.chdir(f"../node{1 - world.rank}")
@@ -262,5 +262,5 @@ def test_rank_0_keeps_checkpoints_for_nodes_that_share_no_folder_and_runs_go_on_
         assert each["places"].startswith("ConfigError: runs/ddp has logs of other ranks, and nothing of rank 0: ")
         assert (each["changed"], each["changed there"]) == (set(), set()), "a refused command changes nothing"
     assert not list(workdir.glob("node1/runs/*/checkpoints"))
-    files = {path.name for path in (workdir / "node0/runs/ddp/checkpoints" / name_of(4)).iterdir()}
+    files = {path.name for path in (workdir / "node0/runs/ddp/checkpoints" / checkpoint_name(4)).iterdir()}
     assert {"rng.rank_0.pt", "rng.rank_1.pt"} <= files

@@ -30,13 +30,13 @@ class Rounds:
     length: int
     begin: int = 0
 
-    def alone(self, updates: int) -> int:
+    def local_steps(self, updates: int) -> int:
         """How many updates each rank has made by itself since all had the same weights, after `updates` in all."""
         return max(0, updates - self.begin) % self.length
 
-    def ends_with(self, update: int) -> bool:
+    def ends_round(self, update: int) -> bool:
         """Are weights averaged after this update?"""
-        return update > self.begin and self.alone(update) == 0
+        return update > self.begin and self.local_steps(update) == 0
 
     def all_reduces(self, updates: int) -> int:
         """How many of the size of the model there are in so many updates: of gradients until `begin`, then of weights,

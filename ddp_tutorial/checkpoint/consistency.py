@@ -12,31 +12,31 @@ from ddp_tutorial.world import World
 Check = Literal["none", "quick", "tensor", "full"]
 
 
-def assert_replicated(world: World, what: str, state: Any, span: int, check: Check) -> None:
+def assert_replicated(world: World, name: str, state: Any, span: int, check: Check) -> None:
     """Raise `CheckpointError`, on all ranks, if `state` is not the same on each group of `span` consecutive ranks.
 
     Collective. `what` is the component's name, for the message. `check` is "quick" (names, shapes, dtypes, and values
     that are no tensors), "tensor" (also a hash of every tensor, however deep) or "full" (ranks exchange and compare all
     bytes, for those who do not trust a hash). A state without any value is an error: a check of it would always pass.
     """
-    values = dict(leaves(what, state))
+    values = dict(named_leaves(name, state))
     mine = {name: summary(value, check) for name, value in values.items()}
     seen = all_gather(world, mine)
     if not any(seen):
-        raise CheckpointError(f"{what!r} has no value to compare between ranks")
+        raise CheckpointError(f"{name!r} has no value to compare between ranks")
     for first in range(0, world.size, span):
         if found := first_difference(seen[first : first + span], first):
             raise CheckpointError(f"{found[0]} is not the same on all ranks: {found[1]}")
 
 
-def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every value inside nested dicts, lists and tuples, with its path: "optimizer['state'][0]['exp_avg']", tensor."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from leaves(f"{name}[{key!r}]", inner)
+            yield from named_leaves(f"{name}[{key!r}]", inner)
     elif isinstance(value, (list, tuple)):
         for place, inner in enumerate(value):
-            yield from leaves(f"{name}[{place}]", inner)
+            yield from named_leaves(f"{name}[{place}]", inner)
     else:
         yield name, value
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ddp_tutorial.checkpoint.manifest import name_of
+from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.training.config import TrainConfig
@@ -14,7 +14,7 @@ from ddp_tutorial.training.weights import save_model
 from ddp_tutorial.world import World
 
 
-class Best:
+class EvaluationTracker:
     """Every evaluation of a run, and what follows from them, as `config.best` and `config.early_stopping` say.
 
     All of it is a function of the evaluations, which are in the checkpoint: a resumed run decides as the uninterrupted
@@ -45,12 +45,12 @@ class Best:
         self.evaluations[step] = dict(means)
         best = self.step  # on every rank: what is wrong with the metric is raised on all
         if self.config.best_model and self.world.is_main and best == step:
-            save_model(model, self.run.best / name_of(step))
-            for old in (kept for kept in self.kept() if kept != step):
-                shutil.rmtree(self.run.best / name_of(old))
-        return self.stalls()
+            save_model(model, self.run.best / checkpoint_name(step))
+            for old in (kept for kept in self.saved_steps() if kept != step):
+                shutil.rmtree(self.run.best / checkpoint_name(old))
+        return self.has_stalled()
 
-    def stalls(self) -> bool:
+    def has_stalled(self) -> bool:
         """Have there been as many evaluations without progress as `early_stopping` has patience?"""
         options = self.config.early_stopping
         if not options.patience:
@@ -59,15 +59,15 @@ class Best:
         stalled = without_progress(values, options.minimum_delta, options.grace_steps, self.config.best.mode)
         return stalled >= options.patience
 
-    def kept(self) -> list[int]:
+    def saved_steps(self) -> list[int]:
         """The steps whose weights are in the run's folder: one, or none."""
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.run.best.glob("step_*"))
 
-    def go_back(self, step: int, evaluations: Mapping[int, Mapping[str, float]]) -> None:
+    def rewind(self, step: int, evaluations: Mapping[int, Mapping[str, float]]) -> None:
         """Go back to `step`, with the `evaluations` up to it; weights of a later best are removed from the run's
         folder."""
         self.evaluations = {each: dict(means) for each, means in evaluations.items()}
-        self.is_stalled = self.stalls()
+        self.is_stalled = self.has_stalled()
         if self.world.is_main:
-            for later in (each for each in self.kept() if each > step):
-                shutil.rmtree(self.run.best / name_of(later))
+            for later in (each for each in self.saved_steps() if each > step):
+                shutil.rmtree(self.run.best / checkpoint_name(later))

@@ -13,18 +13,18 @@ from torch import nn
 
 from ddp_tutorial.checkpoint.components import State
 from ddp_tutorial.checkpoint.manifest import CheckpointError
-from ddp_tutorial.local.rounds import Rounds
+from ddp_tutorial.local_sgd.rounds import Rounds
 from ddp_tutorial.world import World
 
 
-class Judged:
-    """The weights that `whole` shows, the same on all ranks. `state_dict` is collective."""
+class AveragedModelState:
+    """The weights that `full_parameters` shows, the same on all ranks. `state_dict` is collective."""
 
     def __init__(self, module: nn.Module, whole: Callable[[], AbstractContextManager[nn.Module]]) -> None:
-        self.module, self.whole = module, whole
+        self.module, self.full_parameters = module, whole
 
     def state_dict(self) -> State:
-        with self.whole() as module:
+        with self.full_parameters() as module:
             return deepcopy(dict(module.state_dict()))  # the copies of tied weights are tied
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class LocalWeightsState:
         if state["alone"]:
             self.module.load_state_dict(state["weights"])
 
-    def load_from_other_world(self, states: Sequence[State], step: int) -> None:
+    def load_resharded(self, states: Sequence[State], step: int) -> None:
         """At the end of a round there is nothing to restore. Raises `CheckpointError` within one: each rank's own
         weights fit no other number of ranks."""
         if alone := states[0]["alone"]:
@@ -68,7 +68,7 @@ class LocalWeightsState:
             )
 
 
-class OwnOptimizer:
+class LocalOptimizerState:
     """The state of this rank's optimizer, which is never averaged. Another number of ranks begins with the mean over
     those that there were: of momentum and of Adam's averages; of what is one number, such as the step, the first."""
 
@@ -81,7 +81,7 @@ class OwnOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
 
-    def load_from_other_world(self, states: Sequence[State], step: int) -> None:
+    def load_resharded(self, states: Sequence[State], step: int) -> None:
         of_ranks = [state["state"] for state in states]
         merged: dict[int, dict[str, Any]] = {}
         for index in sorted({index for each in of_ranks for index in each}):

@@ -16,15 +16,15 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals, require_call
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.accumulation.strategies import Replicas
+from ddp_tutorial.accumulation.strategies import ReplicatedStrategy
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.ddp.variants import DDPConfig, sync_initial_state
+from ddp_tutorial.ddp.wrappers import DDPConfig, sync_initial_state
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 
 # Of `DDPConfig`: what Accelerate hands on to torch's DistributedDataParallel.
-HANDED_ON = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+FORWARDED_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 def require_accelerate() -> None:
@@ -36,12 +36,12 @@ def require_accelerate() -> None:
         )
 
 
-class AccelerateStrategy(Replicas):
+class AccelerateStrategy(ReplicatedStrategy):
     """Every rank has the whole model, which `Accelerator.prepare` wraps; `accumulate` and `backward` are Accelerate's.
 
-    Of `config`, only what is in `HANDED_ON` has a meaning. Collective. Raises `ConfigError` where Accelerate is not
-    installed, and where this process has told it, by ACCELERATE_* variables or an `Accelerator` of its own, of another
-    world, another device or more than averaging gradients.
+    Of `config`, only what is in `FORWARDED_OPTIONS` has a meaning. Collective. Raises `ConfigError` where Accelerate
+    is not installed, and where this process has told it, by ACCELERATE_* variables or an `Accelerator` of its own, of
+    another world, another device or more than averaging gradients.
     """
 
     link: Link | None = None  # torch's C++ code calls gloo or NCCL by itself
@@ -65,7 +65,7 @@ class AccelerateStrategy(Replicas):
         self.accumulation = accumulation
         self.loss = StepLoss(loss, world, precision)
         config = config or DDPConfig()
-        options = {name: getattr(config, name) for name in HANDED_ON}
+        options = {name: getattr(config, name) for name in FORWARDED_OPTIONS}
         if options["bucket_cap_mb"] is None:
             del options["bucket_cap_mb"]
         with _environment_of(world):
@@ -84,10 +84,10 @@ class AccelerateStrategy(Replicas):
         self.calls += 1
 
     @property
-    def per_rank(self) -> int:
+    def micro_batches_per_rank(self) -> int:
         return self.accumulation
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         if not batches:
             raise ValueError("a step has 1 micro-batch or more, found 0")
         parts = len(batches)
@@ -99,10 +99,10 @@ class AccelerateStrategy(Replicas):
                 calls = self.calls
                 with phase("forward"):
                     # Gradients are averaged over ranks and micro-batches, and this is a part of a sum.
-                    part = self.loss.forward(self.wrapped, batch, times=self.world.size * parts)
+                    part = self.loss.forward(self.wrapped, batch, loss_multiplier=self.world.size * parts)
                 require_call(self.calls > calls)
                 if number == parts - 1:
-                    self.loss.reduce(votes)
+                    self.loss.reduce(stop_flags)
                 with phase("backward"):
                     self.accelerator.backward(part)
         with phase("finish"):

@@ -20,39 +20,41 @@ import torch.multiprocessing
 
 from ddp_tutorial.cluster.cluster import Cluster
 from ddp_tutorial.config import ConfigError, FailedError
-from ddp_tutorial.live.member import serve
-from ddp_tutorial.live.moments import Seat
-from ddp_tutorial.live.person import Person
-from ddp_tutorial.processes.children import environment, loopback_store, main_module_hidden, rank_environment
+from ddp_tutorial.live.messages import WorkerSpec
+from ddp_tutorial.live.worker import serve
+from ddp_tutorial.live.worker_handle import WorkerHandle
+from ddp_tutorial.processes.spawn import environment, loopback_store, main_module_hidden, rank_environment
 from ddp_tutorial.processes.transport import Descriptor
 
 
-class Place(Protocol):
-    """What a pool asks of it. `settings` are the fields of a `Seat` that are the same for all."""
+class Backend(Protocol):
+    """What a pool asks of it. `settings` are the fields of a `WorkerSpec` that are the same for all."""
 
     nodes: int
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """To stand behind "2 ranks on cpu, gloo"."""
 
     @property
-    def cut(self) -> str:
+    def outage(self) -> str:
         """Why the ranks do not reach one another, where that is known; empty where they do."""
 
     def open(self) -> None: ...
     def check(self, ranks: Sequence[int]) -> None: ...
-    def start(self, people: Sequence[Person], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None: ...
+    def start(
+        self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]
+    ) -> None: ...
     def new_port(self) -> int: ...
-    def pids(self, people: Sequence[Person]) -> list[int]: ...
+    def pids(self, workers: Sequence[WorkerHandle]) -> list[int]: ...
     def node_of(self, rank: int) -> str | None: ...
     def close(self) -> None: ...
 
 
-class ThisMachine:
+class LocalBackend:
     """The ranks are children of this process. They meet at a store that it hosts, on the loopback interface."""
 
-    nodes, in_words, cut = 1, "", ""
+    nodes, description, outage = 1, "", ""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -65,14 +67,14 @@ class ThisMachine:
     def check(self, ranks: Sequence[int]) -> None:
         """Does nothing: ranks of this machine can always be started."""
 
-    def start(self, people: Sequence[Person], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         """Spawn a process for each of `people`."""
         threads = settings["threads"]
         environ = {**rank_environment(self.n, threads, self.new_port()), **environ}
         with ExitStack() as theirs, main_module_hidden(), environment(environ):
-            for each in people:
+            for each in workers:
                 output, messages, requests, control = map(Descriptor, each.open_pipes(theirs))
-                seat = Seat(
+                seat = WorkerSpec(
                     rank=each.rank,
                     output=output,
                     messages=messages,
@@ -88,9 +90,9 @@ class ThisMachine:
         """The store's port, which is always the same."""
         return self.store.port if self.store else 0
 
-    def pids(self, people: Sequence[Person]) -> list[int]:
+    def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:
         """The ranks' process ids, as the ranks see them."""
-        return [each.process.pid for each in people]
+        return [each.process.pid for each in workers]
 
     def node_of(self, rank: int) -> str | None:
         """None: there is one machine."""
@@ -101,7 +103,7 @@ class ThisMachine:
         self.store = None
 
 
-class Nodes:
+class ClusterBackend:
     """The ranks are processes of a cluster's nodes, as many on each. They meet inside of its network, at rank 0, each
     time at a new port.
 
@@ -121,11 +123,11 @@ class Nodes:
         self.is_ours = not cluster.is_up
 
     @property
-    def in_words(self) -> str:
-        return f", on {self.nodes} node{'s' if self.nodes > 1 else ''}, {self.cluster.in_words}"
+    def description(self) -> str:
+        return f", on {self.nodes} node{'s' if self.nodes > 1 else ''}, {self.cluster.description}"
 
     @property
-    def cut(self) -> str:
+    def outage(self) -> str:
         out = sorted(self.cluster.unplugged)
         return f"the cable of {' and '.join(out)} is out" if out else ""
 
@@ -144,7 +146,7 @@ class Nodes:
         if off := [name for rank in ranks if (name := self.node_of(rank)) in self.cluster.off]:
             raise ConfigError(f"{off[0]} has been killed, and does not come back. `stop` ends the other ranks")
 
-    def start(self, people: Sequence[Person], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         """Fork a process for each of `people`, on its node, from one that has imported torch."""
         common = {
             "WORLD_SIZE": self.n,
@@ -156,7 +158,7 @@ class Nodes:
             "OMP_NUM_THREADS": settings["threads"],
         }
         with ExitStack() as theirs:
-            for each in people:
+            for each in workers:
                 output, *pipes = each.open_pipes(theirs)
                 seat = theirs.enter_context(tempfile.TemporaryFile())
                 seat.write(pickle.dumps({**settings, "rank": each.rank}))
@@ -169,9 +171,9 @@ class Nodes:
         """A port at which no ranks have met before: rank 0 may still hold the last one."""
         return self.cluster.new_port()
 
-    def pids(self, people: Sequence[Person]) -> list[int]:
+    def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:
         """The ranks' process ids inside of the cluster."""
-        return [each.process.number for each in people]
+        return [each.process.number for each in workers]
 
     def node_of(self, rank: int) -> str | None:
         """The name of the node that a rank is on."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.export import config_of as settings_of
@@ -119,7 +119,7 @@ def train_until_it_has_evaluated(config: TaskConfig) -> None:
     """A life that ends in the step after its first evaluation."""
     has_evaluated = False
 
-    def kill(edge: Edge) -> None:
+    def kill(edge: PhaseEvent) -> None:
         nonlocal has_evaluated
         has_evaluated = has_evaluated or edge.name == "evaluate"
         if has_evaluated and edge.name == "grads":

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from ddp_tutorial.live.moments import Bundle
+from ddp_tutorial.live.messages import MimeBundle
 
-_show: Callable[[Bundle], None] | None = None  # set once, where this process is a rank of a pool
+_show: Callable[[MimeBundle], None] | None = None  # set once, where this process is a rank of a pool
 
 
-def show_with(show: Callable[[Bundle], None]) -> None:
+def set_display(show: Callable[[MimeBundle], None]) -> None:
     """Let `display` in this process call `show`."""
     global _show
     _show = show
@@ -24,21 +24,23 @@ def display(*values: Any, **_: Any) -> None:
             print(value)
         else:
             sys.stdout.flush()
-            _show(bundle_of(value))
+            _show(mime_bundle(value))
 
 
-def bundle_of(value: Any) -> Bundle:
+def mime_bundle(value: Any) -> MimeBundle:
     """What a notebook would show of `value`."""
     figures = sys.modules.get("matplotlib.figure")
     if figures is not None and isinstance(value, figures.Figure):
         from ddp_tutorial.processes.figures import png_of  # it imports matplotlib, which is here already
 
-        return Bundle({"text/plain": repr(value), "image/png": b64encode(png_of(value)).decode()})
+        return MimeBundle({"text/plain": repr(value), "image/png": b64encode(png_of(value)).decode()})
     formatter = _formatter()
     if formatter is None:
-        return Bundle({"text/plain": repr(value)})
+        return MimeBundle({"text/plain": repr(value)})
     data, metadata = formatter.format(value)
-    return Bundle({mime: b64encode(d).decode() if isinstance(d, bytes) else d for mime, d in data.items()}, metadata)
+    return MimeBundle(
+        {mime: b64encode(d).decode() if isinstance(d, bytes) else d for mime, d in data.items()}, metadata
+    )
 
 
 @cache
@@ -58,7 +60,7 @@ def show_open_figures() -> None:
         pyplot.show()
 
 
-class Shown(dict[int, str]):
+class RankResults(dict[int, str]):
     """What the last expression of a cell was on each rank: rank -> text. Ranks that agree are shown in one line."""
 
     def __init__(self, texts: Mapping[int, str], ranks: int) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.processes import children
-from ddp_tutorial.processes.children import crowd
+from ddp_tutorial.processes import spawn
 from ddp_tutorial.processes.console import NotebookConsole
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.processes.spawn import oversubscription_warning
 
 
 def without_pytests_logging(monkeypatch):
@@ -106,9 +106,9 @@ def test_threads_that_launch_at_one_time_get_what_is_theirs_and_leave_no_trace()
 
 def test_the_threads_of_ranks_sleep_while_they_wait_unless_the_user_has_decided(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert children.rank_environment(2, 2, 0)["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert spawn.rank_environment(2, 2, 0)["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert children.rank_environment(2, 2, 0)["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert spawn.rank_environment(2, 2, 0)["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_the_threads_of_ranks_sleep_while_they_wait_unless_the_user_has_decided(
     ],
 )
 def test_many_ranks_for_each_core_are_told_what_that_costs(ranks, device, cores, told):
-    warning = crowd(ranks, device, cores)
+    warning = oversubscription_warning(ranks, device, cores)
     assert warning is None if told is None else warning.startswith(told)
 
 
 def test_a_rank_that_cannot_be_killed_is_named_with_its_process_and_not_waited_for(monkeypatch):
     """As if the kernel never let go of them. `launch` returns, and the error names both."""
-    monkeypatch.setattr(children, "END_SECONDS", 0.1)
-    monkeypatch.setattr(children, "has_exited", lambda process: False)
+    monkeypatch.setattr(spawn, "END_SECONDS", 0.1)
+    monkeypatch.setattr(spawn, "has_exited", lambda process: False)
 
     def fail(world):
         raise ValueError(f"of process {os.getpid()}")

@@ -35,7 +35,7 @@ BLOCK = 4096  # positions whose samples are worked out at a time, since numpy is
 
 
 @dataclass(frozen=True)
-class Order:
+class Permutation:
     """The order of `samples` in every epoch. A piece of it is computed when asked for, so that no list as long as the
     data is kept.
 
@@ -89,7 +89,7 @@ class Order:
 
 
 @lru_cache(maxsize=16)
-def _block(order: Order, epoch: int, number: int) -> Indices:
+def _block(order: Permutation, epoch: int, number: int) -> Indices:
     block = order(epoch, np.arange(number * BLOCK, min((number + 1) * BLOCK, order.samples)))
     block.flags.writeable = False  # it is cached: the next who asks gets the same array
     return block
@@ -129,7 +129,7 @@ def _hash(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uin
     return mixed ^ (mixed >> np.uint64(32))
 
 
-class Step(NamedTuple):
+class GlobalBatch(NamedTuple):
     """One step of the whole world: its sample indices (int64), and the cursor after it."""
 
     indices: Indices
@@ -137,14 +137,14 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sharding:
+class GlobalBatchSampler:
     """The steps of a world: `batch_size` samples each, in `order`, with a policy for the remainder of an epoch.
 
     `pad_to` is for remainder 'pad': the world size, of which the length of every step becomes a multiple. Raises
     `ConfigError` for no samples, an empty batch, and for remainder 'drop' with fewer samples than one batch.
     """
 
-    order: Order
+    order: Permutation
     batch_size: int
     remainder: Remainder = "carry"
     pad_to: int = 1
@@ -158,12 +158,12 @@ class Sharding:
         if self.remainder == "drop" and samples < batch:
             raise ConfigError(f"{samples} samples are less than one batch of {batch}: remainder 'drop' leaves nothing")
 
-    def step(self, cursor: int) -> Step:
+    def step(self, cursor: int) -> GlobalBatch:
         """The step after `cursor` samples."""
         samples, batch = self.order.samples, self.batch_size
         left = samples - cursor % samples  # in this epoch
         if self.remainder == "carry":
-            return Step(self.order.take(cursor, batch), cursor + batch)
+            return GlobalBatch(self.order.take(cursor, batch), cursor + batch)
         if self.remainder == "drop" and left < batch:
             cursor, left = cursor + left, samples
         count = min(batch, left)
@@ -171,7 +171,7 @@ class Sharding:
         if self.remainder == "pad" and (missing := -count % self.pad_to):
             first = self.order.take(cursor - cursor % samples, min(missing, samples))
             indices = np.concatenate([indices, np.resize(first, missing)])  # as often as it takes
-        return Step(indices, cursor + count)
+        return GlobalBatch(indices, cursor + count)
 
     def epoch(self, number: int) -> Iterator[Indices]:
         """The steps of one epoch. With remainder 'carry' they do not end where it does: use `step`."""
@@ -185,20 +185,23 @@ class Sharding:
                 yield indices
 
 
-def deal(indices: Some, rank: int, size: int) -> Some:
+def shard_indices(indices: Some, rank: int, size: int) -> Some:
     """This rank's part, dealt like cards: every `size`-th of `indices`. The parts differ in length by one at most."""
     return indices[rank::size]
 
 
-def deal_parts(indices: Some, rank: int, size: int, parts: int) -> list[Some]:
+def shard_micro_batches(indices: Some, rank: int, size: int, micro_batches: int) -> list[Some]:
     """This rank's part in `parts` micro-batches. Number j has what `size * parts` ranks would deal to `rank + size *
     j`, so the micro-batches of a step are the same for every `size` and `parts` with the same product."""
-    return [deal(indices, rank + size * number, size * parts) for number in range(parts)]
+    return [shard_indices(indices, rank + size * number, size * micro_batches) for number in range(micro_batches)]
 
 
-def parts_of_world(count: int, size: int, parts: int) -> list[int]:
+def global_micro_batch_sizes(count: int, size: int, micro_batches: int) -> list[int]:
     """How many of `count` samples each micro-batch has on all ranks together."""
-    return [sum(len(range(size * j + rank, count, size * parts)) for rank in range(size)) for j in range(parts)]
+    return [
+        sum(len(range(size * j + rank, count, size * micro_batches)) for rank in range(size))
+        for j in range(micro_batches)
+    ]
 
 
 _NONE = np.empty(0, dtype=np.int64)

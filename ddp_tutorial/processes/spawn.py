@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.environment import variables_restored
 from ddp_tutorial.processes.console import ipython_shell
-from ddp_tutorial.processes.marks import kill_marked
+from ddp_tutorial.processes.process_tags import kill_tagged
 from ddp_tutorial.processes.signals import handling
 
 # How long ranks have to end when they are asked to.
@@ -43,7 +43,7 @@ def announce(nprocs: int, device: str, backend: str) -> str:
     return f"{ranks} on cpu, {backend}" + (f" (GPUs found: {gpus}, fewer than ranks)" if gpus else "")
 
 
-def crowd(nprocs: int, device: str, cores: int) -> str | None:
+def oversubscription_warning(nprocs: int, device: str, cores: int) -> str | None:
     """One line that warns where so many ranks share `cores` cores that starting them takes minutes; else None."""
     if device != "cpu" or nprocs <= _CROWD * cores:
         return None
@@ -69,7 +69,7 @@ def has_exited(process: Any) -> bool:
     return process.exitcode is not None
 
 
-def end_all(processes: list[Any], mark: str) -> list[Any]:
+def terminate_all(processes: list[Any], mark: str) -> list[Any]:
     """Terminate the ranks' processes, and every process that has `mark` in its environment because a rank started it.
 
     Each rank gets SIGTERM, then SIGKILL after `END_SECONDS`.
@@ -83,7 +83,7 @@ def end_all(processes: list[Any], mark: str) -> list[Any]:
         process.kill()
     stuck = wait_for_exit(processes)
     # A process that a rank has started may have outlived the rank, and is no child of it any more.
-    kill_marked(MARK, mark.__eq__)
+    kill_tagged(MARK, mark.__eq__)
     return stuck
 
 
@@ -142,7 +142,7 @@ def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """Let interrupts wait until the end of the block, here and in the children that are started inside.
 
     Two things are needed. Children inherit the signal mask, so none of them is hit before it has learnt to ignore
@@ -195,13 +195,13 @@ def cell_sources() -> dict[str, list[str]]:
     }
 
 
-def name_cells(trace: str) -> str:
+def rename_cells(trace: str) -> str:
     """Call a cell what the notebook calls it: `File "ipykernel_7/3.py", line 2` -> `Cell In[4], line 2`."""
     known_as = getattr(getattr(ipython_shell(), "compile", None), "format_code_name", lambda name: None)
     return re.sub(r'File "([^"]+)"', lambda match: " ".join(known_as(match[1]) or [match[0]]), trace)
 
 
-def without_noise(text: str) -> str:
+def strip_noise(text: str) -> str:
     """gloo's messages without the line of its C++ source in front and the general advice at the end."""
     text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text)
     return re.sub(r"\. This is typically caused by .*", "", text)

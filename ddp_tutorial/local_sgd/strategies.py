@@ -28,16 +28,16 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.ddp.variants import DataParallel, FlatDDP
-from ddp_tutorial.local.averaging import CountingLink, average
-from ddp_tutorial.local.outer import OuterNesterov
-from ddp_tutorial.local.rounds import LocalConfig, Rounds
-from ddp_tutorial.local.state import Judged, LocalWeightsState, OwnOptimizer
+from ddp_tutorial.ddp.wrappers import DataParallel, FlatDDP
+from ddp_tutorial.local_sgd.averaging import CountingLink, average
+from ddp_tutorial.local_sgd.outer import OuterNesterov
+from ddp_tutorial.local_sgd.rounds import LocalConfig, Rounds
+from ddp_tutorial.local_sgd.state import AveragedModelState, LocalOptimizerState, LocalWeightsState
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 
 
-class Alone(DataParallel):
+class UnsyncedModel(DataParallel):
     """Begins with rank 0's weights, as any replica, and then says nothing: `.grad` is this rank's own."""
 
     def finish(self) -> None:
@@ -64,7 +64,7 @@ class LocalSGD:
         self.module, self.world, self.accumulation = model, world, accumulation
         self.rounds = Rounds(config.round, config.begin)
         self.link = self.counted = CountingLink(link, world)
-        self.alone = Alone(model, world)
+        self.alone = UnsyncedModel(model, world)
         self.loss = StepLoss(loss, world, precision)
         self.updates = 0  # of the weights, so far
         self._is_mean = False
@@ -75,20 +75,20 @@ class LocalSGD:
         return self.counted.sent
 
     @property
-    def per_rank(self) -> int:
+    def micro_batches_per_rank(self) -> int:
         return self.accumulation
 
     @property
-    def steps_alone(self) -> int:
+    def local_steps(self) -> int:
         """How many steps of a round this rank has made; 0 where all ranks have the same weights."""
-        return self.rounds.alone(self.updates)
+        return self.rounds.local_steps(self.updates)
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         optimizer.register_step_post_hook(lambda *_: self._updated())
         return optimizer
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
-        return accumulate(self.alone, self.loss, batches, votes)
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
+        return accumulate(self.alone, self.loss, batches, stop_flags)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm of this rank's own gradient, by which it is clipped; NaN on all ranks where it is not finite on one.
@@ -100,7 +100,7 @@ class LocalSGD:
 
     def _updated(self) -> None:
         self.updates += 1
-        if self.rounds.ends_with(self.updates):
+        if self.rounds.ends_round(self.updates):
             with phase("average"):
                 self.end_round()
 
@@ -117,15 +117,15 @@ class LocalSGD:
         return [parameter for _, parameter in self.alone.trainable]
 
     def sync_buffers(self) -> None:
-        """Does nothing: each rank keeps its own buffers within a round, and `whole` has rank 0's."""
+        """Does nothing: each rank keeps its own buffers within a round, and `full_parameters` has rank 0's."""
 
-    def judged(self) -> AbstractContextManager[object]:
-        return self.whole()
+    def evaluation_weights(self) -> AbstractContextManager[object]:
+        return self.full_parameters()
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def full_parameters(self) -> Iterator[nn.Module]:
         """Inside, the model has the mean of the ranks' weights, and rank 0's buffers; after, this rank's own again."""
-        if self._is_mean or not self.steps_alone:
+        if self._is_mean or not self.local_steps:
             yield self.module
             return
         tensors = [*self._parameters, *self.module.buffers()]
@@ -140,12 +140,12 @@ class LocalSGD:
                 for tensor, each in zip(tensors, own, strict=True):
                     tensor.copy_(each)
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        own = LocalWeightsState(self.module, self.world, self.rounds, lambda: self.steps_alone)
+    def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        own = LocalWeightsState(self.module, self.world, self.rounds, lambda: self.local_steps)
         return {
-            "model": (Judged(self.module, self.whole), "replicated"),
+            "model": (AveragedModelState(self.module, self.full_parameters), "replicated"),
             "local": (own, "per_rank"),  # over the mean, so after it
-            "optimizer": (OwnOptimizer(optimizer), "per_rank"),
+            "optimizer": (LocalOptimizerState(optimizer), "per_rank"),
         }
 
     def state_dict(self) -> Mapping[str, float]:
@@ -163,9 +163,9 @@ class PostLocalSGD(LocalSGD):
         super().__init__(model, world, *others, **named)
         self.together = FlatDDP(model, world, self.counted, find_unused_parameters=True)
 
-    def backward(self, batches: Sequence[Any], votes: float = 0.0) -> Totals:
+    def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         model = self.together if self.updates < self.rounds.begin else self.alone
-        return accumulate(model, self.loss, batches, votes)
+        return accumulate(model, self.loss, batches, stop_flags)
 
 
 class DiLoCo(LocalSGD):
@@ -177,13 +177,13 @@ class DiLoCo(LocalSGD):
         super().__init__(model, world, loss, config, *others, **named)
         self.outer = OuterNesterov(self.alone.trainable, config.outer_learning_rate, config.outer_momentum)
 
-    def share_out(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        optimizer.register_step_pre_hook(lambda *_: None if self.steps_alone else self.outer.begin())
-        return super().share_out(optimizer)
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        optimizer.register_step_pre_hook(lambda *_: None if self.local_steps else self.outer.begin())
+        return super().setup_optimizer(optimizer)
 
     def end_round(self) -> None:
         super().end_round()
         self.outer.step()
 
-    def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        return super().parts(optimizer) | {"outer": (self.outer, "replicated")}
+    def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        return super().checkpoint_components(optimizer) | {"outer": (self.outer, "replicated")}

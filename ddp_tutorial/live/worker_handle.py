@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from ddp_tutorial.live.moments import Answer, Bundle, Failure, Look
-from ddp_tutorial.processes.children import exit_descriptor, has_exited, name_cells, without_noise
+from ddp_tutorial.live.messages import Answer, Failure, MimeBundle, Snapshot
 from ddp_tutorial.processes.console import Console, NotebookConsole, RankLog
 from ddp_tutorial.processes.errors import lost_connection
+from ddp_tutorial.processes.spawn import exit_descriptor, has_exited, rename_cells, strip_noise
 from ddp_tutorial.processes.transport import Outbox, Sender, take_messages
 
 _PIECE = 1 << 16
@@ -20,7 +20,7 @@ _PIECE = 1 << 16
 _PIECES = 16
 
 
-class Person:
+class WorkerHandle:
     """A rank: what it was asked, and what it has said."""
 
     def __init__(self, rank: int) -> None:
@@ -30,19 +30,19 @@ class Person:
         self.death = ""  # how, in words, once it is dead
         self.number = 0  # of the call
         self.outcome: tuple[Any, ...] | None = ("done", None)
-        self.was_ended = False  # by an interrupt of the pool, for what another has done
+        self.was_terminated = False  # by an interrupt of the pool, for what another has done
         self.was_woken = False  # from a collective: its connections to the others are closed
         self.asked = self.answered = 0  # numbers of the last question and of the last answer
         self.answer: Answer | None = None
-        self._seen: Look | None = None
+        self._seen: Snapshot | None = None
         self._since = 0.0
         self._inbox = bytearray()
         self._pipes = ExitStack()
         self._exit: int | None = None  # a descriptor that becomes readable when the process exits
         self._closed = False
-        self._shown: list[Bundle] = []
+        self._shown: list[MimeBundle] = []
         self.console = Console()
-        self.log = RankLog(rank, self.console.line, told_of)
+        self.log = RankLog(rank, self.console.line, describe_output)
 
     # ------------------------------------------------------------------------------------------------------- pipes
 
@@ -112,18 +112,18 @@ class Person:
         self.number, self.outcome = number, None
         self._seen, self._since = None, time.monotonic()
 
-    def show_on(self, console: Console) -> None:
+    def attach_console(self, console: Console) -> None:
         """What it says from now on, and has said since the last call, goes to `console`."""
         self.console, self._shown = console, []
-        self.was_ended = self.was_woken = False
+        self.was_terminated = self.was_woken = False
         lines = self.log.lines  # said since the last call
-        self.log = RankLog(self.rank, console.line, told_of)
+        self.log = RankLog(self.rank, console.line, describe_output)
         self.log.lines.extend(lines)
 
     def finish(self) -> RankLog:
         """End the call on this rank; returns the log of all that it has printed in it."""
         self._drain()
-        log, self.log = self.log, RankLog(self.rank, self.console.line, told_of)
+        log, self.log = self.log, RankLog(self.rank, self.console.line, describe_output)
         return log
 
     def display_all(self) -> None:
@@ -132,7 +132,7 @@ class Person:
             self.display(bundle, self.console)
         self._shown = []
 
-    def display(self, bundle: Bundle, console: Console) -> None:
+    def display(self, bundle: MimeBundle, console: Console) -> None:
         """Show one thing, under this rank's name."""
         if not isinstance(console, NotebookConsole):
             console.line(self.rank, bundle.text)
@@ -159,7 +159,9 @@ class Person:
         """How this rank has failed, in words: as its death or its exception says."""
         if self.death:
             return self.death
-        return f"raised {without_noise(told_of(str(self.failure.raised)))}" if self.failure else "has ended the call"
+        return (
+            f"raised {strip_noise(describe_output(str(self.failure.raised)))}" if self.failure else "has ended the call"
+        )
 
     @property
     def cause_order(self) -> tuple[int, float]:
@@ -195,7 +197,7 @@ class Person:
         return more
 
     def _note(self, answer: Answer) -> None:
-        if isinstance(answer, Look) and answer != self._seen:
+        if isinstance(answer, Snapshot) and answer != self._seen:
             self._seen, self._since = answer, time.monotonic()
 
     def _read(self, fd: int, take: Callable[[bytes], object], selector: selectors.BaseSelector | None) -> bool:
@@ -224,9 +226,11 @@ class Person:
             time.sleep(0.01)
             return
         code = self.process.exitcode
-        self.bury(selector, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
+        self.record_exit(
+            selector, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        )
 
-    def bury(self, selector: selectors.BaseSelector, death: str) -> None:
+    def record_exit(self, selector: selectors.BaseSelector, death: str) -> None:
         """Read what is left in the rank's pipes, close them, and record its `death`, which says how it died."""
         if self.death:
             return
@@ -237,6 +241,6 @@ class Person:
         self.close(selector)
 
 
-def told_of(text: str) -> str:
+def describe_output(text: str) -> str:
     """The text of an error, with cells called by the names that the notebook gives them."""
-    return re.sub(r'File "((?:Cell In\[\d+\]|call \d+))"', r"\1", name_cells(text))
+    return re.sub(r'File "((?:Cell In\[\d+\]|call \d+))"', r"\1", rename_cells(text))

@@ -22,18 +22,18 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.checkpoint.manifest import CheckpointError, name_of, read_manifest
+from ddp_tutorial.checkpoint.manifest import CheckpointError, checkpoint_name, read_manifest
 from ddp_tutorial.checkpoint.storage import read_state, stored
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.ddp.link import DirectLink
-from ddp_tutorial.local.averaging import average
-from ddp_tutorial.local.outer import OuterNesterov
-from ddp_tutorial.local.rounds import Rounds
-from ddp_tutorial.local.state import LocalWeightsState
+from ddp_tutorial.local_sgd.averaging import average
+from ddp_tutorial.local_sgd.outer import OuterNesterov
+from ddp_tutorial.local_sgd.rounds import Rounds
+from ddp_tutorial.local_sgd.state import LocalWeightsState
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig, TrainConfig
 from ddp_tutorial.training.export import load
-from ddp_tutorial.training.plan import memory, sent
+from ddp_tutorial.training.plan import memory, step_bytes_sent
 from ddp_tutorial.training.strategies import make_strategy
 from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World
@@ -48,10 +48,10 @@ Weights = dict[str, torch.Tensor]
 @given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 60))
 def test_a_round_ends_after_as_many_updates_as_it_is_long(length: int, begin: int, updates: int) -> None:
     rounds = Rounds(length, begin)
-    ends = [update for update in range(1, updates + 1) if rounds.ends_with(update)]
+    ends = [update for update in range(1, updates + 1) if rounds.ends_round(update)]
     assert ends == list(range(begin + length, updates + 1, length))
     assert rounds.all_reduces(updates) == min(begin, updates) + len(ends)
-    assert rounds.alone(updates) == updates - max([min(begin, updates), *ends])
+    assert rounds.local_steps(updates) == updates - max([min(begin, updates), *ends])
 
 
 def test_the_outer_step_is_that_of_torchs_nesterov_on_the_difference() -> None:
@@ -209,7 +209,7 @@ def train(world: World, case: Case, alike: bool = False) -> dict[str, Any]:
     with torch.no_grad():
         model.shift.add_(world.rank)  # rank 0's weights are those of all
     strategy = make_strategy(config, model, world, loss_sum, precision)
-    stepped = strategy.share_out(MAKE[optimizer](trained_of(model)))
+    stepped = strategy.setup_optimizer(MAKE[optimizer](trained_of(model)))
     transfers = watched(strategy.link)
     history, losses = [], []
     for step in range(STEPS):
@@ -219,7 +219,10 @@ def train(world: World, case: Case, alike: bool = False) -> dict[str, Any]:
         losses.append(totals.means()["loss"])
     large = [each.nbytes for each in transfers if each.nbytes > 200]
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with strategy.judged(), strategy.whole() as whole:  # one in the other: the mean is that of the ranks' own
+    with (
+        strategy.evaluation_weights(),
+        strategy.full_parameters() as whole,
+    ):  # one in the other: the mean is that of the ranks' own
         mean = weights_of(whole)
         seen = float(whole.get_buffer("seen"))
     after = all(torch.equal(own[name], tensor) for name, tensor in model.state_dict().items())
@@ -321,7 +324,7 @@ def test_after_a_round_all_ranks_have_the_same_bits_and_within_one_they_do_not(s
         rounds = Rounds(length, begin)
         for step in range(STEPS):
             weights = [digest(rank[case]["history"][step]) for rank in trained(size)]
-            assert len(set(weights)) == (size if rounds.alone(step + 1) else 1), (case, step)
+            assert len(set(weights)) == (size if rounds.local_steps(step + 1) else 1), (case, step)
         assert len({digest(rank[case]["mean"]) for rank in trained(size)}) == 1, case
 
 
@@ -367,7 +370,9 @@ def test_bytes_are_counted_and_as_many_as_planned(size: int) -> None:
         rounds = Rounds(length, begin)
         for rank in trained(size):
             expected = rounds.all_reduces(STEPS)
-            is_within = bool(rounds.alone(STEPS))  # then `whole` has averaged once more, after it was counted
+            is_within = bool(
+                rounds.local_steps(STEPS)
+            )  # then `full_parameters` has averaged once more, after it was counted
             small = STEPS * 4 + begin * 4 * len(trained_of(make_toy()))  # is it finite, and who uses what
             assert rank[case]["large"] == ([nbytes] * expected if size > 1 else []), case
             assert rank[case]["sent"] == pytest.approx(
@@ -453,7 +458,7 @@ def lives_of_two(world: World) -> dict[tuple[str, Any], dict[str, Any]]:
             if world.is_main:
                 shutil.copytree(Path("runs") / flavour, again)
                 for later in range(step + 1, BASE["steps"] + 1):
-                    shutil.rmtree(again / "checkpoints" / name_of(later))
+                    shutil.rmtree(again / "checkpoints" / checkpoint_name(later))
                 (again / "result.json").unlink()
                 shutil.rmtree(again / "model")
             found[flavour, step] = run(world, flavour, name=again.name, resume="auto")
@@ -464,9 +469,9 @@ def on_three(world: World) -> dict[Any, Any]:
     """From checkpoints of two ranks: at the end of a round it goes on, within one it does not."""
     found: dict[Any, Any] = {}
     for flavour in FLAVOURS:
-        ends = next(step for step in (3, 5) if Rounds(3, 2 if "post" in flavour else 0).alone(step) == 0)
+        ends = next(step for step in (3, 5) if Rounds(3, 2 if "post" in flavour else 0).local_steps(step) == 0)
         for step in (ends, ends + 1):
-            start = {"name": f"{flavour}-{step}-on-3", "resume": f"runs/{flavour}/checkpoints/{name_of(step)}"}
+            start = {"name": f"{flavour}-{step}-on-3", "resume": f"runs/{flavour}/checkpoints/{checkpoint_name(step)}"}
             if step == ends:
                 found[flavour] = run(world, flavour, **start)
             else:
@@ -515,7 +520,7 @@ def test_being_judged_and_saved_changes_nothing_of_the_training(two: Any, flavou
 
 def test_the_model_of_a_checkpoint_within_a_round_is_the_mean_of_the_ranks_own(two: Any, folder: Path) -> None:
     for flavour in FLAVOURS:
-        within = folder / "runs" / flavour / "checkpoints" / name_of(4)
+        within = folder / "runs" / flavour / "checkpoints" / checkpoint_name(4)
         files = read_manifest(within).components["local"].files
         own = [read_state(within / file.path) for file in files]
         assert [each["alone"] for each in own] == [2 if "post" in flavour else 1] * 2
@@ -523,9 +528,9 @@ def test_the_model_of_a_checkpoint_within_a_round_is_the_mean_of_the_ranks_own(t
         for name, tensor in mean.items():
             assert torch.equal(tensor, own[0]["weights"][name] / 2 + own[1]["weights"][name] / 2), name
         assert digest(own[0]["weights"]) != digest(own[1]["weights"])
-    end = read_manifest(folder / "runs" / "diloco" / "checkpoints" / name_of(3))
+    end = read_manifest(folder / "runs" / "diloco" / "checkpoints" / checkpoint_name(3))
     [first, _] = end.components["local"].files
-    where = folder / "runs" / "diloco" / "checkpoints" / name_of(3) / first.path
+    where = folder / "runs" / "diloco" / "checkpoints" / checkpoint_name(3) / first.path
     assert read_state(where) == {"alone": 0, "length": 3, "begin": 0, "weights": {}}, (
         "at the end of a round nothing is written twice"
     )
@@ -577,7 +582,7 @@ def test_a_dry_run_says_what_is_sent_on_average_and_what_the_outer_optimizer_kee
             {"strategy": "diloco", "local": {"round": 50}},
         )
     )
-    assert [sent(each, 1000, 4, 1) for each in (ddp, local, post, diloco)] == [6000, 600, 1680, 120]
+    assert [step_bytes_sent(each, 1000, 4, 1) for each in (ddp, local, post, diloco)] == [6000, 600, 1680, 120]
     one, other = memory(local, 1, ranks=4), memory(diloco, 1, ranks=4)
     assert one["optimizer"] == memory(ddp, 1, ranks=4)["optimizer"]
     assert other["outer"] == 8 * other["parameters"]

@@ -4,14 +4,14 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_tutorial.debug.hangs import Standing
+from ddp_tutorial.debug.hangs import RankStatus
 from ddp_tutorial.processes.errors import Raised
 from ddp_tutorial.processes.logs import Logs
 from ddp_tutorial.processes.transport import Descriptor, Message, take_messages
 
 
 @dataclass
-class Seat:
+class WorkerSpec:
     """What a process is given to become a rank of a pool: its pipes, and what launch gives a rank.
 
     Requests arrive in `requests` and wait for the main thread; what arrives in `control` is read by a thread of its
@@ -46,7 +46,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """How far a rank is in each group: the last collective that it has entered, and the last that has ended."""
 
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class MimeBundle:
     """One thing to show, by MIME type: what a figure, a table, or a plain value is in a notebook."""
 
     data: dict[str, Any]
@@ -72,7 +72,7 @@ class Bundle:
         return set(self.data) != {"text/plain"}
 
 
-Answer = Standing | Look
+Answer = RankStatus | Snapshot
 
 
 class Receiver:

@@ -18,7 +18,7 @@ TORCHRUN = "DDP_TUTORIAL_TORCHRUN"  # the variable that marks a torchrun and its
 _END_SECONDS = 10.0
 
 
-def marked(variable: str, is_ours: Callable[[str], bool]) -> list[psutil.Process]:
+def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psutil.Process]:
     """All processes but this one whose environment has `variable`, with a value that is ours."""
     found = []
     for process in psutil.process_iter():
@@ -29,21 +29,21 @@ def marked(variable: str, is_ours: Callable[[str], bool]) -> list[psutil.Process
     return found
 
 
-def kill_marked(variable: str, is_ours: Callable[[str], bool]) -> None:
+def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
     """Kill them, again and again until there are none: one may have been starting another. Gives up after ten seconds,
     with those that the system does not let go of."""
     deadline = time.monotonic() + _END_SECONDS
-    while (left := marked(variable, is_ours)) and time.monotonic() < deadline:
+    while (left := tagged_processes(variable, is_ours)) and time.monotonic() < deadline:
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.01)
 
 
-def end_torchrun(agent: "subprocess.Popen[Any] | psutil.Popen", mark: str) -> None:
+def kill_torchrun(agent: "subprocess.Popen[Any] | psutil.Popen", tag: str) -> None:
     """Kill a torchrun that was started with `TORCHRUN=mark` in its environment, and all that it has started; the agent
     first, for it would start others. Waits for it."""
     with suppress(psutil.Error, OSError):
         agent.kill()
-    kill_marked(TORCHRUN, mark.__eq__)
+    kill_tagged(TORCHRUN, tag.__eq__)
     agent.wait()

@@ -27,11 +27,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.compat import DataLoaderIterator, sparse_values, tree_leaves
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.phases import PhaseEvent, observe
 
 # What can be listened to: what each forward began with, what backward is called on, the gradients of parameters before
 # they are added up over the ranks, and where the time goes.
-Sight = Literal["forwards", "losses", "gradients", "seconds"]
+Observable = Literal["forwards", "losses", "gradients", "seconds"]
 OUTPUT = "the model's output"
 SHORT = frozenset({torch.float16, torch.bfloat16})
 
@@ -39,7 +39,7 @@ SHORT = frozenset({torch.float16, torch.bfloat16})
 Phase = Literal["forward", "loss", "backward"]
 
 
-class Mark(NamedTuple):
+class PhaseMark(NamedTuple):
     """The norm of a tensor that came by: in which phase, and whose it is."""
 
     phase: Phase
@@ -58,17 +58,17 @@ class Forward:
     random: torch.Tensor  # the state of torch's random numbers, of the device that computes
     autocast: tuple[bool, torch.dtype]
 
-    def again(self, module: nn.Module, device: torch.device) -> list[Mark]:
+    def again(self, module: nn.Module, device: torch.device) -> list[PhaseMark]:
         """The norms of all outputs, in the order in which they come; up to where it fails, if it does. Nothing of the
         module is changed, nor of torch's random numbers. Collective where the model's forward is."""
-        marks: list[Mark] = []
+        marks: list[PhaseMark] = []
         last: Any = None
 
         def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
             nonlocal last
             if output is not last:  # a container hands on what its last part returned
                 last = output
-                marks.extend(Mark("forward", name, norm) for norm in _norms_of(output))
+                marks.extend(PhaseMark("forward", name, norm) for norm in _norms_of(output))
 
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         named = [(name, part) for name, part in module.named_modules() if part is not module]
@@ -90,10 +90,10 @@ class Forward:
 
 
 @dataclass
-class Seen:
+class StepObservation:
     """What a rank has seen since its last optimizer step, in that order."""
 
-    trace: list[Mark] = field(default_factory=list)
+    trace: list[PhaseMark] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)  # where in the trace they are
     forwards: list[Forward] = field(default_factory=list)
     # "data": waiting for it; "forward"; "backward": until its own last gradient has come, so without the others;
@@ -139,8 +139,8 @@ class Seen:
         return next(((phase, name) for (phase, name, _), norm in marks if not math.isfinite(norm)), None)
 
 
-class Taps:
-    """Hooks on a model, for what is in `sights`; they are gone when its block ends.
+class Instrumentation:
+    """Hooks on a model, for what is in `observes`; they are gone when its block ends.
 
     `begins` and `ends` are called around each forward of the model that trains, with its inputs and its output.
     """
@@ -148,15 +148,15 @@ class Taps:
     def __init__(
         self,
         module: nn.Module,
-        sights: Collection[Sight],
+        sights: Collection[Observable],
         begins: Sequence[Callable[[tuple[Any, ...]], object]] = (),
         ends: Sequence[Callable[[Any], object]] = (),
         device: torch.device = torch.device("cpu"),
     ) -> None:
-        self.module, self.sights, self.device = module, frozenset(sights), device
+        self.module, self.observes, self.device = module, frozenset(sights), device
         self._begins, self._ends = begins, ends
         self._stack = ExitStack()
-        self._seen = Seen()
+        self._seen = StepObservation()
         self._thread = threading.get_ident()
         self._data_since: float | None = None
         self._begin()
@@ -165,7 +165,7 @@ class Taps:
         self._mark = self._since = self._arrived = self._phase_since = time.perf_counter()
         self._data_before = 0.0
 
-    def __enter__(self) -> "Taps":
+    def __enter__(self) -> "Instrumentation":
         self._begin()
         with ExitStack() as stack:
             self._attach(stack)
@@ -175,28 +175,28 @@ class Taps:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def take(self) -> Seen:
+    def take(self) -> StepObservation:
         """What has been seen since the last call."""
         self._backward_has_ended()
         now = time.perf_counter()
-        seen, self._seen = self._seen, Seen()
+        seen, self._seen = self._seen, StepObservation()
         seen.seconds["step"] = now - self._since
         self._since = now
         return seen
 
     def _attach(self, stack: ExitStack) -> None:
         hooks: list[Any] = []
-        if self._begins or self.sights & {"forwards", "seconds"}:
+        if self._begins or self.observes & {"forwards", "seconds"}:
             hooks.append(self.module.register_forward_pre_hook(self._forward_begins, with_kwargs=True))
-        if self._ends or self.sights & {"forwards", "seconds"}:
+        if self._ends or self.observes & {"forwards", "seconds"}:
             hooks.append(self.module.register_forward_hook(self._forward_ends))
-        if self.sights & {"gradients", "seconds"}:
+        if self.observes & {"gradients", "seconds"}:
             hooks += [self._gradient_hook(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         for hook in hooks:
             stack.callback(hook.remove)
-        if "losses" in self.sights:
+        if "losses" in self.observes:
             stack.enter_context(_seeing_losses(self._loss))
-        if "seconds" in self.sights:
+        if "seconds" in self.observes:
             stack.enter_context(_seeing_loaders(self._waits_for_data))
             stack.enter_context(observe(self._phase))
 
@@ -215,7 +215,7 @@ class Taps:
             return
         self._backward_has_ended()
         self._mark = time.perf_counter()
-        if "forwards" in self.sights:
+        if "forwards" in self.observes:
             kind = self.device.type
             is_on = torch.is_autocast_enabled(kind)
             autocast = is_on, torch.get_autocast_dtype(kind) if is_on else torch.float32
@@ -227,7 +227,7 @@ class Taps:
     def _forward_ends(self, _: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if "forwards" in self.sights:
+        if "forwards" in self.observes:
             for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     # Its gradient: what the loss makes of it. As leaf.register_hook, which takes several times as long.
@@ -241,13 +241,13 @@ class Taps:
     def _loss(self, loss: torch.Tensor, factor: float) -> None:
         seen = self._seen
         seen.losses.append(len(seen.trace))
-        seen.trace.append(Mark("loss", "", _at_hand(loss.detach().reshape(())) / factor))
+        seen.trace.append(PhaseMark("loss", "", _at_hand(loss.detach().reshape(())) / factor))
 
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
         """The hook for one parameter. It is called for each in each step, so it does little."""
-        is_noted, is_timed = "gradients" in self.sights, "seconds" in self.sights
+        is_noted, is_timed = "gradients" in self.observes, "seconds" in self.observes
         usual, norm, is_on_cpu = torch.float32, torch.linalg.vector_norm, self.device.type == "cpu"
-        now, mark = time.perf_counter, partial(tuple.__new__, Mark)  # as Mark(...), without its detour
+        now, mark = time.perf_counter, partial(tuple.__new__, PhaseMark)  # as Mark(...), without its detour
 
         def arrives(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient = gradients[0]
@@ -272,7 +272,7 @@ class Taps:
     def _note(self, phase: Phase, name: str, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         gradient = gradients[place]
         if gradient is not None:
-            self._seen.trace.append(Mark(phase, name, _at_hand(norm_of(gradient))))
+            self._seen.trace.append(PhaseMark(phase, name, _at_hand(norm_of(gradient))))
 
     def _waits_for_data(self, entered: bool) -> None:
         """The outermost wait counts, of the thread that trains."""
@@ -285,7 +285,7 @@ class Taps:
             self._seen.seconds["data"] += now - self._data_since
             self._data_since = None
 
-    def _phase(self, edge: Edge) -> None:
+    def _phase(self, edge: PhaseEvent) -> None:
         if edge.name == "data" and threading.get_ident() == self._thread:
             now = time.perf_counter()
             if edge.entered:

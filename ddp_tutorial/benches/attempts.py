@@ -31,14 +31,14 @@ from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, latest, read_manifest
 from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.compat import import_dynamo, stop_forkserver
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import RUNS, Operation, finished_name, observe_disk
-from ddp_tutorial.phases import Edge, observe
+from ddp_tutorial.files import RUNS, Operation, final_name, observe_disk
+from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World, process_group
 
 RANKS = 2
-EDGES = 300  # by chance, a rank is killed at one of its first points, out of so many
+PHASE_BOUNDARIES = 300  # by chance, a rank is killed at one of its first points, out of so many
 TIME_LIMIT = 120.0  # seconds for one life of a run
 GOING = 5.0  # seconds in which what a rank has started has to follow it
 REFUSED = 2  # the exit code of a rank that has refused to run
@@ -75,7 +75,7 @@ def config_of(name: str, background: bool = False, keep_last: int = 2, workers: 
 
 
 @dataclass(frozen=True)
-class Accident:
+class PlannedFailure:
     """What happens to a rank: at the `nth` time that it is at `point`, or at any point for an empty one.
 
     "kill" is SIGKILL, "fail" an error of this one operation. With "fill" the disk is full from then on but for `room`
@@ -89,7 +89,7 @@ class Accident:
 
 
 @dataclass(frozen=True)
-class Life:
+class Attempt:
     """What came of one life: at which point something was done to a rank, and whether that was inside of saving; the
     step of the newest checkpoint that had got its name; how often each rank, if it lived to its end, was at each point;
     what each rank said that refused to run; whether all ended well; and how many processes were left behind."""
@@ -111,7 +111,7 @@ class Points:
         self.known = dict(known or {})  # a rank and a point -> how often it comes there
         self.waiting: dict[How, deque[tuple[int, str]]] = {}
 
-    def learn(self, life: Life) -> None:
+    def learn(self, life: Attempt) -> None:
         """Note the points that a life has come to and none before it, as those of resuming in the first life that
         resumes."""
         seen = {(rank, point): count for rank, points in life.seen.items() for point, count in points.items()}
@@ -126,7 +126,7 @@ class Points:
         if not waiting:
             waiting.extend(self._shuffled(how, self.known))
         if not waiting:
-            return self.random.randrange(RANKS), "", self.random.randrange(1, EDGES)
+            return self.random.randrange(RANKS), "", self.random.randrange(1, PHASE_BOUNDARIES)
         rank, point = waiting.popleft()
         return rank, point, self.random.randint(1, min(self.known[rank, point], 2))
 
@@ -152,12 +152,12 @@ def ranks_served() -> Iterator[None]:
         stop_forkserver()
 
 
-def live(
+def run_attempt(
     config: TaskConfig,
-    accidents: Mapping[int, Accident] | None = None,
+    accidents: Mapping[int, PlannedFailure] | None = None,
     where: Sequence[Path] = (),
     start: Literal["forkserver", "fork"] = "forkserver",
-) -> Life:
+) -> Attempt:
     """Start or resume a run, until it finishes, or does not because of an accident, or refuses.
 
     `where` has each rank's working directory, if they are not the current one: nodes that share no folder. Raises
@@ -197,14 +197,14 @@ def live(
         if not hits and not where and any(codes):
             raise RuntimeError(f"nothing was done to {config.name}, but it ended with {codes}: {said}")
         published = notes / "published"
-        return Life(
+        return Attempt(
             point=hits[0]["point"] if hits else None,
             in_saving=any(hit["in_saving"] for hit in hits),
             published=int(published.read_text()) if published.exists() else 0,
             seen={int(note.suffix[1:]): json.loads(note.read_text()) for note in notes.glob("seen.*")},
             refused=refused,
             is_well=not any(codes),
-            left=left_in(here),
+            left=leftovers(here),
         )
 
 
@@ -212,7 +212,7 @@ def _last_words(notes: Path) -> list[str]:
     return [path.read_text(errors="replace")[-2000:] for path in sorted(notes.glob("rank_*.log"))]
 
 
-def left_in(folder: Path) -> int:
+def leftovers(folder: Path) -> int:
     """How many other processes work in `folder`. What ranks have started has some seconds to notice their end."""
     deadline = time.monotonic() + GOING
     while True:
@@ -245,7 +245,7 @@ def outcome(name: str) -> tuple[Any, ...] | None:
     return metrics["weights"], [[row.get(key) for key in keys] for row in rows]
 
 
-def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, accident: Accident | None) -> None:
+def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, accident: PlannedFailure | None) -> None:
     os.chdir(where[rank])
     log = open(notes / f"rank_{rank}.log", "w")  # noqa: SIM115, it stays open as long as the process
     os.dup2(log.fileno(), 1)
@@ -253,7 +253,7 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, acc
     faulthandler.dump_traceback_later(0.9 * TIME_LIMIT)  # for whoever wants to know where it hangs
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for those that read ahead: a server would import torch
-    fate = Fate(rank, notes, accident)
+    fate = FailureInjector(rank, notes, accident)
     on_node = (rank, RANKS) if where[0] == where[1] else (0, 1)
     world = World(rank, RANKS, *on_node, init_method=f"file://{notes}/store")
     try:
@@ -265,17 +265,17 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, acc
     fate.end(0)
 
 
-class Fate:
+class FailureInjector:
     """Counts the points that a rank comes to, and lets its accident happen."""
 
-    def __init__(self, rank: int, notes: Path, accident: Accident | None) -> None:
+    def __init__(self, rank: int, notes: Path, accident: PlannedFailure | None) -> None:
         self.rank, self.notes, self.accident = rank, notes, accident
         self.seen: Counter[str] = Counter()
         self.left = accident.nth if accident is not None else 0
         self.inside: Counter[str] = Counter()  # phases
         self.lock = threading.Lock()  # checkpoints are written and removed in threads
 
-    def at_edge(self, edge: Edge) -> None:
+    def at_edge(self, edge: PhaseEvent) -> None:
         with self.lock:
             self.inside[edge.name] += 1 if edge.entered else -1
         self._at(f"{'+' if edge.entered else '-'}{edge.name}")
@@ -321,4 +321,4 @@ class Fate:
 
 def _kind_of(path: Path) -> str:
     """A file's name without what differs from step to step and from one time to the next."""
-    return re.sub(r"step_\d+", "step", finished_name(path))
+    return re.sub(r"step_\d+", "step", final_name(path))

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_tutorial.collectives import all_gather, broadcast_tensors, from_rank_zero
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
-from ddp_tutorial.ddp.hooks import Cast, Hook, Pending, Plain, PowerSGD
+from ddp_tutorial.ddp.hooks import AllReduceHook, CastHook, Hook, Pending, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, Link, LinkModel, SimulatedLink
 from ddp_tutorial.ddp.shared_memory import SharedMemory, add_in_memory
 from ddp_tutorial.world import World, require_group
@@ -216,7 +216,7 @@ class NaiveDDP(DataParallel):
 
     @torch.no_grad()
     def finish(self) -> None:
-        for name, parameter in agree_on_used(self, self.link):
+        for name, parameter in all_reduce_used(self, self.link):
             check_dense(name, parameter.grad)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             # The same layout on every rank: a gradient in channels_last would meet zeros in another order of elements.
@@ -237,7 +237,7 @@ class FlatDDP(DataParallel):
         self.buckets = make_buckets(self.trainable)  # one for each dtype and device
 
     def finish(self) -> None:
-        used = agree_on_used(self, self.link)
+        used = all_reduce_used(self, self.link)
         for bucket in self.buckets:
             for place in range(len(bucket.parameters)):
                 bucket.collect(place, self.world.size)
@@ -336,7 +336,7 @@ class BucketDDP(DataParallel):
                 if index not in self._arrived:  # unused in this backward; an earlier micro-batch may have used it
                     self._fill_slot(index)
             try:
-                used = agree_on_used(self, self.link)
+                used = all_reduce_used(self, self.link)
             finally:  # after an error too: no bucket may be under way when the next backward begins
                 for pending in self._pending:
                     pending.wait()
@@ -457,10 +457,10 @@ def make_link(config: DDPConfig, world: World) -> Link:
 def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:
     """The hook that `config` names, over `link`; one rank alone sends nothing, so it compresses nothing."""
     if config.hook == "none" or world.size == 1:
-        return Plain(link)
+        return AllReduceHook(link)
     if config.hook == "powersgd":
         return PowerSGD(link, world.size, config.powersgd_rank)
-    return Cast(link, torch.float16 if config.hook == "fp16" else torch.bfloat16)
+    return CastHook(link, torch.float16 if config.hook == "fp16" else torch.bfloat16)
 
 
 def sync_initial_state(module: nn.Module, world: World) -> None:
@@ -494,7 +494,7 @@ def _layout(module: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def agree_on_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Parameter]]:
+def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Parameter]]:
     """The trainable parameters that have a gradient on some rank. Collective: one all-reduce of a number for each.
 
     Raises `RuntimeError`, on all ranks, for a parameter without a gradient on some rank, unless that is allowed.
