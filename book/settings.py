@@ -74,8 +74,7 @@ def _sections(fields: dict[str, FieldInfo]) -> Iterator[str]:
     groups = {name: group for name, field in fields.items() if (group := group_of(field))}
     yield settings_table({name: field for name, field in fields.items() if name not in groups})
     for name, group in groups.items():
-        summary = (inspect.getdoc(group) or "").partition("\n\n")[0]
-        yield f"### `{name}`\n\n{summary}\n"
+        yield f"### `{name}`\n\n{inspect.getdoc(group)}\n"
         yield from _group_tables(name, group)
 
 
