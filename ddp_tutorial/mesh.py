@@ -25,9 +25,11 @@ class MeshConfig(Config):
     """How many copies of the model there are, and how many ranks have one between them. What is not given follows from
     the number of ranks; where nothing is, all of them have one copy."""
 
-    replicate: int | None = Field(None, ge=1, examples=[2], description="copies of the model")
-    shard: int | None = Field(None, ge=1, examples=[2], description="ranks of a copy: zero1, zero2, zero3, fsdp")
-    pipeline: int | None = Field(None, ge=1, examples=[2], description="ranks of a copy: strategy pipeline")
+    replicate: int | None = Field(None, ge=1, examples=[2], description="Number of replicas of the model.")
+    shard: int | None = Field(
+        None, ge=1, examples=[2], description="Ranks of one replica, for strategies zero1, zero2, zero3 and fsdp."
+    )
+    pipeline: int | None = Field(None, ge=1, examples=[2], description="Ranks of one replica, for strategy pipeline.")
 
 
 class Mesh(NamedTuple):

@@ -1,5 +1,6 @@
 """The book: built once, as `make book` does. It is complete, its links have targets, and it works offline."""
 
+import ast
 import base64
 import html
 import importlib
@@ -157,8 +158,9 @@ def test_a_generated_file_is_current(name: str, tools: Any) -> None:
     assert (BOOK / name).read_text(encoding="utf-8") == generated, "run `make book` and commit the result"
 
 
-def test_every_setting_is_in_the_configuration_reference(tools: Any) -> None:
+def test_every_setting_is_in_the_configuration_reference_and_described() -> None:
     text = (BOOK / "configuration.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.endswith("|  |")] == []
     base = flat(yaml.safe_load((CONFIGS / "base.yaml").read_text()))
     assert [name for name in base if f"| `{name}` |" not in text] == []
 
@@ -241,6 +243,21 @@ def test_documented_configs_and_settings_are_valid() -> None:
     for config, *arguments in trained:
         if not config.startswith("my"):
             load(config, FaultyConfig, [each for each in arguments if re.match(r"[\w.]+=", each)])
+
+
+def test_the_script_in_the_user_guide_trains_and_resumes(tmp_path: Path) -> None:
+    [script] = [text for _, text in code_blocks("python") if "Trainer(" in text]
+    (tmp_path / "script.py").write_text(script.replace("steps=300", "steps=5"))
+    for _ in range(2):
+        subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=120)
+    assert json.loads((tmp_path / "runs" / "mine" / "result.json").read_text())["step"] == 5
+
+
+def test_documented_python_imports_public_names() -> None:
+    for page, text in code_blocks("python"):
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in nodes if node.module == "ddp_tutorial" for alias in node.names}
+        assert names <= set(ddp_tutorial.__all__), page
 
 
 def test_documented_yaml_is_valid() -> None:

@@ -27,9 +27,13 @@ from ddp_tutorial.world import World
 class PrecisionConfig(Config):
     """In which type matrix products are computed, and how the loss is scaled for float16."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    initial_scale: float = Field(65536.0, ge=1, description="fp16 only: the first factor of the loss")
-    growth_interval: int = Field(2000, ge=1, description="fp16 only: steps without overflow before the scale doubles")
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type of matrix products; weights, gradients and optimizer state stay in float32."
+    )
+    initial_scale: float = Field(65536.0, ge=1, description="fp16 only: initial loss scale.")
+    growth_interval: int = Field(
+        2000, ge=1, description="fp16 only: steps without overflow after which the loss scale doubles."
+    )
 
 
 class NotFiniteError(RuntimeError):

@@ -41,8 +41,8 @@ from ddp_tutorial.world import World, require_group
 class LinkConfig(Config):
     """The latency and the bandwidth of a simulated link; see `SimulatedLink`."""
 
-    latency_ms: float = Field(0.1, ge=0)
-    megabytes_per_second: float = Field(100.0, gt=0)
+    latency_ms: float = Field(0.1, ge=0, description="Latency of a message in milliseconds.")
+    megabytes_per_second: float = Field(100.0, gt=0, description="Bandwidth in MB/s.")
 
     def model(self) -> LinkModel:
         return LinkModel(self.latency_ms / 1e3, self.megabytes_per_second * 1e6)
@@ -51,24 +51,33 @@ class LinkConfig(Config):
 class DDPConfig(Config):
     """Which variant, and its options, named as torch names them where torch has them."""
 
-    variant: Literal["naive", "flat", "bucket", "torch"] = "torch"
-    bucket_cap_mb: float | None = Field(
-        None, gt=0, examples=[25.0], description="MiB in a bucket; default 25, and 1 for the first"
+    variant: Literal["naive", "flat", "bucket", "torch"] = Field(
+        "torch", description="Which DDP implementation averages the gradients."
     )
-    find_unused_parameters: bool = Field(False, description="allow parameters that get no gradient in a step")
-    sync_buffers: bool = Field(True, description="broadcast rank 0's buffers, such as BatchNorm's, each step")
-    hook: Literal["none", "fp16", "bf16", "powersgd"] = Field("none", description="how buckets are compressed")
-    powersgd_rank: int = Field(2, ge=1)
-    static_graph: bool = Field(False, description="torch only: every step uses the same parameters")
-    gradient_as_bucket_view: bool = Field(True, description="torch only; our buckets always are")
+    bucket_cap_mb: float | None = Field(
+        None,
+        gt=0,
+        examples=[25.0],
+        description="Bucket size in MiB; by default, 1 for the first bucket and 25 for the others.",
+    )
+    find_unused_parameters: bool = Field(False, description="Allow parameters without a gradient in a step.")
+    sync_buffers: bool = Field(
+        True, description="Broadcast rank 0's buffers, such as those of BatchNorm, in each step."
+    )
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = Field("none", description="Compression of the buckets.")
+    powersgd_rank: int = Field(2, ge=1, description="Rank of the PowerSGD approximation.")
+    static_graph: bool = Field(False, description="Variant torch only: every step uses the same parameters.")
+    gradient_as_bucket_view: bool = Field(
+        True, description="Variant torch only: gradients are views of the buckets; always true for bucket."
+    )
     device_ids: list[int] | None = Field(
-        None, examples=[[0]], description="torch only; default: the rank's own GPU, if it has one"
+        None, examples=[[0]], description="Variant torch only: by default, the rank's own GPU."
     )
     shared_memory: bool = Field(
-        False, description="torch only: two ranks of one host (Linux, CPUs) add up in memory; others do as without it"
+        False, description="Variant torch only: two ranks of one Linux machine sum gradients in shared memory."
     )
     simulated_link: LinkConfig | None = Field(
-        None, examples=[{"latency_ms": 0.1}], description="slow all-reduces down to this link"
+        None, examples=[{"latency_ms": 0.1}], description="Slow the all-reduces down to a simulated link."
     )
 
     @model_validator(mode="after")

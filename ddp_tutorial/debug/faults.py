@@ -54,12 +54,12 @@ class Fault(Config):
     - `fill_disk`: from then on, no file of this rank can be written that has to survive.
     """
 
-    action: Action
-    rank: int = Field(0, ge=0)
-    step: int = Field(1, ge=1, description="counted by the phase 'data', or by `phase` where there is none")
-    phase: PhaseName = Field("grads", description="at whose beginning it strikes")
-    seconds: float = Field(1.0, gt=0, description="delay only")
-    megabytes: float = Field(10.0, gt=0, description="leak only")
+    action: Action = Field(description="What happens; see the list above.")
+    rank: int = Field(0, ge=0, description="Rank on which the fault occurs.")
+    step: int = Field(1, ge=1, description="Step in which the fault occurs, from 1.")
+    phase: PhaseName = Field("grads", description="Phase at whose start the fault occurs.")
+    seconds: float = Field(1.0, gt=0, description="Duration of a delay.")
+    megabytes: float = Field(10.0, gt=0, description="Size of a leak per step.")
 
     def __str__(self) -> str:
         return f"{self.action} on rank {self.rank} in step {self.step}, at {self.phase}"

@@ -26,7 +26,7 @@ class FaultyConfig(TaskConfig):
     """
 
     faults: tuple[Fault, ...] = Field(
-        (), strict=False, exclude=True, examples=[["kill rank=1 step=3"]], description="what goes wrong on purpose"
+        (), strict=False, exclude=True, examples=[["kill rank=1 step=3"]], description="Faults to inject."
     )
 
     @field_validator("faults", mode="before")

@@ -17,10 +17,16 @@ OPTIONS: dict[str, frozenset[str]] = {
 class LocalConfig(Config):
     """How long ranks train on their own, and what becomes of their weights then."""
 
-    round: int = Field(8, ge=1, description="steps that each rank takes by itself before weights are averaged")
-    begin: int = Field(0, ge=0, description="post_local_sgd: steps with averaged gradients before the first round")
-    outer_learning_rate: float = Field(0.7, gt=0, description="diloco: how far to go to the mean; 1 is all the way")
-    outer_momentum: float = Field(0.9, ge=0, lt=1, description="diloco: Nesterov's, over rounds")
+    round: int = Field(8, ge=1, description="Steps that each rank takes alone before the weights are averaged.")
+    begin: int = Field(
+        0, ge=0, description="Strategy post_local_sgd only: steps with averaged gradients before the first round."
+    )
+    outer_learning_rate: float = Field(
+        0.7, gt=0, description="Strategy diloco only: learning rate of the outer optimizer; 1 moves to the mean."
+    )
+    outer_momentum: float = Field(
+        0.9, ge=0, lt=1, description="Strategy diloco only: Nesterov momentum of the outer optimizer."
+    )
 
 
 @dataclass(frozen=True)

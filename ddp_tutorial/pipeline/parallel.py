@@ -35,11 +35,14 @@ from ddp_tutorial.world import World, require_group
 class StagesConfig(Config):
     """How a model is cut into stages, and what they do in which order, on any number of ranks."""
 
-    schedule: Name = "1f1b"
-    micro_batches: int = Field(4, ge=1, description="of a step, through one pipeline")
-    per_rank: int = Field(1, ge=1, description="stages on each rank; schedule interleaved has 2 or more")
+    schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
+    micro_batches: int = Field(4, ge=1, description="Micro-batches of a step through one pipeline.")
+    per_rank: int = Field(1, ge=1, description="Stages on each rank; schedule interleaved needs at least 2.")
     cuts: tuple[str, ...] = Field(
-        (), strict=False, examples=[["blocks.2"]], description="modules that begin a stage; by default, evenly"
+        (),
+        strict=False,
+        examples=[["blocks.2"]],
+        description="Modules that begin a stage, except the first; by default, stages have about equal parameters.",
     )
 
     def on(self, ranks: int) -> "PipelineConfig":

@@ -54,17 +54,19 @@ SourceKind = Literal["sharded", "dispatched", "streamed", "fast_stream"]
 class SourceConfig(Config):
     """How the data are read."""
 
-    kind: SourceKind = "sharded"
+    kind: SourceKind = Field("sharded", description="Which rank reads which samples.")
     remainder: Remainder = Field(
-        "carry", description="what becomes of an epoch's last samples; see sharding/permutation.py"
+        "carry", description="What happens to the last samples of an epoch that do not fill a batch."
     )
-    workers: int = Field(0, ge=0, description="processes that read ahead, for each rank")
-    prefetch: int = Field(2, ge=1, description="batches that are read ahead, by each worker or by rank 0")
-    window: int = Field(65536, ge=1, description="fast_stream only: samples that are shuffled among themselves")
+    workers: int = Field(0, ge=0, description="Worker processes that read ahead, per rank; 0 reads in the rank.")
+    prefetch: int = Field(
+        2, ge=1, description="Batches that each worker, or rank 0 of a dispatched source, reads ahead."
+    )
+    window: int = Field(65536, ge=1, description="Kind fast_stream only: samples in a shuffle window.")
     streams: int | None = Field(
-        None, ge=1, examples=[4], description="streamed only: logical streams, which decide the order"
+        None, ge=1, examples=[4], description="Kind streamed only: number of logical streams; it determines the order."
     )
-    shuffle_buffer: int = Field(1000, ge=1, description="streamed only: samples that are shuffled among themselves")
+    shuffle_buffer: int = Field(1000, ge=1, description="Kind streamed only: samples in the shuffle buffer.")
 
 
 SINGLE_PROCESS = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads for all, as one process would read for itself

@@ -15,20 +15,24 @@ _CLOCK = r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)"
 class SlurmConfig(Config):
     """Settings of a job: its nodes and its time limit. The number of ranks is the `nprocs` of the run."""
 
-    nodes: int = Field(1, ge=1)
-    nodelist: str = Field("", examples=["node01"], description="which nodes, as in node[01-03]; or else Slurm chooses")
-    starter: Literal["srun", "torchrun"] = Field(
-        "srun", description="of ranks: a task each, or a torchrun on each node"
+    nodes: int = Field(1, ge=1, description="Number of nodes; each runs the same number of ranks.")
+    nodelist: str = Field(
+        "", examples=["node01"], description="Nodes to use, such as node[01-03]; by default, Slurm chooses them."
     )
-    partition: str = Field("", examples=["gpu"])
-    account: str = Field("", examples=["project1"])
-    time: str = Field("1h", examples=["90min"], description="limit: 90min, 2h, 1d12h, or as 1:30:00 and 1-12:00:00")
-    warning: int = Field(120, ge=1, description="seconds before that in which ranks save")
-    cpus: int = Field(1, ge=1, description="cores for each rank, and its threads")
-    gpus: int = Field(0, ge=0, description="of each node")
-    options: tuple[str, ...] = Field((), strict=False, examples=[["--mem=32G"]], description="others of sbatch")
+    starter: Literal["srun", "torchrun"] = Field(
+        "srun", description="One task per rank (srun), or one torchrun per node."
+    )
+    partition: str = Field("", examples=["gpu"], description="Partition of the job.")
+    account: str = Field("", examples=["project1"], description="Account of the job.")
+    time: str = Field("1h", examples=["90min"], description="Time limit: 90min, 2h, 1d12h, 1:30:00 or 1-12:00:00.")
+    warning: int = Field(120, ge=1, description="Seconds before the time limit at which the ranks save and stop.")
+    cpus: int = Field(1, ge=1, description="Cores and threads of each rank.")
+    gpus: int = Field(0, ge=0, description="GPUs of each node; with device cuda, the default is one per rank.")
+    options: tuple[str, ...] = Field(
+        (), strict=False, examples=[["--mem=32G"]], description="Further options of sbatch."
+    )
     setup: tuple[str, ...] = Field(
-        (), strict=False, examples=[["module load cuda"]], description="lines of shell that come before"
+        (), strict=False, examples=[["module load cuda"]], description="Shell commands to run before the ranks start."
     )
 
     @property

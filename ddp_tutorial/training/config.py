@@ -40,33 +40,41 @@ Kind = Literal[  # see strategies.make_strategy
 class CheckpointConfig(Config):
     """When the state of a run is saved, and what is kept."""
 
-    every: int = Field(0, ge=0, description="steps between saves, with one at the end; 0 for none")
-    keep_last: int = Field(2, ge=1)
-    check: Check = Field("tensor", description="that ranks are equal before it is written; none, quick, tensor, full")
-    background: bool = Field(False, description="training waits for a copy in memory only, not for the disk")
-    shared: bool = Field(True, description="all ranks see the folder; if not, rank 0 writes and reads for all of them")
+    every: int = Field(0, ge=0, description="Steps between checkpoints, with one after the last step; 0 saves none.")
+    keep_last: int = Field(2, ge=1, description="Number of checkpoints to keep.")
+    check: Check = Field(
+        "tensor", description="How thoroughly the replicas are compared before a checkpoint is written."
+    )
+    background: bool = Field(
+        False, description="Write checkpoints in a background thread; training only waits for a copy in memory."
+    )
+    shared: bool = Field(
+        True, description="All ranks share the run directory; if false, rank 0 reads and writes for all ranks."
+    )
 
 
 class BestConfig(Config):
     """Which evaluation is the best: for early stopping, and for the model that is kept."""
 
-    metric: str = Field("loss", description="loss, or a metric that the loss function returns beside it")
-    mode: Mode = "min"
+    metric: str = Field("loss", description="`loss`, or a metric that the loss function returns.")
+    mode: Mode = Field("min", description="Whether lower or higher is better.")
 
 
 class EarlyStoppingConfig(Config):
     """When a run ends before its last step, because it gets no better; see `stopping.without_progress`."""
 
-    patience: int = Field(0, ge=0, description="evaluations in a row that were not better; 0 for never")
-    minimum_delta: float = Field(0.0, ge=0, description="better by this much is better")
-    grace_steps: int = Field(0, ge=0, description="steps before evaluations begin to count")
+    patience: int = Field(
+        0, ge=0, description="Consecutive evaluations without improvement after which the run stops; 0 disables it."
+    )
+    minimum_delta: float = Field(0.0, ge=0, description="Smallest change that counts as an improvement.")
+    grace_steps: int = Field(0, ge=0, description="Steps before evaluations count.")
 
 
 class ProfileConfig(Config):
     """Steps that torch's profiler watches, on every rank; see profiling.py."""
 
-    steps: int = Field(0, ge=0, description="how many; 0 for none")
-    first_step: int = Field(10, ge=1, description="the first of them; those before warm up")
+    steps: int = Field(0, ge=0, description="Number of steps to profile; 0 disables profiling.")
+    first_step: int = Field(10, ge=1, description="First step to profile; earlier steps are a warm-up.")
 
 
 class TrainConfig(Config):
@@ -76,52 +84,75 @@ class TrainConfig(Config):
     `torch.use_deterministic_algorithms(True)`, and its environment has CUBLAS_WORKSPACE_CONFIG=:4096:8.
     """
 
-    name: str = Field("", examples=["first-run"], description="folder below runs/; by default made from the time")
-    seed: int = Field(0, ge=0, lt=2**31)
-    strategy: Kind = "ddp"
+    name: str = Field(
+        "",
+        examples=["first-run"],
+        description="Directory of the run under runs/; by default, it is named after the start time.",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of the weights, the sample order and dropout.")
+    strategy: Kind = Field("ddp", description="How the ranks train one model together.")
     ddp: DDPConfig = DDPConfig()
-    micro_batches: int = Field(4, ge=1, description="strategy invariant only: of a step, over all ranks")
+    micro_batches: int = Field(4, ge=1, description="Strategy invariant only: micro-batches of a step over all ranks.")
     accumulation: int = Field(
-        1, ge=1, description="all strategies but invariant: micro-batches of a step, on each rank"
+        1, ge=1, description="Micro-batches of a step on each rank; not for strategies invariant and pipeline."
     )
     local: LocalConfig = LocalConfig()
     mesh: MeshConfig = MeshConfig()
     pipeline: StagesConfig = StagesConfig()
     precision: PrecisionConfig = PrecisionConfig()
 
-    steps: int = Field(200, ge=1)
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="see optimization.OPTIMIZERS")
-    learning_rate: float = Field(3e-3, gt=0, description="the highest of the schedule")
-    warmup_steps: int = Field(20, ge=0, description="steps in which the learning rate rises from zero")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="how it falls after that")
-    schedule_steps: int | None = Field(
-        None, ge=1, examples=[200], description="in which it goes up and down; by default, `steps`"
+    steps: int = Field(200, ge=1, description="Number of optimizer steps.")
+    optimizer: Literal["adamw", "sgd"] = Field(
+        "adamw", description="AdamW with betas 0.9 and 0.95, or SGD with momentum 0.9."
     )
-    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="in the end, as a part of the highest")
-    weight_decay: float = Field(0.1, ge=0, description="of matrices; biases and norms have none")
-    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    learning_rate: float = Field(3e-3, gt=0, description="Peak learning rate of the schedule.")
+    warmup_steps: int = Field(20, ge=0, description="Steps in which the learning rate rises linearly from zero.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Shape of the decay after the warm-up."
+    )
+    schedule_steps: int | None = Field(
+        None, ge=1, examples=[200], description="Length of the schedule in steps; by default, `steps`."
+    )
+    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
+    weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices; biases and norms have none.")
+    clip: float = Field(1.0, gt=0, description="Maximum norm of the gradient.")
     oom_skips: int = Field(
-        0, ge=0, description="batches in a row that all leave out where a rank runs out of memory in forward"
+        0,
+        ge=0,
+        description="Maximum consecutive batches that all ranks skip if one runs out of memory in the forward pass.",
     )
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: str = Field("never", description="never; auto: from the run's own last checkpoint; or the path of one")
+    resume: str = Field(
+        "never",
+        description="`never`, `auto` (newest checkpoint of the same name), or the path of a checkpoint or a run.",
+    )
     resume_allow: tuple[str, ...] = Field(
-        (), strict=False, examples=[["learning_rate"]], description="settings that may differ from the checkpoint's"
+        (),
+        strict=False,
+        examples=[["learning_rate"]],
+        description="Settings that may differ from those of the checkpoint.",
     )
     resume_without: tuple[str, ...] = Field(
-        (), strict=False, examples=[["optimizer"]], description="components to begin anew, such as optimizer"
+        (),
+        strict=False,
+        examples=[["optimizer"]],
+        description="Components that start over instead of being restored, such as `optimizer`.",
     )
 
-    log_every: int = Field(10, ge=1, description="steps between writes to the log, which holds every step")
-    eval_every: int = Field(50, ge=1)
-    eval_samples: int = Field(256, ge=1, description="held-out samples in one evaluation, over all ranks")
+    log_every: int = Field(10, ge=1, description="Steps between writes to the log; the log contains every step.")
+    eval_every: int = Field(50, ge=1, description="Steps between evaluations.")
+    eval_samples: int = Field(256, ge=1, description="Validation samples in one evaluation, over all ranks.")
     best: BestConfig = BestConfig()
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
-    best_model: bool = Field(False, description="keep the weights of the best evaluation so far, in best/")
-    tensorboard: bool = Field(True, description="events for TensorBoard, beside metrics.jsonl")
-    private: bool = Field(True, description="only you can read the run's folder; if false, as the umask says")
-    memory_limit_mb: float = Field(0, ge=0, description="of one rank; warns above it; 0 for no limit")
+    best_model: bool = Field(False, description="Keep the weights of the best evaluation in the directory `best`.")
+    tensorboard: bool = Field(True, description="Write TensorBoard events next to `metrics.jsonl`.")
+    private: bool = Field(
+        True, description="Only you can read the run directory; if false, its permissions follow the umask."
+    )
+    memory_limit_mb: float = Field(
+        0, ge=0, description="Log a warning if a rank uses more memory than this; 0 disables it."
+    )
     profile: ProfileConfig = ProfileConfig()
 
     @property
@@ -199,12 +230,14 @@ class TrainConfig(Config):
 class ModelConfig(Config):
     """The size of the GPT of task gpt."""
 
-    layers: int = Field(4, ge=1)
-    heads: int = Field(4, ge=1)
-    width: int = Field(128, ge=1)
-    context: int = Field(128, ge=1, description="tokens that the model sees at once")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    recompute: bool = Field(False, description="activations of a block in backward, instead of keeping them")
+    layers: int = Field(4, ge=1, description="Number of transformer blocks.")
+    heads: int = Field(4, ge=1, description="Attention heads; must divide `width`.")
+    width: int = Field(128, ge=1, description="Size of the embeddings.")
+    context: int = Field(128, ge=1, description="Tokens in a sample.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability.")
+    recompute: bool = Field(
+        False, description="Recompute the activations of a block in the backward pass instead of storing them."
+    )
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
@@ -216,17 +249,27 @@ class ModelConfig(Config):
 class TaskConfig(TrainConfig):
     """A run whose model, data and loss are known by name: a task, what it learns from, and on how many ranks."""
 
-    task: str = Field("gpt", description="see tasks.TASKS")
-    corpus: str = "python"
+    task: str = Field("gpt", description="Task in `TASKS`: it builds the model, the data and the loss.")
+    corpus: str = Field(
+        "python", description="Text to train on: python, stories, text:PATH, json:PATH, parquet:PATH or hub:OWNER/NAME."
+    )
     model: ModelConfig = ModelConfig()
     source: SourceConfig = SourceConfig()
-    batch_size: int = Field(16, ge=1, description="samples in one optimiser step, over all ranks")
-    learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field("fixed", description="how it grows with batch_size")
-    learning_rate_batch: int = Field(16, ge=1, description="batch_size that learning_rate was chosen for")
-    nprocs: int = Field(2, ge=1, description="ranks to start; where torchrun or srun has started some, it is those")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL between GPUs, else gloo")
-    collective_timeout: float = Field(600, gt=0, description="seconds that a rank waits in a collective for the others")
+    batch_size: int = Field(16, ge=1, description="Samples in one optimizer step, over all ranks.")
+    learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field(
+        "fixed", description="How the learning rate scales with `batch_size`."
+    )
+    learning_rate_batch: int = Field(16, ge=1, description="The `batch_size` for which `learning_rate` was chosen.")
+    nprocs: int = Field(2, ge=1, description="Ranks to start; ignored if torchrun or srun started them.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device of the ranks; `auto` uses GPUs if there is one for each rank."
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="Backend of the process group; `auto` uses NCCL between GPUs, otherwise gloo."
+    )
+    collective_timeout: float = Field(
+        600, gt=0, description="Seconds that a rank waits for the other ranks in a collective."
+    )
     # Where it runs, not what: no part of what a run writes down of itself, or a checkpoint holds on to.
     slurm: SlurmConfig = Field(SlurmConfig(), exclude=True)
 
