@@ -245,7 +245,7 @@ def test_the_benchmark_of_hangs_tells_right_verdicts_from_wrong_ones(monkeypatch
 def test_each_hang_of_the_benchmark_has_a_line_for_each_rank() -> None:
     source = Path(bench.__file__).read_text().splitlines()
     for name in bench.HANGS:
-        found = bench.lines_of(name)
+        found = bench.hang_lines(name)
         assert sorted(found) == [0, 1], name
         assert all("dist." in source[line - 1] or "backward()" in source[line - 1] for line in found.values())
 

@@ -49,7 +49,7 @@ class Room:
 
 ROOMS = {
     "files": Room("files.py", "files checkpoint manifest retention logs"),
-    "world": Room("world.py environment.py", "world restarts collectives_metrics"),
+    "world": Room("world.py environment.py slurm/step.py", "world restarts collectives_metrics"),
     "collectives": Room("collectives.py", "collectives_metrics world"),
     "sharding": Room("sharding/*.py", "sharding corpus data sources any_dataset unshared"),
     "ddp": Room("ddp/*.py", "ddp all_reduce buckets choices hooks link shared_memory sync_bn"),
