@@ -1,8 +1,11 @@
 """What several tests do on a rank."""
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 from ddp_tutorial.ddp.link import Transfer
 
@@ -17,6 +20,22 @@ def error_of(function: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Return whether the condition holds within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return met
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has exited. A zombie has exited: if nobody reaps orphans, it stays."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def watched(link: Any) -> list[Transfer]:

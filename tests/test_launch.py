@@ -33,23 +33,9 @@ from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import GRACE_SECONDS, START_SECONDS, _Ranks, launch
 from ddp_tutorial.processes.rank import _never_outlive_the_parent, progress
 from ddp_tutorial.processes.spawn import exit_descriptor
+from ranks import is_gone, wait_until
 
 LOCK = threading.Lock()  # cannot be pickled
-
-
-def wait_until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return met
-
-
-def is_gone(pid):
-    """A zombie counts as gone: where nobody reaps orphans, as in some containers, it stays for ever."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def children():
@@ -581,7 +567,7 @@ def start_a_program_and_fork(world):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("hangs", "did not end within 10 s"),
+        ("hangs", "did not end within 5 s"),
         ("raises", "raised ValueError: on purpose"),
         ("is killed", "was killed by SIGKILL"),
         ("exits", "exited with code 3"),
@@ -607,7 +593,7 @@ def test_processes_that_a_rank_has_started_are_gone_when_it(how, reason):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "make_console", lambda echo: console)
         with pytest.raises(RankError, match=f"rank . {reason}"):
-            launch(work, 2, how, start_a_program_and_fork, device="cpu", timeout=10 if how == "hangs" else 60)
+            launch(work, 2, how, start_a_program_and_fork, device="cpu", timeout=5 if how == "hangs" else 60)
     pids = [int(event[2].split()[1]) for event in console.events if event[0] == "line" and event[2].startswith("pid")]
     try:
         assert len(pids) == 4

@@ -28,11 +28,12 @@ from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation, Remainder
 from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, Tree, write_arrow
-from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceState
+from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceState, to_device
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World
+from ranks import is_gone, wait_until
 
 CONTEXT = 3
 KINDS = ["sharded", "dispatched", "fast_stream", "streamed"]
@@ -388,6 +389,13 @@ def test_any_tree_arrives_as_it_was_sent(tree: Any) -> None:
             assert torch.equal(after, before)
         else:
             assert after == before
+
+
+def test_a_batch_moves_to_the_device_with_all_its_tensors() -> None:
+    moved = to_device({"x": torch.ones(2), "more": (torch.ones(2, 3), "text")}, torch.device("meta"))
+    assert moved["x"].is_meta
+    assert moved["more"][0].is_meta
+    assert moved["more"][1] == "text"
 
 
 def test_a_tensor_travels_as_it_looks_not_as_it_lies() -> None:
@@ -816,6 +824,16 @@ def second_rank(**options: Any) -> ShardedSource:
     return ShardedSource(blocks_of(SAMPLES), sharding, world_of(1, 2), workers=2, **options)
 
 
+def test_a_lost_connection_of_the_dataset_is_reported_as_it_is() -> None:
+    def fail(tree: Tree) -> Tree:
+        raise ConnectionError("the file server is gone")
+
+    source = ShardedSource(
+        blocks_of(SAMPLES), GlobalBatchSampler(Permutation(SAMPLES, None), BATCH), SINGLE_PROCESS, transform=fail
+    )
+    assert error_of(source)[1].endswith(": the file server is gone")
+
+
 @forking
 def test_what_fails_in_a_worker_names_rank_worker_and_samples() -> None:
     before = left_behind()
@@ -897,8 +915,7 @@ def test_workers_leave_signals_to_their_rank_and_end_with_it_however_it_ends(end
         rank.kill()
     rank.join(30)
     assert rank.exitcode == (-signal.SIGKILL if ending == "killed" else 0)
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=10)
-    assert left == []
+    assert wait_until(lambda: all(map(is_gone, workers)), seconds=10)
 
 
 @forking
@@ -1066,6 +1083,9 @@ def test_a_stream_has_no_remainder_and_says_so_before_it_writes_anything(workdir
         ({"prefetch": 0}, "prefetch"),
         ({"remainder": "repeat"}, "remainder"),
         ({"worker": 2}, "worker"),
+        ({"window": 0}, "window"),
+        ({"streams": 0}, "streams"),
+        ({"shuffle_buffer": 0}, "shuffle_buffer"),
     ],
 )
 def test_a_source_that_cannot_be_is_refused_by_its_config(options: dict[str, Any], told: str) -> None:
