@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mutate.__main__ import ROOMS, _explained
 from mutate.operators import Mutant, mutants
 
 CHANGES = {  # source: every change of it
@@ -105,6 +106,12 @@ for test in tests:
 with copy.changed({changed: (copy.folder / changed).read_text() + "PLANTED = 'yes'"}):
     print([outcome.result for outcome in copy.run(tests, lambda test: 100, go_on=True)])
 """
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_the_tests_and_the_explained_mutants_of_a_room_exist(name: str, root: Path) -> None:
+    assert all((root / test).exists() for test in ROOMS[name].tests())
+    _explained(ROOMS[name])  # exits if a mutant does not exist
 
 
 @pytest.mark.parametrize("source", CHANGES)

@@ -1022,7 +1022,6 @@ def send_beside_a_dispatched_source(world: World) -> tuple[list[list[int]], int]
     return taken, int(message)
 
 
-@pytest.mark.timeout(60)
 def test_ranks_communicate_while_a_dispatched_source_waits() -> None:
     ranks = launch(send_beside_a_dispatched_source, 2, device="cpu", echo=False, timeout=40)
     for rank, (taken, message) in enumerate(ranks):
