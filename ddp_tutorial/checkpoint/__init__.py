@@ -1,8 +1,10 @@
-"""What survives a run that is stopped or killed?
+"""Save the state of a run and restore it on any number of ranks.
 
-`checkpointer` saves and loads the state of a run on all ranks together: of `components`, checked by `replicas`, in the
-files of `storage`. `manifest` says what a checkpoint is on the disk, `resuming` finds the one to go on from and whether
-a run may, `retention` which ones stay, `comparison` where two of them differ.
+`checkpointer` saves and loads the state of all ranks together. `components` defines the parts of that state,
+`consistency` checks that replicated parts are identical on all ranks, and `storage` writes and reads their files.
+`manifest` defines the layout of a checkpoint on disk. `resuming` selects the checkpoint to resume from and validates
+the config against it. `retention` removes old checkpoints, and `comparison` lists the differences between two
+checkpoints.
 """
 
 import lazy_loader

@@ -1,25 +1,26 @@
-"""What survives: save and load the state of a run, exactly, on any number of ranks.
+"""Save and load the state of a run exactly, on any number of ranks.
 
     checkpointer = Checkpointer(folder, {"model": Component(model), "rng": Component(rng, "per_rank")}, world)
     checkpointer.save(step)
     manifest = checkpointer.load(latest(folder))
 
-A component is anything with `state_dict` and `load_state_dict`. Which ranks have the same of it decides who writes it:
+A component is any object with `state_dict` and `load_state_dict`. The `shared` mode of a component specifies which
+ranks have the same state, and therefore which ranks write it:
 
-    replicated   all ranks have the same; rank 0 writes it, after a check that it really is the same
-    global       rank 0 has it for all
-    per_rank     each rank has its own
-    per_node     the ranks of one machine have the same
-    per_group    each group of `span` consecutive ranks has the same
-    sharded      each rank has a piece of every tensor (DTensor, as FSDP makes them), or some of the tensors whole; in a
-                 world of another size it has other ones
+    replicated   All ranks have the same state. Rank 0 writes it, after a check that the states are identical.
+    global       Rank 0 has the state for all ranks.
+    per_rank     Each rank has its own state.
+    per_node     The ranks of one node have the same state.
+    per_group    Each group of `span` consecutive ranks has the same state.
+    sharded      Each rank has a shard of every tensor (a DTensor, as in FSDP), or some of the full tensors. The shards
+                 depend on the world size.
 
-Each writes into the same folder. Where ranks are on hosts that share no disk, rank 0 writes and reads for all, with
-`shared=False`: states go to it, and from it, over the network.
+All ranks write into the same folder. If the hosts do not share a disk, use `shared=False`: rank 0 then writes and reads
+for all ranks, and the states are sent over the network.
 
-All ranks agree on every step of saving and loading: if one fails, all raise, and the earlier checkpoints stay as they
-were. Files are compared with the manifest before anything is restored, and only tensors and plain values are read:
-nothing in a checkpoint is executed.
+All ranks agree on every step of saving and loading. If one rank fails, all ranks raise an error, and the earlier
+checkpoints stay intact. Files are compared with the manifest before any state is restored. Only tensors and plain
+values are read, so loading a checkpoint never executes code from it.
 """
 
 import platform
@@ -73,17 +74,11 @@ from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World, require_group
 
 Found = TypeVar("Found")
-Components = dict[tuple[str, int], State]  # the component's name and the rank whose state it is
+Components = dict[tuple[str, int], State]  # by component name and rank
 
 
 class Checkpointer:
-    """Saves and loads the `components` of one run, in `folder`. All methods but `close` are collective.
-
-    Keeps the `keep_last` newest valid checkpoints and the `keep_best` best by `metric` (see `Retention`); `check` is
-    how thoroughly replicated state is compared between ranks (see `assert_replicated`), `config` what the manifest
-    records of the run. With `shared=False` the folder is rank 0's alone, and others need not see it; raises
-    `ConfigError` then for components that are sharded.
-    """
+    """Saves and loads the components of one run. All methods except `close` are collective."""
 
     def __init__(
         self,
@@ -100,6 +95,25 @@ class Checkpointer:
         mode: Mode = "min",
         shared: bool = True,
     ) -> None:
+        """Store the arguments. Collective.
+
+        Args:
+            folder: The folder of the checkpoints.
+            components: The parts of the run's state, by name.
+            world: The ranks of the run.
+            config: The settings that the manifest records.
+            check: How thoroughly replicated state is compared between ranks; see `assert_replicated`.
+            background: Whether a thread writes the files while training continues.
+            keep_last: The number of newest valid checkpoints to keep.
+            keep_best: The number of checkpoints with the best metric to keep in addition; see `Retention`.
+            metric: The name of the metric.
+            mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
+            shared: Whether all ranks see `folder`. If not, only rank 0 accesses it.
+
+        Raises:
+            ConfigError: If a component is sharded and `shared` is false.
+            ValueError: If a component is per_node and the nodes have different numbers of ranks.
+        """
         require_group(world)
         if not shared:
             require_unsharded(world, components)
@@ -111,16 +125,24 @@ class Checkpointer:
         self._memory: list[Any] = []
 
     def recover(self) -> None:
-        """Settle what a killed run has left: remove what it had not finished, and where it was about to replace a
-        checkpoint, give the old one back its name. Lock the folder first: see `files.locked`."""
+        """Clean up after a killed run.
+
+        Remove unfinished checkpoints, and restore checkpoints whose replacement was interrupted. Lock the folder first;
+        see `files.locked`.
+        """
         if self.world.is_main:
             recover_all(self.folder)
 
     def save(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
-        """Write a checkpoint of `step`. With `background`, only copy the state, and let a thread write the copy.
+        """Write a checkpoint of `step`. With `background`, copy the state, and let a thread write the copy.
 
-        The manifest keeps `metrics`; one that is NaN or infinite as None, which is worse than any number.
-        Raises `CheckpointError` on all ranks if one rank cannot write its part; then nothing of it is left behind.
+        Args:
+            step: The number of completed steps.
+            metrics: Recorded in the manifest. NaN and infinite values are stored as None, which is worse than any
+                number.
+
+        Raises:
+            CheckpointError: On all ranks, if one rank cannot write its part. The partial checkpoint is removed.
         """
         self.finish()
         self.close()
@@ -141,19 +163,24 @@ class Checkpointer:
 
     @property
     def is_writing(self) -> bool:
-        """Is a background save still being written, on this rank?"""
+        """Whether this rank is still writing a background save."""
         return self._pending is not None and not self._pending.done
 
     def poll(self) -> None:
-        """Publish a background save if all ranks have written their part. Call it after each step.
+        """Publish a background save if all ranks have written their parts. Call this method after each step.
 
-        An error of the background is raised here, on all ranks.
+        Raises:
+            CheckpointError: On all ranks, if the background save failed on a rank.
         """
         if self._pending is not None and not any_rank(self.world, self.is_writing):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for a background save on all ranks, publish it, and remove the checkpoints that need not be kept."""
+        """Wait for a background save on all ranks, publish it, and remove old checkpoints.
+
+        Raises:
+            CheckpointError: On all ranks, if the background save failed on a rank.
+        """
         writer, self._pending = self._pending, None
         if writer is not None:
             writer.join()
@@ -163,11 +190,19 @@ class Checkpointer:
                 self.retention.apply(written=writer.path)
 
     def load(self, folder: Path, exclude: Sequence[str] = ()) -> Manifest:
-        """Restore all components from the checkpoint in `folder`, except those that `exclude` names.
+        """Restore all components from the checkpoint in `folder`.
 
-        Raises `CheckpointError` on all ranks, before anything has been restored, where files are damaged, where a
-        component is missing in the checkpoint or in this run, and where a component saved on another number of ranks
-        cannot be restored on this one.
+        Args:
+            folder: The folder of the checkpoint.
+            exclude: The names of components to leave unchanged.
+
+        Returns:
+            The manifest of the checkpoint.
+
+        Raises:
+            CheckpointError: On all ranks, if a file is damaged, if the checkpoint and the run have different
+                components, or if a component cannot be restored on this number of ranks. These checks run before any
+                state is restored.
         """
         with phase("load"):
             manifest, restores = run_on_all_ranks(self.world, lambda: self._read(folder, exclude), CheckpointError)
@@ -178,14 +213,18 @@ class Checkpointer:
         return checked
 
     def close(self) -> None:
-        """Wait for this rank's background threads. A save that `finish` has not waited for is not published."""
+        """Wait for this rank's background threads. A save without a call to `finish` is not published."""
         if self._pending is not None:
             self._pending.join()
             self._pending = None
         self.retention.close()
 
     def _parts(self) -> tuple[Components, dict[str, State]]:
-        """The states that this rank has to write, after the checks; those of sharded components apart."""
+        """Return the states that this rank writes, after the consistency checks.
+
+        Returns:
+            The states of the unsharded components, and those of the sharded components.
+        """
         states = {name: dict(component.stateful.state_dict()) for name, component in self.components.items()}
         run_on_all_ranks(self.world, lambda: check_plain(states), CheckpointError)
         if self.check != "none":
@@ -204,13 +243,17 @@ class Checkpointer:
         return (self._copied(parts) if self.background else parts), sharded
 
     def _at_rank_zero(self, parts: Components) -> Components:
-        """The parts of all ranks on rank 0, which has most of them anyway, and none elsewhere."""
+        """Gather the parts of all ranks on rank 0. The other ranks get an empty dict."""
         sent = {} if self.world.is_main else tree_map(lambda value: _copy(value, None), parts)
         of_others = to_rank_zero(self.world, sent)
         return {key: state for each in (parts, *of_others) for key, state in each.items()} if of_others else {}
 
     def _copied(self, parts: Components) -> Components:
-        """A copy on the CPU, in the memory of the last copy where it fits: new memory takes several times as long."""
+        """Copy the parts to CPU memory.
+
+        The copy reuses the memory of the previous copy if it fits, because allocating memory takes several times
+        longer.
+        """
         values, structure = tree_flatten(parts)
         before = self._memory if len(self._memory) == len(values) else [None] * len(values)
         self._memory = [_copy(value, old) for value, old in zip(values, before, strict=True)]
@@ -218,7 +261,11 @@ class Checkpointer:
         return copied
 
     def _read(self, folder: Path, exclude: Sequence[str]) -> tuple[Manifest, list[Callable[[], object]]]:
-        """Check the checkpoint and read what this rank needs of it; returns the calls that restore it."""
+        """Verify the checkpoint and read this rank's states.
+
+        Returns:
+            The manifest, and the functions that restore the components.
+        """
         manifest = self._seen(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
         if unknown := set(exclude) - set(known):
@@ -232,16 +279,19 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{folder} has {name!r}, which this run has no use for; to go on without, leave it out by name"
                 )
-        self._seen(lambda: read_verified(folder))  # which takes longer than all that could be wrong so far
+        self._seen(lambda: read_verified(folder))  # last, because it takes the longest
         return manifest, [self._restore(folder, manifest, name) for name in wanted]
 
     def _seen(self, read: Callable[[], Found]) -> Found:
-        """What `read` finds on this rank's disk, or, where only rank 0 has the folder, on rank 0's: collective then."""
+        """Return the result of `read` on this rank, or on rank 0 if only rank 0 has the folder (then collective)."""
         return read() if self.shared else decide_on_rank_zero(self.world, read)
 
     def _restore(self, folder: Path, manifest: Manifest, name: str) -> Callable[[], object]:
-        """The call that restores one component. Its file is read already; sharded tensors are read by the call itself,
-        because all ranks read them together."""
+        """Return a function that restores one component.
+
+        The file is read here, before anything is restored. Sharded tensors are read by the returned function, because
+        all ranks read them together.
+        """
         component, stored = self.components[name], manifest.components[name]
         thing, alike = component.stateful, component.ranks_alike(self.world)
         if stored.shared != component.shared:
@@ -260,8 +310,10 @@ class Checkpointer:
         return partial(thing.load_resharded, states, manifest.step)
 
     def _states(self, folder: Path, stored: StoredComponent, wanted: Sequence[int]) -> list[State]:
-        """The states in those files of a component, by their places in the list. What rank 0 reads for all comes one
-        file at a time, and each rank keeps what it wants."""
+        """Return the states in the files of a component at the positions `wanted`.
+
+        If rank 0 reads for all ranks, it sends one file at a time, and each rank keeps only its own states.
+        """
         read = [partial(read_state, folder / file.path) for file in stored.files]
         if self.shared:
             return [read[place]() for place in wanted]
@@ -270,12 +322,14 @@ class Checkpointer:
 
 
 class _Writer:
-    """Writes one checkpoint: this rank's files into a temporary folder, which gets the checkpoint's name at the end.
+    """Writes one checkpoint: this rank's files go into a temporary folder, which is renamed at the end.
 
-    `run` may be in a thread, so it enters no collective; `write_sharded` and `publish` do, in the main thread.
+    `run` may execute in a thread, so it calls no collective. `write_sharded` and `publish` call collectives in the main
+    thread.
     """
 
     def __init__(self, checkpointer: Checkpointer, step: int, metrics: dict[str, Any], parts: Components) -> None:
+        """Choose a temporary folder that is the same on all ranks. Collective."""
         self.checkpointer, self.world = checkpointer, checkpointer.world
         self.step, self.metrics, self.parts = step, metrics, parts
         self.path = checkpointer.folder / checkpoint_name(step)
@@ -287,7 +341,7 @@ class _Writer:
         self._thread: threading.Thread | None = None
 
     def write_sharded(self, states: Mapping[str, State]) -> None:
-        """Write the sharded components now, also of a background save: ranks write them together."""
+        """Write the sharded components immediately, even in a background save, because the write is collective."""
         for name, state in states.items():
             folder = self.temporary / name
             with phase("save: write"):
@@ -298,20 +352,22 @@ class _Writer:
             self.shards[name] = paths[self.world.rank :: self.world.size]
 
     def start(self) -> None:
+        """Call `run` in a thread."""
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
+        """Wait for the thread, if there is one."""
         if self._thread is not None:
             self._thread.join()
 
     def run(self) -> None:
-        """Write this rank's files, and wait until they have reached the disk. `publish` raises the error, if any."""
+        """Write this rank's files and flush them to disk. `publish` raises the error, if there is one."""
         try:
             if self.world.is_main or self.checkpointer.shared:
                 notify_observers("write", self.temporary)
                 self.temporary.mkdir(parents=True, exist_ok=True)
-            with ThreadPoolExecutor() as pool:  # while one file is hashed, the next one is written
+            with ThreadPoolExecutor() as pool:  # hash one file while the next one is being written
                 records = [(name, pool.submit(self._record, rank, path)) for name, rank, path in self._write()]
             for name, record in records:
                 self.files.setdefault(name, []).append(record.result())
@@ -320,8 +376,10 @@ class _Writer:
         self.done = True
 
     def _write(self) -> Iterator[tuple[str, int, Path]]:
-        """The component's name, the rank whose state it is and the path of each of this rank's files, as soon as it is
-        written; shards have been written before."""
+        """Yield the component name, the rank, and the path of each of this rank's files after it has been written.
+
+        The shards have been written before, by `write_sharded`.
+        """
         for name, paths in self.shards.items():
             for path in paths:
                 yield name, self.world.rank, path
@@ -333,14 +391,18 @@ class _Writer:
             yield name, rank, path
 
     def _record(self, rank: int, path: Path) -> StoredFile:
-        """Wait until a file has reached the disk, and return what the manifest says of it."""
+        """Flush a file to disk, and return its entry in the manifest."""
         with phase("save: sync"):
             sha256 = sync_and_hash(path)
         where = path.relative_to(self.temporary).as_posix()
         return StoredFile(path=where, rank=rank, nbytes=path.stat().st_size, sha256=sha256)
 
     def publish(self) -> None:
-        """When all ranks have written: add the manifest, then rename the folder. If one has failed, remove it all."""
+        """Add the manifest and rename the folder after all ranks have finished writing. Collective.
+
+        Raises:
+            CheckpointError: On all ranks, if a rank failed. All files of the checkpoint are then removed.
+        """
         try:
             run_on_all_ranks(self.world, self._raise_error, CheckpointError)
             files_of_ranks = all_gather(self.world, self.files)
@@ -352,8 +414,10 @@ class _Writer:
             self.remove()
 
     def remove(self) -> None:
-        """Delete the temporary folder, on each rank, as each may have its own. After a successful `publish` it has
-        another name, and nothing is deleted."""
+        """Delete the temporary folder on every rank, because ranks may see different disks.
+
+        After a successful `publish`, the folder has a different name, so nothing is deleted.
+        """
         remove(self.temporary)
 
     def _raise_error(self) -> None:
@@ -361,7 +425,11 @@ class _Writer:
             raise self.error
 
     def _require_files(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:
-        """Raise `CheckpointError` where this rank does not see a file as another one has written it."""
+        """Raise an error if this rank does not see a file that a rank has written.
+
+        Raises:
+            CheckpointError: If a file is missing or has a different size.
+        """
         for file in (file for files in files_of_ranks for each in files.values() for file in each):
             path = self.temporary / file.path
             if not path.is_file() or path.stat().st_size != file.nbytes:
@@ -407,7 +475,7 @@ def _versions() -> dict[str, str]:
 
 
 def _copy(value: Any, memory: Any) -> Any:
-    """A tensor's copy on the CPU, in `memory` if that has its shape and dtype; any other value as it is."""
+    """Copy a tensor to the CPU, into `memory` if its shape and dtype match. Return any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(memory, torch.Tensor) and memory.shape == value.shape and memory.dtype == value.dtype:

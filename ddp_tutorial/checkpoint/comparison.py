@@ -1,4 +1,4 @@
-"""Where do two checkpoints differ? `python -m ddp_tutorial checkpoint diff` shows it."""
+"""Compare two checkpoints; the command `python -m ddp_tutorial checkpoint diff` prints the result."""
 
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,33 @@ from ddp_tutorial.checkpoint.storage import read_state
 
 
 def compare(first: Path, second: Path) -> dict[str, str]:
-    """Where two checkpoints differ, and how: settings, files, values. Raises `CheckpointError` for damaged ones."""
+    """Return the differences between two checkpoints in settings, files, and values.
+
+    Args:
+        first: The folder of a checkpoint.
+        second: The folder of the checkpoint to compare with.
+
+    Returns:
+        A description of each difference, by the setting, file, or value that differs. Empty if there is no difference.
+
+    Raises:
+        CheckpointError: If a checkpoint is damaged.
+    """
     one, other = read_verified(first), read_verified(second)
-    found = {f"config {key}": f"{a!r} and {b!r}" for key, (a, b) in differences(one.config, other.config).items()}
+    result = {f"config {key}": f"{a!r} and {b!r}" for key, (a, b) in differences(one.config, other.config).items()}
     for name in dict.fromkeys(file.path for manifest in (one, other) for file in manifest.files):
         if not all((folder / name).is_file() for folder in (first, second)):
-            found[name] = "in one of them only"
+            result[name] = "in one of them only"
             continue
         values, others = (dict(named_leaves(name, read_state(folder / name))) for folder in (first, second))
-        for where in values | others:
-            if told := _difference(values.get(where), others.get(where)):
-                found[where] = told
-    return found
+        for path in values | others:
+            if description := _difference(values.get(path), others.get(path)):
+                result[path] = description
+    return result
 
 
 def _difference(a: Any, b: Any) -> str | None:
-    """How two values differ, in words; None if they are the same."""
+    """Describe the difference between two values, or return None if they are equal."""
     if summary(a, "tensor") == summary(b, "tensor"):
         return None
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype):

@@ -1,4 +1,4 @@
-"""What can be saved, and which ranks share it: the components that a `Checkpointer` is given."""
+"""Define the components of a run's state, and which ranks share each component."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -18,26 +18,30 @@ State = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """Anything with a state that can be saved and restored: a module, an optimizer, a source, ..."""
+    """An object whose state can be saved and restored, such as a module, an optimizer, or a source."""
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: nested dicts, lists, and tuples of tensors and plain values."""
 
-    def load_state_dict(self, state: Any, /) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Restore a state that `state_dict` returned."""
 
 
 @runtime_checkable
 class Reshardable(Protocol):
-    """A `Stateful` that can also be restored on another number of ranks than it was saved on.
+    """A `Stateful` that can also be restored on a different number of ranks."""
 
-    Every rank gets the states of all ranks (or groups of ranks) that saved one, in the order of their ranks, and the
-    step of the checkpoint.
-    """
+    def load_resharded(self, states: Sequence[State], step: int) -> None:
+        """Restore this rank's state from the states of all ranks that saved the component.
 
-    def load_resharded(self, states: Sequence[State], step: int) -> None: ...
+        Args:
+            states: The saved states, one per rank or group of ranks, in rank order.
+            step: The step of the checkpoint.
+        """
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a sharded component, as it is in a checkpoint: whole."""
+    """The full shape and the dtype of a tensor of a sharded component in a checkpoint."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -45,19 +49,27 @@ class StoredTensor(NamedTuple):
 
 @runtime_checkable
 class LazyState(Protocol):
-    """A sharded `Stateful` whose `state_dict` has no tensors yet to read into, as an optimizer's before its first step.
+    """A sharded `Stateful` whose `state_dict` does not contain its tensors yet.
 
-    `empty` is told what the checkpoint has, and returns what of that this rank is to read, and into what.
+    An example is an optimizer before its first step.
     """
 
-    def empty(self, stored: Mapping[str, StoredTensor]) -> State: ...
+    def empty(self, stored: Mapping[str, StoredTensor]) -> State:
+        """Return uninitialized tensors for this rank to read into, by name.
+
+        Args:
+            stored: The tensors in the checkpoint, by name.
+        """
 
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a run's state, and which ranks have the same of it; see `checkpointer` for the ways to share.
+    """A part of a run's state, and the ranks that share it.
 
-    `span` is for per_group: the number of ranks in a group.
+    Attributes:
+        stateful: The object to save and restore.
+        shared: The ranks that have the same state; see `checkpointer` for the possible values.
+        span: The number of ranks in a group. Applies only to `shared="per_group"`.
     """
 
     stateful: Stateful
@@ -65,9 +77,10 @@ class Component:
     span: int = 1
 
     def ranks_alike(self, world: World) -> int:
-        """How many consecutive ranks have the same state; the first of them writes it.
+        """Return the number of consecutive ranks with the same state. The first rank of each group writes the state.
 
-        Raises `ValueError` where the world size is not a multiple of that.
+        Raises:
+            ValueError: If the world size is not a multiple of that number.
         """
         spans = {
             "replicated": world.size,
@@ -83,7 +96,11 @@ class Component:
 
 
 def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
-    """Raise `ValueError`, on all ranks, where a component is per node and machines have different numbers of ranks."""
+    """Raise an error on all ranks if a per-node component meets nodes of different sizes. Collective.
+
+    Raises:
+        ValueError: If a component is per_node and the nodes have different numbers of ranks.
+    """
     names = [name for name, component in components.items() if component.shared == "per_node"]
     sizes = sorted(set(all_gather(world, world.local_size))) if names else []
     if len(sizes) > 1:
@@ -91,7 +108,11 @@ def require_even_nodes(world: World, components: Mapping[str, Component]) -> Non
 
 
 def require_unsharded(world: World, components: Mapping[str, Component]) -> None:
-    """Raise `ConfigError` where a component is sharded, of which rank 0 does not write and read for all."""
+    """Raise an error if a component is sharded, because rank 0 cannot write and read it for all ranks.
+
+    Raises:
+        ConfigError: If a component is sharded and there is more than one rank.
+    """
     names = [name for name, component in components.items() if component.shared == "sharded"]
     if names and world.size > 1:
         raise ConfigError(
@@ -102,29 +123,43 @@ def require_unsharded(world: World, components: Mapping[str, Component]) -> None
 
 @dataclass(frozen=True)
 class FunctionState:
-    """A `Stateful` made of two functions, for an object whose methods have other names."""
+    """A `Stateful` made of two functions, for an object whose methods have different names.
+
+    Attributes:
+        get: Returns the state.
+        put: Restores the state.
+    """
 
     get: Callable[[], Mapping[str, Any]]
     put: Callable[[State], object]
 
     def state_dict(self) -> Mapping[str, Any]:
+        """Return the result of `get`."""
         return self.get()
 
     def load_state_dict(self, state: State) -> None:
+        """Pass `state` to `put`."""
         self.put(state)
 
 
 class RandomState:
-    """The random number generators of Python, NumPy, and torch on the CPU and on this rank's GPU, as a `Stateful`.
+    """The state of the random number generators of this rank, as a `Stateful`.
 
-    `reseed(step)` seeds them anew when a checkpoint is loaded on another number of ranks.
+    The generators are those of Python, NumPy, and torch, on the CPU and on this rank's GPU.
     """
 
     def __init__(self, device: torch.device, reseed: Callable[[int], None] | None = None) -> None:
+        """Store the arguments.
+
+        Args:
+            device: The device of this rank. The CUDA generator is saved only if it is a GPU.
+            reseed: Called with the step of the checkpoint to seed the generators again, if the checkpoint was saved on
+                a different number of ranks.
+        """
         self.device, self.reseed = device, reseed
 
     def state_dict(self) -> State:
-        """Plain values and tensors."""
+        """Return the states of all generators as plain values and tensors."""
         python_version, numbers, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state()
         state: State = {
@@ -143,7 +178,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Set all generators back to where they were when the state was taken."""
+        """Restore all generators to the saved states."""
         random.setstate(state["python"])
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
@@ -152,8 +187,11 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """Seed anew: a generator's state cannot be divided among more ranks, or fewer. Raises `CheckpointError` without
-        `reseed`."""
+        """Seed the generators again, because their states cannot be redistributed to a different number of ranks.
+
+        Raises:
+            CheckpointError: If there is no `reseed` function.
+        """
         if self.reseed is None:
             raise CheckpointError("the random numbers of another number of ranks need a 'reseed'")
         self.reseed(step)

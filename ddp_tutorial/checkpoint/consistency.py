@@ -1,4 +1,4 @@
-"""Check that the ranks have the same state where they must."""
+"""Check that replicated state is identical on all ranks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,11 +13,19 @@ Check = Literal["none", "quick", "tensor", "full"]
 
 
 def assert_replicated(world: World, name: str, state: Any, span: int, check: Check) -> None:
-    """Raise `CheckpointError`, on all ranks, if `state` is not the same on each group of `span` consecutive ranks.
+    """Raise an error on all ranks if `state` differs within a group of consecutive ranks. Collective.
 
-    Collective. `what` is the component's name, for the message. `check` is "quick" (names, shapes, dtypes, and values
-    that are no tensors), "tensor" (also a hash of every tensor, however deep) or "full" (ranks exchange and compare all
-    bytes, for those who do not trust a hash). A state without any value is an error: a check of it would always pass.
+    Args:
+        world: The ranks to compare.
+        name: The name of the component, for the error message.
+        state: The state of this rank.
+        span: The number of ranks in a group. Only the ranks of a group are compared with each other.
+        check: `"quick"` compares names, shapes, dtypes, and values that are not tensors. `"tensor"` also compares a
+            hash of every tensor. `"full"` compares all bytes of every tensor, without relying on a hash.
+
+    Raises:
+        CheckpointError: If the state differs, or if it contains no values on any rank, because such a check always
+            passes.
     """
     values = dict(named_leaves(name, state))
     mine = {name: summary(value, check) for name, value in values.items()}
@@ -30,7 +38,10 @@ def assert_replicated(world: World, name: str, state: Any, span: int, check: Che
 
 
 def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every value inside nested dicts, lists and tuples, with its path: "optimizer['state'][0]['exp_avg']", tensor."""
+    """Yield every value inside nested dicts, lists, and tuples with its path.
+
+    A path looks like `optimizer['state'][0]['exp_avg']`.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from named_leaves(f"{name}[{key!r}]", inner)
@@ -42,9 +53,9 @@ def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def summary(value: Any, check: Check) -> Any:
-    """What stands for `value` in a comparison: equal for values that `check` takes for the same."""
+    """Return a picklable summary of `value`: equal summaries mean equal values, as far as `check` compares them."""
     if not isinstance(value, torch.Tensor):
-        return repr(value)  # so that NaN equals NaN
+        return repr(value)  # NaN must equal NaN
     kind = (tuple(value.shape), str(value.dtype))
     if check == "quick":
         return kind

@@ -1,11 +1,12 @@
-"""What a checkpoint is on the disk: a folder with a manifest, which is written last. Never imports torch.
+"""Define the layout of a checkpoint on disk: a folder with a manifest. Does not import torch.
 
     runs/NAME/checkpoints/step_00000050/
         model.safetensors  optimizer.pt  rng.rank_0.pt  rng.rank_1.pt ...
-        manifest.json      step, world size, versions, config, and for each file its size and its sha256
+        manifest.json      step, world size, versions, config, and the size and SHA-256 of each file
 
-A checkpoint is written under another name and renamed when everything in it has reached the disk. So a folder with this
-name and a manifest is complete; `verify` finds out whether its files have been damaged since.
+A checkpoint is written to a temporary folder. The folder is renamed after all of its files, the manifest last, have
+been flushed to disk. Therefore, a folder with this name and a manifest is complete. `verify` checks whether its files
+have been damaged since then.
 """
 
 import hashlib
@@ -25,13 +26,13 @@ from ddp_tutorial.files import notify_observers, recover, remove_temporary, rena
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"  # the folder, in that of a run, where its checkpoints are
+CHECKPOINTS = "checkpoints"  # the folder of a run that contains its checkpoints
 _NAME = re.compile(r"step_(\d{8,})")
-_REPLACED = re.compile(r"\.step_(\d{8,})\.old")  # until the one that replaces it has the name
-_PIECE = 1 << 20  # bytes that are read at a time
+_REPLACED = re.compile(r"\.step_(\d{8,})\.old")  # the old checkpoint, during a replacement
+_PIECE = 1 << 20  # bytes per read
 
 
-# What to do where ranks see different folders.
+# The advice in errors about ranks that see different folders.
 SHARE = (
     "Start all ranks in the same folder, on a disk that all nodes share, or let rank 0 write and read for all: "
     "checkpoint.shared=false."
@@ -39,17 +40,24 @@ SHARE = (
 
 
 class CheckpointError(FailedError):
-    """A checkpoint cannot be written, read, or used here."""
+    """Raised if a checkpoint cannot be written, read, or used by this run."""
 
 
 class _Record(BaseModel):
-    """A part of a manifest, frozen. Fields of a later version that this one does not know are passed over."""
+    """The base class of the parts of a manifest. Unknown fields, from later versions, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class StoredFile(_Record):
-    """One file of a checkpoint: its path in the folder, the rank whose state it is, its size and its sha256."""
+    """One file of a checkpoint.
+
+    Attributes:
+        path: The path relative to the folder of the checkpoint.
+        rank: The rank that saved the state in the file.
+        nbytes: The size in bytes.
+        sha256: The SHA-256 of the file.
+    """
 
     path: str
     rank: int
@@ -58,7 +66,13 @@ class StoredFile(_Record):
 
 
 class StoredComponent(_Record):
-    """One component: how ranks shared it (see `Component`), and its files in the order of their ranks."""
+    """One component of a checkpoint.
+
+    Attributes:
+        shared: The ranks that shared the state; see `Component`.
+        span: The number of consecutive ranks that shared one state.
+        files: The files of the component, in rank order.
+    """
 
     shared: str
     span: int
@@ -66,7 +80,7 @@ class StoredComponent(_Record):
 
 
 class Manifest(_Record):
-    """What a checkpoint says about itself."""
+    """The metadata of a checkpoint."""
 
     schema_version: int
     step: int
@@ -78,28 +92,31 @@ class Manifest(_Record):
     components: dict[str, StoredComponent]
 
     def sealed(self) -> dict[str, Any]:
-        """The content of the file: all fields, and a checksum of them."""
+        """Return the content of the manifest file: all fields and their checksum."""
         content = self.model_dump()
         return content | {"sha256": sha256_of_json(content)}
 
     @property
     def files(self) -> list[StoredFile]:
+        """All files of the checkpoint."""
         return [file for component in self.components.values() for file in component.files]
 
     @property
     def nbytes(self) -> int:
+        """The total size of the files in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the folder of a step."""
+    """Return the folder name of the checkpoint of a step."""
     return f"step_{step:08}"
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """The checkpoints in `parent`, lowest step first. A folder without a manifest is none; no file is opened.
+    """Return the checkpoints in `parent`, in increasing order of step.
 
-    One that was about to be replaced, by a run killed at that moment, counts where the new one has not got the name.
+    A folder without a manifest is not a checkpoint. No file is opened. If a run was killed while it replaced a
+    checkpoint, the old one is listed as long as the new one is not in place.
     """
     there = [path for path in (parent.iterdir() if parent.is_dir() else ()) if _has_manifest(path)]
     found = {
@@ -111,14 +128,14 @@ def list_checkpoints(parent: Path) -> list[Path]:
 def _has_manifest(folder: Path) -> bool:
     try:
         return (folder / MANIFEST).is_file()
-    except OSError:  # nobody can tell: it is for `verify` to say why
+    except OSError:  # unknown; `verify` reports the reason
         return True
 
 
 def recover_all(parent: Path) -> None:
-    """Remove what a killed process has left unfinished in `parent`, and end what it was replacing.
+    """Remove unfinished checkpoints of a killed process from `parent`, and complete its interrupted replacements.
 
-    Only where no other process is saving.
+    Call this function only if no other process is saving to `parent`.
     """
     for path in parent.glob(".step_*.old"):
         if match := _REPLACED.fullmatch(path.name):
@@ -127,7 +144,7 @@ def recover_all(parent: Path) -> None:
 
 
 def latest(parent: Path) -> Path | None:
-    """The checkpoint with the highest step, whatever its date. Whether it is valid is for `verify` to say."""
+    """Return the checkpoint with the highest step, or None. The checkpoint may be damaged; see `verify`."""
     return next(reversed(list_checkpoints(parent)), None)
 
 
@@ -181,14 +198,14 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
 
 def _is_inside(folder: Path, path: str) -> bool:
     """Return whether `path`, on any operating system, names a file in `folder`, not through a link that leaves it."""
-    names = PureWindowsPath(path)  # which splits at both kinds of slashes, and knows drives
+    names = PureWindowsPath(path)  # splits at both kinds of slashes and recognizes drives
     if names.anchor or ".." in names.parts or "\0" in path:
         return False
     return Path(os.path.realpath(folder / path)).is_relative_to(os.path.realpath(folder))
 
 
 def verify(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, a line for each file; an empty list if all is as it was written."""
+    """Return the problems of a checkpoint, one line per file. The list is empty if all files are intact."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -197,7 +214,11 @@ def verify(folder: Path) -> list[str]:
 
 
 def read_verified(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are as they were written. Raises `CheckpointError` if they are not."""
+    """Return the manifest of a checkpoint after verifying all of its files.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged.
+    """
     manifest = read_manifest(folder)
     if problems := _problems(folder, manifest):
         raise CheckpointError("; ".join(problems))
@@ -211,7 +232,7 @@ def _problems(folder: Path, manifest: Manifest) -> list[str]:
 def _problem(folder: Path, file: StoredFile) -> str | None:
     path = folder / file.path
     try:
-        if not stat.S_ISREG((found := path.stat()).st_mode):  # reading a pipe would wait forever
+        if not stat.S_ISREG((found := path.stat()).st_mode):  # reading a pipe would block forever
             return f"{path} is not a file"
         if (nbytes := found.st_size) != file.nbytes:
             return f"{path} has {nbytes:,} bytes and should have {file.nbytes:,}"
@@ -219,13 +240,13 @@ def _problem(folder: Path, file: StoredFile) -> str | None:
             return f"{path} is damaged: its checksum is not the one in the manifest"
     except FileNotFoundError:
         return f"{path} is missing"
-    except OSError as error:  # the disk, or a lack of permission
+    except OSError as error:  # a disk error, or no permission
         return f"{path} cannot be read: {error.strerror}"
     return None
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file, read in pieces."""
+    """Return the SHA-256 of a file as a hexadecimal string."""
     notify_observers("read", path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -235,12 +256,17 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_json(content: Mapping[str, Any]) -> str:
-    """The sha256 of `content` as JSON; the order of its keys does not matter."""
+    """Return the SHA-256 of `content` as JSON. The order of the keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Settings that differ: by dotted name, the value in `before` and the one in `now`, None where it is missing."""
+    """Return the settings that differ.
+
+    Returns:
+        The value in `before` and the value in `now` of each setting, by dotted name. A missing setting has the value
+        None.
+    """
     found: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in now if key not in before)]:
         old, new = before.get(key), now.get(key)
@@ -257,9 +283,14 @@ Mode = Literal["min", "max"]
 def checkpoints_to_remove(
     metrics: Mapping[Path, float | None], keep_last: int, keep_best: int, mode: Mode, excluded: Iterable[Path] = ()
 ) -> list[Path]:
-    """Which checkpoints to remove: all but the last `keep_last`, the `keep_best` best by their metric, and `spared`.
+    """Return the checkpoints to remove.
 
-    `metrics` has the value of each checkpoint, in the order of their steps. None and NaN are worse than any number.
+    Args:
+        metrics: The metric of each checkpoint, in the order of their steps. None and NaN are worse than any number.
+        keep_last: The number of newest checkpoints to keep.
+        keep_best: The number of checkpoints with the best metric to keep in addition.
+        mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
+        excluded: Checkpoints to keep in any case.
     """
     last = list(metrics)[-keep_last:] if keep_last else []
     sign = 1 if mode == "min" else -1
@@ -270,7 +301,10 @@ def checkpoints_to_remove(
 
 
 def unpublish(folder: Path) -> Path:
-    """Rename a checkpoint so that it is none any more, and return its new path: quick, where deleting may be slow."""
+    """Rename a checkpoint to a temporary name, and return the new path.
+
+    Renaming is fast, whereas deleting the folder may be slow.
+    """
     path = temporary_path(folder)
     rename(folder, path)
     return path

@@ -1,4 +1,4 @@
-"""Go on with a run: from which checkpoint, and are the settings the same?"""
+"""Find the checkpoint to resume from, and check that the settings match it."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +21,8 @@ from ddp_tutorial.collectives import all_gather, decide_on_rank_zero
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
 
-# Settings that may differ from those of a checkpoint, because they do not change what is computed: a name stands for
-# itself and for all that is in it, as "profile" for "profile.steps".
+# Settings that may differ from those of the checkpoint, because they do not affect the computation. A name also covers
+# the settings under it: "profile" covers "profile.steps".
 _FREE = (
     *("name", "nprocs", "mesh", "device", "backend", "collective_timeout"),
     *("resume", "resume_allow", "resume_without", "checkpoint"),
@@ -32,9 +32,9 @@ _FREE = (
 
 
 def latest_valid(world: World, parent: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in `parent` whose files are as they were written, and what is wrong with newer ones.
+    """Return the newest checkpoint in `parent` with undamaged files, and the problems of newer checkpoints. Collective.
 
-    Collective: rank 0 looks, and all ranks get its answer.
+    Only rank 0 reads the disk. All ranks receive its result.
     """
     return decide_on_rank_zero(world, lambda: _latest_valid(parent))
 
@@ -51,8 +51,14 @@ def _latest_valid(parent: Path) -> tuple[Path | None, list[str]]:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on: after `step`, from `checkpoint`, which was made with `settings`; without one, from the
-    beginning. `skipped` says what is wrong with newer checkpoints."""
+    """The checkpoint from which a run resumes.
+
+    Attributes:
+        checkpoint: The folder of the checkpoint. None starts the run from the beginning.
+        step: The step of the checkpoint.
+        settings: The config of the run that saved the checkpoint.
+        skipped: The problems found in newer checkpoints.
+    """
 
     checkpoint: Path | None = None
     step: int = 0
@@ -63,15 +69,24 @@ class ResumePoint:
 def find_resume_point(
     world: World, run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[str] = (), *, shared: bool = True
 ) -> ResumePoint:
-    """Where to go on, as rank 0 finds it. Collective; it reads only, so that what is refused has changed nothing.
+    """Find the checkpoint to resume from, on rank 0. Collective.
 
-    With `resume` "auto" it is the newest valid checkpoint of `run`. Otherwise `resume` is the path of a checkpoint, or
-    of a run, whose newest valid one is taken; or "never".
+    The function only reads, so a rejected checkpoint leaves everything unchanged.
 
-    Raises `ConfigError` where that path has none; where `run` has checkpoints and none is valid; where another rank
-    does not find the checkpoint; and where it was made with other settings that change what is computed, unless `allow`
-    names them ("model" allows all that is in it, such as "model.width"). With `shared=False` other ranks need not find
-    it, for rank 0 reads it for all; but none may have newer ones of `run` than rank 0.
+    Args:
+        world: The ranks of the run.
+        run: The folder of the run.
+        resume: `"auto"` for the newest valid checkpoint of `run`, `"never"` for a new start, or a path. The path is a
+            checkpoint, or a run whose newest valid checkpoint is used.
+        config: The settings of this run.
+        allow: Names of settings that may differ. A name also covers the settings under it: "model" covers
+            "model.width".
+        shared: Whether all ranks see the same folder. If not, rank 0 reads the checkpoint for all ranks.
+
+    Raises:
+        ConfigError: If the path contains no valid checkpoint, if `run` has checkpoints but none is valid, if settings
+            that affect the computation differ, or if a rank does not find the checkpoint. With `shared=False`, the last
+            check is replaced: no other rank may have a newer checkpoint of `run` than rank 0.
     """
     if resume == "never":
         return ResumePoint()
@@ -84,8 +99,13 @@ def find_resume_point(
 
 
 def _require_newest(world: World, run: Path) -> None:
-    """Raise `ConfigError`, on all ranks, where another one has a later checkpoint of `run` on its disk than rank 0:
-    rank 0 was on that host then, and would now take steps once more that have been taken. Collective."""
+    """Raise an error on all ranks if a rank has a newer checkpoint of `run` on its disk than rank 0. Collective.
+
+    In that case, rank 0 was on that rank's host before, and resuming here would repeat completed steps.
+
+    Raises:
+        ConfigError: If a rank has a newer checkpoint than rank 0.
+    """
     newest = latest(run / CHECKPOINTS)
     of_ranks = all_gather(world, newest.name if newest is not None else "")
     later = [rank for rank, name in enumerate(of_ranks) if name > of_ranks[0]]
@@ -98,7 +118,11 @@ def _require_newest(world: World, run: Path) -> None:
 
 
 def _require_seen(world: World, folder: Path) -> None:
-    """Raise `ConfigError`, on all ranks, where one does not find the checkpoint that rank 0 has found. Collective."""
+    """Raise an error on all ranks if a rank does not find the checkpoint that rank 0 found. Collective.
+
+    Raises:
+        ConfigError: If the manifests differ.
+    """
     try:
         mine = (folder / MANIFEST).read_bytes()
     except OSError:
@@ -137,7 +161,11 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
 def _require_same_settings(
     folder: Path, before: Mapping[str, Any], config: Mapping[str, Any], allow: Sequence[str]
 ) -> None:
-    """Raise `ConfigError` where settings that change what is computed differ, unless `allow` names them."""
+    """Raise an error if settings that affect the computation differ, unless `allow` covers them.
+
+    Raises:
+        ConfigError: If such a setting differs.
+    """
     found = differences(before, config).items()
     differing = {key: values for key, values in found if not _covers((*_FREE, *allow), key)}
     if differing:
@@ -149,10 +177,10 @@ def _require_same_settings(
 
 
 def _in_short(problems: Sequence[str], limit: int = 4) -> str:
-    """Some of the problems, and how many others there are."""
+    """Join the first `limit` problems, and append the number of other problems."""
     return "; ".join(problems[:limit]) + (f" and {len(problems) - limit} others" if problems[limit:] else "")
 
 
 def _covers(names: Iterable[str], key: str) -> bool:
-    """Is the setting `key` one of `names`, or in one of them?"""
+    """Return whether the setting `key` is one of `names` or under one of them."""
     return any(key == name or key.startswith(f"{name}.") for name in names)

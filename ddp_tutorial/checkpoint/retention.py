@@ -1,7 +1,7 @@
-"""Which checkpoints stay, and the removal of the others.
+"""Remove old checkpoints.
 
-Only valid ones count: three damaged ones do not make up for a valid one, and are left for somebody to look at. What has
-just been written stays in any case, also where checkpoints of later steps lie about.
+Only valid checkpoints count toward the number to keep. Damaged checkpoints are never removed, so that a person can
+examine them. The checkpoint that was just written is always kept, even if checkpoints of later steps exist.
 """
 
 import logging
@@ -23,27 +23,44 @@ LOG = logging.getLogger(__name__)
 
 
 class Retention:
-    """Keeps the `keep_last` newest and the `keep_best` best checkpoints of `folder`, judged by `metric`. On one rank.
+    """Keeps the newest and the best checkpoints of a folder, and removes the other ones. Runs on one rank.
 
-    A checkpoint that this process has written or verified is taken for valid; any other is verified once.
+    A checkpoint that this process has written or verified counts as valid. Any other checkpoint is verified once.
     """
 
     def __init__(self, folder: Path, keep_last: int, keep_best: int, metric: str, mode: Mode) -> None:
+        """Store the arguments.
+
+        Args:
+            folder: The folder that contains the checkpoints.
+            keep_last: The number of newest checkpoints to keep, at least 1.
+            keep_best: The number of checkpoints with the best metric to keep in addition.
+            metric: The name of the metric.
+            mode: `"min"` if lower values of the metric are better, and `"max"` otherwise.
+
+        Raises:
+            ValueError: If `keep_last` is less than 1.
+        """
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: the last checkpoint is what a run goes on from, so 1 or more")
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
         self.metric, self.mode = metric, mode
-        self._valid: dict[Path, float | None] = {}  # the metric of each
+        self._valid: dict[Path, float | None] = {}  # the metric of each valid checkpoint
         self._damaged: set[Path] = set()
         self._thread: threading.Thread | None = None
 
     def record_valid(self, checkpoint: Path, metrics: Mapping[str, float | None]) -> None:
-        """Note that a checkpoint has just been written or verified."""
+        """Record that a checkpoint has just been written or verified."""
         self._valid[checkpoint] = metrics.get(self.metric)
 
     def apply(self, written: Path) -> None:
-        """Remove what need not be kept, now that `written` is there: in a thread, as verifying and deleting take a
-        while. An error is logged; the next call tries again."""
+        """Start a thread that removes the checkpoints that are no longer needed.
+
+        Verifying and deleting checkpoints is slow. Errors are logged, and the next call tries again.
+
+        Args:
+            written: The checkpoint that was just written, which is always kept.
+        """
         self.close()
         self._thread = threading.Thread(target=self._run, args=(written,), name="remove checkpoints", daemon=True)
         self._thread.start()
@@ -68,7 +85,7 @@ class Retention:
         metrics = {path: self._valid[path] for path in there if path in self._valid}
         gone = []
         for path in checkpoints_to_remove(metrics, self.keep_last, self.keep_best, self.mode, excluded=[written]):
-            try:  # first all names, which is quick
+            try:  # rename all of them first, which is fast
                 gone.append(unpublish(path))
             except OSError as error:
                 LOG.warning("%s cannot be removed: %s", path, error)

@@ -1,7 +1,8 @@
-"""How a component's state is written to files and read from them.
+"""Write the state of a component to files, and read it back.
 
-Tensors by name become a safetensors file, anything else a `.pt` file of plain values, which torch reads without
-executing anything. Sharded tensors are written and read by torch's distributed checkpoint, as safetensors too.
+A flat dict of tensors becomes a safetensors file. Any other state becomes a `.pt` file of plain values, which torch
+loads without executing code. Sharded tensors are written and read by torch's distributed checkpoint, also in the
+safetensors format.
 """
 
 import warnings
@@ -26,9 +27,15 @@ _PLAIN = (torch.Tensor, bool, int, float, str, bytes, type(None))
 
 
 def check_plain(states: Mapping[str, State]) -> None:
-    """Raise `CheckpointError` for a value that could not be loaded without executing code.
+    """Raise an error if a state contains a value that cannot be loaded without executing code.
 
-    Checked when it is saved, so that nobody finds out only when the checkpoint is needed.
+    The check runs when the state is saved, so that the error does not first appear when the checkpoint is needed.
+
+    Args:
+        states: The state of each component, by component name.
+
+    Raises:
+        CheckpointError: If a value is not a tensor, number, string, bytes, or None.
     """
     for where, value in (leaf for name, state in states.items() for leaf in named_leaves(name, state)):
         if not isinstance(value, _PLAIN):
@@ -39,7 +46,15 @@ def check_plain(states: Mapping[str, State]) -> None:
 
 
 def write_state(stem: Path, state: State) -> Path:
-    """Write `state` to `stem` with the ending that its format has, and return that path."""
+    """Write `state` to a file.
+
+    Args:
+        stem: The path without the file extension.
+        state: The state to write.
+
+    Returns:
+        The path of the file: `stem` plus `.safetensors` if all values are tensors, and plus `.pt` otherwise.
+    """
     if state and all(isinstance(value, torch.Tensor) for value in state.values()):
         path = stem.with_name(f"{stem.name}.safetensors")
         notify_observers("write", path)
@@ -53,9 +68,12 @@ def write_state(stem: Path, state: State) -> Path:
 
 
 def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Each tensor once, by its first name, and for the other names of tied weights the first one.
+    """Return the tensors without duplicates, and the aliases of tied weights.
 
-    safetensors refuses tensors that share memory; the second part goes into the file's metadata.
+    safetensors rejects tensors that share memory, so the file stores each tensor once, and its metadata the aliases.
+
+    Returns:
+        The tensors by their first name, and the first name of each duplicate by its own name.
     """
     first: dict[Any, str] = {}
     tensors, aliases = {}, {}
@@ -70,12 +88,16 @@ def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, s
 
 
 def read_state(path: Path) -> State:
-    """The state in a file that `write_state` has written, on the CPU. Raises `CheckpointError` if it cannot be read."""
+    """Return the state in a file that `write_state` wrote, on the CPU.
+
+    Raises:
+        CheckpointError: If the file cannot be read.
+    """
     try:
         notify_observers("read", path)
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
                 return tensors | {alias: tensors[name] for alias, name in (file.metadata() or {}).items()}
         state: State = torch.load(path, map_location="cpu", weights_only=True)
         return state
@@ -84,11 +106,17 @@ def read_state(path: Path) -> State:
 
 
 def stored(folder: Path, name: str) -> Any:
-    """The state of one component of the checkpoint in `folder`, of which there is one for all ranks, such as "model".
-    Tensors of which each rank has written a piece are put together: of strategy zero3, as vectors.
+    """Return the state of one component of a checkpoint, such as `"model"`.
 
-    Raises `CheckpointError` where there is no such component, or one for each rank. The file is not compared with its
-    checksum: call `verify` or `latest_valid` first.
+    Sharded tensors are assembled from the shards of all ranks. The tensors of strategy zero3 are returned as flat
+    vectors. The files are not compared with their checksums; call `verify` or `latest_valid` first.
+
+    Args:
+        folder: The folder of the checkpoint.
+        name: The name of the component.
+
+    Raises:
+        CheckpointError: If there is no such component, or if the component has one state per rank.
     """
     component = read_manifest(folder).components.get(name)
     if component is not None and component.shared == "sharded":
@@ -99,22 +127,33 @@ def stored(folder: Path, name: str) -> Any:
 
 
 def write_shards(folder: Path, state: State, world: World) -> None:
-    """Write the pieces of sharded tensors into `folder`: all ranks at once, each its own.
+    """Write this rank's shards into `folder`. Collective.
 
-    As safetensors: the default format of torch's distributed checkpoint has a pickle in it, which reading executes.
+    The files are in the safetensors format. The default format of torch's distributed checkpoint contains a pickle,
+    which can execute code when it is read.
+
+    Raises:
+        CheckpointError: If torch cannot write the shards.
     """
-    import torch.distributed.checkpoint as dcp  # slow to import, and only needed here
+    import torch.distributed.checkpoint as dcp  # slow to import
 
     notify_observers("write", folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with _as_checkpoint_error():
         dcp.save(dict(state), storage_writer=writer, no_dist=world.size == 1)
-    sync(folder)  # so that the names of the files are on the disk; the files themselves follow in `sync_and_hash`
+    sync(folder)  # flush the directory entries; `sync_and_hash` flushes the files
 
 
 def load_shards(folder: Path, stateful: Stateful) -> None:
-    """Restore sharded tensors: each rank reads what belongs to its own pieces, however many ranks have written."""
+    """Restore sharded tensors. Collective if a process group is initialized.
+
+    Each rank reads only the data of its own shards. The number of ranks may differ from the number that saved the
+    checkpoint.
+
+    Raises:
+        CheckpointError: If torch cannot read the shards.
+    """
     import torch.distributed.checkpoint as dcp
 
     state = dict(stateful.empty(_tensors_in(folder)) if isinstance(stateful, LazyState) else stateful.state_dict())
@@ -124,7 +163,13 @@ def load_shards(folder: Path, stateful: Stateful) -> None:
 
 
 def read_full(folder: Path) -> State:
-    """The sharded tensors in `folder`, each whole, in this process alone, however many ranks have written."""
+    """Return the full tensors of the sharded component in `folder`.
+
+    Runs in this process alone, for any number of ranks that saved the component.
+
+    Raises:
+        CheckpointError: If torch cannot read the shards.
+    """
     import torch.distributed.checkpoint as dcp
 
     state: State = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in _tensors_in(folder).items()}
@@ -135,9 +180,9 @@ def read_full(folder: Path) -> State:
 
 @contextmanager
 def _as_checkpoint_error() -> Iterator[None]:
-    """Raise `CheckpointError` in place of torch's `CheckpointException`, which is not an `Exception`.
+    """Convert torch's `CheckpointException`, which is not an `Exception`, to `CheckpointError`.
 
-    Also hide torch's warning that there is no process group: one process may read alone.
+    Also suppress torch's warning about a missing process group, because one process may read alone.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -153,7 +198,7 @@ def _as_checkpoint_error() -> Iterator[None]:
 
 
 def _tensors_in(folder: Path) -> dict[str, StoredTensor]:
-    """What sharded tensors a folder has."""
+    """Return the shape and dtype of each sharded tensor stored in `folder`, by name."""
     import torch.distributed.checkpoint as dcp
 
     metadata: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -161,9 +206,15 @@ def _tensors_in(folder: Path) -> dict[str, StoredTensor]:
 
 
 def sync_and_hash(path: Path) -> str:
-    """Wait until a file has reached the disk, and return its sha256. At the same time, as each takes a while."""
+    """Flush a file to disk and return its SHA-256 as a hexadecimal string.
+
+    Both operations are slow, so they run in parallel.
+
+    Raises:
+        OSError: If the file cannot be flushed or read.
+    """
     with ThreadPoolExecutor(max_workers=1) as pool:
         syncing = pool.submit(sync, path)
         sha256 = sha256_of(path)
-        syncing.result()  # raises, if the disk has failed
+        syncing.result()  # raises if the flush failed
     return sha256
