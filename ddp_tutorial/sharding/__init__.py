@@ -1,8 +1,8 @@
-"""Which sample does a rank see next, and who reads it?
+"""Distribute the samples of a dataset to the ranks.
 
-`order` is the arithmetic, without processes: the order of an epoch, and what each rank gets of a step. `samples` makes
-samples that are read by number of any dataset. `sharded`, `dispatched` and `streamed` are the three ways of reading
-them, and `make_source` in `sources` chooses one. `corpus` is text to learn from, `stories` makes some up.
+`permutation` computes the order of an epoch and each rank's samples of a step, without any processes. `samples` makes
+any dataset readable by sample index. `sharded`, `dispatched`, and `streamed` are the three ways to read samples, and
+`make_source` in `sources` selects one of them. `corpus` loads text to train on, and `stories` generates text.
 """
 
 import lazy_loader

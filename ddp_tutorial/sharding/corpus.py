@@ -1,12 +1,12 @@
-"""Text to learn from, as bytes: each byte is a token, of 256 kinds. There is nothing to download, and no tokenizer.
+"""Load text to train on as bytes. Each byte is one of 256 tokens, so no tokenizer and no download are needed.
 
-`python` is the standard library's own source, which is on every machine that runs this. `stories` is a small sample
-of made-up stories that comes with the repository; `stories:N` makes N of them on the spot.
+`python` is the source code of the standard library, which exists on every machine that runs this code. `stories` is a
+small sample of generated stories in the repository. `stories:N` generates N stories.
 
-For text of your own: `text:PATH` is a file or a folder. `json:PATH` and `parquet:PATH` are files, or folders of them,
-with a column of text, `text` unless you add its name, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a data set of
-the Hugging Face hub, and `hub:OWNER/NAME[:20000]` its first 20,000 documents, streamed, so that no more than those is
-downloaded. These three are read with `datasets`, and the tokens are cached below runs/cache.
+For custom text, `text:PATH` is a file or a folder. `json:PATH` and `parquet:PATH` are files or folders with a text
+column. Its name is `text` unless specified, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a dataset on the Hugging
+Face Hub. `hub:OWNER/NAME[:20000]` is its first 20,000 documents, which are streamed, so that the rest is not
+downloaded. These three kinds are read with `datasets`, and the tokens are cached under runs/cache.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from ddp_tutorial.sharding.stories import story
 
 STORIES = Path(__file__).parents[2] / "data" / "stories"
 
-# One document in this many is held out for evaluation, by its place in the list, so that none is in both.
+# One in this many documents, chosen by its position in the list, belongs to the validation set.
 VALIDATION_EVERY = 20
 
 CACHE = RUNS / "cache"
@@ -35,7 +35,13 @@ CACHE = RUNS / "cache"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two runs of bytes (uint8 tensors of one dimension): for training, and held out for evaluation."""
+    """A corpus as tokens: one-dimensional uint8 tensors.
+
+    Attributes:
+        name: The name of the corpus.
+        train: The training tokens.
+        valid: The validation tokens.
+    """
 
     name: str
     train: torch.Tensor
@@ -43,9 +49,13 @@ class Corpus:
 
 
 def load_corpus(name: str) -> Corpus:
-    """Read a corpus by name. Raises `ConfigError` if it is not known, not there, or empty.
+    """Load a corpus by name.
 
-    Where ranks share a folder, let rank 0 be first (`collectives.rank_zero_first`): the others find its cache.
+    If ranks share a folder, load the corpus on rank 0 first (`collectives.rank_zero_first`). The other ranks then read
+    its cache.
+
+    Raises:
+        ConfigError: If the corpus is unknown, does not exist, or is empty.
     """
     kind, _, argument = name.partition(":")
     if kind in _READERS:
@@ -65,7 +75,11 @@ def load_corpus(name: str) -> Corpus:
 
 
 def is_cached(name: str) -> bool:
-    """Can the corpus be read without writing a cache first? Raises `ConfigError` for files that are not there."""
+    """Return whether the corpus can be read without writing a cache.
+
+    Raises:
+        ConfigError: If the files of the corpus do not exist.
+    """
     kind, _, argument = name.partition(":")
     return kind not in _DATASETS or _cache_of(kind, argument).exists()
 
@@ -75,11 +89,11 @@ def _cache_of(kind: str, argument: str) -> Path:
 
 
 def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens to train on, and those that are held out for evaluation."""
+    """Split the documents into training and validation tokens."""
     documents = [text for text in documents if text]
     if not documents:
         raise ConfigError(f"corpus {name!r} is empty: there is no text in it to learn from")
-    if len(documents) == 1:  # one document: hold out its end
+    if len(documents) == 1:  # a single document: its end is the validation set
         cut = len(documents[0]) - len(documents[0]) // VALIDATION_EVERY
         return _tokens([documents[0][:cut]]), _tokens([documents[0][cut:]])
     held_out = [i % VALIDATION_EVERY == min(VALIDATION_EVERY, len(documents)) - 1 for i in range(len(documents))]
@@ -89,17 +103,17 @@ def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def encode(text: str) -> torch.Tensor:
-    """Text -> its UTF-8 bytes as tokens [bytes] (int64)."""
+    """Return the UTF-8 bytes of `text` as tokens [bytes] (int64)."""
     return torch.tensor(list(text.encode()), dtype=torch.int64)
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """Tokens [bytes] -> text; bytes that are not UTF-8 become a replacement character."""
+    """Return tokens [bytes] as text. Bytes that are not valid UTF-8 become a replacement character."""
     return bytes(tokens.tolist()).decode(errors="replace")
 
 
 def _tokens(documents: list[bytes]) -> torch.Tensor:
-    # a NUL byte, which is in no text, marks where one document ends and the next begins
+    # a NUL byte, which does not occur in text, separates the documents
     return torch.from_numpy(np.frombuffer(b"\0".join(documents), dtype=np.uint8).copy())
 
 
@@ -109,7 +123,9 @@ def _read_python(argument: str) -> list[bytes]:
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = []
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = set(folders) - skipped  # not even listed: most of the files are there
+        folders[:] = (
+            set(folders) - skipped
+        )  # skip these folders without listing them, because they contain most of the files
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     return [path.read_bytes() for path in sorted(paths)]
 
@@ -146,7 +162,10 @@ _DATASETS = ["json", "parquet", "hub"]
 
 
 def _identity(kind: str, argument: str) -> str:
-    """What a cached corpus is named by: its name and, for files, their paths, sizes and times of writing."""
+    """Return the string that identifies a cached corpus.
+
+    The string contains the name of the corpus, and the path, size, and modification time of each file.
+    """
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in _files(kind, argument)]
     return f"{kind}:{argument} {stats}"
 
@@ -165,8 +184,12 @@ def _files(kind: str, argument: str) -> list[Path]:
 
 
 def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
-    """The documents of files, or of the hub. Raises `ConfigError`, naming the row, for what is no text."""
-    from datasets import disable_progress_bars, load_dataset  # takes a second to import
+    """Yield the documents of files or of a dataset on the Hub.
+
+    Raises:
+        ConfigError: If the data cannot be read, or if a row is not text. The message contains the row.
+    """
+    from datasets import disable_progress_bars, load_dataset  # importing takes a second
     from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     where, _, column = argument.partition("#")
@@ -179,7 +202,7 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
             rows = rows.take(int(first.removesuffix("]"))) if sliced else rows
         else:
             files = list(map(str, _files(kind, argument)))
-            disable_progress_bars()  # files of this machine are read in no time
+            disable_progress_bars()  # local files are read quickly
             rows = load_dataset(kind, data_files=files, split="train", cache_dir=str(CACHE / "datasets"))
         for number, row in enumerate(rows):
             if column not in row:
@@ -199,7 +222,11 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
 
 
 def _reach_hub(argument: str) -> None:
-    """Raise `ConfigError` at once where the hub cannot be reached; `datasets` would try five times first."""
+    """Raise an error immediately if the Hub cannot be reached. `datasets` would retry five times first.
+
+    Raises:
+        ConfigError: If the connection fails.
+    """
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 

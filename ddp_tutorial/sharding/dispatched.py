@@ -1,4 +1,4 @@
-"""`DispatchedSource`: rank 0 reads, and sends each rank its share."""
+"""Define `DispatchedSource`, in which rank 0 reads and sends each rank its shard."""
 
 import pickle
 import queue
@@ -22,16 +22,16 @@ from ddp_tutorial.world import World, require_group
 
 
 class DispatchedSource:
-    """Rank 0 reads for all and sends each rank its share: for data that only one process can read.
+    """A source in which rank 0 reads for all ranks, for data that only one process can read.
 
-    `make` builds what rank 0 reads from, a source for a world of one; it is called on rank 0 alone. Threads read, send
-    and receive up to `prefetch` steps ahead, over a process group of their own, while the ranks compute. A batch is any
-    tree of tensors, with a row for each sample; it need not divide by the ranks. A `collate_fn` that pads does so to
-    the longest sample of the whole batch. What fails on rank 0 is raised on all ranks, as a `SourceError`.
+    Threads read, send, and receive steps ahead of time while the ranks compute. They use a separate process group. A
+    batch is any tree of tensors with one row per sample. Its size need not be a multiple of the world size. A
+    `collate_fn` that pads does so to the longest sample of the global batch. An error on rank 0 is raised on all ranks
+    as a `SourceError`.
 
-    Where the inner source draws random numbers (its `uses_local_rng`), as a dataset or a transform may that has no
-    `workers`, rank 0 reads in its main thread, and not ahead: threads share their process's random numbers, and would
-    change those of the training.
+    If the inner source draws random numbers in this process (its `uses_local_rng`), rank 0 reads in its main thread and
+    not ahead of time. Threads share the random number generators of their process, so reading in a thread would change
+    the random numbers of the training.
     """
 
     def __init__(
@@ -41,6 +41,13 @@ class DispatchedSource:
         *,
         prefetch: int = 2,
     ) -> None:
+        """Create the source of rank 0, and share its batch size and state. Collective.
+
+        Args:
+            make: Creates the inner source, for a world of one rank. Called only on rank 0.
+            world: The ranks of the run.
+            prefetch: The number of steps that are read ahead.
+        """
         require_group(world)
         self.world = world
         with rank_zero_first(world):
@@ -48,24 +55,30 @@ class DispatchedSource:
             first = (self._inner.batch_size, self._inner.state_dict()) if self._inner else None
         self._group: dist.ProcessGroup | None = None
         self._ahead: queue.Queue[tuple[list[LocalBatch], SourceState] | Exception] = queue.Queue(prefetch)
-        self._parts = 1  # micro-batches of a step
+        self._parts = 1  # micro-batches per step
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._is_open = False  # do others wait for more? Rank 0 knows
+        self._is_open = False  # on rank 0: whether the other ranks wait for a step
         told = from_rank_zero(world, first)
-        assert told is not None  # what rank 0 has told
+        assert told is not None  # rank 0 sends a tuple
         self.batch_size: int = told[0]
         self._state: SourceState = told[1]
 
     def __next__(self) -> LocalBatch:
+        """Return this rank's samples of the next step as one batch. Collective."""
         return self.take(1)[0]
 
     def take(self, micro_batches: int) -> list[LocalBatch]:
+        """Return this rank's samples of the next step, split into micro-batches. Collective.
+
+        Raises:
+            SourceError: On all ranks, if rank 0 cannot read the step.
+        """
         if micro_batches != self._parts:
-            self.load_state_dict(self._state)  # what has been read ahead is in other micro-batches
+            self.load_state_dict(self._state)  # the steps read ahead have a different number of micro-batches
             self._parts = micro_batches
         if self._group is None and self.world.size > 1:
-            # gloo, on GPUs too: the samples are still in main memory. A separate group keeps the threads' messages
+            # Use gloo even on GPUs, because the samples are in CPU memory. A separate group keeps the threads' messages
             # apart from the main thread's collectives.
             self._group = dist.new_group(backend="gloo", timeout=self.world.timeout)
         shares, self._state = self._next_here() if getattr(self._inner, "uses_local_rng", False) else self._next_ahead()
@@ -96,7 +109,7 @@ class DispatchedSource:
             self._put(error)
 
     def _step(self) -> tuple[list[LocalBatch], SourceState]:
-        """Read a step, send the others their shares, and return rank 0's own. What fails is told to all."""
+        """Read a step, send the other ranks their shards, and return rank 0's shard. An error is sent to all ranks."""
         assert self._inner is not None
         try:
             share, state = next(self._inner), self._inner.state_dict()
@@ -118,10 +131,10 @@ class DispatchedSource:
             raise SourceError(told) from error
 
     def _end_others(self, told: str | None = None) -> None:
-        """Tell the other ranks that nothing follows until the next step: `told` is the error, or None at the end."""
+        """Notify the other ranks that rank 0 stops sending, with an error message, or None if there is no error."""
         self._is_open = False
         for rank in range(1, self.world.size):
-            with suppress(RuntimeError):  # it is gone
+            with suppress(RuntimeError):  # the rank has exited
                 self._send(told, rank)
 
     def _receive(self) -> None:
@@ -131,12 +144,11 @@ class DispatchedSource:
                     return self._put(SourceError(found))
                 dealt, state = found
                 self._put(([LocalBatch(*each) for each in dealt], state))
-        except Exception as error:  # the connection is lost: the main thread will raise it
+        except Exception as error:  # the connection is lost; the main thread raises the error
             self._put(error)
 
     def _put(self, found: tuple[list[LocalBatch], SourceState] | Exception) -> None:
-        """Hand a share, or the error, to the main thread as soon as there is room, unless the source is being
-        closed."""
+        """Pass a step or an error to the main thread when the queue has capacity, unless the source is being closed."""
         while not self._closing.is_set():
             try:
                 return self._ahead.put(found, timeout=0.1)
@@ -144,7 +156,7 @@ class DispatchedSource:
                 continue
 
     def _send(self, thing: object, rank: int) -> None:
-        """Send `thing` to `rank`, as two messages: the number of bytes, and the bytes."""
+        """Send an object to `rank` as two messages: the number of bytes, and the bytes."""
         data = pack(thing)
         dist.send(torch.tensor(len(data)), rank, group=self._group)
         dist.send(data, rank, group=self._group)
@@ -157,25 +169,26 @@ class DispatchedSource:
         return unpack(data)
 
     def state_dict(self) -> SourceState:
-        """Rank 0's, as it was after the step that was taken last."""
+        """Return the state of rank 0's source after the last step that was taken."""
         return self._state
 
     def load_state_dict(self, state: SourceState) -> None:
+        """Resume from a state that `state_dict` returned. Collective."""
         self._stop()
         self._state = state
         if self._inner:
             self._inner.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop reading, and release the process group. Collective."""
+        """Stop reading, and destroy the process group. Collective."""
         self._stop()
         if self._group is not None:
-            with suppress(ValueError):  # the default group was destroyed, and this one with it
+            with suppress(ValueError):  # destroyed together with the default group
                 dist.destroy_process_group(self._group)
             self._group = None
 
     def _stop(self) -> None:
-        """Stop sending on rank 0, and receive until then on the other ranks. Collective."""
+        """Stop sending on rank 0, and receive the steps in flight on the other ranks. Collective."""
         if self._thread is not None:
             self._closing.set()
             self._thread.join()
@@ -189,17 +202,17 @@ class DispatchedSource:
 
 
 class _Leaf(NamedTuple):
-    """The dtype and shape of a tensor; stands for it in what is pickled."""
+    """The dtype and shape of a tensor, a placeholder for the tensor in the pickled structure."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-_ALIGN = 16  # bytes; each tensor begins at a multiple, as its type may demand
+_ALIGN = 16  # bytes; each tensor starts at a multiple, because dtypes require alignment
 
 
 def pack(thing: object) -> torch.Tensor:
-    """Anything, with the tensors in it, as bytes (uint8): its structure, pickled, then the tensors as they are."""
+    """Return an object, including its tensors, as bytes (uint8): the pickled structure, and then the raw tensors."""
     leaves, tree = tree_flatten(thing)
     tensors = [leaf.detach().cpu().resolve_conj().resolve_neg() for leaf in leaves if torch.is_tensor(leaf)]
     told = [_Leaf(leaf.dtype, tuple(leaf.shape)) if torch.is_tensor(leaf) else leaf for leaf in leaves]
@@ -211,7 +224,10 @@ def pack(thing: object) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor) -> Any:
-    """The inverse of `pack`. It unpickles, so use it for what another rank of this run has sent, and nothing else."""
+    """Return the object that `pack` converted to bytes.
+
+    The function unpickles the structure, so use it only for data from another rank of the same run.
+    """
     length = int(data[:8].view(torch.int64))
     at = 8 + length
     leaves, tree = tree_flatten(pickle.loads(bytes(data[8:at].numpy())), is_leaf=lambda leaf: isinstance(leaf, _Leaf))

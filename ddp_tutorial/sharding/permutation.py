@@ -1,12 +1,12 @@
-"""Which rank sees which sample at which step: pure index arithmetic, no processes.
+"""Compute which rank processes which sample at which step. This is pure index arithmetic, without processes.
 
-Every epoch has an order of its own, which depends on seed and epoch alone. Put end to end, the orders are one endless
-sequence. A step takes the next `batch_size` samples of it for the whole world, and deals them out to the ranks. Where
-the world stands is one number, the cursor, and it means the same for every world size.
+Every epoch has a different order, which depends only on the seed and the epoch. The orders of all epochs form one
+endless sequence. A step takes the next `batch_size` samples of the sequence as the global batch, and distributes them
+to the ranks. The position in the sequence is one number, the cursor, which does not depend on the world size.
 
     sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 a step
     step 0     7 2 5 0 3                      rank 0 of 2: 7 5 3    rank 1 of 2: 2 0
-    step 1     6 1 4 + what the remainder policy says
+    step 1     6 1 4 + samples according to the remainder policy
 """
 
 import math
@@ -24,30 +24,35 @@ from ddp_tutorial.config import ConfigError
 Indices = npt.NDArray[np.int64]
 Some = TypeVar("Some", Indices, torch.Tensor)
 
-# What becomes of the samples at the end of an epoch that do not make a whole batch:
-#   carry   they begin a batch that the next epoch completes; nothing is repeated or left out
-#   exact   they are a batch of their own, a smaller one: what evaluation needs
-#   pad     the same, made up with the epoch's first samples until all ranks have equally many (DistributedSampler)
-#   drop    they are left out; another order leaves out others
+# The policy for the last samples of an epoch if they are fewer than a batch:
+#   carry   The batch is completed with samples of the next epoch. No sample is repeated or skipped.
+#   exact   The last batch is smaller. Evaluation needs this policy.
+#   pad     The last batch is padded with the first samples of the epoch until all ranks have the same number of
+#           samples, as in DistributedSampler.
+#   drop    The last samples are skipped. With a seed, every epoch skips different ones.
 Remainder = Literal["carry", "exact", "pad", "drop"]
 
-BLOCK = 4096  # positions whose samples are worked out at a time, since numpy is slow at few
+BLOCK = 4096  # positions that are computed at a time, because NumPy is slow on small arrays
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """The order of `samples` in every epoch. A piece of it is computed when asked for, so that no list as long as the
-    data is kept.
+    """The order of the samples in every epoch.
 
-    Every sample is equally likely to be at any place. The order is a keyed permutation, a Feistel network over
-    a x b >= samples with a and b near the root, which steps over the few numbers too large (Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002): about 50 ns a sample on one core of 2020, so 50 s for an epoch of 10^9,
-    spread over the whole of it, where a shuffled list of them takes 8 GB on every rank.
+    The order is computed block by block on demand, so its memory does not grow with the size of the dataset.
 
-    With a `window`, for files that are slow to read here and there, the data are cut into windows of so many samples.
-    The windows come in random order, and the samples of each in random order, before the next one begins. Where the
-    first begins is random, too, so that the same two samples do not always share a window. Without a `seed`, samples
-    come in the order in which they are stored.
+    Every sample is equally likely to be at any position. The order is a keyed permutation: a Feistel network over a x b
+    >= samples, with a and b near the square root. Values that are too large are permuted again, a method called
+    cycle-walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The permutation takes about 50 ns
+    per sample on a 2020 CPU core. An epoch of 10^9 samples takes 50 s in total, spread over the epoch. A shuffled list
+    of these samples takes 8 GB on every rank.
+
+    Attributes:
+        samples: The number of samples in the dataset.
+        seed: The seed of the order. None keeps the order in which the samples are stored.
+        window: The size of a shuffle window, for files with slow random access. The windows are visited in random
+            order, and the samples of a window in random order before the next window begins. The start of the first
+            window is also random, so that two samples do not always share a window.
     """
 
     samples: int
@@ -55,7 +60,7 @@ class Permutation:
     window: int | None = None
 
     def take(self, cursor: int, count: int) -> Indices:
-        """The next `count` samples after the first `cursor` ones, through as many epochs as that takes."""
+        """Return `count` samples after the first `cursor` samples of the sequence, across epochs if needed."""
         parts = []
         while count:
             epoch, start = divmod(cursor, self.samples)
@@ -66,7 +71,7 @@ class Permutation:
         return parts[0] if len(parts) == 1 else np.concatenate([_NONE, *parts])
 
     def __call__(self, epoch: int, positions: Indices) -> Indices:
-        """The samples at `positions` of an epoch, each from 0 up to `samples`."""
+        """Return the samples at `positions` of an epoch. Positions are in the range [0, `samples`)."""
         if self.seed is None:
             return positions
         if self.window is None:
@@ -78,8 +83,8 @@ class Permutation:
         whole = self.samples // window
         windows, within = positions // window, positions % window
         lies = np.empty_like(positions)
-        for number in np.unique(windows):  # those of one block: one or two, unless windows are small
-            length = min(window, self.samples - number * window)  # the last may be a smaller one, and stays last
+        for number in np.unique(windows):  # one or two windows per block, unless windows are small
+            length = min(window, self.samples - number * window)  # the last may be smaller, and stays last
             there = windows == number
             lies[there] = permute(within[there], length, _keys(self.seed, epoch, 1, int(number)))
         shuffled = permute(np.minimum(windows, whole - 1), whole, _keys(self.seed, epoch, 2))
@@ -91,22 +96,28 @@ class Permutation:
 @lru_cache(maxsize=16)
 def _block(order: Permutation, epoch: int, number: int) -> Indices:
     block = order(epoch, np.arange(number * BLOCK, min((number + 1) * BLOCK, order.samples)))
-    block.flags.writeable = False  # it is cached: the next who asks gets the same array
+    block.flags.writeable = False  # cached, so all callers share the array
     return block
 
 
 @lru_cache(maxsize=256)
 def _keys(*entropy: int) -> npt.NDArray[np.uint64]:
-    # Not torch's generator: on a CPU it takes the low 32 bits of its seed only, too few for two numbers.
+    # torch's CPU generator uses only the low 32 bits of its seed, which is not enough for several numbers.
     return np.random.SeedSequence(entropy).generate_state(8, np.uint64).astype(np.uint64)
 
 
 def permute(positions: Indices, size: int, keys: npt.NDArray[np.uint64]) -> Indices:
-    """Where each of `positions`, from 0 up to `size`, goes in the permutation that `keys` (an even number) give."""
+    """Apply the permutation that `keys` define to `positions`.
+
+    Args:
+        positions: Values in the range [0, `size`).
+        size: The size of the permutation.
+        keys: An even number of keys.
+    """
     a = max(1, math.isqrt(size - 1) + 1) if size > 1 else 1
     b = -(-size // a)
     placed = _rounds(positions.astype(np.uint64), np.uint64(a), np.uint64(b), keys)
-    # a x b is a little more than size: what lands beyond it is permuted once more
+    # a x b may be slightly larger than size: permute values beyond it again
     while len(beyond := np.flatnonzero(placed >= size)):
         placed[beyond] = _rounds(placed[beyond], np.uint64(a), np.uint64(b), keys)
     return placed.astype(np.int64)
@@ -116,7 +127,9 @@ def _rounds(
     numbers: npt.NDArray[np.uint64], a: np.uint64, b: np.uint64, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     left, right = numbers // b, numbers % b
-    for key, other in zip(keys[0::2], keys[1::2], strict=True):  # each half moves by a hash of the other: reversible
+    for key, other in zip(
+        keys[0::2], keys[1::2], strict=True
+    ):  # each half is shifted by a hash of the other half, which is invertible
         left = (left + _hash(right, key) % a) % a
         right = (right + _hash(left, other) % b) % b
     return left * b + right
@@ -130,7 +143,12 @@ def _hash(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uin
 
 
 class GlobalBatch(NamedTuple):
-    """One step of the whole world: its sample indices (int64), and the cursor after it."""
+    """The global batch of one step.
+
+    Attributes:
+        indices: The sample indices (int64).
+        cursor: The cursor after the step.
+    """
 
     indices: Indices
     cursor: int
@@ -138,10 +156,17 @@ class GlobalBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatchSampler:
-    """The steps of a world: `batch_size` samples each, in `order`, with a policy for the remainder of an epoch.
+    """The global batches of all steps: `batch_size` samples each, in `order`.
 
-    `pad_to` is for remainder 'pad': the world size, of which the length of every step becomes a multiple. Raises
-    `ConfigError` for no samples, an empty batch, and for remainder 'drop' with fewer samples than one batch.
+    Attributes:
+        order: The order of the samples.
+        batch_size: The number of samples in a step, over all ranks.
+        remainder: The policy for the last samples of an epoch; see `Remainder`.
+        pad_to: The world size, for remainder 'pad'. The length of every step becomes a multiple of this number.
+
+    Raises:
+        ConfigError: If there are no samples, if `batch_size` is less than 1, or if remainder 'drop' would drop all
+            samples.
     """
 
     order: Permutation
@@ -150,6 +175,7 @@ class GlobalBatchSampler:
     pad_to: int = 1
 
     def __post_init__(self) -> None:
+        """Validate the fields; see the class docstring."""
         samples, batch = self.order.samples, self.batch_size
         if samples < 1:
             raise ConfigError("the dataset is empty: there are 0 samples to read")
@@ -174,7 +200,11 @@ class GlobalBatchSampler:
         return GlobalBatch(indices, cursor + count)
 
     def epoch(self, number: int) -> Iterator[Indices]:
-        """The steps of one epoch. With remainder 'carry' they do not end where it does: use `step`."""
+        """Yield the sample indices of each step of one epoch.
+
+        Raises:
+            ValueError: If the remainder is 'carry', because a step may then belong to two epochs. Use `step` instead.
+        """
         if self.remainder == "carry":
             raise ValueError("with remainder 'carry' a step may belong to two epochs. Go from step to step instead.")
         samples = self.order.samples
@@ -186,18 +216,24 @@ class GlobalBatchSampler:
 
 
 def shard_indices(indices: Some, rank: int, size: int) -> Some:
-    """This rank's part, dealt like cards: every `size`-th of `indices`. The parts differ in length by one at most."""
+    """Return this rank's shard: every `size`-th index, starting at `rank`.
+
+    The lengths of the shards differ by at most 1.
+    """
     return indices[rank::size]
 
 
 def shard_micro_batches(indices: Some, rank: int, size: int, micro_batches: int) -> list[Some]:
-    """This rank's part in `parts` micro-batches. Number j has what `size * parts` ranks would deal to `rank + size *
-    j`, so the micro-batches of a step are the same for every `size` and `parts` with the same product."""
+    """Return this rank's shard of a step, split into micro-batches.
+
+    Micro-batch j contains the shard of rank `rank + size * j` in a world of `size * micro_batches` ranks. Therefore,
+    the micro-batches of a step are the same for every `size` and `micro_batches` with the same product.
+    """
     return [shard_indices(indices, rank + size * number, size * micro_batches) for number in range(micro_batches)]
 
 
 def global_micro_batch_sizes(count: int, size: int, micro_batches: int) -> list[int]:
-    """How many of `count` samples each micro-batch has on all ranks together."""
+    """Return the global size of each micro-batch, the sum over all ranks, for a step of `count` samples."""
     return [
         sum(len(range(size * j + rank, count, size * micro_batches)) for rank in range(size))
         for j in range(micro_batches)

@@ -1,7 +1,7 @@
-"""Samples that are read by number, many at a time: tokens of a corpus, any map-style dataset, or Arrow files.
+"""Read samples by index, many at a time: tokens of a corpus, any map-style dataset, or Arrow files.
 
-What is read is a tree: a tensor whose first dimension counts the samples, or dicts, lists and tuples of such trees.
-`as_samples` makes all of them from what a user has.
+A batch is a tree: a tensor whose first dimension is the number of samples, or a dict, list, or tuple of such trees.
+`as_samples` converts a dataset to an object with this interface.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import build_once
 from ddp_tutorial.sharding.permutation import Indices
 
-Tree = Any  # of tensors
+Tree = Any  # a tree of tensors
 CollateFn = Callable[[list[Any]], Tree]  # a list of samples -> one batch, as for torch's DataLoader
 
 
@@ -28,9 +28,10 @@ CollateFn = Callable[[list[Any]], Tree]  # a list of samples -> one batch, as fo
 
 
 def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
-    """Some of the samples of a batch, as contiguous tensors, since a loss may call `view` on them.
+    """Return some samples of a batch, as contiguous tensors, because a loss function may call `view` on them.
 
-    Raises `ValueError`, naming the leaf, for one that is not a tensor with rows.
+    Raises:
+        ValueError: If a leaf is not a tensor with at least one dimension. The message contains the name of the leaf.
     """
     leaves, form = tree_flatten(tree)
     if not all(torch.is_tensor(leaf) and leaf.dim() for leaf in leaves):
@@ -39,9 +40,15 @@ def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
 
 
 def as_batch(tree: Tree, count: int) -> Tree:
-    """`tree`, if it is a batch of `count` samples; mappings that torch's pytree takes for leaves, such as the
-    `BatchEncoding` of `transformers`, as dicts. Raises `ValueError`, naming the leaves and their lengths, if not."""
-    if type(tree) is dict and _are_rows(tree.values(), count):  # nearly always, and torch's pytree is slow
+    """Return `tree` if it is a batch of `count` samples.
+
+    Mappings that torch's pytree treats as leaves, such as the `BatchEncoding` of `transformers`, are converted to
+    dicts.
+
+    Raises:
+        ValueError: If `tree` is not such a batch. The message lists the leaves and their lengths.
+    """
+    if type(tree) is dict and _are_rows(tree.values(), count):  # the common case, because torch's pytree is slow
         return tree
     leaves = tree_leaves(tree)
     if _are_rows(leaves, count):
@@ -62,8 +69,8 @@ _HINT = (
 
 
 def _contents(tree: Tree) -> str:
-    """What a batch holds, in words: 'x' has 3 rows, 'y' has 4 rows, 'name' is a str."""
-    told: dict[str, None] = {}  # in order, each once
+    """Describe the leaves of a batch: 'x' has 3 rows, 'y' has 4 rows, 'name' is a str, not a tensor."""
+    told: dict[str, None] = {}  # an ordered set
     for path, leaf in tree_flatten_with_path(tree)[0]:
         name = ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
         if not torch.is_tensor(leaf):
@@ -80,24 +87,33 @@ def _contents(tree: Tree) -> str:
 
 
 class Data(Protocol):
-    """Samples that are read by number. What has these two methods fits every source of kind sharded or dispatched."""
+    """Samples that are read by index.
 
-    def __len__(self) -> int: ...
+    Every source of kind sharded or dispatched accepts an object with these two methods.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
 
     def fetch(self, indices: Indices) -> Tree:
-        """The samples at `indices` [n], as one tree of n rows, on the CPU."""
+        """Return the samples at `indices` [n] as one tree of tensors with n rows, on the CPU."""
         ...
 
 
 def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
-    """`dataset` as samples that are read by number.
+    """Return `dataset` as samples that are read by index.
 
-    What has `fetch` (`TokenBlocks`, `ArrowShards`, a class of your own) is returned as it is. Any map-style dataset,
-    one with `__len__` and `__getitem__`, is read row by row: torch's `Dataset`, `TensorDataset` and `Subset`, a
-    `datasets.Dataset`, a list. `collate_fn` makes one batch of a list of its rows, as in torch's DataLoader: with rows
-    of different lengths it pads them. Without one it is torch's `default_collate`.
+    An object with a `fetch` method (`TokenBlocks`, `ArrowShards`, or a custom class) is returned unchanged. Any
+    map-style dataset, with `__len__` and `__getitem__`, is read row by row. Examples are torch's `Dataset`,
+    `TensorDataset`, and `Subset`, a `datasets.Dataset`, and a list.
 
-    Raises `ConfigError` for what has no length or no numbers, and so can only be streamed.
+    Args:
+        dataset: The dataset.
+        collate_fn: Combines a list of rows into one batch, as in torch's `DataLoader`. For rows of different lengths,
+            it must pad them. The default is torch's `default_collate`.
+
+    Raises:
+        ConfigError: If `dataset` has no length or does not support indexing. Such data can only be streamed.
     """
     require_dataset(dataset)
     if hasattr(dataset, "fetch"):
@@ -115,7 +131,11 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
 
 
 def require_dataset(dataset: Any) -> None:
-    """Raise `ConfigError` for what is often taken for a dataset: a DataLoader, and a mapping of splits or columns."""
+    """Raise an error for objects that are often mistaken for a dataset.
+
+    Raises:
+        ConfigError: If `dataset` is a `DataLoader`, or a mapping of splits or columns.
+    """
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             "a DataLoader cuts batches itself, which a source does for all ranks. Give its dataset and its collate_fn: "
@@ -130,7 +150,7 @@ def require_dataset(dataset: Any) -> None:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Is it a map-style dataset, whose samples can be read by number?"""
+    """Return whether `dataset` is a map-style dataset, whose samples can be read by index."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return False
     try:
@@ -140,59 +160,82 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def type_name(dataset: Any) -> str:
-    """What kind of thing it is, for a message: "a datasets.arrow_dataset.Dataset"."""
+    """Return the type of `dataset` for a message, such as "a datasets.arrow_dataset.Dataset"."""
     return f"a {type(dataset).__module__}.{type(dataset).__qualname__}".replace("builtins.", "")
 
 
 class TokenBlocks:
-    """A run of tokens, cut into samples of `context` tokens, each with one more, the target of its last."""
+    """A sequence of tokens, split into samples of `context` tokens.
+
+    Each sample also contains the next token, which is the target of its last token.
+    """
 
     def __init__(self, tokens: torch.Tensor, context: int) -> None:
+        """Store the arguments.
+
+        Args:
+            tokens: The sequence of tokens, a tensor of one dimension.
+            context: The number of tokens in a sample, without the last target.
+        """
         self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
+        """Return the number of full samples."""
         return max(0, len(self.tokens) - 1) // self.context
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """`tokens` [n, context + 1], in the type in which they are kept."""
+        """Return `tokens` [n, context + 1], in the dtype of the sequence."""
         which = torch.from_numpy(indices.copy())
-        # All samples as a view, nothing is copied. `unfold` would not cut a run that is shorter than a sample.
+        # A view of all samples, without a copy. `unfold` raises an error if the sequence is shorter than a sample.
         size, step = (len(self), self.context + 1), self.tokens.stride(0)
         return {"tokens": self.tokens.as_strided(size, (self.context * step, step))[which]}
 
 
 class Tensors:
-    """The columns of a `TensorDataset`. A batch is indexed out of each at once, which takes a thirtieth of the time
-    that reading and stacking row by row does, and gives the same."""
+    """The columns of a `TensorDataset`.
+
+    A batch is one indexing operation per column. This takes about 1/30 of the time of reading and stacking rows, and
+    gives the same result.
+    """
 
     def __init__(self, columns: Sequence[torch.Tensor]) -> None:
+        """Store the columns, which must have the same length."""
         self.columns = columns
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.columns[0])
 
     def fetch(self, indices: Indices) -> list[torch.Tensor]:
-        """Each column at `indices`, in a list, as `default_collate` makes of rows that are tuples."""
+        """Return a list of the columns at `indices`, like `default_collate` for rows that are tuples."""
         which = torch.from_numpy(indices.copy())
         return [column[which] for column in self.columns]
 
 
 class Rows:
-    """A map-style dataset: rows are read one by one, or with `__getitems__` where it has that, and put together by
-    `collate_fn`."""
+    """A map-style dataset whose rows are combined by `collate_fn`.
+
+    Rows are read with `__getitems__` if the dataset has it, and one by one otherwise.
+    """
 
     def __init__(self, rows: Any, collate_fn: CollateFn = default_collate) -> None:
+        """Store the dataset and its `collate_fn`."""
         self.rows, self.collate_fn = rows, collate_fn
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.rows)
 
     def fetch(self, indices: Indices) -> Tree:
-        """Raises `ValueError`, naming the row, where one cannot be read or is not like the others."""
+        """Return the rows at `indices` as one batch.
+
+        Raises:
+            ValueError: If a row cannot be read or differs in structure from the others. The message contains its index.
+        """
         numbers = indices.tolist()
-        if not numbers:  # no rows, in the form that a batch has
+        if not numbers:  # return zero rows with the structure of a batch
             return select_rows(as_batch(self.fetch(np.zeros(1, dtype=np.int64)), 1), slice(0, 0))
-        many = getattr(self.rows, "__getitems__", None)  # quicker than one at a time
+        many = getattr(self.rows, "__getitems__", None)  # faster than one row at a time
         rows = _read(many, numbers, numbers) if many else [_read(self.rows.__getitem__, n, [n]) for n in numbers]
         return collate_rows(rows, numbers, self.collate_fn)
 
@@ -209,10 +252,19 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: CollateFn) -> Tree:
-    """One batch of several rows, whose numbers are `numbers`. Raises `ValueError`, saying why, where that fails.
+    """Combine rows into one batch.
 
-    A `collate_fn` of the user's may get rows of any kind. `default_collate` would in silence leave out a column that
-    the first row lacks, and keep a list of strings and numbers, so it gets rows with the same columns and types only.
+    A custom `collate_fn` receives any rows. `default_collate` would silently drop a column that is missing in the first
+    row, and return a mixed list of strings and numbers unchanged. Therefore, it only receives rows with the same
+    columns and types.
+
+    Args:
+        rows: The rows.
+        numbers: The index of each row, for the error message.
+        collate_fn: Combines a list of rows into one batch.
+
+    Raises:
+        ValueError: If the rows cannot be combined. The message contains the reason.
     """
     if collate_fn is default_collate:
         check_same_structure(rows, numbers)
@@ -231,9 +283,17 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
 
 
 def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Raise `ValueError` where a row has other columns or other types than the first; `numbers` are theirs."""
+    """Raise an error if a row has different columns or types than the first row.
+
+    Args:
+        rows: The rows.
+        numbers: The index of each row, for the error message.
+
+    Raises:
+        ValueError: If a row differs.
+    """
     if all(isinstance(row, dict) for row in rows) and len({(*row, *map(type, row.values())) for row in rows}) == 1:
-        return  # as nearly always, and seen in a third of the time
+        return  # the common case; this check takes 1/3 of the time
     if found := _first_unlike(rows, numbers, _types):
         raise ValueError(f"{found}. The rows of a batch should be alike.")
 
@@ -241,7 +301,7 @@ def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
 def _first_unlike(
     rows: Iterable[Any], numbers: Sequence[int], columns_of: Callable[[Any], dict[str, str]]
 ) -> str | None:
-    """Which column of which row differs from the first row, in words, if any does."""
+    """Describe the first column of a row that differs from the first row. Return None if there is no difference."""
     first: dict[str, str] | None = None
     for row, number in zip(rows, numbers, strict=True):
         columns = columns_of(row)
@@ -257,14 +317,14 @@ def _first_unlike(
 
 
 def _types(row: Any) -> dict[str, str]:
-    """The type of each column; a row that is no dict has one column, without a name."""
+    """Return the type of each column. A row that is not a dict has one column without a name."""
     columns = row if isinstance(row, Mapping) else {"": row}
     types = {str(name): type(value).__name__ for name, value in columns.items()}
     return {name: "a number" if kind in {"int", "float"} else kind for name, kind in types.items()}
 
 
 def _shapes(row: Any) -> dict[str, str]:
-    """The shape of each column; the columns of a tuple are numbered."""
+    """Return the shape of each column. The columns of a tuple are numbered."""
     columns = row if isinstance(row, Mapping) else dict(enumerate(row)) if isinstance(row, tuple) else {"": row}
     return {str(name): _shape(value) for name, value in columns.items()}
 
@@ -280,16 +340,23 @@ def _shape(value: Any) -> str:
 
 
 class ArrowShards:
-    """Several Arrow files as one table of numbers, memory-mapped: nothing is read before it is asked for.
+    """Several memory-mapped Arrow files as one table of numbers. No data is read before it is requested.
 
-    Rows are numbered through the files, so that files need not be equally long, nor as many as there are ranks. A batch
-    is taken from the mapped columns by number, without a step of Python for each row. Columns hold numbers, or lists of
-    a fixed length; decode Parquet, and prepare text, beforehand (`as_arrow`, `packed`).
-
-    Raises `ConfigError` for a file that is damaged, lacks a column, or has another type in it than the first.
+    Rows are numbered across the files. The files may have different lengths, and their number does not depend on the
+    world size. A batch is gathered from the mapped columns by index, without Python code per row. Columns must contain
+    numbers, or lists of a fixed length. Decode Parquet files and tokenize text beforehand (`as_arrow`, `packed`).
     """
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
+        """Map the files.
+
+        Args:
+            paths: The Arrow files.
+            columns: The columns to read, or None for all columns.
+
+        Raises:
+            ConfigError: If a file is damaged, lacks a column, or has a different type than the first file.
+        """
         if not paths:
             raise ConfigError("there are no Arrow files to read")
         self.paths, self.columns = list(paths), columns
@@ -311,14 +378,19 @@ class ArrowShards:
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def __len__(self) -> int:
+        """Return the total number of rows."""
         return int(self._starts[-1])
 
-    def __reduce__(self) -> Any:  # another process gets the paths, and maps the files itself
+    def __reduce__(self) -> Any:
+        """Pickle only the paths and columns; the receiving process maps the files itself."""
         return type(self), (self.paths, self.columns)
 
     def fetch(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """Each column at `indices` [n], as a tensor [n, ...] of its own type. Raises `IndexError` for rows beyond the
-        end."""
+        """Return each column at `indices` [n], as a tensor [n, ...] of the column's dtype.
+
+        Raises:
+            IndexError: If an index is out of range.
+        """
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
         chunk_of = np.searchsorted(self._starts, indices, side="right") - 1
@@ -340,7 +412,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def _map_arrow(path: Path, columns: Sequence[str] | None) -> list[dict[str, np.ndarray[Any, Any]]]:
-    """The record batches of a file, each a dict of arrays that lie in the file, not in memory."""
+    """Return the record batches of a file, each as a dict of memory-mapped arrays."""
     try:
         mapped = pa.memory_map(str(path))
         data = mapped.read_buffer()
@@ -348,7 +420,7 @@ def _map_arrow(path: Path, columns: Sequence[str] | None) -> list[dict[str, np.n
             table = pa.ipc.open_file(mapped).read_all()
         else:
             table = pa.ipc.open_stream(data).read_all()
-            if data[-8:].to_pybytes() != _END_OF_STREAM:  # Arrow itself takes what there is for all
+            if data[-8:].to_pybytes() != _END_OF_STREAM:  # Arrow accepts a truncated stream
                 raise pa.ArrowInvalid("its end is missing")
         table.validate()
         found = table.column_names
@@ -382,7 +454,7 @@ def _as_array(path: Path, name: str, column: Any) -> np.ndarray[Any, Any]:
 
 
 def write_arrow(path: Path, columns: Mapping[str, np.ndarray[Any, Any]], rows_a_batch: int = 65536) -> None:
-    """Arrays [rows, ...] as an Arrow file (the streaming format, which `datasets` maps as well)."""
+    """Write arrays [rows, ...] to an Arrow file in the streaming format, which `datasets` can also map."""
     arrays = {name: _fixed(array) for name, array in columns.items()}
     table = pa.table(arrays)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
@@ -396,13 +468,22 @@ def _fixed(array: np.ndarray[Any, Any]) -> Any:
     return flat
 
 
-SHARDS = 4  # files, unless another number is asked for
+SHARDS = 4  # the default number of files
 
 
 def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Path]:
-    """The samples of a corpus as `files` Arrow files, made once.
+    """Write the samples of a corpus to Arrow files, unless the files exist.
 
-    They lie in a folder of `cache` that is named after a digest of the tokens, the context and the number of files.
+    The files are stored in a subfolder of `cache`. Its name contains a digest of the tokens, the context, and the
+    number of files.
+
+    Args:
+        blocks: The samples of the corpus.
+        cache: The parent folder.
+        files: The number of files.
+
+    Returns:
+        The paths of the files.
     """
     tokens = blocks.tokens.numpy()
     key = hashlib.blake2b(tokens.tobytes(), digest_size=8, person=tokens.dtype.str.encode()).hexdigest()
@@ -419,8 +500,17 @@ def as_shards(blocks: TokenBlocks, cache: Path, files: int = SHARDS) -> list[Pat
 
 
 def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Decode Parquet files, which are compressed and cannot be mapped, into Arrow files in `folder`, made once."""
-    # numbered, as files of two folders may share a name
+    """Decode Parquet files into Arrow files in `folder`, unless the files exist.
+
+    Parquet files are compressed, so they cannot be memory-mapped.
+
+    Returns:
+        The paths of the Arrow files.
+
+    Raises:
+        ConfigError: If a Parquet file cannot be read.
+    """
+    # numbered, because files in different folders may have the same name
     names = [f"{number}-{path.stem}.arrow" for number, path in enumerate(paths)]
 
     def fill(unfinished: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ShardedSource`: every rank works out which samples are its own, and reads those. And what all sources share."""
+"""Define `ShardedSource`, in which every rank reads its own samples, and the code that all sources share."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -38,16 +38,19 @@ from ddp_tutorial.world import World
 
 Transform = Callable[[Tree], Tree]
 SourceState = Mapping[str, int]
-# A micro-batch: its number among those of all ranks, the cursor after its step, and its samples.
+# A micro-batch: its number among the micro-batches of all ranks, the cursor after its step, and its sample indices.
 _Planned = tuple[int, int, Indices]
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """What a rank gets of one step, or of one micro-batch of it: `count` samples, of `global_count` on all ranks.
+    """This rank's part of one step, or of one micro-batch.
 
-    `samples` is what the data's fetch or `collate_fn`, then `transform`, made: a tree of tensors with `count` rows. At
-    the end of an epoch a rank may have none of a step; then the tensors have no rows.
+    Attributes:
+        samples: A tree of tensors with `count` rows: the output of the dataset's `fetch` or `collate_fn`, and then of
+            `transform`.
+        count: The number of samples on this rank. At the end of an epoch, it may be 0.
+        global_count: The number of samples on all ranks.
     """
 
     samples: Tree
@@ -56,48 +59,49 @@ class LocalBatch:
 
 
 class Source(Protocol):
-    """An endless iterator over steps. Every rank takes the same number of them."""
+    """An endless iterator over steps. Every rank takes the same number of steps."""
 
     @property
     def batch_size(self) -> int:
-        """Samples of a step over all ranks; the last step of an epoch may have fewer."""
+        """The number of samples in a step, over all ranks. The last step of an epoch may be smaller."""
         ...
 
     def take(self, micro_batches: int) -> list[LocalBatch]:
-        """This rank's samples of the next step, in `parts` micro-batches; see `order.shard_micro_batches`."""
+        """Return this rank's samples of the next step, split into micro-batches.
+
+        `permutation.shard_micro_batches` defines the split.
+        """
         ...
 
     def __next__(self) -> LocalBatch:
-        """This rank's samples of the next step, in one batch."""
+        """Return this rank's samples of the next step as one batch."""
         ...
 
     def state_dict(self) -> SourceState:
-        """Where the world stands after the steps that have been taken, the same on every rank. Batches that were read
-        ahead and not taken do not count."""
+        """Return the position after the steps that have been taken. It is the same on every rank.
+
+        Batches that were read ahead but not taken do not count.
+        """
         ...
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Go on from there. Before the first step."""
+        """Resume from a position that `state_dict` returned. Call this method before the first step."""
         ...
 
     def close(self) -> None:
-        """Stop reading ahead. Collective where ranks read for one another."""
+        """Stop reading ahead. Collective if ranks read for each other."""
         ...
 
 
 class ShardedSource:
-    """Every rank works out which samples are its own, and reads those.
+    """A source in which every rank computes the indices of its own samples and reads those samples.
 
-    `data` is any map-style dataset, or samples as `as_samples` makes them (with a `collate_fn`, for instance).
+    With `workers`, worker processes read batches ahead and apply `transform`. The random numbers that the dataset, its
+    `collate_fn`, and `transform` draw (from torch, NumPy, or Python) depend only on the seed, the cursor, and the
+    micro-batch. Therefore, a resumed run draws the same numbers, and the number of workers has no effect. Each
+    micro-batch is collated separately, so the padding does not depend on the number of ranks.
 
-    With `workers`, other processes read up to `prefetch` batches ahead each, and apply `transform` there. The random
-    numbers that the dataset, its `collate_fn` and `transform` draw (torch's, NumPy's, Python's) depend on seed, cursor
-    and micro-batch alone: a resumed run draws the same ones, and the number of workers changes nothing. Each
-    micro-batch is collated by itself, so how far it is padded does not depend on the number of ranks.
-
-    A worker that has died is told in the log and, once for each step, the workers are started again at the same
-    samples. Raises `SourceError`, naming rank, worker and samples, for whatever fails while reading, a worker that dies
-    twice at a step, and one that gives no batch within `worker_timeout` seconds.
+    If a worker dies, the source logs a warning and restarts the workers at the same samples, once per step.
     """
 
     def __init__(
@@ -111,6 +115,20 @@ class ShardedSource:
         prefetch: int = 2,
         worker_timeout: float = WORKER_TIMEOUT,
     ) -> None:
+        """Store the arguments. Worker processes start at the first step.
+
+        Args:
+            data: A map-style dataset, or the result of `as_samples` (for example, with a `collate_fn`).
+            sharding: The global batches of all steps.
+            world: The ranks of the run.
+            transform: Maps a batch to another batch, for example for augmentation.
+            workers: The number of worker processes on this rank. 0 reads in the main process.
+            prefetch: The number of batches that each worker reads ahead.
+            worker_timeout: The timeout of a batch in seconds.
+
+        Raises:
+            ConfigError: If the order is not one of `len(data)` samples, or if a rank would never receive a sample.
+        """
         self.data: Data = as_samples(data)
         if len(self.data) != sharding.order.samples:
             raise ConfigError(f"the data have {len(self.data)} samples, the order is one of {sharding.order.samples}")
@@ -118,8 +136,10 @@ class ShardedSource:
         self.sharding, self.world, self.batch_size = sharding, world, sharding.batch_size
         self.workers, self.worker_timeout = workers, worker_timeout
         self.cursor = 0
-        self._parts = 1  # micro-batches of a step
-        self._planned: deque[tuple[list[Indices], int, int]] = deque()  # this rank's samples; the world's cursor, count
+        self._parts = 1  # micro-batches per step
+        self._planned: deque[tuple[list[Indices], int, int]] = (
+            deque()
+        )  # this rank's samples, the cursor, the global count
         self._fetch = _Fetch(self.data, transform, sharding.order.seed or 0)
         self._options = worker_options(workers, prefetch, worker_timeout)
         self._batches: Iterator[list[Tree]] | None = None
@@ -127,7 +147,10 @@ class ShardedSource:
 
     @property
     def uses_local_rng(self) -> bool:
-        """Does reading draw, or seed, random numbers of this process? No other thread may, meanwhile."""
+        """Whether reading draws from, or seeds, the random number generators of this process.
+
+        If so, no other thread may use them at the same time.
+        """
         return not (self.workers or self._fetch.is_deterministic)
 
     def _plan(self) -> Iterator[list[_Planned]]:
@@ -139,11 +162,18 @@ class ShardedSource:
             yield [(rank + size * number, cursor, each) for number, each in enumerate(mine)]
 
     def __next__(self) -> LocalBatch:
+        """Return this rank's samples of the next step as one batch; see `take`."""
         return self.take(1)[0]
 
     def take(self, micro_batches: int) -> list[LocalBatch]:
+        """Return this rank's samples of the next step, split into micro-batches.
+
+        Raises:
+            SourceError: If reading fails, if a worker dies twice at the same step, or if a worker returns no batch
+                within `worker_timeout` seconds. The message contains the rank, the worker, and the samples.
+        """
         if micro_batches != self._parts:
-            self.close()  # what has been read ahead is in other micro-batches
+            self.close()  # the batches read ahead have a different number of micro-batches
             self._parts = micro_batches
         if self._batches is None:
             self._batches = self._read()
@@ -156,7 +186,7 @@ class ShardedSource:
             where = _range(np.concatenate(self._planned[ahead][0])) if ahead < len(self._planned) else "reading ahead"
             told = f"rank {self.world.rank}{who}, {where}: {error}"
             again = self._revival.is_due(self._batches, self.cursor, told)
-            self.close()  # the same step can be tried again
+            self.close()  # so that the caller can retry the step
             if again:
                 return self.take(micro_batches)
             raise SourceError(told) from error
@@ -169,30 +199,33 @@ class ShardedSource:
         ]
 
     def _read(self) -> Iterator[list[Tree]]:
-        """Batch after batch, from the cursor on. Without workers and a GPU, torch's DataLoader would only cost time."""
+        """Iterate over the batches from the cursor on.
+
+        Without workers and without a GPU, a `DataLoader` would only add overhead.
+        """
         if not self.workers and self.world.device.type == "cpu":
             return map(self._fetch.__getitem__, self._plan())
         loader: DataLoader[list[Tree]] = DataLoader(
             self._fetch,
             sampler=_Plan(self._plan),
-            batch_size=None,  # what the plan asks for are batches already
-            generator=torch.Generator(),  # else torch's own would move on
+            batch_size=None,  # the plan already yields batches
+            generator=torch.Generator(),  # otherwise torch's global generator would advance
             pin_memory=self.world.device.type == "cuda",
             **self._options,
         )
         return WorkerBatches(loader) if self.workers else iter(loader)
 
     def state_dict(self) -> SourceState:
-        """The cursor, which is a number of samples."""
+        """Return the cursor, in samples."""
         return {"cursor": self.cursor}
 
     def load_state_dict(self, state: SourceState) -> None:
-        """May be called at any time; batches that were read ahead are thrown away."""
+        """Resume from a cursor. May be called at any time; batches that were read ahead are discarded."""
         self.close()
         self.cursor = state["cursor"]
 
     def close(self) -> None:
-        """End the workers. The next step would start new ones."""
+        """Stop the workers. The next step starts new workers."""
         if isinstance(self._batches, WorkerBatches):
             self._batches.close()
         self._batches = None
@@ -206,38 +239,47 @@ def _range(indices: Indices) -> str:
 
 
 class _Plan(Sampler[list[_Planned]]):
-    """The steps that a DataLoader reads, as `plan()` yields them, each a list of micro-batches."""
+    """The sampler of the `DataLoader`: yields the steps of `plan()`, each as a list of micro-batches."""
 
     def __init__(self, plan: Callable[[], Iterator[list[_Planned]]]) -> None:
+        """Store the plan."""
         self.plan = plan
 
     def __iter__(self) -> Iterator[list[_Planned]]:
+        """Return a new iterator over the steps."""
         return self.plan()
 
 
 class ByValue:
-    """Pickled by value with cloudpickle, so that functions defined in a notebook's cell reach a worker process."""
+    """A base class for objects that are pickled by value with cloudpickle.
+
+    Functions defined in a notebook cell can then be sent to a worker process.
+    """
 
     def __getstate__(self) -> bytes:
+        """Pickle the attributes by value."""
         return cloudpickle.dumps(vars(self))
 
     def __setstate__(self, state: bytes) -> None:
+        """Restore the attributes."""
         vars(self).update(cloudpickle.loads(state))
 
 
 class _Fetch(ByValue, Dataset[list[Tree]]):
-    """The dataset that a DataLoader, and so a worker, reads: its items are steps, in micro-batches."""
+    """The dataset that the `DataLoader` and its workers read. An item is one step, as a list of micro-batches."""
 
     def __init__(self, data: Data, transform: Transform | None, seed: int) -> None:
+        """Store the arguments."""
         self.data, self.transform, self.seed = data, transform, seed
-        # Seeding takes longer than reading from these, and they draw nothing.
+        # These datasets draw no random numbers, and seeding would take longer than reading them.
         self.is_deterministic = transform is None and isinstance(data, TokenBlocks | ArrowShards | Tensors)
 
     def __getitem__(self, step: list[_Planned]) -> list[Tree]:
+        """Return the micro-batches of a step."""
         return [self._batch(*planned) for planned in step]
 
     def _batch(self, number: int, cursor: int, indices: Indices) -> Tree:
-        if not len(indices):  # one sample goes the way of all, and is then left out: what is left has the right form
+        if not len(indices):  # read one sample and drop it, to get a batch of 0 rows with the right structure
             return select_rows(self._batch(number, cursor, np.zeros(1, dtype=np.int64)), slice(0, 0))
         with nullcontext() if self.is_deterministic else seeded_rng(self.seed, number, cursor):
             samples = self.data.fetch(indices)
@@ -245,9 +287,13 @@ class _Fetch(ByValue, Dataset[list[Tree]]):
 
 
 def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
-    """Raise `ConfigError` if some rank would never see a sample."""
+    """Raise an error if a rank would never receive a sample.
+
+    Raises:
+        ConfigError: If there are fewer samples, or a smaller batch, than ranks.
+    """
     samples, batch = sharding.order.samples, sharding.batch_size
-    repeats = sharding.remainder in {"pad", "carry"}  # so that few samples serve many ranks
+    repeats = sharding.remainder in {"pad", "carry"}  # samples are repeated, so there may be fewer samples than ranks
     for limit, what in ((batch, f"batch_size {batch}"), (batch if repeats else samples, f"{samples} samples")):
         if limit < world.size:
             raise ConfigError(
@@ -257,7 +303,11 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
 
 
 def require_streams_for_all(streams: int, batch_size: int, world: World) -> None:
-    """Raise `ConfigError` if some rank would follow no stream, or some stream has no place in a batch."""
+    """Raise an error if a rank would read no stream, or if a batch is too small for all streams.
+
+    Raises:
+        ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
+    """
     if streams < world.size:
         raise ConfigError(f"{streams} streams are too few for {world.size} ranks, which follow one or more each")
     if batch_size < streams:
@@ -268,8 +318,10 @@ def require_streams_for_all(streams: int, batch_size: int, world: World) -> None
 
 
 def to_device(samples: Tree, device: torch.device) -> Tree:
-    """A batch on this rank's device. On the CPU nothing is copied; to a GPU the copy, from pinned memory, runs beside
-    the computation."""
+    """Return a batch on this rank's device.
+
+    On the CPU, nothing is copied. The copy to a GPU, from pinned memory, overlaps with the computation.
+    """
     if device.type == "cpu":
         return samples
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if torch.is_tensor(leaf) else leaf, samples)

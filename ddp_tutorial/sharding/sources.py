@@ -1,16 +1,16 @@
-"""`make_source`: from data, and a config that says how to read them, to a source.
+"""Define `make_source`, which creates a source from a dataset and a config.
 
-A source answers two questions: which samples does this rank see next, and how is that resumed? It gives, step after
-step, this rank's share of the world's batch, without end: epoch follows epoch. Its state is small, the same on every
-rank, and means the same to a world of another size.
+A source determines which samples this rank processes next, and how to resume. It yields this rank's shard of the global
+batch, step after step and epoch after epoch, without end. Its state is small, the same on every rank, and valid for
+every world size.
 
-    kind          who reads                                              which data
-    sharded       every rank reads its own samples, by number            any map-style dataset
-    dispatched    rank 0 reads, and sends each rank its share            any map-style dataset
-    streamed      every rank follows streams of its own                  any iterable dataset
-    fast_stream   every rank reads its own samples, by number, out of    Arrow files
-                  memory-mapped Arrow files in the order of shuffle
-                  windows: as quick as following a stream
+    kind          how the data are read                                  data
+    sharded       every rank reads its own samples, by index             any map-style dataset
+    dispatched    rank 0 reads, and sends each rank its shard            any map-style dataset
+    streamed      every rank reads its own streams                       any iterable dataset
+    fast_stream   every rank reads its own samples, by index, from       Arrow files
+                  memory-mapped Arrow files, in the order of shuffle
+                  windows; as fast as reading a stream
 
 Token blocks and Arrow files can be read in all four ways.
 """
@@ -52,7 +52,7 @@ SourceKind = Literal["sharded", "dispatched", "streamed", "fast_stream"]
 
 
 class SourceConfig(Config):
-    """How the data are read."""
+    """How the data are read; see the module docstring for `kind`."""
 
     kind: SourceKind = Field("sharded", description="Which rank reads which samples.")
     remainder: Remainder = Field(
@@ -69,7 +69,7 @@ class SourceConfig(Config):
     shuffle_buffer: int = Field(1000, ge=1, description="Kind streamed only: samples in the shuffle buffer.")
 
 
-SINGLE_PROCESS = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads for all, as one process would read for itself
+SINGLE_PROCESS = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads the whole batch
 
 
 def make_source(
@@ -78,20 +78,27 @@ def make_source(
     world: World,
     *,
     seed: int | None = 0,
-    config: SourceConfig = SourceConfig(),  # noqa: B008  # it is frozen
+    config: SourceConfig = SourceConfig(),  # noqa: B008  # frozen
     collate_fn: CollateFn | None = None,
     transform: Transform | None = None,
 ) -> Source:
-    """The source that `config` names, over `data`. Collective: every rank gives the same data, whole.
+    """Create the source that `config` specifies. Collective.
 
-    `data` is a map-style dataset (see `as_samples`), an iterable dataset for kind streamed, or `TokenBlocks` or
-    `ArrowShards` for any kind. `batch_size` counts the samples of a step over all ranks. Without a `seed` they come in
-    the order in which they lie. `collate_fn` makes a batch of a list of samples, as in torch's DataLoader; `transform`
-    makes another batch of a batch, for instance by augmentation.
+    With kind streamed or fast_stream, rank 0 writes token blocks to Arrow files under runs/cache, once per corpus.
 
-    The kinds streamed and fast_stream have token blocks written as Arrow files below runs/cache, by rank 0, once for
-    each corpus. Raises `ConfigError`, on all ranks, where data and kind do not go together, the data are empty or not
-    the same on all ranks (see `require_same_samples`), or there are fewer samples than ranks.
+    Args:
+        data: A map-style dataset (see `as_samples`), an iterable dataset for kind streamed, or `TokenBlocks` or
+            `ArrowShards` for any kind. Every rank must pass the full dataset.
+        batch_size: The number of samples in a step, over all ranks.
+        world: The ranks of the run.
+        seed: The seed of the order. None keeps the order in which the samples are stored.
+        config: How the data are read.
+        collate_fn: Combines a list of samples into one batch, as in torch's `DataLoader`.
+        transform: Maps a batch to another batch, for example for augmentation.
+
+    Raises:
+        ConfigError: On all ranks, if the data do not support the kind, if they are empty or differ between ranks (see
+            `require_same_samples`), or if there are fewer samples than ranks.
     """
     _require_kind(config, data)
     ahead: dict[str, Any] = {"transform": transform, "workers": config.workers, "prefetch": config.prefetch}
@@ -123,7 +130,11 @@ def _sharding(
 
 
 def check_source(blocks: TokenBlocks, batch_size: int, world: World, config: SourceConfig) -> None:
-    """Raise `ConfigError` where `make_source` would on the ranks of `world`, without them, and without writing."""
+    """Validate the arguments of `make_source` without starting the ranks of `world` and without writing files.
+
+    Raises:
+        ConfigError: If `make_source` would raise it.
+    """
     _require_kind(config, blocks)
     if config.kind == "streamed":
         require_streams_for_all(config.streams or max(world.size, min(SHARDS, len(blocks))), batch_size, world)
@@ -140,7 +151,7 @@ def _streamed(
     collate_fn: CollateFn | None,
     ahead: dict[str, Any],
 ) -> Source:
-    from ddp_tutorial.sharding.streamed import StreamedSource, iterable_dataset  # `datasets` takes a second to import
+    from ddp_tutorial.sharding.streamed import StreamedSource, iterable_dataset  # importing `datasets` takes a second
 
     options = {"streams": config.streams, "seed": seed, "shuffle_buffer": config.shuffle_buffer, **ahead}
     if collate_fn is not None:
@@ -150,7 +161,11 @@ def _streamed(
 
 
 def _require_kind(config: SourceConfig, data: Any) -> None:
-    """Raise `ConfigError` where the data are no dataset, or cannot be read in the way that `config` names."""
+    """Raise an error if `config` specifies a kind that cannot read the data.
+
+    Raises:
+        ConfigError: If `data` is not a dataset, or if it does not support the kind.
+    """
     require_dataset(data)
     kind, name = config.kind, type_name(data)
     if kind == "streamed" and config.remainder != "carry":
@@ -171,11 +186,19 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
 
 
 def require_same_samples(samples: Data, world: World, what: str = "samples to learn from") -> None:
-    """Raise `ConfigError`, on all ranks, where one has other samples than rank 0. Collective.
+    """Raise an error on all ranks if a rank has different samples than rank 0. Collective.
 
-    Their number is compared, and what is in them: all of it for tensors in memory (`TokenBlocks`, `TensorDataset`),
-    some rows of Arrow files. Those of a dataset of the user's own are counted only, for to read a row may take long,
-    and may draw random numbers.
+    The ranks compare the number of samples and their content. For tensors in memory (`TokenBlocks`, `TensorDataset`),
+    they compare everything. For Arrow files, they compare some rows. For any other dataset, they compare only the
+    number, because reading a row may be slow and may draw random numbers.
+
+    Args:
+        samples: This rank's samples.
+        world: The ranks to compare.
+        what: The description of the samples in the error message.
+
+    Raises:
+        ConfigError: If the number or the content differs.
     """
     if world.size == 1:
         return
@@ -194,7 +217,7 @@ def require_same_samples(samples: Data, world: World, what: str = "samples to le
 
 
 def _fingerprint(samples: Data) -> str:
-    """A digest of what is in the samples; "" for those that are counted only."""
+    """Return a digest of the content of the samples, or "" if only their number is compared."""
     if isinstance(samples, TokenBlocks):
         return digest({"tokens": samples.tokens})
     if isinstance(samples, Tensors):

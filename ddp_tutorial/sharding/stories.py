@@ -1,4 +1,4 @@
-"""Made-up stories: a dataset of any size, which needs no network and is the same on every machine."""
+"""Generate short stories: a dataset of any size that needs no network and is the same on every machine."""
 
 import random
 from pathlib import Path
@@ -10,9 +10,21 @@ from ddp_tutorial.files import directory_written_atomically
 
 
 def write_stories(count: int, folder: Path, files: int = 8, seed: int = 0) -> list[Path]:
-    """Stories 0 up to `count` as Parquet files with one column, `text`, in a new folder.
+    """Write stories 0 to `count` - 1 as Parquet files with one column, `text`, in a new folder.
 
-    Raises `FileExistsError` if the folder is there. Each file holds consecutive stories.
+    Each file contains consecutive stories.
+
+    Args:
+        count: The number of stories.
+        folder: The folder to create.
+        files: The number of files.
+        seed: The seed of the stories.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        FileExistsError: If the folder exists.
     """
     names = [f"stories-{number}.parquet" for number in range(files)]
     with directory_written_atomically(folder) as unfinished:
@@ -47,7 +59,7 @@ _ENDS = [
 
 
 def story(number: int, seed: int = 0) -> str:
-    """One short story. The same number and seed give the same story on every machine, in any order."""
+    """Return one short story. The same number and seed give the same story on every machine."""
     choose = random.Random(f"{seed}/{number}").choice
     name, kind, trait, place = choose(_NAMES), choose(_KINDS), choose(_TRAITS), choose(_PLACES)
     wish = choose(list(_WISHES))

@@ -1,4 +1,4 @@
-"""`StreamedSource`: every rank follows streams of its own, through data that cannot be read by number."""
+"""Define `StreamedSource`, in which every rank reads its own streams, for data that do not support indexing."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,29 +38,28 @@ from ddp_tutorial.world import World, require_group
 
 
 class StreamedSource:
-    """Data that can only be followed from a beginning: a `datasets.IterableDataset`, a torch `IterableDataset`, or any
-    other iterable that begins anew with each `iter`.
+    """A source for data that can only be read from the beginning.
 
-    The data are cut into `streams` logical streams: by the shards of a `datasets.IterableDataset`, if there are enough
-    of them, else by rows, where every stream reads all rows and keeps its own. So the iterable must give all samples on
-    every rank, in the same order each time, and leave the dividing to the source.
+    Such data are a `datasets.IterableDataset`, a torch `IterableDataset`, or any other iterable that starts over with
+    each `iter`.
 
-    Sample after sample is taken from one stream after another, and rank r of W follows the streams s with s mod W = r.
-    So the order is the same for every world size up to `streams`, and where the world stands is one number, a count of
-    places. A stream that has ended leaves its places empty. As no rank knows when the streams of others end, the ranks
-    tell one another at every step how many samples they have; the epoch is over when all have none.
+    The data are split into `streams` logical streams. A `datasets.IterableDataset` with enough shards is split by
+    shards. Other data are split by rows: every stream reads all rows and keeps its own. Therefore, the iterable must
+    yield all samples on every rank, in the same order each time, and must not split the data itself.
 
-    With a `seed`, samples are shuffled in a buffer of `shuffle_buffer` samples, as `IterableDataset.shuffle` does. To
-    resume, a stream is followed from its beginning to where it was. `workers` share the streams of their rank. What
-    `collate_fn` makes of the samples of two workers is concatenated, so with `workers` above 1 it should pad to a fixed
-    length.
+    Samples are taken from the streams in turn. Rank r of W reads the streams s with s mod W = r. Therefore, the order
+    is the same for every world size up to `streams`, and the position is one number, a count of places. A stream that
+    is exhausted leaves its places empty. A rank does not know when the streams of other ranks are exhausted, so the
+    ranks exchange their numbers of samples at every step. The epoch ends when no rank has any samples.
 
-    The random numbers that `collate_fn` and `transform` draw depend on seed, epoch and place alone: a resumed
-    run draws the same ones. Those that the iterable itself draws do not.
+    With a `seed`, samples are shuffled in a buffer, as in `IterableDataset.shuffle`. To resume, a stream is read from
+    its beginning up to the saved position. The workers of a rank share its streams. The outputs of `collate_fn` of two
+    workers are concatenated, so with more than one worker, `collate_fn` should pad to a fixed length.
 
-    Raises `ConfigError` for fewer streams than ranks, and, at the first step, on all ranks, for data without samples.
-    Raises `SourceError`, naming rank, worker and places, for what fails while reading. Where a worker has died, the
-    workers are started again first, once for each step, and follow their streams to the same places.
+    The random numbers that `collate_fn` and `transform` draw depend only on the seed, the epoch, and the place, so a
+    resumed run draws the same numbers. This does not apply to random numbers that the iterable itself draws.
+
+    If a worker dies, the workers are restarted, once per step, and read their streams up to the same places.
     """
 
     def __init__(
@@ -78,6 +77,25 @@ class StreamedSource:
         prefetch: int = 2,
         worker_timeout: float = WORKER_TIMEOUT,
     ) -> None:
+        """Split the data into streams.
+
+        Args:
+            dataset: The iterable dataset.
+            batch_size: The number of samples in a step, over all ranks.
+            world: The ranks of the run.
+            streams: The number of logical streams, which determines the order. The default is the number of shards, or
+                the world size if that is larger.
+            seed: The seed of the order. None keeps the order in which the samples are stored.
+            shuffle_buffer: The number of samples in the shuffle buffer.
+            collate_fn: Combines a list of samples into one batch, as in torch's `DataLoader`.
+            transform: Maps a batch to another batch, for example for augmentation.
+            workers: The number of worker processes on this rank. 0 reads in the main process.
+            prefetch: The number of batches that each worker reads ahead.
+            worker_timeout: The timeout of a batch in seconds.
+
+        Raises:
+            ConfigError: If there are fewer streams than ranks.
+        """
         require_group(world)
         self.shards: _Shards = _as_shards(dataset, seed, shuffle_buffer)
         self.streams = streams or max(world.size, self.shards.count)
@@ -86,24 +104,34 @@ class StreamedSource:
         self.seed = seed or 0
         self.collate_fn, self.transform = collate_fn, transform
         self.epoch = 0
-        self.places = 0  # that the world has passed in this epoch
+        self.places = 0  # places completed in this epoch, over all ranks
         self._options = worker_options(workers, prefetch, worker_timeout)
-        self.parts = 1  # micro-batches of a step
+        self.parts = 1  # micro-batches per step
         self._steps: Iterator[list[_Part]] | None = None
         self._revival = WorkerRestart()
-        self._empty: Tree | None = None  # a batch without rows, for steps in which this rank has no samples
+        self._empty: Tree | None = None  # a batch of 0 rows, for steps in which this rank has no samples
 
     @property
     def uses_local_rng(self) -> bool:
-        """Does reading draw, or seed, random numbers of this process? No other thread may, meanwhile."""
+        """Whether reading draws from, or seeds, the random number generators of this process.
+
+        If so, no other thread may use them at the same time.
+        """
         return not self.workers
 
     def __next__(self) -> LocalBatch:
+        """Return this rank's samples of the next step as one batch. Collective."""
         return self.take(1)[0]
 
     def take(self, micro_batches: int) -> list[LocalBatch]:
+        """Return this rank's samples of the next step, split into micro-batches. Collective.
+
+        Raises:
+            ConfigError: On all ranks, at the first step, if the dataset is empty or a rank has no samples.
+            SourceError: If reading fails. The message contains the rank, the worker, and the places.
+        """
         if micro_batches != self.parts:
-            self.close()  # what has been read ahead is in other micro-batches
+            self.close()  # the batches read ahead have a different number of micro-batches
             self.parts = micro_batches
         while True:
             mine = self._next_here()
@@ -126,14 +154,14 @@ class StreamedSource:
             self.epoch, self.places = self.epoch + 1, 0
 
     def _next_here(self) -> list[tuple[Tree, int]]:
-        """This rank's samples of the next step, in micro-batches, in the order of their places."""
+        """Return this rank's samples of the next step, in micro-batches, in the order of their places."""
         if self._steps is None:
-            entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # of what the iterable draws in workers
+            entropy = (self.seed, 2, self.world.rank, self.epoch, self.places)  # seeds the iterable in the workers
             generator = torch.Generator().manual_seed(seed_of(*entropy))
             loader = DataLoader(_Follow(self), batch_size=None, generator=generator, **self._options)
             self._steps = WorkerBatches(loader) if self.workers else iter(loader)
         of_workers: list[list[_Part]] = []
-        for worker in range(max(1, self.workers)):  # a step from each, in turn
+        for worker in range(max(1, self.workers)):  # one step from each worker
             try:
                 of_workers.append(next_from(self._steps, self.worker_timeout))
             except Exception as error:
@@ -141,17 +169,17 @@ class StreamedSource:
                 where = f"places {self.places} to {self.places + self.batch_size - 1} of epoch {self.epoch}"
                 told = f"rank {self.world.rank}{who}, {where}: {error}"
                 again = self._revival.is_due(self._steps, (self.epoch, self.places), told)
-                self.close()  # the same step can be tried again
+                self.close()  # so that the caller can retry the step
                 if again:
                     return self._next_here()
                 raise SourceError(told) from error
         return [self._joined(parts) for parts in zip(*of_workers, strict=True)]
 
     def _joined(self, parts: Iterable["_Part"]) -> tuple[Tree, int]:
-        """The samples that all workers have of one micro-batch, and their number."""
+        """Combine the samples of all workers for one micro-batch, and return them with their number."""
         full = [part for part in parts if len(part.places)]
         if not full:
-            if self._empty is None:  # resumed where this rank has none left
+            if self._empty is None:  # resumed at a step in which this rank has no samples
                 for row in islice(self.shards.rows(0, 1, self.epoch), 1):
                     self._empty = select_rows(_Follow(self).together([(0, row)]).samples, slice(0, 0))
             return self._empty, 0
@@ -160,7 +188,7 @@ class StreamedSource:
         return samples, sum(len(part.places) for part in full)
 
     def _in_order(self, parts: list["_Part"]) -> Tree:
-        """The samples of several workers, by their places."""
+        """Concatenate the samples of several workers in the order of their places."""
         order = torch.argsort(torch.cat([part.places for part in parts]))
         try:
             return tree_map(lambda *leaves: torch.cat(leaves)[order], *[part.samples for part in parts])
@@ -172,40 +200,51 @@ class StreamedSource:
             ) from error
 
     def state_dict(self) -> SourceState:
-        """Epoch, places passed in it, and the number of streams, which decides the order."""
+        """Return the epoch, the places completed in it, and the number of streams, which determines the order."""
         return {"epoch": self.epoch, "places": self.places, "streams": self.streams}
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Go on from there. Raises `ConfigError` where the state's run had fewer streams than this world has ranks."""
+        """Resume from a state that `state_dict` returned.
+
+        Raises:
+            ConfigError: If the saved run had fewer streams than this world has ranks.
+        """
         if state["streams"] < self.world.size:
             raise ConfigError(f"this run has {state['streams']} streams: too few for {self.world.size} ranks")
         self.close()
         self.epoch, self.places, self.streams = state["epoch"], state["places"], state["streams"]
 
     def close(self) -> None:
-        """End the workers. The next step would start new ones."""
+        """Stop the workers. The next step starts new workers."""
         if isinstance(self._steps, WorkerBatches):
             self._steps.close()
         self._steps = None
 
 
 class _Part(NamedTuple):
-    """What one worker has of a micro-batch: samples, and the places [n] (int64) that they belong to."""
+    """One worker's part of a micro-batch.
+
+    Attributes:
+        places: The places [n] (int64) of the samples.
+        samples: The samples.
+    """
 
     places: torch.Tensor
     samples: Tree
 
 
 class _Follow(ByValue, IterableDataset[list[_Part]]):
-    """Follows the streams of one rank, or those of them that fall to this worker, step by step, for ever."""
+    """Reads the streams of one rank, or this worker's share of them, step by step, without end."""
 
     def __init__(self, source: StreamedSource) -> None:
+        """Copy the settings and the position of `source`."""
         self.shards, self.streams, self.batch_size = source.shards, source.streams, source.batch_size
         self.seed, self.epoch, self.places = source.seed, source.epoch, source.places
         self.rank, self.size, self.parts = source.world.rank, source.world.size, source.parts
         self.collate_fn, self.transform = source.collate_fn, source.transform
 
     def __iter__(self) -> Iterator[list[_Part]]:
+        """Yield this worker's part of each step, as a list of micro-batches."""
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info else (0, 1)
         own = range(self.rank, self.streams, self.size)[number::workers]
@@ -225,13 +264,13 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
             yield [self.together([(p, row) for of, p, row in found if of == part]) for part in range(self.parts)]
 
     def follow(self, stream: int) -> Iterator[Any]:
-        """The rows of a stream, from this epoch's place on."""
-        # Not datasets' skip: it leaves shards in the order of epoch 0, and where rows are dealt, skips all streams'.
+        """Iterate over the rows of a stream, from the current place of this epoch on."""
+        # `skip` of `datasets` keeps the shard order of epoch 0, and skips the rows of all streams if rows are split.
         rows = self.shards.rows(stream, self.streams, self.epoch)
         return islice(rows, len(range(stream, self.places, self.streams)), None)
 
     def together(self, found: list[tuple[int, Any]]) -> _Part:
-        """A batch of rows and their places."""
+        """Combine rows and their places into a batch."""
         if not found:
             return _Part(torch.empty(0, dtype=torch.int64), None)
         places = [place for place, _ in found]
@@ -242,12 +281,15 @@ class _Follow(ByValue, IterableDataset[list[_Part]]):
 
 
 class _Shards(Protocol):
-    """Data to be followed, in shards."""
+    """Iterable data in shards."""
 
     count: int
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
-        """The rows of one of so many streams, in the order of this epoch. All streams together have each row once."""
+        """Iterate over the rows of stream `stream` of `streams`, in the order of this epoch.
+
+        All streams together contain each row once.
+        """
         ...
 
 
@@ -265,26 +307,33 @@ def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
 
 
 class _DatasetsShards:
-    """A `datasets.IterableDataset`, which has shards and shuffles by itself."""
+    """A `datasets.IterableDataset`, which has its own shards and its own shuffling."""
 
     def __init__(self, dataset: Any) -> None:
+        """Store the dataset."""
         self.dataset, self.count = dataset, dataset.num_shards
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
+        """Iterate over the rows of a stream; see `_Shards.rows`."""
         rows = split_dataset_by_node(self.dataset, stream, streams)
-        rows.set_epoch(epoch)  # after the split, which forgets it
+        rows.set_epoch(epoch)  # after the split, which resets the epoch
         return iter(rows)
 
 
 class _OneShard:
-    """An iterable that knows of no shards, shuffled here; `set_epoch` is called if it has that."""
+    """An iterable without shards, which is shuffled here.
+
+    If it has a `set_epoch` method, that method is called in every epoch.
+    """
 
     count = 1
 
     def __init__(self, dataset: Any, seed: int | None, shuffle_buffer: int) -> None:
+        """Store the arguments."""
         self.dataset, self.seed, self.shuffle_buffer = dataset, seed, shuffle_buffer
 
     def rows(self, stream: int, streams: int, epoch: int) -> Iterator[Any]:
+        """Iterate over the rows of a stream; see `_Shards.rows`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         rows: Iterator[Any] = iter(self.dataset)
@@ -294,7 +343,7 @@ class _OneShard:
 
 
 def _shuffled(rows: Iterator[Any], size: int, rng: random.Random) -> Iterator[Any]:
-    """In an order as random as a buffer of `size` rows allows: each new row takes the place of one that leaves."""
+    """Shuffle rows with a buffer of `size` rows: each new row replaces a random row, which is yielded."""
     buffer = list(islice(rows, size))
     for row in rows:
         place = rng.randrange(size)
@@ -305,7 +354,12 @@ def _shuffled(rows: Iterator[Any], size: int, rng: random.Random) -> Iterator[An
 
 
 def iterable_dataset(paths: Sequence[Path], columns: Sequence[str] | None = None) -> Any:
-    """Arrow files as a `datasets.IterableDataset` with a shard for each; some of their columns, or all."""
+    """Return Arrow files as a `datasets.IterableDataset` with one shard per file.
+
+    Args:
+        paths: The Arrow files.
+        columns: The columns to read, or None for all columns.
+    """
     dataset = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
     dataset = dataset.select_columns(list(columns)) if columns else dataset
     return dataset.to_iterable_dataset(num_shards=max(1, min(len(paths), len(dataset)))).with_format("torch")

@@ -1,7 +1,8 @@
-"""The processes that read ahead for a rank: how they are started, waited for, and ended.
+"""Start, monitor, and stop the worker processes that read ahead for a rank.
 
-They are torch's DataLoader's, with one thing changed: a signal to stop is for their rank, not for them. Whoever stops a
-job tells all its processes (`kill -TERM -- -PGID`, Ctrl-C, Slurm), and a rank that is to save first has to read on.
+The workers are those of torch's `DataLoader`, with one change: they ignore signals to stop. The sender of such a signal
+(`kill -TERM -- -PGID`, Ctrl-C, Slurm) sends it to all processes of a job, but a rank that saves before it exits still
+needs its workers.
 """
 
 import logging
@@ -27,23 +28,27 @@ from ddp_tutorial.processes.signals import SIGNALS
 LOG = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-# How long a worker may take for one batch, in seconds, before it counts as stuck.
+# The timeout of one batch, in seconds. After it, a worker is considered stuck.
 WORKER_TIMEOUT = 120.0
-# How often, in seconds, it is checked that the workers are alive.
+# The interval, in seconds, at which a rank checks that its workers are alive.
 POLL_SECONDS = 2.0
-# How often, in seconds, a worker looks whether its rank is alive.
+# The interval, in seconds, at which a worker checks that its rank is alive.
 WATCH_SECONDS = 1.0
-# How long a worker has to end between two batches, in seconds, before it ends wherever it is.
+# The grace period, in seconds, in which a worker may finish its batch before it is terminated.
 END_SECONDS = 0.5
 _NOT_FOR_WORKERS = (*SIGNALS, signal.SIGINT)
 
 
 class SourceError(RuntimeError):
-    """Samples could not be read; says by which rank and worker, and which samples."""
+    """Raised if samples cannot be read. The message contains the rank, the worker, and the samples."""
 
 
 def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[str, Any]:
-    """What a DataLoader is told about its workers. Raises `ConfigError` for a negative number of them."""
+    """Return the `DataLoader` arguments for the workers.
+
+    Raises:
+        ConfigError: If `workers` is negative.
+    """
     if workers < 0:
         raise ConfigError(f"'workers' should be 0 or more processes, found {workers}")
     if not workers:
@@ -53,9 +58,13 @@ def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[s
 
 
 def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
-    """The next of a DataLoader's batches. Raises `SourceError` if there is none within `worker_timeout` seconds.
+    """Return the next batch of a `DataLoader`.
 
-    A DataLoader notices dead workers only when its own timeout is over; so that is `POLL_SECONDS`, again and again.
+    A `DataLoader` detects dead workers only when its own timeout expires. Therefore, that timeout is `POLL_SECONDS`,
+    and this function waits repeatedly.
+
+    Raises:
+        SourceError: If there is no batch within `worker_timeout` seconds.
     """
     deadline = time.monotonic() + worker_timeout
     while True:
@@ -67,8 +76,8 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
             if time.monotonic() >= deadline:
                 raise SourceError(f"no answer within {worker_timeout:g} s; it is stuck, or slow") from None
         except (ConnectionError, EOFError, FileNotFoundError) as error:
-            # A batch is in shared memory, of which its worker hands over the file. Where that fails, the worker has
-            # ended, or is about to; unless it is the dataset's own error.
+            # A worker passes a batch as a shared-memory file. If that fails, the worker has exited or is about to
+            # exit, unless the error is the dataset's own.
             is_own = "in DataLoader worker process" in str(error)
             if is_own or not (isinstance(batches, WorkerBatches) and batches.wait_for_worker_exit()):
                 raise
@@ -76,14 +85,24 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
 
 
 class WorkerRestart:
-    """Whether a source may start its workers again at a step: where one has died, and not at this step before. A sample
-    that kills its worker does so again."""
+    """Decides whether a source may restart its workers at a step.
+
+    A restart is due if a worker has died, but only once per step, because a sample that kills its worker kills it
+    again.
+    """
 
     def __init__(self) -> None:
-        self._place: object = None  # the step at which they were started again
+        """Start without any restart."""
+        self._place: object = None  # the step of the last restart
 
     def is_due(self, batches: object, place: object, told: str) -> bool:
-        """`place` is where the source stands, which is not changed by it. Says so in the log."""
+        """Return whether to restart the workers at the step `place`, and log the restart.
+
+        Args:
+            batches: The batches of the workers.
+            place: The position of the source. A restart does not change it.
+            told: The error message to log.
+        """
         if not (isinstance(batches, WorkerBatches) and batches.exited_workers()) or place == self._place:
             return False
         self._place = place
@@ -94,9 +113,9 @@ class WorkerRestart:
 
 
 def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
-    """Which worker an error is about, in words, and how many batches after this one its batch comes.
+    """Return a description of the worker that failed, and the number of batches until that worker's batch.
 
-    It is the worker that has died, if one has, or else the one whose turn it is.
+    The failed worker is a worker that has died, or otherwise the worker whose turn it is.
     """
     if not isinstance(batches, WorkerBatches):
         return "", 0
@@ -105,30 +124,37 @@ def failed_worker(batches: object, turn: int, workers: int) -> tuple[str, int]:
 
 
 class WorkerBatches(Iterator[Item]):
-    """The batches of a DataLoader, and the workers that read ahead for it. They end with `close`, with the last
-    reference to this, or with this process, and each of them also where it is stuck."""
+    """The batches of a `DataLoader`, and its workers.
+
+    The workers exit when `close` is called, when this object is garbage-collected, or when this process exits. They
+    exit even if they are stuck.
+    """
 
     def __init__(self, loader: DataLoader[Item]) -> None:
+        """Start the workers of `loader`."""
         told, tell = multiprocessing.Pipe(duplex=False)
         loader.worker_init_fn = partial(_begin, told)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)  # which they inherit, until they are ready
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _NOT_FOR_WORKERS
+        )  # workers inherit the mask until they have installed their handlers
         try:
             self._batches: Any = iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # What else is done when a process ends comes later: Python would then ask workers to end with a signal that
-        # they leave to their rank, and wait for them.
+        # Run before Python's own exit handlers, which would send the workers a signal that they ignore, and then wait
+        # for them.
         self.close = Finalize(self, _end, (self._batches, told, tell), exitpriority=0)
 
     def __next__(self) -> Item:
+        """Return the next batch."""
         return next(self._batches)
 
     def exited_workers(self) -> list[int]:
-        """The numbers of workers that have ended."""
+        """Return the numbers of the workers that have exited."""
         return [number for number, process in enumerate(worker_processes(self._batches)) if not process.is_alive()]
 
     def wait_for_worker_exit(self) -> bool:
-        """Has a worker ended, or does one within `POLL_SECONDS`?"""
+        """Wait up to `POLL_SECONDS` for a worker to exit, and return whether one has exited."""
         deadline = time.monotonic() + POLL_SECONDS
         while not (found := self.exited_workers()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -137,7 +163,7 @@ class WorkerBatches(Iterator[Item]):
 
 def _end(batches: Any, told: Connection, tell: Connection) -> None:
     tell.send_bytes(b"")
-    shutdown_workers(batches)  # torch's way, which takes workers that are stuck 10 seconds each
+    shutdown_workers(batches)  # torch's own shutdown, which takes 10 seconds for each stuck worker
     for process in worker_processes(batches):
         process.join(10 * END_SECONDS)
         process.kill()
@@ -147,8 +173,11 @@ def _end(batches: Any, told: Connection, tell: Connection) -> None:
 
 
 def _begin(told: Connection, _: int) -> None:
-    """What a worker does first. Signals are caught, not ignored: programs that it starts would inherit that."""
-    np.random.seed(torch.initial_seed() % 2**32)  # torch and Python's random are seeded by torch
+    """Initialize a worker.
+
+    Signals are caught and not ignored, because the child processes of the worker would inherit ignored signals.
+    """
+    np.random.seed(torch.initial_seed() % 2**32)  # the DataLoader seeds torch and Python's random
     for number in _NOT_FOR_WORKERS:
         signal.signal(number, _leave_it_to_the_rank)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_WORKERS)
@@ -160,11 +189,13 @@ def _leave_it_to_the_rank(number: int, frame: object) -> None:
 
 
 def _end_when_told(told: Connection) -> None:
-    """End this worker when its rank says so, or is gone. torch's own watch looks only between two batches, and one
-    batch may take for ever."""
+    """Terminate this worker when its rank requests it or has exited.
+
+    torch's own watchdog checks only between two batches, and one batch may take forever.
+    """
     rank = multiprocessing.parent_process()
     signs: list[Any] = [told, rank.sentinel] if rank is not None else [told]
-    parent = os.getppid()  # the rank, or a server that forks for it
+    parent = os.getppid()  # the rank, or its fork server
     while not wait(signs, WATCH_SECONDS) and os.getppid() == parent:
         pass
     time.sleep(END_SECONDS)
