@@ -1,7 +1,8 @@
-"""When is once a step too often? Ranks that take several steps by themselves, and then average their weights.
+"""Train with local SGD: each rank takes several steps on its own, and then the ranks average their weights.
 
-`rounds` says when, `averaging` how and with how many bytes, `outer` is DiLoCo's second optimizer, `state` what a
-checkpoint keeps of ranks whose weights differ, and `strategies` what the trainer steps.
+`rounds` defines when the weights are averaged, and `averaging` averages them and counts the bytes sent. `outer` is the
+outer optimizer of DiLoCo. `state` saves the weights of ranks in a checkpoint while they differ, and `strategies`
+contains the strategies for the trainer.
 
 Stich, "Local SGD converges fast and communicates little", ICLR 2019. Lin et al., "Don't use large mini-batches, use
 local SGD", ICLR 2020. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023.

@@ -1,4 +1,4 @@
-"""The mean of tensors over all ranks, in place, and a count of the bytes that it takes."""
+"""Average tensors over all ranks in place, and count the bytes sent."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,18 +11,25 @@ from ddp_tutorial.world import World
 
 
 class CountingLink:
-    """Any link, and in `sent` how many bytes this rank has sent through it: of an all-reduce of n bytes over W ranks
-    2 n (W - 1) / W, as a ring does."""
+    """A link that counts the bytes that this rank sends.
+
+    An all-reduce of n bytes over W ranks counts as 2 n (W - 1) / W bytes, the cost of a ring all-reduce.
+
+    Attributes:
+        sent: The number of bytes sent so far.
+    """
 
     def __init__(self, link: Link, world: World) -> None:
+        """Wrap `link`."""
         self.link, self.world, self.sent = link, world, 0
 
     def __str__(self) -> str:
+        """Return the description of the wrapped link."""
         return str(self.link)
 
     @property
     def observer(self) -> Callable[[Transfer], object] | None:
-        """Called with each all-reduce that has ended."""
+        """A function that is called with each completed all-reduce."""
         return self.link.observer
 
     @observer.setter
@@ -30,16 +37,23 @@ class CountingLink:
         self.link.observer = observer
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
-        """Start summing `tensor` over all ranks, in place."""
+        """Start to sum `tensor` over all ranks, in place. Collective."""
         self.sent += bytes_all_reduced(tensor.nbytes, self.world.size)
         return self.link.all_reduce(tensor, name)
 
 
 @torch.no_grad()
 def average(world: World, link: Link, tensors: Sequence[torch.Tensor], name: str = "average") -> None:
-    """Make each of `tensors`, of any shapes, its mean over all ranks, in place: one all-reduce for each dtype.
+    """Replace each tensor by its mean over all ranks, in place. Collective.
 
-    Collective. Each rank divides before the sum, as torch's averagers do. All ranks end with the same bits.
+    There is one all-reduce per dtype and device. Each rank divides before the sum, as torch's averagers do. The results
+    are bitwise identical on all ranks.
+
+    Args:
+        world: The ranks.
+        link: Performs the all-reduce.
+        tensors: The tensors, of any shapes.
+        name: The name of the all-reduce for the observer of the link.
     """
     kinds: dict[object, list[torch.Tensor]] = {}
     for tensor in tensors:

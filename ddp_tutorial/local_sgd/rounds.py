@@ -1,4 +1,4 @@
-"""When do ranks average? After how many steps on their own: arithmetic, without any rank."""
+"""Compute when the ranks average their weights. This is pure arithmetic, without processes."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from pydantic import Field
 
 from ddp_tutorial.config import Config
 
-# The strategies of this room, and which of the options below each of them has.
+# The strategies of this package, and the options in `LocalConfig` that each of them accepts.
 OPTIONS: dict[str, frozenset[str]] = {
     "local_sgd": frozenset({"round"}),
     "post_local_sgd": frozenset({"round", "begin"}),
@@ -15,7 +15,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 
 
 class LocalConfig(Config):
-    """How long ranks train on their own, and what becomes of their weights then."""
+    """The length of a round, and the settings of the outer optimizer."""
 
     round: int = Field(8, ge=1, description="Steps that each rank takes alone before the weights are averaged.")
     begin: int = Field(
@@ -37,21 +37,27 @@ class Rounds:
     begin: int = 0
 
     def local_steps(self, updates: int) -> int:
-        """How many updates each rank has made by itself since all had the same weights, after `updates` in all."""
+        """Return the number of updates since all ranks last had the same weights, after `updates` updates in total."""
         return max(0, updates - self.begin) % self.length
 
     def ends_round(self, update: int) -> bool:
-        """Are weights averaged after this update?"""
+        """Return whether the ranks average their weights after this update."""
         return update > self.begin and self.local_steps(update) == 0
 
     def all_reduces(self, updates: int) -> int:
-        """How many of the size of the model there are in so many updates: of gradients until `begin`, then of weights,
-        one a round."""
+        """Return the number of all-reduces of model size in `updates` updates.
+
+        There is one all-reduce of gradients per update until `begin`, and then one of weights per round.
+        """
         return min(updates, self.begin) + max(0, updates - self.begin) // self.length
 
 
 def require_rounds(strategy: str, config: LocalConfig, steps: int) -> None:
-    """Raise `ValueError` for an option that `strategy` does not have, and where no round would end in `steps`."""
+    """Validate the options of a strategy.
+
+    Raises:
+        ValueError: If an option does not belong to `strategy`, or if no round would end within `steps` steps.
+    """
     default = LocalConfig()
     for name in LocalConfig.model_fields:
         if getattr(config, name) != getattr(default, name) and name not in OPTIONS.get(strategy, frozenset()):

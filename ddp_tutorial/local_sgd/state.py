@@ -1,6 +1,7 @@
-"""What a checkpoint keeps of ranks whose weights differ within a round: the mean of all, and each rank's own.
+"""Save the state of ranks whose weights differ within a round.
 
-The mean is what `load`, `sample` and `export` find. Each rank's own is what goes on to the same bits.
+A checkpoint contains the mean of the weights, which `load`, `sample`, and `export` use, and each rank's own weights,
+from which a run resumes with bitwise identical results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,35 +19,57 @@ from ddp_tutorial.world import World
 
 
 class AveragedModelState:
-    """The weights that `full_parameters` shows, the same on all ranks. `state_dict` is collective."""
+    """The averaged weights, which are the same on all ranks."""
 
     def __init__(self, module: nn.Module, whole: Callable[[], AbstractContextManager[nn.Module]]) -> None:
+        """Store the arguments.
+
+        Args:
+            module: The model.
+            whole: A context manager in which the model has the averaged weights.
+        """
         self.module, self.full_parameters = module, whole
 
     def state_dict(self) -> State:
+        """Return a copy of the averaged weights. Collective."""
         with self.full_parameters() as module:
-            return deepcopy(dict(module.state_dict()))  # the copies of tied weights are tied
+            return deepcopy(dict(module.state_dict()))  # copies of tied weights stay tied
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the averaged weights into the model."""
         self.module.load_state_dict(state)
 
 
 class LocalWeightsState:
-    """Within a round, this rank's weights and buffers; at its end nothing, for they are those that all ranks have.
+    """This rank's weights and buffers within a round.
 
-    `alone` says how many steps of a round this rank has made.
+    At the end of a round, the state contains no weights, because all ranks have the averaged weights.
     """
 
     def __init__(self, module: nn.Module, world: World, rounds: Rounds, alone: Callable[[], int]) -> None:
+        """Store the arguments.
+
+        Args:
+            module: The model.
+            world: The ranks.
+            rounds: Defines when a round ends.
+            alone: Returns the number of steps that this rank has taken in the current round.
+        """
         self.module, self.world, self.rounds, self.alone = module, world, rounds, alone
 
     def state_dict(self) -> State:
+        """Return this rank's weights and its position in the round."""
         alone = self.alone()
         weights = dict(self.module.state_dict()) if alone else {}
         return {"alone": alone, "length": self.rounds.length, "begin": self.rounds.begin, "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises `CheckpointError` within a round of another length, which would end elsewhere."""
+        """Restore this rank's weights if the checkpoint was saved within a round.
+
+        Raises:
+            CheckpointError: If the checkpoint was saved within a round of a different length, which would end at a
+                different step.
+        """
         if state["alone"] and Rounds(state["length"], state["begin"]) != self.rounds:
             raise CheckpointError(
                 f"the checkpoint is {state['alone']} steps into a round of {state['length']}, begun after step "
@@ -57,8 +80,12 @@ class LocalWeightsState:
             self.module.load_state_dict(state["weights"])
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
-        """At the end of a round there is nothing to restore. Raises `CheckpointError` within one: each rank's own
-        weights fit no other number of ranks."""
+        """Do nothing at the end of a round, because there is nothing to restore.
+
+        Raises:
+            CheckpointError: If the checkpoint was saved within a round, because the weights of each rank cannot be
+                redistributed to a different number of ranks.
+        """
         if alone := states[0]["alone"]:
             length, ranks = states[0]["length"], len(states)
             raise CheckpointError(
@@ -69,23 +96,29 @@ class LocalWeightsState:
 
 
 class LocalOptimizerState:
-    """The state of this rank's optimizer, which is never averaged. Another number of ranks begins with the mean over
-    those that there were: of momentum and of Adam's averages; of what is one number, such as the step, the first."""
+    """The state of this rank's optimizer, which is never averaged during training."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Store the optimizer."""
         self.optimizer = optimizer
 
     def state_dict(self) -> State:
+        """Return the state of this rank's optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of this rank's optimizer."""
         self.optimizer.load_state_dict(state)
 
     def load_resharded(self, states: Sequence[State], step: int) -> None:
+        """Restore the mean of the saved optimizer states, such as momentum and Adam's moving averages.
+
+        Scalars, such as the step, are taken from the first rank.
+        """
         of_ranks = [state["state"] for state in states]
         merged: dict[int, dict[str, Any]] = {}
         for index in sorted({index for each in of_ranks for index in each}):
-            having = [each[index] for each in of_ranks if index in each]  # a rank may never have used a parameter
+            having = [each[index] for each in of_ranks if index in each]  # a rank may not have used a parameter
             merged[index] = {key: _mean([each[key] for each in having]) for key in having[0]}
         self.optimizer.load_state_dict({**states[0], "state": merged})
 

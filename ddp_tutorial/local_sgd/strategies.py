@@ -1,16 +1,17 @@
-"""Local SGD, post-local SGD and DiLoCo as strategies, which the trainer steps like any other.
+"""Local SGD, post-local SGD, and DiLoCo as strategies for the trainer.
 
-Within a round the weights of the ranks differ. What a run is judged by, and what is exported, is their mean over the
-ranks: at the end of a round that is what every rank has (with DiLoCo, the outer parameters); within one it is computed
-for the occasion, which sends the model once more, and then each rank goes on with its own. So evaluating, and saving,
-change nothing of the training. The last round of a run may be shorter: then the run's model is the mean, and DiLoCo
-takes no outer step for it. The training loss is that of each rank with its own weights, over the samples of all.
+Within a round, the weights of the ranks differ. Evaluation and export use the mean over the ranks. At the end of a
+round, every rank has this mean (with DiLoCo, the outer parameters). Within a round, the mean is computed on demand: the
+model is sent once more, and then each rank restores its own weights. Therefore, evaluating and saving do not affect
+the training. The last round of a run may be shorter. In that case, the model of the run is the mean, and DiLoCo takes
+no outer step. The training loss is computed by each rank with its own weights, and averaged over the samples of all
+ranks.
 
-Any optimizer can be the inner one. Its state is a rank's own, and never averaged.
+Any optimizer can be the inner optimizer. Its state belongs to one rank and is never averaged.
 
-A rank still says a few numbers in each step, so that all ranks log the same loss, stop at the same step, and hear
-of a gradient that is not finite: with the loss and its metrics, some tens of bytes, behind backward; and one float
-after it.
+The ranks still exchange a few numbers in every step, so that all ranks log the same loss, stop at the same step, and
+detect a gradient that is not finite. The loss and its metrics take tens of bytes, which are sent during the backward
+pass. One float is sent after it.
 """
 
 import math
@@ -38,15 +39,18 @@ from ddp_tutorial.world import World
 
 
 class UnsyncedModel(DataParallel):
-    """Begins with rank 0's weights, as any replica, and then says nothing: `.grad` is this rank's own."""
+    """A replica that starts with rank 0's weights and never synchronizes. `.grad` is this rank's own gradient."""
 
     def finish(self) -> None:
-        """This rank's gradient of the mean loss over all ranks, times their number: of equal batches, that of its own
-        mean. Ragged ones are weighted so that averaging after one step of SGD equals averaging the gradients."""
+        """Do nothing: `.grad` is already this rank's gradient of the global mean loss, times the number of ranks.
+
+        For equal batches, this is the gradient of the rank's own mean loss. Uneven batches are weighted so that
+        averaging the weights after one SGD step equals averaging the gradients.
+        """
 
 
 class LocalSGD:
-    """Each rank takes `round` steps by itself; then its weights become the mean over all ranks."""
+    """Each rank takes `round` steps on its own. Then its weights are replaced by the mean over all ranks."""
 
     link: Link | None
 
@@ -61,38 +65,57 @@ class LocalSGD:
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
+        """Broadcast rank 0's weights. Collective.
+
+        Args:
+            model: The model.
+            world: The ranks.
+            loss: The loss function.
+            config: The length of a round, and the other options of the strategy.
+            link: Performs the all-reduce of the weights.
+            accumulation: The number of micro-batches per step on each rank.
+            precision: The mixed-precision settings.
+        """
         self.module, self.world, self.accumulation = model, world, accumulation
         self.rounds = Rounds(config.round, config.begin)
         self.link = self.counted = CountingLink(link, world)
         self.alone = UnsyncedModel(model, world)
         self.loss = StepLoss(loss, world, precision)
-        self.updates = 0  # of the weights, so far
+        self.updates = 0  # of the weights
         self._is_mean = False
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent, but for the few of the loss, its metrics, and buffers."""
+        """The number of bytes that this rank has sent, without those of the loss, its metrics, and buffers."""
         return self.counted.sent
 
     @property
     def micro_batches_per_rank(self) -> int:
+        """The number of micro-batches per step on each rank."""
         return self.accumulation
 
     @property
     def local_steps(self) -> int:
-        """How many steps of a round this rank has made; 0 where all ranks have the same weights."""
+        """The number of steps that this rank has taken in the current round.
+
+        It is 0 if all ranks have the same weights.
+        """
         return self.rounds.local_steps(self.updates)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Register a hook that counts the updates and averages the weights at the end of a round."""
         optimizer.register_step_post_hook(lambda *_: self._updated())
         return optimizer
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
+        """Compute the gradient of this rank, and return the loss totals of all ranks. Collective."""
         return accumulate(self.alone, self.loss, batches, stop_flags)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm of this rank's own gradient, by which it is clipped; NaN on all ranks where it is not finite on one.
-        Collective."""
+        """Return the norm of this rank's own gradient, for clipping. Collective.
+
+        The result is NaN on all ranks if the gradient is not finite on any rank.
+        """
         own = get_total_norm(gradients)
         problems = (~own.isfinite()).to(torch.float32).reshape(1)
         self.counted.all_reduce(problems, "is it finite?").wait()
@@ -105,7 +128,7 @@ class LocalSGD:
                 self.end_round()
 
     def end_round(self) -> None:
-        """All ranks get the same weights, and rank 0's buffers. Collective."""
+        """Give all ranks the averaged weights and rank 0's buffers. Collective."""
         self._meet()
 
     def _meet(self) -> None:
@@ -117,14 +140,18 @@ class LocalSGD:
         return [parameter for _, parameter in self.alone.trainable]
 
     def sync_buffers(self) -> None:
-        """Does nothing: each rank keeps its own buffers within a round, and `full_parameters` has rank 0's."""
+        """Do nothing: each rank keeps its own buffers within a round. `full_parameters` uses rank 0's buffers."""
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
+        """Return a context manager in which the model has the averaged weights."""
         return self.full_parameters()
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """Inside, the model has the mean of the ranks' weights, and rank 0's buffers; after, this rank's own again."""
+        """Give the model the averaged weights and rank 0's buffers for the duration of the block. Collective.
+
+        After the block, the model has this rank's own weights and buffers again.
+        """
         if self._is_mean or not self.local_steps:
             yield self.module
             return
@@ -141,49 +168,58 @@ class LocalSGD:
                     tensor.copy_(each)
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """Return the averaged weights, this rank's own weights, and the optimizer state."""
         own = LocalWeightsState(self.module, self.world, self.rounds, lambda: self.local_steps)
         return {
             "model": (AveragedModelState(self.module, self.full_parameters), "replicated"),
-            "local": (own, "per_rank"),  # over the mean, so after it
+            "local": (own, "per_rank"),  # after "model", because it overwrites the mean
             "optimizer": (LocalOptimizerState(optimizer), "per_rank"),
         }
 
     def state_dict(self) -> Mapping[str, float]:
+        """Return the state of the loss and the number of updates."""
         return {**self.loss.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: Any) -> None:
+        """Restore the state of the loss and the number of updates."""
         self.loss.load_state_dict(state)
         self.updates = int(state["updates"])
 
 
 class PostLocalSGD(LocalSGD):
-    """In the first `begin` steps gradients are averaged, as with `FlatDDP`; after these it is local SGD."""
+    """Averages gradients in the first `begin` steps, as `FlatDDP` does, and then continues as local SGD."""
 
     def __init__(self, model: nn.Module, world: World, *others: Any, **named: Any) -> None:
+        """Accept the same arguments as `LocalSGD`. Collective."""
         super().__init__(model, world, *others, **named)
         self.together = FlatDDP(model, world, self.counted, find_unused_parameters=True)
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
+        """Compute the gradient, averaged over the ranks in the first `begin` steps. Collective."""
         model = self.together if self.updates < self.rounds.begin else self.alone
         return accumulate(model, self.loss, batches, stop_flags)
 
 
 class DiLoCo(LocalSGD):
-    """Local SGD whose mean is not taken as it is: an outer optimizer steps from where the round began; see `outer`."""
+    """Local SGD with an outer optimizer, which steps from the start of the round toward the mean; see `outer`."""
 
     def __init__(
         self, model: nn.Module, world: World, loss: Loss, config: LocalConfig, *others: Any, **named: Any
     ) -> None:
+        """Accept the same arguments as `LocalSGD`. Collective."""
         super().__init__(model, world, loss, config, *others, **named)
         self.outer = OuterNesterov(self.alone.trainable, config.outer_learning_rate, config.outer_momentum)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Also register a hook that saves the parameters at the beginning of each round."""
         optimizer.register_step_pre_hook(lambda *_: None if self.local_steps else self.outer.begin())
         return super().setup_optimizer(optimizer)
 
     def end_round(self) -> None:
+        """Average the weights, and take an outer step. Collective."""
         super().end_round()
         self.outer.step()
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """Return the components of `LocalSGD` and the state of the outer optimizer."""
         return super().checkpoint_components(optimizer) | {"outer": (self.outer, "replicated")}

@@ -1,8 +1,8 @@
-"""How do ranks train a model that is cut into stages, one behind the other?
+"""Train a model that is split into consecutive pipeline stages on different ranks.
 
-`schedules` says who does what, and checks it before it runs; `stages` cuts a model, by the names of its modules;
-`runner` executes any schedule over send and receive; `parallel` makes an optimiser step's gradient of it, also with
-several pipelines side by side.
+`schedules` defines the order of the forward and backward passes, and validates a schedule before it runs. `stages`
+splits a model by the names of its modules. `runner` executes a schedule with send and receive. `parallel` computes the
+gradient of an optimizer step, with one pipeline or several parallel pipelines.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
-"""What each rank of a pipeline keeps, and sends in a step: arithmetic over its schedule, without running it.
+"""Compute the memory and communication of each rank of a pipeline from its schedule, without running it.
 
-The stages are run once, on torch's meta device, to see what each leaves for its backward and gives to the next one.
+The stages run once on torch's meta device, to measure the bytes saved for the backward pass and the size of the output.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,13 @@ from ddp_tutorial.pipeline.stages import Stage, even_splits, split_into_stages
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage costs for one micro-batch: bytes that forward keeps for backward, and bytes of what it gives to
-    the next stage (0 for the last), of which a gradient comes back. `parameters`: by identity, their numbers of
-    elements."""
+    """The cost of one stage for one micro-batch.
+
+    Attributes:
+        activations: The bytes that the forward pass saves for the backward pass.
+        output: The bytes of the output for the next stage, 0 for the last stage. The gradient has the same size.
+        parameters: The number of elements of each parameter, by the `id` of the parameter.
+    """
 
     activations: int
     output: int
@@ -30,9 +34,14 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank of a pipeline keeps and sends: its parameters; the most bytes of activations at a time; bytes sent
-    to other ranks in a step, for activations and their gradients, and for gradients (those of copies and of tied
-    parameters)."""
+    """The memory and communication of one rank of a pipeline.
+
+    Attributes:
+        parameters: The number of parameters.
+        activations: The peak bytes of activations.
+        sent: The bytes sent to other ranks per step: activations, their gradients, and the gradients of parameters that
+            other pipelines or other stages also have.
+    """
 
     parameters: int
     activations: int
@@ -40,15 +49,17 @@ class RankCost:
 
 
 class _Through(nn.Module):
-    """Calls one stage after another, and notes where the bytes that are kept, and those handed on, then stand."""
+    """Calls one stage after another, and records the bytes saved by each stage and the size of its output."""
 
     def __init__(self, stages: Sequence[Stage], kept: Any) -> None:
+        """Store the stages and the counter of saved bytes."""
         super().__init__()
         self.stages, self.kept = nn.ModuleList(stages), kept
         self.outputs: list[int] = []
         self.ends: list[int] = []
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the stages in order."""
         first, *others = self.stages
         x = first(*inputs, **named)
         for stage in others:
@@ -59,12 +70,12 @@ class _Through(nn.Module):
 
 
 def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig) -> list[StageCost]:
-    """What each stage costs for one micro-batch `batch`; all on the meta device, so without computing anything."""
+    """Return the cost of each stage for one micro-batch `batch`. Runs on the meta device, so nothing is computed."""
     stages = split_into_stages(model, config.cuts or even_splits(model, config.stages))
     with count_saved_bytes(model) as kept:
         through = _Through(stages, kept)
         loss(through, batch)
-    ends = [*through.ends, kept.nbytes]  # what the loss itself keeps belongs to the last stage
+    ends = [*through.ends, kept.nbytes]  # the last stage includes the bytes saved by the loss
     begins, outputs = [0, *ends[:-1]], [*through.outputs, 0]
     parameters = [{id(p): p.numel() for p in stage.parameters()} for stage in stages]
     return [
@@ -74,10 +85,16 @@ def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig
 
 
 def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1) -> list[RankCost]:
-    """What each rank of a pipeline keeps and sends, as the table has it; `copies` is the number of pipelines.
+    """Return the memory and communication of each rank of a pipeline.
 
-    All-reduces of n bytes over W ranks send 2 n (W - 1) / W: of a stage's gradients over the pipelines, and of a tied
-    parameter's over the ranks that have it. Weights and gradients are in float32; micro-batches as such are left out.
+    An all-reduce of n bytes over W ranks sends 2 n (W - 1) / W bytes. The gradients of a stage are reduced over the
+    pipelines, and those of a tied parameter over the ranks that have it. Weights and gradients are float32. The
+    exchange of the micro-batches themselves is not included.
+
+    Args:
+        costs: The cost of each stage.
+        table: The schedule.
+        copies: The number of pipelines.
     """
     ranks = len(table)
     of_ranks: list[dict[int, int]] = [{} for _ in table]

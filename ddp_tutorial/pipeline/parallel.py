@@ -1,4 +1,4 @@
-"""The gradient of an optimiser step from a pipeline, or from several side by side.
+"""Compute the gradient of an optimizer step with one pipeline, or several parallel pipelines.
 
     config = PipelineConfig(ranks=2, schedule="1f1b", micro_batches=4, cuts=("blocks.2",))
     pipeline = Pipeline(model, world, loss, config)     # this rank keeps its own stages of the model
@@ -6,8 +6,9 @@
     totals = pipeline.backward(micro_batches)           # the same on all ranks of a pipeline
     optimizer.step(); optimizer.zero_grad()
 
-With four ranks and pipelines of two there are two pipelines, a mesh of data 2 x pipeline 2: ranks 0 and 1 are one,
-ranks 2 and 3 the other, which has micro-batches of its own. Gradients are added up over ranks 0 and 2, and 1 and 3.
+With four ranks and pipelines of two ranks, there are two pipelines: a mesh of data 2 x pipeline 2. Ranks 0 and 1 form
+the first pipeline. Ranks 2 and 3 form the second, which processes different micro-batches. Gradients are reduced over
+ranks 0 and 2, and over ranks 1 and 3.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from ddp_tutorial.world import World, require_group
 
 
 class StagesConfig(Config):
-    """How a model is cut into stages, and what they do in which order, on any number of ranks."""
+    """The split of a model into stages and their schedule, for any number of ranks."""
 
     schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
     micro_batches: int = Field(4, ge=1, description="Micro-batches of a step through one pipeline.")
@@ -46,13 +47,21 @@ class StagesConfig(Config):
     )
 
     def on(self, ranks: int) -> "PipelineConfig":
-        """These settings for pipelines of `ranks` ranks. Raises `ConfigError` as `check_on` does."""
+        """Return these settings for pipelines of `ranks` ranks.
+
+        Raises:
+            ConfigError: See `check_on`.
+        """
         self.check_on(ranks)
         return PipelineConfig(ranks=ranks, **{name: getattr(self, name) for name in StagesConfig.model_fields})
 
     def check_on(self, ranks: int) -> None:
-        """Raise `ConfigError` where the schedule cannot have `ranks` ranks, or `cuts` are not one fewer than their
-        stages."""
+        """Validate the settings for pipelines of `ranks` ranks.
+
+        Raises:
+            ConfigError: If the schedule does not support `ranks` ranks, or if the number of `cuts` does not match the
+                number of stages.
+        """
         make_table(self.schedule, ranks, self.micro_batches, self.per_rank)
         stages = ranks * self.per_rank
         if self.cuts and len(self.cuts) != stages - 1:
@@ -60,13 +69,13 @@ class StagesConfig(Config):
 
 
 class PipelineConfig(StagesConfig):
-    """The stages, and on how many ranks they are."""
+    """The split into stages, the schedule, and the number of ranks in a pipeline."""
 
     ranks: int = Field(2, ge=1, description="of one pipeline; the world is a whole number of them")
 
     @property
     def stages(self) -> int:
-        """How many stages the whole model has."""
+        """The number of stages of the full model."""
         return self.ranks * self.per_rank
 
     @model_validator(mode="after")
@@ -75,13 +84,23 @@ class PipelineConfig(StagesConfig):
         return self
 
     def table(self) -> Table:
-        """What each rank does, in order. Raises `ConfigError` for numbers that the schedule cannot have."""
+        """Return the actions of each rank, in order.
+
+        Raises:
+            ConfigError: If the schedule does not support these numbers.
+        """
         return make_table(self.schedule, self.ranks, self.micro_batches, self.per_rank)
 
 
 def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int, backend: str = "gloo") -> list[Stage]:
-    """The stages, or `ConfigError` for what cannot be: a model with fewer modules than stages, a name that is none of
-    them, a world that is no whole number of pipelines. Needs no ranks, so it can be asked before any are started."""
+    """Split the model into stages, and validate the config.
+
+    No ranks are needed, so this function can be called before a launch.
+
+    Raises:
+        ConfigError: If the model has fewer modules than stages, if a name is not a module, if the world size is not a
+            multiple of the ranks in a pipeline, or if the backend is NCCL.
+    """
     if world_size % config.ranks:
         raise ConfigError(
             f"a world of {world_size} ranks is no whole number of pipelines of {config.ranks}: start "
@@ -96,7 +115,11 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int, ba
 
 
 def require_even_micro_batches(config: PipelineConfig) -> int:
-    """How many micro-batches each rank reads. Raises `ConfigError` where they cannot be shared out."""
+    """Return the number of micro-batches that each rank reads per step.
+
+    Raises:
+        ConfigError: If the number of micro-batches is not a multiple of the number of ranks in a pipeline.
+    """
     if config.micro_batches % config.ranks:
         raise ConfigError(
             f"'pipeline.micro_batches' {config.micro_batches} should be a multiple of the {config.ranks} ranks of a "
@@ -106,12 +129,11 @@ def require_even_micro_batches(config: PipelineConfig) -> int:
 
 
 class Pipeline:
-    """This rank's stages of a model, and the gradient of a step for them. Collective.
+    """This rank's stages of a model, which compute the gradient of a step. Collective.
 
-    All ranks give the same model, which starts with rank 0's weights; once it is built, a rank needs its own stages
-    only (`del model` frees the others). A parameter in stages of several ranks (tied embeddings) is kept by each of
-    them, and gets the sum of their gradients, so the copies stay equal. `seed` makes dropout depend on (seed, step,
-    stage, micro-batch), and on nothing else. Raises `ConfigError` as `check_pipeline` does.
+    The model starts with rank 0's weights. After construction, a rank needs its own stages only; `del model` frees the
+    others. If a parameter belongs to stages of several ranks (tied embeddings), each of these ranks keeps a copy. Each
+    copy gets the sum of the gradients, so the copies stay equal.
     """
 
     def __init__(
@@ -124,13 +146,26 @@ class Pipeline:
         precision: Precision | None = None,
         seed: int | None = None,
     ) -> None:
+        """Split the model into stages and broadcast rank 0's weights. Collective.
+
+        Args:
+            model: The full model, the same on all ranks.
+            world: The ranks.
+            loss: The loss function.
+            config: The pipeline settings.
+            precision: The mixed-precision settings.
+            seed: If given, dropout depends only on the seed, the step, the stage, and the micro-batch.
+
+        Raises:
+            ConfigError: See `check_pipeline`.
+        """
         require_group(world)
         stages = check_pipeline(model, config, world.size, world.backend)
         sync_initial_state(model, world)
         self.world, self.config = world, config
         mesh = Mesh(world.size // config.ranks, config.ranks)
         self.mesh = mesh.rows  # [pipelines, ranks of each]
-        self.number, self.place = mesh.row_and_column(world.rank)  # of this pipeline, and of this rank in it
+        self.number, self.place = mesh.row_and_column(world.rank)  # the index of this pipeline, and of this rank in it
         self.stages = {s: stage for s, stage in enumerate(stages) if s % config.ranks == self.place}
         for stage in self.stages.values():
             stage.to(world.device)
@@ -151,18 +186,27 @@ class Pipeline:
         self._metrics: list[str] = []
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of this rank's stages, each once."""
+        """Return the parameters of this rank's stages, without duplicates."""
         return list(self.named.values())
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Fill `.grad` of this rank's parameters with the gradient of the mean loss over the micro-batches of all
-        pipelines, times the scale of the precision. Returns the totals of all, on every rank.
+        """Compute the gradient of the mean loss over the micro-batches of all pipelines. Collective.
 
-        Raises `ValueError`, on all ranks, where the loss counts nothing.
+        The gradient, times the loss scale of the precision, is stored in `.grad` of this rank's parameters.
+
+        Args:
+            batches: The micro-batches, the same on all ranks of a pipeline.
+            stop_flags: A number to sum over all ranks.
+
+        Returns:
+            The totals over all ranks, on every rank.
+
+        Raises:
+            ValueError: On all ranks, if the loss has counted nothing, so that there is no mean.
         """
         parts = self.runner.run(batches)
         with phase("finish"):
-            for name, group in self.shared.items():  # the sum of what each use of a tied parameter gives
+            for name, group in self.shared.items():  # sum the gradients of each use of a tied parameter
                 _add_up([self.named[name]], group)
             if len(self.mesh) > 1:
                 _add_up([p for p in self.named.values() if p.requires_grad], self.across)
@@ -175,7 +219,7 @@ class Pipeline:
         return totals
 
     def _totals(self, parts: list[dict[str, Any]], stop_flags: float) -> Totals:
-        """Sums and counts, which the last stages know, for all ranks."""
+        """Sum the sums and counts of the last stages over all ranks. Collective."""
         if not self._metrics:
             self._metrics = next(filter(None, all_gather(self.world, list(parts[0]) if parts else [])))
         values = torch.zeros(2 * len(self._metrics) + 1, dtype=torch.float64)
@@ -189,7 +233,7 @@ class Pipeline:
         return Totals(sums, counts, stop_flags)
 
     def _owners(self, model: nn.Module, stages: Sequence[Stage]) -> dict[str, int]:
-        """The first place in a pipeline that has each parameter and each buffer, by its name."""
+        """Return the first position in a pipeline that has each parameter and buffer, by name."""
         names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         owners: dict[str, int] = {}
         for number, stage in enumerate(stages):
@@ -198,7 +242,7 @@ class Pipeline:
         return owners
 
     def _groups_of_shared(self, stages: Sequence[Stage], names: dict[int, str]) -> dict[str, Any]:
-        """For each parameter of this rank that others of its pipeline have too: the group of those that do."""
+        """Return the process group of each tied parameter that this rank shares within its pipeline. Collective."""
         places: dict[str, set[int]] = {}
         for number, stage in enumerate(stages):
             for parameter in stage.parameters():
@@ -213,7 +257,10 @@ class Pipeline:
 
 
 def _add_up(parameters: Sequence[nn.Parameter], group: Any) -> None:
-    """Let each `.grad` be the sum over the ranks of the group; one that none of them has used has none."""
+    """Replace each `.grad` by the sum over the ranks of the group. Collective.
+
+    A parameter that no rank has used keeps `.grad` None.
+    """
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
     dist.all_reduce(flags, group=group)
     used = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]

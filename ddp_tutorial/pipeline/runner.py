@@ -1,18 +1,18 @@
-"""One optimiser step of a pipeline: a rank does what its row of a schedule's table says, over send and receive.
+"""Run one optimizer step of a pipeline: each rank executes its row of the schedule with send and receive.
 
-What is sent: after a forward the activation, to the rank of the next stage; after a backward the gradient of what was
-received, to the rank of the stage before. A send waits for nobody (`isend`; the tensor is kept until it has left), so a
-table that `schedules.check` accepts does not get stuck. While one action is computed, the message for the next one may
-come in. Each message has a tag of its own, made from stage and micro-batch: in whatever order a table does things,
-nothing is taken for something else.
+After a forward pass, a rank sends the activation to the rank of the next stage. After a backward pass, it sends the
+gradient of its input to the rank of the previous stage. Sends do not block (`isend`; the tensor is kept until the send
+has completed), so a schedule that `schedules.check` accepts cannot deadlock. While a rank computes one action, it can
+receive the message for the next one. Each message has a unique tag, made from the stage and the micro-batch, so
+messages cannot be confused whatever the order of the actions.
 
-The shape of a message depends on the micro-batch alone, which all ranks of a pipeline have. So it is said once for each
-shape of micro-batch, ahead of the message, and known from the next step on.
+The shape of a message depends only on the micro-batch, which all ranks of a pipeline have. Therefore, a header with the
+shape is sent once for each shape of micro-batch, before the message. From the next step on, the shape is known.
 
-What `loss(model, batch)` means here. The loss calls the model once, with what it has taken from the batch, and makes a
-sum and a count of what comes out. On the first stage we call the loss only to see with what it calls the model, and go
-no further. On the last stage we call it with a stand-in for the model, whose answer is the last stage's output. Ranks
-between do not call it.
+A loss function is called as `loss(model, batch)`. It must call the model once, with inputs from the batch, and return a
+sum and a count. On the first stage, the loss is called only to capture the inputs of the model, and is aborted there.
+On the last stage, it is called with a stand-in for the model that returns the output of the last stage. Other stages do
+not call the loss.
 """
 
 import time
@@ -42,8 +42,8 @@ _DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-_HEADER = 10  # numbers: the dtype, how many dimensions, and their sizes
-_ACTIVATION, _GRADIENT, _SHAPE = range(3)  # what a message is: a part of its tag
+_HEADER = 10  # integers: the dtype, the number of dimensions, and their sizes
+_ACTIVATION, _GRADIENT, _SHAPE = range(3)  # the kind of a message, which is part of its tag
 _WHAT = {FORWARD: _ACTIVATION, BACKWARD: _GRADIENT}
 
 Like = tuple[torch.Size, torch.dtype]
@@ -52,24 +52,19 @@ Parts = dict[str, tuple[Number, Number]]
 
 @dataclass
 class _Step:
-    """What a rank has of a step that is under way."""
+    """The state of a step in progress on one rank."""
 
-    keys: list[str]  # what the shapes of a micro-batch depend on
-    parts: list[Parts] = field(default_factory=list)  # of the last stage, a micro-batch each
+    keys: list[str]  # identify the shapes of each micro-batch
+    parts: list[Parts] = field(default_factory=list)  # one per micro-batch, on the last stage
     live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict)  # (in, out)
-    here: dict[Action, torch.Tensor] = field(default_factory=dict)  # made for another stage of this rank
+    here: dict[Action, torch.Tensor] = field(default_factory=dict)  # outputs for a different stage of this rank
     sending: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
     coming: dict[Action, tuple[dist.Work, torch.Tensor]] = field(default_factory=dict)
     learnt: dict[tuple[Action, str], Like] = field(default_factory=dict)
 
 
 class StageRunner:
-    """Executes one rank's row of `table`. `stages` are those of this rank, by number; `peers` the ranks of the pipeline
-    in the process group, in order, of which this one has place `place`.
-
-    With `seed`, dropout is drawn for (seed, step, stage, micro-batch): the same for every schedule and number of ranks,
-    as long as the model is cut alike. Without, from the rank's own random numbers.
-    """
+    """Executes one rank's row of a schedule."""
 
     def __init__(
         self,
@@ -82,21 +77,42 @@ class StageRunner:
         precision: Precision | None = None,
         seed: int | None = None,
     ) -> None:
+        """Store the arguments.
+
+        Args:
+            table: The schedule.
+            stages: This rank's stages, by number.
+            loss: The loss function.
+            peers: The ranks of the pipeline, in order.
+            place: The position of this rank in `peers`.
+            precision: The mixed-precision settings.
+            seed: The seed of dropout. With a seed, dropout depends only on the seed, the step, the stage, and the
+                micro-batch. It is then the same for every schedule and every number of ranks with the same split into
+                stages. Without a seed, dropout uses the rank's own random number generators.
+        """
         self.table, self.stages, self.loss, self.peers, self.place = table, stages, loss, peers, place
         self.precision, self.seed = precision or Precision(), seed
         self.device = self.precision.world.device
-        self.count = 1 + max(action.stage for actions in table for action in actions)  # stages of the whole model
-        self.number = 0  # of steps
-        self.ran: list[Timed] = []  # what this rank did in the last step, by the machine's monotonic clock
-        self.peak = 0  # most micro-batches whose activations it kept at a time, in the last step
+        self.count = 1 + max(action.stage for actions in table for action in actions)  # stages of the full model
+        self.number = 0  # completed steps
+        self.ran: list[Timed] = []  # the actions of the last step, with times of the monotonic clock
+        self.peak = 0  # the peak number of micro-batches with stored activations in the last step
         self._known: dict[tuple[Action, str], Like] = {}
 
     def run(self, batches: Sequence[Any]) -> list[Parts]:
-        """Add the gradient of the sum of the loss over all micro-batches to `.grad` of this rank's parameters, times
-        `precision.loss_scale`. Returns the sums and counts of each micro-batch on the last stage, else nothing.
+        """Add the gradient of the loss, summed over all micro-batches, to `.grad`. Collective over the pipeline.
 
-        Collective over the ranks of the pipeline, which all have the same `batches`. Raises `LossError` for a loss that
-        does not call its model exactly once, and `ValueError` for another number of micro-batches than the table has.
+        The gradient is multiplied by `precision.loss_scale`.
+
+        Args:
+            batches: The micro-batches, the same on all ranks of the pipeline.
+
+        Returns:
+            The sums and counts of each micro-batch on the last stage, and an empty list on the other stages.
+
+        Raises:
+            LossError: If the loss does not call its model exactly once.
+            ValueError: If the number of micro-batches differs from the schedule.
         """
         expected = 1 + max(action.micro_batch for action in self.table[self.place])
         if len(batches) != expected:
@@ -128,7 +144,7 @@ class StageRunner:
     # ----------------------------------------------------------------------------------------------- computing
 
     def _forward(self, step: _Step, action: Action, x: torch.Tensor | None, batch: Any) -> torch.Tensor | None:
-        """Compute a forward; returns what the next stage needs, or None on the last stage."""
+        """Run a forward pass, and return the output for the next stage, or None on the last stage."""
         stage, is_last = self.stages[action.stage], action.stage == self.count - 1
         if x is not None and x.is_floating_point():
             x.requires_grad_()
@@ -149,8 +165,10 @@ class StageRunner:
         return None if is_last else out.detach()
 
     def _backward(self, step: _Step, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute a backward; returns what the stage before needs: the gradient of what it has sent, or None where that
-        can have none."""
+        """Run a backward pass, and return the gradient for the previous stage.
+
+        Returns None on the first stage, and if the input cannot have a gradient.
+        """
         x, out = step.live.pop((action.stage, action.micro_batch))
         if out.requires_grad:
             out.backward(gradient)
@@ -179,14 +197,14 @@ class StageRunner:
         step.sending.append((work, tensor))
 
     def _expect(self, step: _Step, action: Action) -> None:
-        """Let the message that `action` needs come in from now on, if its shape is known."""
+        """Start to receive the message that `action` needs, if its shape is known."""
         need = self._awaited(step, action)
         if need is None or need in step.coming:
             return
         if need.kind == BACKWARD:
             out = step.live.get((action.stage, action.micro_batch))
             if out is None:
-                return  # its forward is what comes next; then the shape is known
+                return  # the shape is unknown until its forward pass, which comes first
             like = out[1].shape, out[1].dtype
         elif (_from(need), step.keys[need.micro_batch]) in self._known:
             like = self._known[_from(need), step.keys[need.micro_batch]]
@@ -195,7 +213,7 @@ class StageRunner:
         self._irecv(step, need, like)
 
     def _receive(self, step: _Step, action: Action) -> torch.Tensor | None:
-        """What `action` takes, from another rank or another stage of this one; None where it takes nothing."""
+        """Return the input of `action`, from a different rank or a different stage of this rank, or None."""
         need = dependencies(action, self.count)
         if need is None or need.stage == action.stage:
             return None
@@ -204,7 +222,7 @@ class StageRunner:
         if self._awaited(step, action) is None:
             return None
         self._expect(step, action)
-        if need not in step.coming:  # a shape that is new
+        if need not in step.coming:  # a new shape
             peer = self.peers[need.stage % len(self.peers)]
             header = torch.empty(_HEADER, dtype=torch.int64)
             dist.recv(header, peer, tag=self._tag(need, _SHAPE))
@@ -216,14 +234,14 @@ class StageRunner:
         return tensor
 
     def _awaited(self, step: _Step, action: Action) -> Action | None:
-        """The action of another rank whose message this one needs."""
+        """Return the action of a different rank whose message `action` needs, or None."""
         need = dependencies(action, self.count)
         if need is None or need.stage % len(self.peers) == self.place:
             return None
         if need.kind == BACKWARD:
             live = step.live.get((action.stage, action.micro_batch))
             if live is not None and not live[1].is_floating_point():
-                return None  # whole numbers have no gradient, and none is sent
+                return None  # integers have no gradient, so none is sent
         return need
 
     def _irecv(self, step: _Step, need: Action, like: Like) -> None:
@@ -238,12 +256,15 @@ class StageRunner:
 
 
 def _from(action: Action) -> Action:
-    """The action with micro-batch 0, as a key: micro-batches of one shape have activations of one shape."""
+    """Return the action with micro-batch 0, as a key for the shape of its message.
+
+    Micro-batches of the same shape have activations of the same shape.
+    """
     return action._replace(micro_batch=0)
 
 
 def _key(batch: Any) -> str:
-    """What the shapes of activations may depend on: the shapes of the batch, and what in it is no tensor."""
+    """Return a key for everything that the shapes of activations may depend on: tensor shapes and non-tensor values."""
     leaves = tree_leaves(batch)
     return repr([tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
@@ -267,17 +288,23 @@ def _check_output(out: Any, stage: int) -> None:
 
 
 class _CapturedCall(BaseException):
-    """Raised by the stand-in for a model, to leave the loss with what it has called its model with. It is no
-    `Exception`, which a loss might catch."""
+    """Raised by the stand-in for a model, to abort the loss and return the arguments of the model.
+
+    This is not an `Exception`, because a loss might catch that.
+    """
 
     def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Store the arguments of the model."""
         super().__init__()
         self.inputs, self.named = inputs, named
 
 
 def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the named arguments with which the loss calls its model. Raises `LossError` where it does
-    not."""
+    """Return the positional and keyword arguments with which the loss calls its model.
+
+    Raises:
+        LossError: If the loss does not call its model.
+    """
 
     def model(*inputs: Any, **named: Any) -> None:
         raise _CapturedCall(inputs, named)
@@ -290,24 +317,35 @@ def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _LastStageOutput:
-    """Stands for the whole model on the last stage: whatever it is called with, it answers with that stage's output for
-    `x`, which has come from the stage before. Where there is only one stage, that is the model."""
+    """A stand-in for the model on the last stage, which returns the output of that stage for any arguments.
+
+    The input is `x`, from the previous stage. If there is only one stage, the stage is the model itself.
+    """
 
     def __init__(self, stage: nn.Module, x: torch.Tensor | None) -> None:
+        """Store the stage and its input."""
         self.stage, self.x, self.calls = stage, x, 0
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Return the output of the stage."""
         self.calls += 1
         return self.stage(*inputs, **named) if self.x is None else self.stage(self.x)
 
     def check(self) -> None:
+        """Raise an error unless the loss has called the model exactly once.
+
+        Raises:
+            LossError: If the number of calls is not 1.
+        """
         if self.calls != 1:
             raise LossError(f"the loss calls its model {self.calls} times; in a pipeline, it calls it once")
 
 
 def _drawing(seed: int | None, step: int, action: Action, device: torch.device) -> Any:
-    """What a forward runs in: random numbers seeded by (seed, step, stage, micro-batch), or the rank's own without
-    seed."""
+    """Return a context manager for a forward pass that seeds the generators by step, stage, and micro-batch.
+
+    Without a seed, the context manager does nothing.
+    """
     if seed is None:
         return nullcontext()
     return seeded_rng(seed, step, action.stage, action.micro_batch, device=device)

@@ -1,12 +1,14 @@
-"""Schedules of a pipeline as data: for each rank the list of what it does, in order; drawn and checked before it runs.
+"""Define pipeline schedules as data: the actions of each rank, in order.
+
+A schedule can be plotted and validated before it runs.
 
     table = one_f_one_b(stages=4, micro_batches=8)
-    check(table, 4, 8)                              # complete, in order, ends
-    plan = simulate(table, forward=1, backward=2)   # when each action runs, by which the bubble and the peak are known
+    check(table, 4, 8)                              # complete, in a valid order, no deadlock
+    plan = simulate(table, forward=1, backward=2)   # the time of each action
     plan.makespan, plan.bubble, peaks(table)
 
-Stage s is on rank s % ranks. A rank needs the activation of the stage before for a forward, and the gradient of the
-stage after for a backward; how these travel is not part of a schedule.
+Stage s is on rank s % ranks. A forward pass needs the activation of the previous stage, and a backward pass the
+gradient of the next stage. A schedule does not specify how they are sent.
 
 GPipe: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019. 1F1B:
 Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (PipeDream-Flush), 2021. Interleaved: Narayanan et
@@ -27,28 +29,29 @@ Name = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class Action(NamedTuple):
-    """The forward or the backward of one micro-batch on one stage."""
+    """The forward or backward pass of one micro-batch on one stage."""
 
     kind: Kind
     stage: int
     micro_batch: int
 
     def __str__(self) -> str:
+        """Return a description such as "F0 of stage 1"."""
         return f"{self.kind}{self.micro_batch} of stage {self.stage}"
 
 
-Table = Sequence[Sequence[Action]]  # for each rank what it does, in order
+Table = Sequence[Sequence[Action]]  # the actions of each rank, in order
 
 
 class ScheduleError(ValueError):
-    """A table that is no schedule: something is missing, done twice, in the wrong order, or waits for ever."""
+    """Raised for an invalid schedule: an action is missing, duplicated, or out of order, or ranks deadlock."""
 
 
-# ------------------------------------------------------------------------------------------------- three of them
+# ----------------------------------------------------------------------------------------------- schedules
 
 
 def gpipe(stages: int, micro_batches: int) -> Table:
-    """All forwards, then all backwards. Every rank keeps the activations of all micro-batches."""
+    """Run all forward passes, and then all backward passes. Every rank stores the activations of all micro-batches."""
     numbers = range(micro_batches)
     return [
         [Action(FORWARD, stage, m) for m in numbers] + [Action(BACKWARD, stage, m) for m in numbers]
@@ -57,9 +60,10 @@ def gpipe(stages: int, micro_batches: int) -> Table:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Table:
-    """As many forwards as there are stages behind, then in turn one forward and one backward, then what is left.
+    """Alternate one forward pass and one backward pass after a warm-up.
 
-    A rank keeps no more micro-batches than there are stages from its own on, however many a step has.
+    The warm-up has one forward pass per later stage. A rank stores the activations of at most as many micro-batches as
+    there are stages from its own to the last one, regardless of the number of micro-batches.
     """
     return [
         _in_turns(
@@ -72,12 +76,13 @@ def one_f_one_b(stages: int, micro_batches: int) -> Table:
 
 
 def interleaved(ranks: int, micro_batches: int, per_rank: int = 2) -> Table:
-    """1F1B with `per_rank` stages on each rank, which are `ranks` apart: a shorter bubble for more messages.
+    """Run 1F1B with `per_rank` stages on each rank, which makes the bubble smaller and the messages more numerous.
 
-    Micro-batches go through in groups, of as many as there are ranks: a group through a rank's first stage, then the
-    same group through its next. Where `ranks` does not divide `micro_batches`, the first groups are one larger.
+    The stages of a rank are `ranks` apart. The micro-batches are processed in groups of `ranks`: a group passes through
+    the first stage of a rank, and then through its next stage. If `micro_batches` is not a multiple of `ranks`, the
+    groups are larger, and their sizes differ by at most 1.
     """
-    count = max(1, micro_batches // ranks)  # of groups
+    count = max(1, micro_batches // ranks)  # the number of groups
     ends = list(accumulate(micro_batches // count + (g < micro_batches % count) for g in range(count)))
     groups = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
     table = []
@@ -85,14 +90,14 @@ def interleaved(ranks: int, micro_batches: int, per_rank: int = 2) -> Table:
         own = range(rank, ranks * per_rank, ranks)
         forwards = [Action(FORWARD, stage, m) for group in groups for stage in own for m in group]
         backwards = [Action(BACKWARD, stage, m) for group in groups for stage in reversed(own) for m in group]
-        # The first group has to come through all stages of this rank but the last, and then reach the last rank.
+        # The first group passes through all stages of this rank except the last, and then reaches the last rank.
         warm_up = (per_rank - 1) * len(groups[0]) + (2 if per_rank > 1 else 1) * (ranks - 1 - rank)
         table.append(_in_turns(forwards, backwards, warm_up))
     return table
 
 
 def _in_turns(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, or all if there are fewer; then a forward and a backward in turn; then what is left."""
+    """Return `warm_up` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     first = min(warm_up, len(forwards))
     turns = zip(forwards[first:], backwards, strict=False)
     middle = [action for pair in turns for action in pair]
@@ -100,7 +105,11 @@ def _in_turns(forwards: list[Action], backwards: list[Action], warm_up: int) -> 
 
 
 def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) -> Table:
-    """The schedule that a config names. Raises `ConfigError` for numbers that it cannot have."""
+    """Return the schedule with this name.
+
+    Raises:
+        ConfigError: If the schedule does not support these numbers.
+    """
     if min(ranks, micro_batches, per_rank) < 1:
         raise ConfigError(
             f"a pipeline has 1 rank, 1 micro-batch and 1 stage a rank or more; found {ranks} ranks, {micro_batches} "
@@ -120,12 +129,15 @@ def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) ->
     return one_f_one_b(ranks, micro_batches) if name == "1f1b" else interleaved(ranks, micro_batches, per_rank)
 
 
-# ------------------------------------------------------------------------------------------ what must be true of one
+# ----------------------------------------------------------------------------------------------- validation
 
 
 def dependencies(action: Action, stages: int) -> Action | None:
-    """What has to be done before, on another stage or, for the last stage's backward, on the same; None for the first
-    stage's forward."""
+    """Return the action that must be completed before `action`, or None for a forward pass on the first stage.
+
+    The backward pass of the last stage depends on its own forward pass. All other dependencies are on a different
+    stage.
+    """
     kind, stage, m = action
     if kind == FORWARD:
         return Action(FORWARD, stage - 1, m) if stage else None
@@ -133,8 +145,14 @@ def dependencies(action: Action, stages: int) -> Action | None:
 
 
 def check(table: Table, stages: int, micro_batches: int) -> None:
-    """Raise `ScheduleError`, with what is wrong, unless every micro-batch goes once forward and once backward through
-    every stage, each backward after its own forward, and no rank waits for ever."""
+    """Raise an error if the schedule is invalid.
+
+    In a valid schedule, every micro-batch has one forward pass and one later backward pass on every stage, and no rank
+    waits forever.
+
+    Raises:
+        ScheduleError: If the schedule is invalid. The message contains the problem.
+    """
     for rank, actions in enumerate(table):
         expected = {
             Action(kind, stage, m)
@@ -158,15 +176,15 @@ def check(table: Table, stages: int, micro_batches: int) -> None:
 
 
 def peaks(table: Table) -> list[int]:
-    """For each rank the most micro-batches whose activations it keeps at a time; one counts once on each stage."""
+    """Return the peak number of micro-batches whose activations each rank stores, counted once per stage."""
     return [max(accumulate((1 if a.kind == FORWARD else -1 for a in actions), initial=0)) for actions in table]
 
 
-# ------------------------------------------------------------------------------------------------------ when is what
+# ----------------------------------------------------------------------------------------------- simulation
 
 
 class Timed(NamedTuple):
-    """An action and its seconds, from the beginning of the step."""
+    """An action with its start and end, in seconds from the beginning of the step."""
 
     action: Action
     start: float
@@ -175,18 +193,18 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """When each action of a table runs: `ranks[r]` has rank r's, in order."""
+    """The times of the actions of a schedule: `ranks[r]` lists the actions of rank r, in order."""
 
     ranks: list[list[Timed]]
 
     @property
     def makespan(self) -> float:
-        """Seconds from the beginning of the first action to the end of the last."""
+        """The seconds from the start of the first action to the end of the last action."""
         return max(timed.end for rank in self.ranks for timed in rank)
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they are idle, 0 to 1."""
+        """The fraction of the total time of all ranks in which they are idle, from 0 to 1."""
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1 - busy / (len(self.ranks) * self.makespan)
 
@@ -197,11 +215,18 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     send: float = 0.0,
 ) -> Plan:
-    """When each action runs, where one takes `forward` or `backward` seconds (of each stage, or one number for all) and
-    a message to another rank arrives `send` seconds after it was made. Sending takes a rank no time; receiving is
-    waiting for what the next action needs.
+    """Compute the time of each action.
 
-    Raises `ScheduleError` where ranks wait for one another for ever.
+    Sending takes no time on the sending rank. The receiving rank waits until the input of its next action has arrived.
+
+    Args:
+        table: The schedule.
+        forward: The seconds of a forward pass, per stage or for all stages.
+        backward: The seconds of a backward pass, per stage or for all stages.
+        send: The seconds between the end of an action and the arrival of its message at a different rank.
+
+    Raises:
+        ScheduleError: If the ranks deadlock.
     """
     ranks = len(table)
     stages = 1 + max(action.stage for actions in table for action in actions)
@@ -214,7 +239,7 @@ def simulate(
             for action in actions[len(ran) :]:
                 need = dependencies(action, stages)
                 if need is not None and need not in done:
-                    break  # a rank does one thing after the other
+                    break  # a rank executes its actions in order
                 is_sent = need is not None and need.stage % ranks != action.stage % ranks
                 arrives = 0.0 if need is None else done[need] + (send if is_sent else 0.0)
                 start = max(arrives, ran[-1].end if ran else 0.0)
@@ -234,23 +259,24 @@ def _who_waits(plan: Sequence[Sequence[Timed]], table: Table, stages: int) -> st
     return "; ".join(f"rank {rank} for {dependencies(action, stages)}, before {action}" for rank, action in stuck)
 
 
-# -------------------------------------------------------------------------------------- when a send waits, too
+# ----------------------------------------------------------------------------------------------- blocking sends
 
-Message = tuple[Action, int]  # what made it, and the rank that it goes to
+Message = tuple[Action, int]  # the action that produced it, and the receiving rank
 Semantics = Literal["buffered", "batched", "blocking"]
 
 
 def deadlocks(table: Table, sends: Semantics) -> str:
-    """Where the table gets stuck, as a sentence, if messages are sent so; empty where it ends.
+    """Return a description of the deadlock of a schedule with these send semantics, or "" if there is none.
 
-    - "buffered": a send waits for nobody (gloo's `isend`, whose handle is kept). A table that passes `check` ends.
-    - "blocking": receive, compute, send; a send waits until its receiver receives (`dist.send` of large tensors).
-    - "batched": after an action, its send and the receive for the next one are posted together, and the rank waits for
+    - "buffered": A send does not block (gloo's `isend`, whose handle is kept). A table that passes `check` has no
+    deadlock. - "blocking": Receive, compute, send. A send blocks until its receiver receives (`dist.send` of large
+    tensors). - "batched": After an action, its send and the receive for the next action are posted together, and the
+    rank waits for
       both (`batch_isend_irecv`; Megatron's `send_forward_recv_backward`).
     """
     stages = 1 + max(action.stage for actions in table for action in actions)
     programs = [_exchanges(rank, table, stages, sends) for rank in range(len(table))]
-    at = [0] * len(table)  # the exchange in which each rank is
+    at = [0] * len(table)  # the current exchange of each rank
     is_buffered = sends == "buffered"
     sent: set[Message] = set()
     received: set[Message] = set()
@@ -274,11 +300,11 @@ def deadlocks(table: Table, sends: Semantics) -> str:
     )
 
 
-Exchange = tuple[tuple[Message, ...], tuple[Message, ...]]  # what is sent, and what is received, at a time
+Exchange = tuple[tuple[Message, ...], tuple[Message, ...]]  # the messages sent and received together
 
 
 def _exchanges(rank: int, table: Table, stages: int, sends: Semantics) -> list[Exchange]:
-    """What a rank sends and receives, in the order in which it waits."""
+    """Return the messages that a rank sends and receives, in the order in which it waits for them."""
     program: list[Exchange] = []
     sending: tuple[Message, ...] = ()
     for action in table[rank]:
@@ -293,7 +319,7 @@ def _exchanges(rank: int, table: Table, stages: int, sends: Semantics) -> list[E
 
 
 def _follower(action: Action, stages: int) -> int | None:
-    """The stage that needs what an action makes; None for the last forward and the first stage's backward."""
+    """Return the stage that needs the output of `action`, or None if no stage does."""
     if action.kind == FORWARD:
         return action.stage + 1 if action.stage + 1 < stages else None
     return action.stage - 1 if action.stage else None

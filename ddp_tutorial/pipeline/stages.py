@@ -1,10 +1,10 @@
-"""Cut a model into stages, by the names of the modules with which they begin.
+"""Split a model into stages, by the names of the modules at which the stages begin.
 
-    cut(model, ["blocks.2"])     # a GPT of four blocks: stage 0 ends with block 1, stage 1 begins with block 2
+    split_into_stages(model, ["blocks.2"])     # a GPT of four blocks: stage 1 begins with block 2
 
-What can be cut is a chain: modules of which each takes one tensor, which the one before gives. An `nn.Sequential` is
-one. Any other model says what its chain is, by a method `chain()` that returns its modules by name, as `training.gpt`
-has it. What skips over a cut (a U-Net's long connections) does not fit in.
+The model must be a chain: each module takes one tensor, the output of the previous module. An `nn.Sequential` is a
+chain. Any other model must define a method `chain()` that returns its modules by name, as `training.gpt` does. A model
+with connections that skip over a split, such as a U-Net, is not supported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,16 @@ from ddp_tutorial.config import ConfigError, did_you_mean
 
 
 class Stage(nn.Module):
-    """Some modules of a chain, one after another; the first takes whatever the model does."""
+    """Consecutive modules of a chain. The first stage takes the inputs of the model."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """Store the modules, by name, in the order of the chain."""
         super().__init__()
         self.names = list(modules)
         self.parts = nn.ModuleList(modules.values())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the modules in order."""
         first, *others = self.parts
         x = first(*inputs, **named)
         for part in others:
@@ -32,8 +34,11 @@ class Stage(nn.Module):
 
 
 def chain_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model, by name, of which each takes what the one before gives. Raises `ConfigError` for a model
-    that is no `nn.Sequential` and has no method `chain`."""
+    """Return the modules of a model, by name. Each takes the output of the previous one.
+
+    Raises:
+        ConfigError: If the model is not an `nn.Sequential` and has no method `chain`.
+    """
     if isinstance(model, nn.Sequential):
         return dict(model.named_children())
     chain = getattr(model, "chain", None)
@@ -47,10 +52,17 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
-    """The stages of `model`: one more than there are names, of the module with which each but the first begins.
+    """Split `model` into stages, which share its parameters.
 
-    The stages share the model's parameters. Raises `ConfigError` for a name that is no module of the chain, or is not
-    after the one before.
+    Args:
+        model: The model, a chain.
+        names: The first module of each stage except the first stage.
+
+    Returns:
+        One more stage than there are names.
+
+    Raises:
+        ConfigError: If a name is not a module of the chain, or if the names are not in the order of the chain.
     """
     chain = chain_of(model)
     known = list(chain)
@@ -72,8 +84,11 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
 
 
 def even_splits(model: nn.Module, stages: int) -> list[str]:
-    """Where to cut so that the stage with the most parameters has as few as possible. Raises `ConfigError` for more
-    stages than modules."""
+    """Return the names of the modules at which to split, to minimize the parameters of the largest stage.
+
+    Raises:
+        ConfigError: If there are more stages than modules.
+    """
     chain = chain_of(model)
     if stages > len(chain):
         raise ConfigError(
@@ -85,9 +100,10 @@ def even_splits(model: nn.Module, stages: int) -> list[str]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """Where each stage but the first begins, so that the dearest one costs as little as possible; none is empty.
+    """Return the first index of each stage except the first, to minimize the cost of the most expensive stage.
 
-    best[k][j] is the cost of the dearest stage when the first j modules are cut into k stages.
+    No stage is empty. In the table, best[k][j] is the cost of the most expensive stage if the first j modules are split
+    into k stages.
     """
     count = len(costs)
     sums = [sum(costs[:j]) for j in range(count + 1)]

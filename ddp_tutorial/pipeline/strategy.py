@@ -1,10 +1,11 @@
-"""A pipeline as a strategy, which the trainer steps like any other: `strategy: pipeline`.
+"""Pipeline parallelism as a strategy for the trainer: `strategy: pipeline`.
 
-Sources deal samples out to all ranks. The ranks of a pipeline need the same micro-batches, so each gives its own to the
-others of its pipeline: a step has `pipeline.micro_batches` of them, of which each rank has read an equal share.
+A source distributes samples to all ranks, but the ranks of a pipeline need the same micro-batches. Therefore, each rank
+sends its micro-batches to the other ranks of its pipeline. A step has `pipeline.micro_batches` micro-batches, and each
+rank reads an equal share of them.
 
-Weights, activations, gradients and the optimizer's state are those of a rank's own stages. Where the model is judged or
-written as a whole, a rank gets what it lacks for as long as it needs it; see `weights`.
+Each rank has the weights, activations, gradients, and optimizer state of its own stages only. If the full model is
+evaluated or exported, a rank temporarily gathers the missing weights; see `weights`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +30,12 @@ from ddp_tutorial.zero.state import Groups, OptimizerState
 
 
 class PipelineStrategy:
-    """Every rank steps its own stages. Dropout depends on `seed`, the step, the stage and the micro-batch."""
+    """A strategy in which every rank updates its own stages.
 
-    link: Link | None = None  # what travels goes by torch's own send and receive
+    Dropout depends only on `seed`, the step, the stage, and the micro-batch.
+    """
+
+    link: Link | None = None  # tensors are sent by torch's own send and receive
 
     def __init__(
         self,
@@ -42,6 +46,16 @@ class PipelineStrategy:
         seed: int = 0,
         precision: Precision | None = None,
     ) -> None:
+        """Split the model into stages. Collective.
+
+        Args:
+            model: The full model, the same on all ranks.
+            world: The ranks.
+            loss: The loss function.
+            config: The pipeline settings.
+            seed: The seed of dropout.
+            precision: The mixed-precision settings.
+        """
         self.micro_batches_per_rank = require_even_micro_batches(config)
         self.module, self.world, self.config = model, world, config
         self.pipeline = Pipeline(model, world, loss, config, precision=precision, seed=seed)
@@ -49,7 +63,7 @@ class PipelineStrategy:
         self.weights = StageWeights(model, self.pipeline, self.group)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Each group of parameters keeps those of this rank's stages. From here on, this rank has no others."""
+        """Restrict the optimizer to the parameters of this rank's stages, and free all other parameters."""
         own = {id(parameter) for parameter in self.pipeline.parameters()}
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
@@ -57,6 +71,7 @@ class PipelineStrategy:
         return optimizer
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
+        """Compute the gradient of this rank's stages, and return the loss totals of all ranks. Collective."""
         with phase("gather"):
             of_ranks: list[Any] = [batches]
             if self.group is not None and self.config.ranks > 1:
@@ -66,25 +81,30 @@ class PipelineStrategy:
             return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], stop_flags)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm of the whole model's gradient: the squares of all ranks' elements add up, those of a tied parameter
-        on one of its ranks only. Collective."""
+        """Return the norm of the full model's gradient. Collective.
+
+        The squares of all gradient elements are summed over the ranks. A tied parameter counts on one rank only.
+        """
         once = [p.grad for name, p in self.pipeline.named.items() if p.grad is not None and self._is_first(name)]
         return total_norm_over(once, self.group, self.config.ranks, self.world.device)
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Give every rank the buffers of its stages as they are in the first pipeline."""
+        """Copy the buffers of the first pipeline to the other pipelines. Collective."""
         if len(self.pipeline.mesh) > 1:
             for buffer in [buffer for stage in self.pipeline.stages.values() for buffer in stage.buffers()]:
                 dist.broadcast(buffer, src=self.pipeline.mesh[0][self.pipeline.place], group=self.pipeline.across)
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
+        """Return a context manager that does nothing."""
         return nullcontext()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
+        """Return a context manager in which this rank has all weights. Collective."""
         return self.weights.full_parameters()
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """Return the model and the optimizer state as sharded components, and the optimizer's parameter groups."""
         written = {name for name in self.weights.own if self._is_first(name)} if self.pipeline.number == 0 else set()
         state, model = _StagesState(optimizer, self.pipeline.named, written), StageWeightsState(self.weights, written)
         checkpoint_components: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
@@ -94,22 +114,27 @@ class PipelineStrategy:
         return self.pipeline.owners[name] == self.pipeline.place
 
     def state_dict(self) -> Mapping[str, float]:
-        """How many steps have been taken, which dropout depends on."""
+        """Return the number of completed steps, on which dropout depends."""
         return {"step": self.pipeline.runner.number}
 
     def load_state_dict(self, state: Any) -> None:
+        """Restore the number of completed steps."""
         self.pipeline.runner.number = int(state["step"])
 
 
 class _StagesState(OptimizerState):
-    """The optimizer's state for this rank's stages. A rank writes what no rank before it has, and reads all of its
-    own."""
+    """The optimizer state of this rank's stages.
+
+    A rank writes the entries that no rank before it writes, and reads all of its own.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], written: set[str]) -> None:
+        """Store the names of the parameters whose state this rank writes."""
         super().__init__(optimizer, named)
         self.written = written
 
     def state_dict(self) -> State:
+        """Return the entries that this rank writes."""
         return {
             where: value for where, value in super().state_dict().items() if where.rpartition(".")[0] in self.written
         }

@@ -1,12 +1,12 @@
-"""Whose weights are where: each rank of a pipeline keeps those of its own stages, the others have no elements.
+"""Keep the weights of this rank's stages only, and gather the other weights on demand.
 
     weights = StageWeights(model, pipeline, group)
-    weights.release()                      # after an optimizer was made of the model
-    with weights.full_parameters() as model: ...   # all weights on every rank, to be read
-    model(batch)                         # on all ranks alike: unit by unit, whole while it computes
+    weights.release()                      # after the optimizer has been created
+    with weights.full_parameters() as model: ...   # all weights on every rank, read-only
+    model(batch)                         # on all ranks: each unit is gathered while it computes
 
-The model as such is still called where it is judged, on every rank with samples of its own. Then what a rank lacks is
-gathered as in ZeRO-3: a block at a time, and around the whole forward what is in no block. Training never does that.
+For evaluation, every rank calls the full model with its own samples. The missing weights are then gathered as in
+ZeRO-3: block by block, and for the whole forward pass if they belong to no block. Training never gathers weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,17 +23,26 @@ from ddp_tutorial.zero.units import units_of
 
 
 class StageWeights:
-    """The parameters and buffers of `model`, of which this rank keeps those of its stages in `pipeline`; `group` has
-    the ranks of this pipeline. All methods but `free` are collective over them."""
+    """The parameters and buffers of a model, of which this rank keeps those of its own stages.
+
+    All methods except `release` are collective over the ranks of the pipeline.
+    """
 
     def __init__(self, model: nn.Module, pipeline: Pipeline, group: Any) -> None:
+        """Register the hooks that gather weights around the forward pass of each unit.
+
+        Args:
+            model: The full model.
+            pipeline: The pipeline with this rank's stages.
+            group: The process group of this pipeline.
+        """
         self.model, self.pipeline, self.group = model, pipeline, group
         self.tensors: dict[str, torch.Tensor] = dict([*model.named_parameters(), *model.named_buffers()])
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         names = {id(tensor): name for name, tensor in self.tensors.items()}
         stages = pipeline.stages.values()
         self.own = {names[id(t)] for stage in stages for t in [*stage.parameters(), *stage.buffers()]}
-        self.is_training = False  # then stages are called, and each rank has what it needs
+        self.is_training = False  # during training, a rank calls only its own stages
         self._is_pinned = False
         self._is_free = False
         left = dict(names)
@@ -44,11 +53,11 @@ class StageWeights:
 
     @property
     def elements(self) -> int:
-        """How many of the model's parameters this rank has, right now."""
+        """The number of parameter elements that this rank currently stores."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def release(self) -> None:
-        """Give up what belongs to other ranks."""
+        """Free the weights of other ranks' stages."""
         self._is_free = True
         self._give_up(self.tensors)
 
@@ -59,8 +68,10 @@ class StageWeights:
 
     @torch.no_grad()
     def _gather(self, names: Iterable[str]) -> None:
-        """Broadcast each named tensor from the first rank of the pipeline that has it. Collective: all ranks ask for
-        the same."""
+        """Broadcast each named tensor from the first rank of the pipeline that has it. Collective.
+
+        All ranks of the pipeline must pass the same names.
+        """
         for name in names:
             tensor, shape = self.tensors[name], self.shapes[name]
             if name not in self.own:
@@ -74,13 +85,13 @@ class StageWeights:
             self._gather(names)
 
     def _after(self, names: list[str], *_: Any) -> None:
-        """After a module's forward: give up what other ranks have, unless a backward is to come, which will need it."""
+        """Free the weights of other ranks after a module's forward pass, unless a backward pass will need them."""
         if self._is_free and not (self.is_training or self._is_pinned or torch.is_grad_enabled()):
             self._give_up(names)
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """Inside, this rank has all weights and buffers."""
+        """Gather all weights and buffers for the duration of the block. Collective."""
         if self._is_free:
             self._gather(self.tensors)
         self._is_pinned = True
@@ -93,7 +104,7 @@ class StageWeights:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, nothing is gathered around a forward: a rank calls its own stages only, whose weights it has."""
+        """Disable gathering for the duration of the block, because a rank calls only its own stages."""
         if self._is_free:
             self._give_up(self.tensors)
         self.is_training = True
@@ -104,22 +115,31 @@ class StageWeights:
 
 
 class StageWeightsState:
-    """What a checkpoint keeps of a pipeline's weights: each tensor once, written by the first rank that has it, in the
-    first pipeline, and read by all ranks that have it."""
+    """The weights of a pipeline in a checkpoint.
+
+    Each tensor is written once, by the first rank that has it in the first pipeline. All ranks that have it read it.
+    """
 
     def __init__(self, weights: StageWeights, written: set[str]) -> None:
-        kept = weights.model.state_dict()  # no buffers that are not to be kept
+        """Select this rank's persistent tensors.
+
+        Args:
+            weights: The weights of this rank's stages.
+            written: The names of the tensors that this rank writes.
+        """
+        kept = weights.model.state_dict()  # without non-persistent buffers
         parameters = dict(weights.model.named_parameters())
         self.own = {name: t.detach() for name, t in weights.tensors.items() if name in weights.own}
         self.own = {name: t for name, t in self.own.items() if name in parameters or name in kept}
         self.written = written
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that this rank writes."""
         return {name: tensor for name, tensor in self.own.items() if name in self.written}
 
     def empty(self, stored: Any) -> dict[str, torch.Tensor]:
-        """The tensors that a checkpoint is read into: this rank's own, in place."""
+        """Return this rank's own tensors, into which a checkpoint is read in place."""
         return self.own
 
     def load_state_dict(self, state: Any) -> None:
-        """Does nothing: the tensors of `empty` have been read in place."""
+        """Do nothing: the tensors of `empty` have been read in place."""
