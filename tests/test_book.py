@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -258,6 +259,33 @@ def test_documented_python_imports_public_names() -> None:
         nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
         names = {alias.name for node in nodes if node.module == "ddp_tutorial" for alias in node.names}
         assert names <= set(ddp_tutorial.__all__), page
+
+
+FOREIGN = {  # messages of Python, the system and PyTorch
+    "Can't get attribute ... on <module '__main__'>",
+    "Address already in use",
+    "Connection refused",
+    "Expected to have finished reduction in the prior iteration",
+}
+
+
+def messages() -> Iterator[str]:
+    """Yield the strings of the package, with "..." in place of the values of f-strings."""
+    for path in Path(ddp_tutorial.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_in_troubleshooting_exist() -> None:
+    headings = re.findall(r"^### (.+)$", (BOOK / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    quoted = {message for heading in headings for message in re.findall(r"`([^`]+ [^`]+)`", heading)} - FOREIGN
+    known = "\n".join(messages())
+    gone = [each for each in quoted if not re.search(".*".join(map(re.escape, each.split("..."))), known)]
+    assert gone == []
+    assert len(quoted) > 12
 
 
 def test_documented_yaml_is_valid() -> None:
