@@ -1,8 +1,8 @@
-"""Many runs, and what they show together.
+"""Run notebooks as experiments and compare their results.
 
-`execute` runs a notebook with parameters, `notebooks` re-executes those of the project, `sweeps` runs one over a grid
-of parameters and `tables` compares the results. `arms` times several ways to take the same step in turn, `scaling`
-predicts the time of a step on more ranks.
+`execute` runs a notebook with parameters, `notebooks` re-executes the project's notebooks, `sweeps` runs a notebook
+over a grid of parameters, and `tables` compares the results. `arms` times several variants of the same training step,
+and `scaling` predicts the step time on more ranks.
 """
 
 import lazy_loader

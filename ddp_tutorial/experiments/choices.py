@@ -1,23 +1,24 @@
-"""Which strategy on 64 GPUs? Step time, memory and traffic of each, computed for one model, device and network.
+"""Compare strategies by their computed step time, memory and traffic for one model, device and network.
 
     work = Work(parameters=1e9, per_sample=0.02, activations=2e9, handed_on=8e6, units=24)
     network = Network(ranks=64, per_machine=8, inside=NETWORKS["NVLink class"], between=NETWORKS["10 Gbit/s Ethernet"])
     rows = compare(work, network, batch=512, memory=80e9)
     print(as_text(rows))
 
-All of it is arithmetic; what goes in may have been measured. Where it comes from:
+All results are computed; the inputs may be measured. The model rests on these assumptions:
 
-- A message of n bytes takes latency + n / bandwidth (Hockney, 1994). A ring over W ranks passes n bytes on in W - 1
-  messages of n / W: that is a reduce-scatter or an all-gather; an all-reduce is both (Patarasuk & Yuan, 2009).
-- Backward computes twice what forward does. Of a model in `units` parts the gradient of one travels while that of the
-  next is computed (Li et al., "PyTorch Distributed", 2020), and with ZeRO-3 the next part's weights while this one
-  computes (Zhao et al., "PyTorch FSDP", 2023). Computing and sending do not slow one another down.
-- What each stage of ZeRO divides by the number of ranks: Rajbhandari et al., 2020. A hybrid divides by the ranks of one
-  copy, and adds up over copies (HSDP: Zhao et al., 2023, section 3.2.2).
-- A pipeline takes as long as its schedule, with the time of each message (`pipeline.schedules`); with equal stages and
-  free messages it is idle for (S - 1) / (M + S - 1) of a step (Huang et al., "GPipe", 2019).
-- Local SGD averages weights once in H steps (Stich, 2019); DiLoCo the difference since then, with an outer optimizer's
-  momentum and the weights of the last round beside (Douillard et al., 2023).
+- A message of n bytes takes latency + n / bandwidth (Hockney, 1994). A ring reduce-scatter or all-gather of n bytes
+  over W ranks takes W - 1 messages of n / W bytes. An all-reduce consists of both (Patarasuk & Yuan, 2009).
+- The backward pass takes twice as long as the forward pass. A model consists of `units` equal parts. A unit's gradient
+  is reduced while the next unit's backward pass runs (Li et al., "PyTorch Distributed", 2020). With ZeRO-3, the next
+  unit's weights are gathered while the current unit computes (Zhao et al., "PyTorch FSDP", 2023). Computation and
+  communication do not slow each other down.
+- Each ZeRO stage divides part of the model state by the number of ranks (Rajbhandari et al., 2020). A hybrid divides it
+  by the ranks of one copy and reduces gradients across copies (HSDP: Zhao et al., 2023, section 3.2.2).
+- A pipeline takes as long as its simulated schedule, including messages (`pipeline.schedules`). With equal stages and
+  free messages, it is idle for (S - 1) / (M + S - 1) of a step (Huang et al., "GPipe", 2019).
+- Local SGD averages the weights every H steps (Stich, 2019). DiLoCo averages the change in the weights since the last
+  round. It also stores an outer momentum and the weights of the last round (Douillard et al., 2023).
 """
 
 import math
@@ -37,12 +38,17 @@ Kind = Literal["ddp", "zero1", "zero2", "zero3", "pipeline", "local", "diloco"]
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, and how fast one rank computes it.
+    """The cost of the model and its training computation on one rank.
 
-    `fixed` seconds in a step, and `per_sample` for each sample, forward and backward. `activations` bytes that a sample
-    leaves for its backward, `handed_on` bytes that go from one part of the model to the next. `units` are its parts
-    (blocks), taken for equal. `optimizer` bytes for each parameter: 8 with AdamW, 4 with momentum. Of the sending that
-    can go on while something is computed, the part `overlap` does, 0 to 1.
+    Attributes:
+        parameters: The number of parameters.
+        per_sample: Seconds per sample for the forward and backward pass.
+        fixed: Seconds per step that do not depend on the number of samples.
+        activations: Bytes per sample that the forward pass stores for the backward pass.
+        handed_on: Bytes per sample that pass from one part of the model to the next.
+        units: The number of equal parts (blocks) in the model.
+        optimizer: Bytes of optimizer state per parameter: 8 with AdamW, 4 with momentum.
+        overlap: The fraction of the overlappable communication that does overlap with computation, from 0 to 1.
     """
 
     parameters: float
@@ -55,6 +61,7 @@ class Work:
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
+        """Validate the fields."""
         if self.parameters <= 0 or self.per_sample < 0 or self.units < 1:
             raise ValueError(f"parameters should be above 0, per_sample 0 or more, units 1 or more; found {self}")
         if not 0 <= self.overlap <= 1:
@@ -62,23 +69,31 @@ class Work:
 
     @staticmethod
     def of(step: StepModel, **others: Any) -> "Work":
-        """The work of a fitted model of a step: its parameters, its computing and its overlap; `others` as in the
-        class."""
+        """Return the work of a fitted step model: its parameters, computation and overlap.
+
+        Args:
+            step: The fitted model.
+            others: Further fields of `Work`; they take precedence over the fitted values.
+        """
         return Work(step.nbytes / FLOAT, step.per_sample, step.fixed, **{"overlap": step.overlap} | others)
 
     @property
     def nbytes(self) -> float:
-        """The bytes of its parameters in float32, and as many of their gradients."""
+        """The size in bytes of the float32 parameters, which is also the size of their gradients."""
         return FLOAT * self.parameters
 
 
 @dataclass(frozen=True)
 class Network:
-    """`ranks`, so many on each machine; `inside` links those of a machine, `between` is what a machine has to the
-    others: flows that leave it at a time share it. Without `inside`, that is used there, too.
+    """The ranks and the links between them.
 
-    `scatter` is the number of passes of a reduce-scatter: 1; but 2 with gloo, which all-reduces and keeps a part (torch
-    2.13).
+    Attributes:
+        ranks: The number of ranks.
+        between: The link between machines. Concurrent flows that leave a machine share its bandwidth.
+        per_machine: The number of ranks per machine.
+        inside: The link between ranks of the same machine. Defaults to `between`.
+        scatter: The number of ring passes in a reduce-scatter: 1 in general, but 2 with gloo. In torch 2.13, gloo
+            performs an all-reduce and keeps one shard.
     """
 
     ranks: int
@@ -88,11 +103,14 @@ class Network:
     scatter: int = 1
 
     def row(self, span: int) -> LinkModel:
-        """The slowest link of a ring of `span` ranks in a row."""
+        """Return the slowest link of a ring of `span` consecutive ranks."""
         return (self.inside or self.between) if span <= self.per_machine else self.between
 
     def column(self, mesh: Mesh) -> LinkModel:
-        """The slowest link of a ring over the rows of a mesh; as many rings as a row has ranks leave a machine."""
+        """Return the slowest link of a ring across the copies of a mesh.
+
+        The rings of all ranks of a copy share the link of their machine.
+        """
         if mesh.replicate * mesh.span <= self.per_machine:
             return self.inside or self.between
         flows = min(mesh.span, self.per_machine)
@@ -101,8 +119,16 @@ class Network:
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy with its numbers: `copies` of the model (as zero3, several make it a hybrid; of a pipeline, as many
-    pipelines), `micro_batches` of a step on each rank (of a pipeline: through it), and steps of a `round`."""
+    """A strategy and its settings.
+
+    Attributes:
+        kind: The strategy.
+        copies: The number of model copies. With zero3, more than one copy makes it a hybrid. With a pipeline, this is
+            the number of pipelines.
+        micro_batches: The number of micro-batches per step on each rank, or through each pipeline.
+        round: The number of steps between two synchronizations of local SGD or DiLoCo.
+        schedule: The pipeline schedule.
+    """
 
     kind: Kind
     copies: int = 1
@@ -111,6 +137,7 @@ class Choice:
     schedule: Name = "1f1b"
 
     def label(self, ranks: int) -> str:
+        """Return the strategy's name and settings as a table label."""
         mesh = f" {self.copies} x {ranks // self.copies}" if self.copies > 1 or self.kind == "pipeline" else ""
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         name = {"local": "local SGD", "diloco": "DiLoCo"}.get(self.kind, self.kind)
@@ -119,8 +146,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs the rank for which the others wait: its seconds, and of these the ones in which it computes;
-    the bytes that it keeps; the bytes that it sends, per step on average over a round."""
+    """The cost of a step on the bottleneck rank.
+
+    Attributes:
+        seconds: The step time.
+        computing: The part of the step time that the rank computes.
+        memory: Bytes that the rank stores.
+        sent: Bytes that the rank sends per step, averaged over a round.
+    """
 
     seconds: float
     computing: float
@@ -129,7 +162,11 @@ class Cost:
 
 
 def cost(choice: Choice, work: Work, network: Network, batch: int) -> Cost:
-    """A step of `batch` samples over all ranks. Raises `ValueError` where copies do not divide the ranks."""
+    """Return the cost of a step with a global batch of `batch` samples.
+
+    Raises:
+        ValueError: The number of ranks is not a multiple of `copies`, or a number is less than 1.
+    """
     if network.ranks % choice.copies or min(batch, choice.copies, choice.micro_batches, choice.round) < 1:
         raise ValueError(f"{choice} cannot be on {network.ranks} ranks with {batch} samples")
     mesh = Mesh(choice.copies, network.ranks // choice.copies)
@@ -148,19 +185,27 @@ def cost(choice: Choice, work: Work, network: Network, batch: int) -> Cost:
         return Cost(total + sending, total, memory + extra, sent)
     seconds = _sharded_seconds(choice, work, network, mesh, computing)
     if kept == "zero3" and mesh.span > 1:
-        memory += round(work.nbytes * min(1.0, 2 / work.units))  # whole for a while: a unit, and the next one
+        memory += round(work.nbytes * min(1.0, 2 / work.units))  # the current unit and the next one are gathered
     sent = bytes_sent(kept, round(work.parameters), mesh.span, choice.micro_batches, mesh.replicate)
     return Cost(seconds, total, memory, sent)
 
 
 def _sharded_seconds(choice: Choice, work: Work, network: Network, mesh: Mesh, computing: float) -> float:
-    """Seconds of a step with ddp or a stage of ZeRO: `computing`, and the sending that is not hidden behind it."""
+    """Return the step time of DDP or a ZeRO stage: computation plus the exposed communication.
+
+    Args:
+        choice: The strategy.
+        work: The model.
+        network: The ranks and links.
+        mesh: The arrangement of the ranks in copies.
+        computing: Seconds of computation per micro-batch.
+    """
     unit, parts = work.nbytes / work.units, choice.micro_batches
     inside = network.row(mesh.span)
     one_pass = _ring(inside, unit, mesh.span)  # of one unit over the ranks of a copy
     over_copies = 2 * _ring(network.column(mesh), unit / mesh.span, mesh.replicate)
     all_reduce = 2 * _ring(network.row(network.ranks), unit, network.ranks)
-    at_the_end = work.units * one_pass if choice.kind in {"zero1", "zero2"} else 0.0  # what has been stepped
+    at_the_end = work.units * one_pass if choice.kind in {"zero1", "zero2"} else 0.0  # updated weights
     if choice.kind in {"ddp", "zero1"}:
         last = _partly_overlapped(work, computing, 0.0, all_reduce)
         return (parts - 1) * computing + last + at_the_end
@@ -170,16 +215,23 @@ def _sharded_seconds(choice: Choice, work: Work, network: Network, mesh: Mesh, c
 
 
 def _partly_overlapped(work: Work, computing: float, gather: float, reduce: float) -> float:
+    """Return the seconds of one forward and backward pass in which `work.overlap` of the possible overlap occurs."""
     one_by_one = computing + work.units * (2 * gather + reduce)
     hidden = one_by_one - overlapped(work.units, computing, gather, reduce)
     return one_by_one - work.overlap * hidden
 
 
 def overlapped(units: int, computing: float, gather: float, reduce: float) -> float:
-    """Seconds of a forward and a backward that compute for `computing` seconds, of a model in so many equal units.
+    """Return the seconds of one forward and backward pass with the maximum overlap of computation and communication.
 
-    The link does one thing after another: a unit is gathered (`gather` seconds) before its forward and once more before
-    its backward, each while the one before computes, and reduced (`reduce` seconds) after its backward.
+    The link transfers one unit at a time. A unit is gathered before its forward pass and again before its backward
+    pass, each time while the previous unit computes. Its gradient is reduced after its backward pass.
+
+    Args:
+        units: The number of equal units in the model.
+        computing: Seconds of computation for the whole model.
+        gather: Seconds to gather one unit's weights.
+        reduce: Seconds to reduce one unit's gradients.
     """
     now = link = 0.0
     for part in (1 - BACKWARD, BACKWARD):
@@ -197,12 +249,15 @@ def overlapped(units: int, computing: float, gather: float, reduce: float) -> fl
 
 
 def _ring(link: LinkModel, nbytes: float, ranks: int) -> float:
-    """Seconds of a reduce-scatter or an all-gather of `nbytes` over a ring of `ranks`."""
+    """Return the seconds of a reduce-scatter or an all-gather of `nbytes` bytes over a ring of `ranks` ranks."""
     return link.ring_seconds(nbytes, ranks) / 2
 
 
 def _pipeline(choice: Choice, work: Work, network: Network, batch: int, mesh: Mesh) -> Cost:
-    """Stages of equal work, one on each rank of a copy; the copies' gradients are added up at the end, unhidden."""
+    """Return the cost of pipelines with equal stages, one stage per rank.
+
+    The gradients of the copies are all-reduced at the end, without overlap.
+    """
     stages, parts = mesh.span, choice.micro_batches
     samples = math.ceil(batch / mesh.replicate / parts)
     table = make_table(choice.schedule, stages, parts)
@@ -218,12 +273,21 @@ def _pipeline(choice: Choice, work: Work, network: Network, batch: int, mesh: Me
 
 
 def simulated(kind: Kind, step: StepModel, ranks: int, batch: int, handed_on: float = 0.0) -> Cost:
-    """A step of `batch` samples with a fitted model of a step, on `ranks` machines with one rank each and the `link` of
-    that model between them. Its buckets are the units; a sample hands on `handed_on` bytes from stage to stage. `kind`
-    has the numbers of `choices_for`, but a pipeline no more micro-batches than samples. One rank has nobody to talk to:
-    all kinds are "ddp" there.
+    """Return the cost of a step with a fitted step model on `ranks` machines with one rank each.
 
-    Raises `ValueError` for a kind that cannot be on so many ranks.
+    The machines are connected by the model's `link`, and its buckets are the units. The settings come from
+    `choices_for`, but a pipeline uses at most one micro-batch per sample. On one rank, every kind is plain "ddp"
+    because there is no communication.
+
+    Args:
+        kind: The strategy.
+        step: The fitted step model.
+        ranks: The number of ranks.
+        batch: The global batch size.
+        handed_on: Bytes per sample that pass from one pipeline stage to the next.
+
+    Raises:
+        ValueError: The strategy cannot run on this number of ranks.
     """
     network, work = Network(ranks, step.link), Work.of(step, units=step.buckets, handed_on=handed_on)
     found = [choice for choice in choices_for(network, work.units) if choice.kind == (kind if ranks > 1 else "ddp")]
@@ -231,14 +295,17 @@ def simulated(kind: Kind, step: StepModel, ranks: int, batch: int, handed_on: fl
         raise ValueError(f"{kind!r} cannot be on {ranks} ranks with a model in {work.units} units")
     choice = found[0]
     if choice.kind == "pipeline":
-        of_each = max(ranks, batch) // choice.copies  # samples of a pipeline, one for each stage at least
+        of_each = max(ranks, batch) // choice.copies  # samples per pipeline, at least one per stage
         choice = replace(choice, micro_batches=min(choice.micro_batches, of_each))
     return cost(choice, work, network, batch)
 
 
 def choices_for(network: Network, units: int = 1) -> list[Choice]:
-    """The choices that one would try on `network`. A hybrid, and a pipeline of no more than `units` stages, stay in a
-    machine."""
+    """Return the strategies worth comparing on `network`.
+
+    A hybrid shards within one machine. A pipeline has at most `units` stages and, if a machine has at least two ranks,
+    stays within one machine.
+    """
     ranks, within = network.ranks, min(network.per_machine, network.ranks)
     found = [Choice("ddp"), Choice("zero1"), Choice("zero2"), Choice("zero3")]
     if 1 < within < ranks and ranks % within == 0:
@@ -256,9 +323,21 @@ def compare(
     memory: float = math.inf,
     choices: Sequence[Choice] | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each choice, the quickest first, and those that do not fit into `memory` bytes of a rank last:
-    "strategy", "seconds" of a step, "samples_per_second", "efficiency" (over one rank that had the memory), "memory"
-    and "sent", bytes of a rank, and whether it "fits". All are computed, none is measured."""
+    """Return the cost of each choice, the fastest first; choices that do not fit into memory come last.
+
+    All figures are computed, not measured.
+
+    Args:
+        work: The model.
+        network: The ranks and links.
+        batch: The global batch size.
+        memory: Bytes of memory per rank.
+        choices: The strategies to compare. Defaults to `choices_for(network, work.units)`.
+
+    Returns:
+        One row per choice: "strategy", "seconds" per step, "samples_per_second", "efficiency" (relative to a single
+        rank with unlimited memory), "memory" and "sent" in bytes per rank, and "fits".
+    """
     alone = batch / (work.fixed + work.per_sample * batch)
     rows = []
     for choice in choices if choices is not None else choices_for(network, work.units):
@@ -279,7 +358,7 @@ def compare(
 
 
 def as_text(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of `compare`, for people."""
+    """Return the rows of `compare` as a text table."""
     width = max(len(row["strategy"]) for row in rows)
     lines = [f"{'computed':{width}}  {'step':>9}  {'efficiency':>10}  {'memory':>9}  {'sent':>9}"]
     lines += [

@@ -1,7 +1,7 @@
-"""Notebooks as experiments: parameters checked, executed by papermill, watched from the terminal.
+"""Execute notebooks as experiments: check the parameters, run papermill, and show progress in the terminal.
 
-An execution has succeeded if papermill's exit code is 0 and the notebook has written `result.json`, which it does last.
-The executed notebook's metadata does not tell: it says "completed" even when the kernel has died.
+An execution has succeeded if papermill's exit code is 0 and the notebook has written `result.json`, its last action.
+The executed notebook's metadata is not sufficient: its status is "completed" even if the kernel has died.
 """
 
 import json
@@ -26,25 +26,31 @@ from ddp_tutorial.processes.process_tags import kill_tagged
 from ddp_tutorial.runs.folder import PER_SECOND, RunFolder, format_loss, read_lines
 from ddp_tutorial.runs.summaries import unit_of
 
-# What a fresh IPython kernel has among its globals, besides names that begin with an underscore.
+# The globals of a fresh IPython kernel, except names that begin with an underscore.
 _KERNEL_NAMES = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 _LOG = "papermill.log"
-_MARK = "DDP_TUTORIAL_NOTEBOOK"  # environment variable of all processes of an execution: the folder it writes to
-_END_SECONDS = 3.0  # for papermill to shut its kernel down, before it is killed
+_MARK = "DDP_TUTORIAL_NOTEBOOK"  # environment variable of all processes of an execution; its value is the output folder
+_END_SECONDS = 3.0  # timeout for papermill to shut down its kernel before it is killed
 
 
 class NotebookError(FailedError):
-    """A notebook did not run to its end; the message has the last lines of its output."""
+    """A notebook failed; the message contains the last lines of its output."""
 
 
 def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple[str, ...] = ()) -> SomeConfig:
-    """The config that a notebook's parameters describe: `config = read_parameters(TaskConfig, globals())`.
+    """Return the config that a notebook's parameters describe.
 
-    `names` are the notebook's globals. If the parameter `extends` names a config, that gives the values of parameters
-    that are None or missing. `also` are the notebook's own parameters, which are not part of the config. Call it right
-    after the parameters cell: it takes every plain value among the globals for a parameter.
+    Call it right after the parameters cell, as in `config = read_parameters(TaskConfig, globals())`. Every plain value
+    among the globals is treated as a parameter.
 
-    Raises `ConfigError` for a wrong value, and for an unknown name, about which papermill only warns.
+    Args:
+        cls: The config class.
+        names: The notebook's globals. If the parameter `extends` names a base config, that config provides the values
+            of parameters that are missing or None.
+        also: The notebook's own parameters, which are not part of the config.
+
+    Raises:
+        ConfigError: A value is invalid, or a name is unknown. Papermill only warns about unknown names.
     """
     given = {
         name: value
@@ -65,9 +71,13 @@ def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple
 
 
 def open_folder(name: str, kind: str) -> Path:
-    """The folder of an experiment, `runs/NAME`, or without a name a new one, named after its kind and the time.
+    """Create the folder of an experiment and return its path.
 
-    An earlier `result.json` in it is removed, so that one that is there belongs to this execution.
+    An existing `result.json` in the folder is removed, so a `result.json` always belongs to the current execution.
+
+    Args:
+        name: The folder under `runs/`. If empty, a new folder is named after `kind` and the current time.
+        kind: The kind of experiment.
     """
     folder = RUNS / name if name else new_directory(RUNS, time.strftime(f"{kind}-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,8 +86,14 @@ def open_folder(name: str, kind: str) -> Path:
 
 
 def write_result(folder: Path, parameters: Mapping[str, Any], metrics: Mapping[str, Any], **others: Any) -> None:
-    """Write `result.json`, as the last thing that an experiment does. Metrics that are one number become columns of a
-    sweep's table; `others` are further entries of the file."""
+    """Write `result.json`, the last action of an experiment.
+
+    Args:
+        folder: The experiment's folder.
+        parameters: The parameters of the execution.
+        metrics: The results. Scalar metrics become columns of a sweep's table.
+        others: Further entries of the file.
+    """
     from ddp_tutorial.environment import describe_environment
 
     about = {"schema": 1, "status": "finished", "parameters": parameters, "environment": describe_environment()}
@@ -85,7 +101,11 @@ def write_result(folder: Path, parameters: Mapping[str, Any], metrics: Mapping[s
 
 
 def run_main_job(steps: int = 600) -> None:
-    """`make run`: execute `experiments/train.ipynb`, with progress bars. Raises `NotebookError` if it fails."""
+    """Execute `experiments/train.ipynb` with progress bars; this is `make run`.
+
+    Raises:
+        NotebookError: The notebook failed.
+    """
     folder = new_directory(RUNS, time.strftime("train-%Y%m%d-%H%M%S"))
     nprocs = _sensible_ranks()
     print(
@@ -104,8 +124,10 @@ def run_main_job(steps: int = 600) -> None:
 
 
 def _sensible_ranks() -> int:
-    """How many ranks `make run` starts: two, or one for each GPU where there are several. Prints what to expect of this
-    machine."""
+    """Return the number of ranks for `make run`: one per GPU if there are at least two, otherwise 2.
+
+    Also print what to expect on this machine.
+    """
     import torch
 
     from ddp_tutorial.environment import cores
@@ -122,11 +144,17 @@ def _sensible_ranks() -> int:
 
 
 def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) -> None:
-    """Execute `notebook` with papermill, with a progress bar for each run below `folder`; write the executed notebook
-    and an HTML page of it to `folder`.
+    """Execute `notebook` with papermill, and write the executed notebook and its HTML page to `folder`.
 
-    The parameter `name` should tell the notebook to write there too, and `result.json` last. Raises `NotebookError`
-    where it fails, or leaves no result.
+    Each training run under `folder` gets a progress bar.
+
+    Args:
+        notebook: The notebook to execute.
+        folder: The folder for the outputs.
+        parameters: The notebook's parameters. Its parameter `name` must make the notebook write to `folder`.
+
+    Raises:
+        NotebookError: The notebook failed or did not write `result.json`.
     """
     with _Follower(folder) as follower:
         code = execute(notebook, folder, parameters, follower.look)
@@ -146,10 +174,20 @@ def execute(
     look: Callable[[], object] = lambda: None,
     limit: float | None = None,
 ) -> int | None:
-    """Execute `notebook` with papermill into `folder`; returns papermill's exit code, or None after `limit` seconds.
+    """Execute `notebook` with papermill into `folder`.
 
-    `look` is called several times a second meanwhile. Parameters are passed in a YAML file, which keeps their types; on
-    the command line papermill would guess them. When it returns, all processes that it has started have ended.
+    All processes that the execution started have exited when this function returns. The parameters are passed in a
+    YAML file to preserve their types; papermill would guess the types of command-line arguments.
+
+    Args:
+        notebook: The notebook to execute.
+        folder: The folder for the executed notebook and papermill's log.
+        parameters: The notebook's parameters.
+        look: A function to call several times per second during the execution.
+        limit: The timeout in seconds.
+
+    Returns:
+        Papermill's exit code, or None after a timeout.
     """
     write_atomically(folder / "parameters.yaml", yaml.safe_dump(dict(parameters), sort_keys=False).encode())
     command = [sys.executable, "-m", "papermill", str(notebook), str(folder / notebook.name), "-f"]
@@ -157,7 +195,7 @@ def execute(
     environment = {**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1", _MARK: str(folder.resolve())}
     end = math.inf if limit is None else time.monotonic() + limit
     with (folder / _LOG).open("wb") as log:
-        # In a session of its own, so that an interrupt reaches it from here only, and not from the terminal as well.
+        # In its own session, so that only this process can interrupt it, not the terminal.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
@@ -171,7 +209,7 @@ def execute(
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
-    """When the block ends, interrupt papermill if it still runs, then kill whatever it has started."""
+    """At the end of the block, interrupt papermill if it is still running, then kill all processes that it started."""
     try:
         yield
     finally:
@@ -187,22 +225,22 @@ def _ended(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
 
 
 def end_processes_of(folder: Path) -> None:
-    """Kill all processes of executions into `folder`, or into one below it.
+    """Kill all processes of executions into `folder` or its subfolders.
 
-    A kernel that dies leaves the processes that it has started, and an execution outlives a parent that was killed. All
-    of them have inherited an environment variable, by which they are found even when their parent has ended.
+    A kernel that dies leaves its child processes behind, and an execution outlives a parent that was killed. All these
+    processes inherit an environment variable, which identifies them even after their parent has exited.
     """
     top = folder.resolve()
     kill_tagged(_MARK, lambda mark: Path(mark).is_relative_to(top))
 
 
 def last_lines(folder: Path, count: int = 15) -> list[str]:
-    """The last lines that papermill printed when it executed a notebook into `folder`."""
+    """Return the last `count` lines of papermill's log in `folder`."""
     return (folder / _LOG).read_text(errors="replace").strip().split("\n")[-count:]
 
 
 class _Follower:
-    """A progress bar for each run below a folder, moved on as its log file grows."""
+    """Progress bars for the runs under a folder, updated from their log files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -216,7 +254,7 @@ class _Follower:
             bar.close()
 
     def look(self) -> None:
-        """Show what has been written since the last look."""
+        """Update the bars from the lines written since the last call."""
         from tqdm import tqdm
 
         for log in sorted(self.folder.glob("*/metrics.jsonl")):
@@ -236,7 +274,7 @@ class _Follower:
 
 
 def write_page(notebook: Path, page: Path) -> None:
-    """Write an executed notebook as one HTML file, with its figures in it."""
+    """Write an executed notebook as a single HTML file with embedded figures."""
     from nbconvert import HTMLExporter
 
     html, _ = HTMLExporter().from_filename(str(notebook))

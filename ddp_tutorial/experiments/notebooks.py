@@ -1,11 +1,12 @@
-"""Execute notebooks and save them so that two executions of the same source differ only in what they measured.
+"""Execute notebooks and save them reproducibly: two executions of the same source differ only in their measurements.
 
-No timestamps, no progress, no widget state, cell ids made from the cells' text, execution counts in order. A digest of
-the source is kept in the metadata. A test compares it, so that committed outputs come from the committed source, and
-`make notebooks` executes only notebooks whose source has changed.
+Saved notebooks contain no timestamps, progress bars or widget state. Cell ids are derived from the cells' text, and
+execution counts are consecutive. The metadata contain a digest of the source. A test compares this digest with the
+source, so committed outputs always belong to the committed source. `make notebooks` uses the digest to skip notebooks
+whose source has not changed.
 
-What is needed to execute one is imported where it is used: it takes a second and a half, which a notebook should not
-wait for that asks for its parameters (`execute`).
+Modules that only an execution needs are imported where they are used. Importing them takes 1.5 s, which would delay
+notebooks that only read their parameters (`execute`).
 """
 
 import base64
@@ -24,7 +25,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def find_notebooks() -> list[Path]:
-    """All notebooks of the project, in the order in which they are read."""
+    """Return all notebooks of the project in reading order."""
     found = NOTEBOOKS.rglob("*.ipynb")
     other = {"runs", "work", ".ipynb_checkpoints"}
     own = [path for path in found if not other & set(path.relative_to(NOTEBOOKS).parts)]
@@ -32,16 +33,18 @@ def find_notebooks() -> list[Path]:
 
 
 class Chapter(NamedTuple):
-    """A notebook among the others."""
+    """A notebook and its entry in the README."""
 
-    part: str  # such as Ranks; "" where no README says which
+    part: str  # such as Ranks; "" if the README does not list the notebook
     path: Path
-    shows: str  # what it shows, in a few words of Markdown
+    shows: str  # a short description in Markdown
 
 
 def chapters() -> list[Chapter]:
-    """All notebooks in the order in which the README has them, which is where their parts are told. A notebook that it
-    does not name comes at the end, in a part without a name; all do where the README is not there."""
+    """Return all notebooks in the order of the README, which also defines the parts.
+
+    Notebooks that the README does not list come last, with an empty part. If there is no README, all notebooks do.
+    """
     readme = NOTEBOOKS.parent / "README.md"
     named = list(_in_readme(readme.read_text(encoding="utf-8"))) if readme.is_file() else []
     paths = {chapter.path for chapter in named}
@@ -58,8 +61,12 @@ def _in_readme(text: str) -> Iterator[Chapter]:
 
 
 def refresh(paths: Sequence[Path] = (), *, everything: bool = False) -> None:
-    """Execute and save the given notebooks (all, if none is given), unless their outputs are current; with `everything`
-    those too."""
+    """Execute and save the notebooks whose outputs are not current.
+
+    Args:
+        paths: The notebooks. Defaults to all notebooks of the project.
+        everything: Whether to execute notebooks with current outputs, too.
+    """
     import nbformat
 
     for path in paths or find_notebooks():
@@ -84,7 +91,10 @@ def save_figures(notebook: Any) -> None:
 
 
 def execute(notebook: Any, folder: Path) -> None:
-    """Run all cells in a fresh kernel whose working directory is `folder`, then `tidy`. Raises where a cell fails."""
+    """Run all cells in a new kernel with working directory `folder`, then `tidy` the notebook.
+
+    Raises the kernel's exception if a cell fails.
+    """
     from nbclient import NotebookClient
 
     for cell in notebook.cells:
@@ -104,7 +114,7 @@ def execute(notebook: Any, folder: Path) -> None:
 
 
 def tidy(notebook: Any) -> None:
-    """Remove what differs between two executions of the same source, and keep a digest of that source."""
+    """Remove everything that differs between two executions of the same source, and store a digest of the source."""
     counted = 0
     taken: set[str] = set()
     for cell in notebook.cells:
@@ -126,7 +136,10 @@ def tidy(notebook: Any) -> None:
 
 
 def _static(output: Any) -> Any:
-    """What is left of an output when no kernel runs: of a widget the picture that came with it, of progress nothing."""
+    """Return the part of an output that is meaningful without a kernel.
+
+    Of a widget, only its PNG image remains. Progress output is dropped.
+    """
     data = output.get("data", {})
     if WIDGET in data:
         output["data"] = data = {kind: shown for kind, shown in data.items() if kind == "image/png"}
@@ -137,7 +150,7 @@ def _static(output: Any) -> Any:
 
 
 def _smaller(png: str) -> str:
-    """The same pixels in an eighth fewer bytes: Matplotlib gives each an opacity, though none lets anything through."""
+    """Return the same image without its alpha channel if it is fully opaque, which saves an eighth of the size."""
     from PIL import Image
 
     picture: Image.Image = Image.open(io.BytesIO(base64.b64decode(png)))
@@ -149,13 +162,13 @@ def _smaller(png: str) -> str:
 
 
 def is_current(notebook: Any) -> bool:
-    """Do the outputs come from the notebook's present source?"""
+    """Return whether the outputs belong to the notebook's current source."""
     noted = notebook.metadata.get("ddp_tutorial", {}).get("executed_source")
     return bool(noted == source_digest(notebook))
 
 
 def source_digest(notebook: Any) -> str:
-    """A digest of all code cells and their tags. Text cells do not count: they change no output."""
+    """Return a digest of all code cells and their tags; text cells do not affect any output."""
     sha = hashlib.sha256()
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -164,7 +177,10 @@ def source_digest(notebook: Any) -> str:
 
 
 def _cell_id(cell: Any, taken: set[str]) -> str:
-    """The id of a cell, made from its text, so that it stays the same until that changes. Adds it to `taken`."""
+    """Return a cell id derived from the cell's text, and add it to `taken`.
+
+    The id does not change unless the text does.
+    """
     digest = hashlib.sha256(f"{cell.cell_type}:{cell.source}".encode()).hexdigest()[:8]
     while digest in taken:
         digest = hashlib.sha256(digest.encode()).hexdigest()[:8]

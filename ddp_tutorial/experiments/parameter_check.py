@@ -1,7 +1,8 @@
-"""Execute the cells of a notebook that read and check its parameters, in processes of their own.
+"""Execute the notebook cells that read and check parameters, in separate processes.
 
-A cell may do anything: change the environment or the working directory, set torch's threads, exit. The process that
-plans a sweep therefore executes none. It starts one process, which imports the package once and forks for each point.
+A cell can have side effects: change the environment or the working directory, set torch's threads, or exit. The process
+that plans a sweep therefore executes no cells. It starts one process, which imports the package once and forks for each
+point.
 """
 
 import json
@@ -18,15 +19,15 @@ CELL_SECONDS = 60  # for the two cells of one point
 
 
 def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the configs that the notebook's cells create from the parameters of each point, by their names.
+    """Return the configs that the notebook's cells create from the parameters of each point, by name.
 
     Args:
-        notebook: the name that error messages give.
-        cells: the sources of the parameters cell and of the cell that checks them.
-        points: the parameters of each point, as papermill would pass them.
+        notebook: The notebook's name in error messages.
+        cells: The sources of the parameters cell and of the cell that checks the parameters.
+        points: The parameters of each point, as papermill would pass them.
 
     Raises:
-        ConfigError: a cell rejects the parameters of a point, raises another exception, exits or takes too long.
+        ConfigError: A cell rejects the parameters of a point, raises a different exception, exits or times out.
     """
     request = json.dumps({"notebook": notebook, "cells": list(cells), "points": list(points)})
     command = [sys.executable, "-m", "ddp_tutorial.experiments.parameter_check"]
@@ -43,11 +44,11 @@ def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, A
 
 def main() -> None:
     """Read a request from standard input, and write one line of JSON per point."""
-    import ddp_tutorial.training.config  # noqa: F401  every check imports it: once, before the forks
+    import ddp_tutorial.training.config  # noqa: F401  imported once before the forks, because every check needs it
 
     request = json.load(sys.stdin)
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the cells print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the cells' output
     for point in request["points"]:
         output.write(_answer_of_fork(request["notebook"], request["cells"], point) + "\n")
         output.flush()
@@ -57,7 +58,7 @@ def _answer_of_fork(notebook: str, cells: Sequence[str], point: Mapping[str, Any
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even in C code
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action terminates the process even in C code
         signal.alarm(CELL_SECONDS)
         try:
             os.write(writing, json.dumps(_execute(notebook, cells, point)).encode())

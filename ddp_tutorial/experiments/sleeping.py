@@ -1,9 +1,9 @@
-"""Ranks that sleep instead of computing, and really send: many of them on a machine of few cores.
+"""Simulate many ranks on a machine with few cores: ranks sleep instead of computing, but really communicate.
 
-A rank that sleeps needs no core, so 32 of them on two cores are as fast as each on a machine of its own, as long as the
-network between them is what they wait for: give it a rate that is low for the processor, such as 10 Mbit/s. What they
-send, when, and what that hides are those of a training: backward sleeps layer by layer, and each layer has its gradient
-when it wakes up.
+A sleeping rank needs no core. Therefore, 32 ranks on two cores are as fast as on 32 machines if the network is the
+bottleneck; simulate a rate that is low for the processor, such as 10 Mbit/s. The messages, their timing and their
+overlap match a training run: the backward pass sleeps layer by layer, and each layer's gradient is ready when its sleep
+ends.
 """
 
 import math
@@ -21,8 +21,14 @@ from ddp_tutorial.world import World
 
 @dataclass(frozen=True)
 class Sleeper:
-    """A model that takes `fixed` seconds of a step and `per_sample` for each sample, a third of it in forward, in
-    `layers` layers with `nbytes` bytes of weights, and so of gradients, together."""
+    """The timing and size of a simulated model; a third of the time is the forward pass.
+
+    Attributes:
+        fixed: Seconds per step.
+        per_sample: Seconds per sample.
+        nbytes: Bytes of weights, and of gradients, in all layers.
+        layers: The number of layers.
+    """
 
     fixed: float
     per_sample: float
@@ -30,12 +36,12 @@ class Sleeper:
     layers: int = 8
 
     def seconds(self, samples: int) -> float:
+        """Return the seconds of a forward and backward pass for `samples` samples."""
         return self.fixed + self.per_sample * samples
 
 
 class _Sleep(torch.autograd.Function):
-    """The sum of the weights, after sleeping for a forward; in backward their gradient, after sleeping twice as
-    long."""
+    """A layer that sleeps in the forward pass, and twice as long in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, before: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -50,15 +56,17 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingModel(nn.Module):
-    """`Sleeper` as a module: a number of samples -> a loss (a number) to call `backward` on."""
+    """A module that simulates a `Sleeper`."""
 
     def __init__(self, sleeper: Sleeper) -> None:
+        """Create the layers' weights."""
         super().__init__()
         self.sleeper = sleeper
         floats = sleeper.nbytes // 4 // sleeper.layers
         self.weights = nn.ParameterList(torch.zeros(floats) for _ in range(sleeper.layers))
 
     def forward(self, samples: int) -> torch.Tensor:
+        """Return a scalar loss for a number of samples, after sleeping."""
         total = torch.zeros(())
         for weight in self.weights:
             total = _Sleep.apply(total, weight, self.sleeper.seconds(samples) / 3 / self.sleeper.layers)
@@ -66,8 +74,10 @@ class SleepingModel(nn.Module):
 
 
 def sleeping_step(sleeper: Sleeper, batch: int, team: World, ddp: DDPConfig) -> Callable[[], None]:
-    """A function that takes a step of `batch` samples, over all ranks of `team`; it ends when this rank has the mean of
-    their gradients. Collective."""
+    """Return a function that takes a step of `batch` samples over all ranks of `team`. Collective.
+
+    The step returns when this rank has the mean of all ranks' gradients.
+    """
     model = data_parallel(SleepingModel(sleeper), team, ddp)
 
     def step() -> None:

@@ -1,13 +1,14 @@
-"""Run a notebook over a grid of parameters: each point in a process of its own, and one table at the end.
+"""Run a notebook over a grid of parameters and collect the results in one table.
 
     runs/sweeps/NAME/
         source-sharded.repeat-1.3f09a2b1/   one point: the executed notebook, its log, result.json, point.json
-        results.parquet  results.csv        a row for each point; see tables.py
-        compare.ipynb    compare.html       notebooks/experiments/compare.ipynb, executed over the table
+        results.parquet  results.csv        one row per point; see tables.py
+        compare.ipynb    compare.html       notebooks/experiments/compare.ipynb, executed with the table
 
-A point has a key, made from its parameters and from the code. A point that has finished under its key is not run again:
-an interrupted sweep goes on where it was, and a changed one runs only its new points. All points run once before any is
-repeated, so that a slow stretch of the machine affects all of them alike.
+Each point runs in its own process and has a key derived from its parameters and the code. A point that has finished
+under its key is not run again. Therefore, an interrupted sweep resumes with the next point, and a modified sweep runs
+only its new points. All points run once before any point is repeated, so that a slow period of the machine affects all
+of them equally.
 """
 
 import ast
@@ -43,13 +44,17 @@ _FOLDER = re.compile(r"\w[\w.-]*")
 Grid = dict[str, list[Any]]
 
 
-# ------------------------------------------------------------------------------------------- from words to points
+# ------------------------------------------------------------------------------------------- command-line settings
 
 
 def read_grid(settings: Sequence[str]) -> Grid:
-    """`["source=sharded,streamed", "steps=10"]` -> the values of each parameter, with the types that YAML gives them.
+    """Return the values of each parameter in settings such as `["source=sharded,streamed", "steps=10"]`.
 
-    A value with commas in it is written as in YAML: `sizes=[1,2],[3]` or `text='a,b',c`. Raises `ConfigError`.
+    Values have the types that YAML assigns to them. A value that contains commas is written as in YAML:
+    `sizes=[1,2],[3]` or `text='a,b',c`.
+
+    Raises:
+        ConfigError: A setting is malformed, or a parameter or value is repeated.
     """
     grid: Grid = {}
     for setting in settings:
@@ -68,7 +73,10 @@ def read_grid(settings: Sequence[str]) -> Grid:
 
 
 def _values(setting: str, text: str) -> list[Any]:
-    """The values in `text`, read as a YAML list without its brackets. Unlike YAML's list, it may not end in a comma."""
+    """Return the values in `text`, parsed as a YAML list without brackets.
+
+    Unlike in YAML, a trailing comma is an error.
+    """
     empty = f"{setting!r} has an empty value; an empty text is written as ''"
     if not text or text.endswith(","):
         raise ConfigError(empty)
@@ -88,13 +96,16 @@ def _as_json(setting: str, value: Any) -> str:
 
 
 def expand_grid(grid: Grid, repeats: int) -> list[tuple[dict[str, Any], int]]:
-    """Every combination of the values with repeat 1, in the order given, then all of them with repeat 2, and so on."""
+    """Return every combination of the values with repeat 1, in the given order, then with repeat 2, and so on."""
     combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     return [(parameters, repeat) for repeat in range(1, repeats + 1) for parameters in combinations]
 
 
 def nested(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"ddp.variant": "flat"}` -> `{"ddp": {"variant": "flat"}}`, which is how a notebook takes it."""
+    """Convert dotted names to nested dicts, as the notebook expects.
+
+    For example, `{"ddp.variant": "flat"}` becomes `{"ddp": {"variant": "flat"}}`.
+    """
     whole: dict[str, Any] = {}
     for key, value in parameters.items():
         for part in reversed(key.split(".")):
@@ -104,14 +115,14 @@ def nested(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def key_of(parameters: Mapping[str, Any], resolved: Mapping[str, Any], repeat: int, code: str) -> str:
-    """A key that is the same only for the same parameters, resolved configs, repeat and code."""
+    """Return a key that identifies the parameters, resolved configs, repeat and code."""
     return sha256_of_json({"parameters": dict(parameters), "resolved": dict(resolved), "repeat": repeat, "code": code})[
         :16
     ]
 
 
 def folder_of(parameters: Mapping[str, Any], repeat: int, key: str) -> str:
-    """The name of a point's folder: its parameters, repeat and key, shortened."""
+    """Return the name of a point's folder: its parameters, repeat and key, shortened."""
     words = [f"{name}-{value if isinstance(value, str) else json.dumps(value)}" for name, value in parameters.items()]
     told = _clean("_".join(words))[:80].rstrip("._-") or "defaults"
     return f"{told}.repeat-{repeat}.{key[:8]}"
@@ -122,7 +133,10 @@ def _clean(text: str) -> str:
 
 
 def code_version(notebook: Any, package: Path = PACKAGE) -> str:
-    """A digest of all code that a result depends on: the package's source and configs, the notebook's code cells."""
+    """Return a digest of all code that affects a result.
+
+    This covers the package's source and configs, and the notebook's code cells.
+    """
     digest = hashlib.sha256(source_digest(notebook).encode())
     for path in sorted(package.rglob("*")):
         if path.suffix in {".py", ".yaml"}:
@@ -130,12 +144,12 @@ def code_version(notebook: Any, package: Path = PACKAGE) -> str:
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------- what a notebook takes
+# ------------------------------------------------------------------------------------------- notebook parameters
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The source of a notebook's cell tagged `parameters`, and of the one after it if that calls `read_parameters`."""
+    """The source of a notebook's `parameters` cell, and of the next cell if that calls `read_parameters`."""
 
     notebook: str
     source: str
@@ -143,17 +157,20 @@ class Parameters:
 
     @property
     def names(self) -> list[str]:
-        """The names that the parameters cell assigns to."""
+        """The names that the parameters cell assigns."""
         targets: list[ast.expr | None] = []
         for node in ast.parse(self.source).body:
             targets += node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         return [target.id for target in targets if isinstance(target, ast.Name)]
 
     def resolve(self, points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the configs that the notebook creates for each point, so that a mistake in the last point is found
-        before the first one runs.
+        """Return the configs that the notebook creates for each point.
 
-        Executes the notebook's two cells in other processes. Raises `ConfigError` if they reject a point.
+        Executes the notebook's two cells in separate processes. This detects a mistake in the last point before the
+        first point runs.
+
+        Raises:
+            ConfigError: The notebook rejects the parameters of a point.
         """
         if self.check:
             return resolve(self.notebook, [self.source, self.check], points)
@@ -165,7 +182,11 @@ class Parameters:
 
 
 def parameters_in(notebook: Any, name: str) -> Parameters:
-    """The parameters of a notebook. Raises `ConfigError` for one that cannot be swept."""
+    """Return the parameters of a notebook.
+
+    Raises:
+        ConfigError: The notebook cannot be swept.
+    """
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
     if len(places) != 1:
@@ -182,7 +203,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
 
 @dataclass(frozen=True)
 class Point:
-    """One execution of the notebook: its parameters, which repeat, its key, and the folder it writes to."""
+    """One execution of the notebook: its parameters, repeat, key and output folder."""
 
     parameters: dict[str, Any]
     repeat: int
@@ -191,11 +212,12 @@ class Point:
 
     @property
     def label(self) -> str:
+        """The parameters and the repeat as text."""
         told = " ".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{told} repeat={self.repeat}".strip()
 
     def read(self) -> dict[str, Any] | None:
-        """The record of its execution, or None if it has not been run under this key."""
+        """Return the record of the execution, or None if the point has not been run under this key."""
         try:
             record = json.loads((self.folder / "point.json").read_bytes())
         except (OSError, ValueError):
@@ -205,7 +227,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep whose points have been checked; nothing has been written yet."""
+    """A sweep whose points have been validated; nothing has been written yet."""
 
     notebook: Path
     folder: Path
@@ -213,7 +235,11 @@ class Plan:
 
 
 def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: str = "") -> Plan:
-    """The points of a sweep. Writes nothing. Raises `ConfigError` where the notebook would refuse one of them."""
+    """Return the points of a sweep, without writing anything.
+
+    Raises:
+        ConfigError: The settings are invalid, or the notebook would reject a point.
+    """
     grid = read_grid(settings)
     source = _read(notebook)
     parameters = parameters_in(source, notebook.name)
@@ -240,13 +266,13 @@ def _read(notebook: Path) -> Any:
         raise ConfigError(f"there is no notebook {str(notebook)!r}.{did_you_mean(notebook.stem, known)}")
     try:
         return nbformat.read(notebook, as_version=4)
-    except Exception as error:  # nbformat's own, and those of whatever else the file may be
+    except Exception as error:  # nbformat raises many types, depending on the file's content
         raise ConfigError(f"{notebook} is not a notebook: {str(error).partition(chr(10))[0][:200]}") from None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The points of a sweep and their records. `skipped` of them had finished before."""
+    """The points of a sweep and their records; `skipped` of the points had finished before."""
 
     plan: Plan
     records: list[dict[str, Any]]
@@ -254,7 +280,7 @@ class Outcome:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the sweep's table, one for each point."""
+        """The rows of the sweep's table, one per point."""
         return [
             row_of(point.parameters, point.repeat, record["status"], record["seconds"], record["metrics"], point.key)
             for point, record in zip(self.plan.points, self.records, strict=True)
@@ -268,18 +294,27 @@ class Outcome:
 
 
 class SweepInterruptedError(KeyboardInterrupt):
-    """A sweep was interrupted: the running point has been ended, those that have finished are kept."""
+    """A sweep was interrupted: the current point was terminated, and finished points are kept."""
 
     def __init__(self, done: int, points: int) -> None:
+        """Describe how many points are finished and how to resume."""
         super().__init__(f"interrupted; {done} of {points} points are done and kept. The same command carries on.")
 
 
 def run_sweep(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outcome:
     """Run the points that have not finished yet, then write the table and the comparison.
 
-    A point that fails, or takes longer than `timeout` seconds, does not stop the others; `tell` is called with a line
-    about it. Raises `ConfigError` where another sweep runs in the same folder, `SweepInterruptedError` after an
-    interrupt, and `NotebookError` if the comparison fails.
+    A point that fails or times out does not stop the sweep.
+
+    Args:
+        plan: The sweep.
+        timeout: The timeout of each point in seconds.
+        tell: A function to call with a line of text about each failure and the comparison.
+
+    Raises:
+        ConfigError: A different sweep is running in the same folder.
+        SweepInterruptedError: The sweep was interrupted.
+        NotebookError: The comparison failed.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(plan.folder):
@@ -295,7 +330,7 @@ def run_sweep(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outc
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     with locked(folder):
-        end_processes_of(folder)  # of a sweep that was killed: with the lock, no other can be running here
+        end_processes_of(folder)  # left by a sweep that was killed; the lock excludes a running sweep
         yield
 
 
@@ -304,7 +339,7 @@ def _run_points(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Ou
 
     before = {point.key: record for point in plan.points if (record := point.read()) and record["status"] == FINISHED}
     records = []
-    seconds = 0.5 if sys.stderr.isatty() else 60.0  # between two updates of the bar: in a file, each is a line
+    seconds = 0.5 if sys.stderr.isatty() else 60.0  # between updates; each adds a line to a file
     nothing_to_do = len(before) == len(plan.points)
     options: dict[str, Any] = {"unit": "point", "mininterval": seconds, "miniters": 0, "smoothing": 0}
     with tqdm(total=len(plan.points), disable=nothing_to_do, **options) as bar:
@@ -320,7 +355,7 @@ def _run_points(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Ou
 
 
 def _write_outcome(outcome: Outcome, tell: Callable[[str], object]) -> None:
-    """Write the table, and execute the comparison, unless there is one of exactly this table."""
+    """Write the table, and execute the comparison unless it was already executed with the same table."""
     folder, finished = outcome.plan.folder, len(outcome.plan.points) - len(outcome.failures)
     table, page = folder / "results.csv", folder / "compare.html"
     old = table.read_bytes() if table.is_file() else b""
@@ -332,8 +367,8 @@ def _write_outcome(outcome: Outcome, tell: Callable[[str], object]) -> None:
 
 
 def _run(notebook: Path, point: Point, timeout: float, look: Callable[[], object]) -> dict[str, Any]:
-    """Run one point in a fresh folder, and return its record, which is also written there, last of all."""
-    shutil.rmtree(point.folder, ignore_errors=True)  # left by an attempt that failed or was interrupted
+    """Run one point in an empty folder, and write and return its record."""
+    shutil.rmtree(point.folder, ignore_errors=True)  # left by a failed or interrupted execution
     point.folder.mkdir(parents=True)
     began = time.monotonic()
     name = point.folder.relative_to(RUNS).as_posix()
@@ -351,8 +386,11 @@ def _run(notebook: Path, point: Point, timeout: float, look: Callable[[], object
 
 
 def _judged(folder: Path, notebook: str, code: int | None, timeout: float) -> dict[str, Any]:
-    """The status, metrics and error of an execution. It has finished if papermill's exit `code` is 0 and the notebook's
-    result says so; the executed notebook's metadata says "completed" even when the kernel has died."""
+    """Return the status, metrics and error of an execution.
+
+    The execution has finished if papermill's exit code is 0 and the notebook's result reports it. The executed
+    notebook's metadata are not sufficient: the status is "completed" even if the kernel has died.
+    """
     cell, error = _where_it_stopped(folder / notebook)
     try:
         result = json.loads((folder / "result.json").read_bytes())
@@ -364,13 +402,13 @@ def _judged(folder: Path, notebook: str, code: int | None, timeout: float) -> di
     if code is None:
         return {"status": "timed out", "metrics": {}, "cell": cell, "error": f"longer than {timeout:g} s"}
     if code == 0:
-        cell = None  # all of them ran
+        cell = None  # all cells ran
         error = "it has written no result.json" if status is None else f"its result.json says {status!r}"
     return {"status": "failed", "metrics": {}, "cell": cell, "error": error or last_lines(folder, 1)[0]}
 
 
 def _where_it_stopped(executed: Path) -> tuple[str | None, str | None]:
-    """The last cell that began, by its number and first line, and its error, both read from the executed notebook."""
+    """Return the last cell that started, as its number and first line, and its error, from the executed notebook."""
     try:
         cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
     except Exception:  # the file is missing, or incomplete
@@ -386,6 +424,6 @@ def _where_it_stopped(executed: Path) -> tuple[str | None, str | None]:
 
 
 def failure_of(point: Point, record: Mapping[str, Any]) -> str:
-    """One line: which point failed, in which cell, with which error, and in which folder to look."""
+    """Return a line that names the failed point, its cell, its error and its folder."""
     cell = f" in cell {record['cell']}" if record["cell"] else ""
     return f"{record['status']}: {point.label}{cell}: {record['error']} ({point.folder})"

@@ -1,7 +1,7 @@
-"""The table of a sweep: a row for each execution, and what repeats and parameters show in it.
+"""The table of a sweep, with one row per execution, and comparisons of its groups.
 
-Columns are the parameters that were swept, then `repeat`, `status` and `seconds`, then the metrics, then `key`. Kept as
-results.parquet, which has types, and results.csv, which any program can open.
+The columns are the swept parameters, then `repeat`, `status` and `seconds`, then the metrics, then `key`. The table is
+stored as results.parquet, which preserves types, and as results.csv, which any program can open.
 """
 
 import io
@@ -25,8 +25,10 @@ FINISHED = "finished"
 
 
 def row_of(parameters: Row, repeat: int, status: str, seconds: float, metrics: Row, key: str) -> dict[str, Any]:
-    """One row, with the metrics that are a number, a text, a bool or None. " (measured)" is added to the name of a
-    metric that is also the name of another column."""
+    """Return one row with all metrics that are numbers, strings, booleans or None.
+
+    If a metric has the name of a different column, " (measured)" is appended to its name.
+    """
     plain = {name: value for name, value in metrics.items() if isinstance(value, bool | int | float | str | None)}
     taken = {*parameters, *FIXED}
     measured = {f"{name} (measured)" if name in taken else name: value for name, value in plain.items()}
@@ -46,7 +48,11 @@ def write_table(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def read_table(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a `results.parquet`. Raises `ConfigError` for anything else."""
+    """Return the rows of a `results.parquet` file.
+
+    Raises:
+        ConfigError: The file is not the table of a sweep.
+    """
     from pyarrow import ArrowException, parquet
 
     try:
@@ -59,19 +65,19 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """All columns: parameters, repeat, status and seconds, metrics in the order in which they first appear, the key."""
+    """Return all columns: parameters, repeat, status, seconds, metrics in order of first appearance, and key."""
     seen = dict.fromkeys(name for row in rows for name in row)
     return [*(name for name in seen if name not in AFTER_METRICS), *AFTER_METRICS]
 
 
 def parameters_of(rows: Sequence[Row]) -> list[str]:
-    """The columns of the swept parameters."""
+    """Return the columns of the swept parameters."""
     names = columns(rows)
     return names[: names.index(BEFORE_METRICS[0])]
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """The columns of metrics that have numbers, then `seconds`, the time of the whole execution."""
+    """Return the columns of numeric metrics, then `seconds`, the time of the whole execution."""
     names = columns(rows)
     measured = [name for name in names[names.index(BEFORE_METRICS[-1]) + 1 :] if name not in AFTER_METRICS]
     return [name for name in measured if any(map(_is_number, (row.get(name) for row in rows)))] + ["seconds"]
@@ -79,24 +85,28 @@ def metrics_of(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Group:
-    """The numbers of all repeats of one combination of parameters."""
+    """The values of a metric over all repeats of one combination of parameters."""
 
     parameters: dict[str, Any]
     values: list[float]
 
     @property
     def label(self) -> str:
-        """Its parameters, as a text."""
+        """The parameters as text."""
         return ", ".join(f"{name}={value}" for name, value in self.parameters.items()) or "all"
 
     @property
     def median(self) -> float:
+        """The median of the values."""
         return statistics.median(self.values)
 
 
 def groups_of(rows: Sequence[Row], metric: str) -> list[Group]:
-    """The values of `metric` in the finished rows, grouped by those parameters that vary. Raises `ConfigError` for a
-    metric that no row has."""
+    """Group the values of `metric` in the finished rows by the parameters that vary.
+
+    Raises:
+        ConfigError: No row has this metric.
+    """
     known = metrics_of(rows)
     if metric not in known:
         raise ConfigError(f"no metric of the table is called {metric!r}.{did_you_mean(metric, known)}")
@@ -110,8 +120,12 @@ def groups_of(rows: Sequence[Row], metric: str) -> list[Group]:
 
 
 def series_of(groups: Sequence[Group]) -> tuple[str, dict[str, dict[str, list[float]]]]:
-    """For a figure: the name of the parameter with the most values, for the x axis, and for each combination of the
-    others a series: value of that parameter -> values of the metric."""
+    """Arrange groups for a figure.
+
+    Returns:
+        The name of the parameter with the most values, for the x-axis, and one series per combination of the other
+        parameters. A series maps a value of the x-axis parameter to the values of the metric.
+    """
     names = list(groups[0].parameters)
     count = {name: len({json.dumps(group.parameters[name]) for group in groups}) for name in names}
     x = max(names, key=count.__getitem__, default="")
@@ -124,7 +138,7 @@ def series_of(groups: Sequence[Group]) -> tuple[str, dict[str, dict[str, list[fl
 
 
 def as_text(groups: Sequence[Group], metric: str) -> str:
-    """A line for each group: median, lowest and highest value."""
+    """Return a table with one line per group: the median, lowest and highest value."""
     width = max([len(group.label) for group in groups], default=0)
     head = f"{'':{width}} {'median':>12} {'lowest':>12} {'highest':>12} {'repeats':>8}   {metric}"
     lines = [
@@ -136,10 +150,13 @@ def as_text(groups: Sequence[Group], metric: str) -> str:
 
 
 def differences(groups: Sequence[Group]) -> list[str]:
-    """A line for each two neighbours in the order of medians: is one above the other, or is that within the spread?
+    """Compare neighboring groups in descending order of their medians.
 
-    It is within the spread where the ranges of their values overlap. Ranges can also be apart by chance: for a and b
-    values from the same distribution they are in 2 of (a + b choose a) cases.
+    If the ranges of two groups overlap, the difference is within the spread. Ranges can also be disjoint by chance. For
+    a and b values from the same distribution, this happens in 2 of (a + b choose a) cases.
+
+    Returns:
+        One line per comparison.
     """
     if len(groups) > 1 and all(len(group.values) == 1 for group in groups):
         return ["One value each: without a spread, nothing can be said of their differences. Use --repeats 3 or more."]
@@ -165,7 +182,7 @@ def _is_number(value: object) -> bool:
 
 
 def _of_one_type(values: Sequence[Any]) -> list[Any]:
-    """The values of a column with one type for all: integers beside floats become floats, other mixtures text."""
+    """Convert a column to a single type: a mix of integers and floats becomes floats, any other mix becomes text."""
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) <= 1 and kinds <= {bool, int, float, str}:
         return list(values)

@@ -1,6 +1,6 @@
-"""How is it drawn?
+"""Figures of measurements, runs, schedules and the state of ranks.
 
-`plots` draws numbers, and has the figures of `diagrams` (what ranks hold and send) and `step_plots` (what they do when)
-under its name, too; `run_plots` draws the logs of runs. `live` puts sliders before figures in a notebook. Drawing does
-not need torch.
+`plots` draws measurements and re-exports the figures of `diagrams` (the data that ranks hold and send) and `step_plots`
+(timelines and step times). `run_plots` draws the logs of runs. `live` adds sliders to figures in a notebook. Drawing
+does not require torch.
 """

@@ -1,4 +1,4 @@
-"""What ranks are, hold, send and see: boxes and arrows rather than numbers."""
+"""Diagrams of processes, messages, buckets and data assignment."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle, pairwise
@@ -11,13 +11,13 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from ddp_tutorial.figures.style import BLUE, COLORS, FAINT, GREEN, INK, RED, styled
 
-if TYPE_CHECKING:  # it imports torch, which drawing does not need
+if TYPE_CHECKING:  # imports torch, which drawing does not require
     from ddp_tutorial.lessons.all_reduce import Message
 
 
 @styled
 def processes(parent: str, ranks: Sequence[str], between: str, title: str) -> Figure:
-    """The processes of a launch: the parent on top, the ranks that it started below, and what they exchange."""
+    """Draw the processes of a launch: the parent, the ranks that it started, and the data that ranks exchange."""
     figure, axes = plt.subplots(figsize=(8, 3.6))
     places = [(0.5 + i) / len(ranks) for i in range(len(ranks))]
     _box(axes, (0.5, 0.85), parent, BLUE)
@@ -43,11 +43,15 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], sty
 
 @styled
 def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) -> Figure:
-    """Which ranks have contributed to which chunk, at the start and after each round of an all-reduce over a ring.
+    """Draw the ranks that have contributed to each chunk, initially and after each round of a ring all-reduce.
 
-    `rounds[k][rank][chunk]` holds those ranks; their numbers are written in the chunk, or how many they are where there
-    are more than 4 ranks. A chunk that has just been received has a thick frame, a complete one is dark. The second row
-    is the all-gather.
+    A cell shows the numbers of the contributing ranks or, with more than 4 ranks, how many ranks have contributed. A
+    chunk that has just been received has a thick frame, and a complete chunk is dark. The second row shows the
+    all-gather.
+
+    Args:
+        rounds: `rounds[k][rank][chunk]` contains the contributing ranks after k rounds.
+        title: The title of the figure.
     """
     size = len(rounds[0])
     named = size <= 4
@@ -84,8 +88,10 @@ def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) ->
 
 @styled
 def messages(sent: Mapping[str, Sequence["Message"]], size: int, title: str) -> Figure:
-    """Which rank sent to which in each round: an arrow for each message, the thicker the more bytes. A panel for each
-    algorithm; beside each rank stand the bytes that it sent in all."""
+    """Draw each algorithm's messages as arrows from sender to receiver, in one panel per algorithm.
+
+    A thicker arrow carries more bytes. The label of each rank includes the total number of bytes that it sent.
+    """
     figure, grid = plt.subplots(1, len(sent), figsize=(10, 0.9 + 0.62 * size), squeeze=False)
     most = max(message.nbytes for each in sent.values() for message in each)
     for axes, (name, each), color in zip(grid[0], sent.items(), cycle(COLORS), strict=False):
@@ -109,8 +115,16 @@ def messages(sent: Mapping[str, Sequence["Message"]], size: int, title: str) -> 
 def buckets(
     layouts: Mapping[str, Sequence[Sequence[tuple[str, int]]]], order: Sequence[str], title: str, xlabel: str
 ) -> Figure:
-    """Which gradients share a bucket: a row for each layout, a frame for each bucket, a bar for the (name, bytes) of
-    each gradient in it. `order` has the names in the order in which gradients arrive: the earlier, the darker."""
+    """Draw the gradients in each bucket.
+
+    Each layout is a row, each bucket a frame, and each gradient a bar.
+
+    Args:
+        layouts: The buckets of each layout; a bucket contains the (name, bytes) of each gradient.
+        order: The names in the order in which the gradients become ready. Earlier gradients are darker.
+        title: The title of the figure.
+        xlabel: The label of the x-axis.
+    """
     figure, axes = plt.subplots(figsize=(9, 0.9 + 0.8 * len(layouts)))
     gap = 0.012 * max(sum(nbytes for bucket in layout for _, nbytes in bucket) for layout in layouts.values())
     for row, layout in enumerate(layouts.values()):
@@ -139,10 +153,14 @@ def buckets(
 
 @styled
 def sample_assignment(seen: Mapping[str, Sequence[Sequence[Sequence[int]]]], title: str) -> Figure:
-    """Which rank saw which sample in which epoch, a panel for each name.
+    """Draw the ranks that processed each sample in each epoch, with one panel per name.
 
-    `seen[name][epoch][sample]` lists the ranks, once for each time that they saw it. A cell has their colours and
-    numbers; it is white if nobody saw the sample, and has a thick frame if it was seen several times.
+    A cell has the colors and numbers of these ranks. A cell is white if no rank processed the sample, and has a thick
+    frame if the sample was processed several times.
+
+    Args:
+        seen: `seen[name][epoch][sample]` lists the ranks, once per time that they processed the sample.
+        title: The title of the figure.
     """
     heights = [len(epochs) for epochs in seen.values()]
     width = max(len(epochs[0]) for epochs in seen.values())
@@ -165,7 +183,7 @@ def sample_assignment(seen: Mapping[str, Sequence[Sequence[Sequence[int]]]], tit
 
 
 def _cell(axes: Axes, x: float, y: float, ranks: Sequence[int]) -> None:
-    """A square, cut into a strip for each of `ranks`."""
+    """Draw a square, split into one strip per rank."""
     side, several = 0.9, len(ranks) > 1
     for number, rank in enumerate(ranks):
         strip, left = side / len(ranks), x - side / 2 + number * side / len(ranks)

@@ -1,4 +1,4 @@
-"""What a rank computes, and what its link carries meanwhile, unit by unit: a box for each."""
+"""The computation and the communication of a rank, drawn as one box per unit."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,11 @@ _LOOKS = {
 
 @styled
 def lanes(panels: Mapping[str, Sequence["Span"]], title: str) -> Figure:
-    """A panel for each name, all on one axis of milliseconds that begins with the first span of the panel; in it a row
-    for each lane, the first one on top.
+    """Draw spans in one panel per name, with one row per lane.
 
-    A span's name is its kind, which decides the colour, and what is written in the box: "gather 2". Kinds are forward,
-    backward, all-reduce, gather and scatter. White is waiting, or work of another kind.
+    All panels share one axis in milliseconds, which starts at the first span of the panel. The name of a span is its
+    kind, which determines the color, and the text in the box, as in "gather 2". The kinds are forward, backward,
+    all-reduce, gather and scatter. White is time spent waiting or in other work.
     """
     rows = {name: list(dict.fromkeys(span.lane for span in spans)) for name, spans in panels.items()}
     heights = [len(each) for each in rows.values()]

@@ -1,6 +1,6 @@
-"""Sliders that choose the figure to show, in a running notebook.
+"""Sliders that select a figure in a running notebook.
 
-Where no kernel runs, on a page of the repository or of a book, the first figure stands in their place.
+Without a kernel, such as on a repository's or a book's web page, the first figure is shown instead.
 """
 
 import base64
@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from ddp_tutorial.figures.style import as_png
 
 
-class _Choice(widgets.VBox):  # type: ignore[misc]  # of ipywidgets, which has no types
-    """Sliders above a picture, which is the last of the children."""
+class _Choice(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type annotations
+    """Sliders above a picture; the picture is the last child."""
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         picture = base64.b64encode(self.children[-1].value).decode()
@@ -24,10 +24,17 @@ class _Choice(widgets.VBox):  # type: ignore[misc]  # of ipywidgets, which has n
 def explore(
     draw: Callable[..., Figure], *, start: Mapping[str, Any] | None = None, **choices: Sequence[Any]
 ) -> _Choice:
-    """A slider for each argument of `draw` in `choices`, over the values given there, and the figure that `draw` makes.
+    """Return one slider for each argument in `choices`, above the figure that `draw` returns for the selected values.
 
-    It begins with the values in `start`, and with the first one of each slider that is not there. Where `draw` raises
-    `ValueError`, its message stands above the last figure. Raises `ValueError` for a start that is on no slider.
+    If `draw` raises `ValueError`, its message appears above the last figure.
+
+    Args:
+        draw: The function that returns the figure.
+        start: The initial values. The other sliders start at their first value.
+        choices: The values of each slider.
+
+    Raises:
+        ValueError: A value in `start` is not on a slider.
     """
     begin = {name: values[0] for name, values in choices.items()} | dict(start or {})
     for name, value in begin.items():
@@ -48,7 +55,7 @@ def explore(
             message.value = str(error)
 
     for each in sliders.values():
-        each.style.description_width = f"{max(map(len, sliders))}ch"  # one for all, so that they begin in one line
+        each.style.description_width = f"{max(map(len, sliders))}ch"  # the same width for all, to align the sliders
         each.observe(show, names="value")
     show(None)
     return _Choice([*sliders.values(), message, picture])

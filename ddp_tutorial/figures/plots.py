@@ -1,4 +1,4 @@
-"""All figures by one name, `plots.NAME`. Here are those of numbers; `diagrams` and `step_plots` have the others."""
+"""All figures under one name, `plots.NAME`; this module draws measurements and re-exports the other figures."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,8 +59,10 @@ __all__ = [
 
 @styled
 def loss_curves(runs: Mapping[str, Run], title: str = "Loss") -> Figure:
-    """The training loss of each run, as a moving average, and its held-out loss as points. Later curves are thinner and
-    dashed, so that equal ones are all seen."""
+    """Draw the training loss of each run as a moving average, and its validation loss as points.
+
+    Later curves are thinner and dashed, so that identical curves remain visible.
+    """
     figure, axes = plt.subplots(figsize=(7, 3.4))
     for (label, run), color, dash, width in zip(runs.items(), cycle(COLORS), cycle(DASHES), cycle([4, 1.8, 1.4])):
         steps, losses = run.series("loss")
@@ -87,7 +89,10 @@ def bars(
     title: str,
     note: Callable[[float], str] = "{:,.0f}".format,
 ) -> Figure:
-    """A horizontal bar for each value, with `note(value)` at its end; for several values, their median and range."""
+    """Draw one horizontal bar per value, labeled with `note(value)`.
+
+    For several values, the bar is their median, and a line shows their range.
+    """
     figure, axes = plt.subplots(figsize=(7, 0.7 + 0.5 * len(values)))
     for row, ((_, value), color, hatch) in enumerate(zip(values.items(), cycle(COLORS), cycle(HATCHES))):
         several = sorted(value) if isinstance(value, Sequence) else [value]
@@ -114,8 +119,10 @@ def curves(
     yscale: str = "linear",
     ylim: tuple[float, float] | None = None,
 ) -> Figure:
-    """A line through the points (xs, ys) of each series, with its name at its right end instead of in a legend. Where a
-    scale is "log", every value should be positive."""
+    """Draw a line through the points (xs, ys) of each series, labeled with its name at the right end.
+
+    On a "log" scale, every value must be positive.
+    """
     figure, axes = plt.subplots(figsize=(9, 4.2))
     for (xs, ys), color, dash in zip(series.values(), cycle(COLORS), cycle(DASHES)):
         axes.plot(xs, ys, color=color, linestyle=dash, linewidth=2.2)
@@ -128,19 +135,21 @@ def curves(
 
 
 def _label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], gap: float = 0.07) -> None:
-    """Write each name to the right of the axes, as near to the height of its point as possible, but with `gap` (a part
-    of the axes' height) between two names."""
+    """Write each name to the right of the axes, as close to the height of its point as possible.
+
+    `gap` is the minimum distance between two names, as a fraction of the axes' height.
+    """
     axes.autoscale_view()
-    place = axes.transData + axes.transAxes.inverted()  # data -> the unit square of the axes
+    place = axes.transData + axes.transAxes.inverted()  # from data to axes coordinates
     colors = dict(zip(ends, cycle(COLORS)))
     points = {name: place.transform(end) for name, end in ends.items()}
-    names = sorted(points, key=lambda name: float(points[name][1]))  # from the lowest to the highest
+    names = sorted(points, key=lambda name: float(points[name][1]))  # from lowest to highest
     heights = [float(points[name][1]) for name in names]
-    for _ in range(200):  # neighbours that are too close push each other apart
+    for _ in range(200):  # neighbors that are too close push each other apart
         for low, high in pairwise(range(len(names))):
             lacking = max(0.0, gap - (heights[high] - heights[low])) / 2
             heights[low], heights[high] = heights[low] - lacking, heights[high] + lacking
-        heights[-1] = min(heights[-1], 0.96)  # above it is the title, which may be as long
+        heights[-1] = min(heights[-1], 0.96)  # leave room for the title, which may be as wide
     for name, height in zip(names, heights, strict=True):
         x, y = points[name]
         axes.plot([x, 1.03], [y, height], color=colors[name], linewidth=1.2, transform=axes.transAxes, clip_on=False)
@@ -156,8 +165,16 @@ def measured_and_model(
     ylabel: str,
     marks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Measured points and the lines of a model, (xs, ys) under the same names: xs in bytes and ys in seconds, both on
-    logarithmic scales. `marks` are values of x to mark, by the word to write there."""
+    """Draw measured points and the lines of a model on logarithmic scales.
+
+    Args:
+        measured: The (xs, ys) of each measurement, with xs in bytes and ys in seconds.
+        model: The (xs, ys) of the model, under the same names.
+        title: The title of the figure.
+        xlabel: The label of the x-axis.
+        ylabel: The label of the y-axis.
+        marks: Values of x to mark with a vertical line, by label.
+    """
     figure, axes = plt.subplots(figsize=(9, 4.2))
     for (name, (xs, ys)), color, marker in zip(measured.items(), cycle(COLORS), cycle("os^Dv")):
         axes.plot(xs, ys, marker, color=color, markersize=7, markeredgecolor="white", label=f"{name}, measured")
@@ -175,7 +192,7 @@ def measured_and_model(
 
 @styled
 def points(values: Mapping[str, tuple[float, float]], title: str, xlabel: str, ylabel: str) -> Figure:
-    """A point (x, y) for each name, with the name beside it, on logarithmic scales; x is in bytes."""
+    """Draw a labeled point (x, y) for each name on logarithmic scales; x is in bytes."""
     figure, axes = plt.subplots(figsize=(8, 3.8))
     for (name, (x, y)), color, marker in zip(values.items(), cycle(COLORS), cycle("os^Dv")):
         axes.plot(x, y, marker, color=color, markersize=9, markeredgecolor="white")
@@ -193,8 +210,11 @@ def dots_by_group(
     title: str,
     note: Callable[[float], str] = "{:,.0f}".format,
 ) -> Figure:
-    """The same rows for several groups, a panel for each group, on one logarithmic axis for all: the median of the
-    values as a point with `note(median)` above it, and their range. Every value should be positive."""
+    """Draw the same rows for several groups, with one panel per group and a shared logarithmic axis.
+
+    A point labeled with `note(median)` marks the median of the values, and a line shows their range. Every value must
+    be positive.
+    """
     rows = max(map(len, groups.values()))
     size = (10, 1.2 + 0.5 * rows)
     figure, grid = plt.subplots(1, len(groups), figsize=size, squeeze=False, sharex=True, sharey=True)
@@ -225,8 +245,17 @@ def intervals(
     model: Mapping[str, float] | None = None,
     mark: float | None = None,
 ) -> Figure:
-    """For each name a 90 % band and a point in it: (low, middle, high). Points of the names in `hollow` are hollow, for
-    those with more ranks than cores. `model` has predictions, shown with their error. `mark` draws a vertical line."""
+    """Draw a 90 % band (low, high) and a point (middle) for each name.
+
+    Args:
+        values: The (low, middle, high) of each name.
+        title: The title of the figure.
+        xlabel: The label of the x-axis.
+        note: The format of the values.
+        hollow: Names whose points are hollow because there are more ranks than cores.
+        model: Predictions by name, drawn with their relative error.
+        mark: An x at which to draw a vertical line.
+    """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.48 * len(values)))
     dot: dict[str, Any] = {"marker": "o", "color": BLUE, "markersize": 9, "markeredgewidth": 1.8}
     diamond: dict[str, Any] = {"marker": "D", "color": ORANGE, "markersize": 8, "markeredgecolor": INK}
@@ -259,7 +288,7 @@ def intervals(
 def stacked(
     parts: Mapping[str, Mapping[str, float]], title: str, xlabel: str, notes: Mapping[str, str] | None = None
 ) -> Figure:
-    """A bar for each whole, made of its named parts. At its end stands the total, or its note from `notes`."""
+    """Draw stacked bars of named parts, each labeled with its total or its entry in `notes`."""
     names = list(dict.fromkeys(name for each in parts.values() for name in each))
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(parts)))
     for row, (whole, each) in enumerate(parts.items()):
@@ -284,9 +313,9 @@ def stacked(
 def repeats_and_medians(
     series: Mapping[str, Mapping[str, Sequence[float]]], title: str, xlabel: str, ylabel: str
 ) -> Figure:
-    """The value of each repeat as a point, above the name of its group, and a dash at the median of the group.
+    """Draw the value of each repeat as a point above the name of its group, and the group's median as a dash.
 
-    The points of a group are in the order of the repeats; in each group, the series are side by side.
+    The points of a group are in the order of the repeats. Within a group, the series are side by side.
     """
     figure, axes = plt.subplots(figsize=(8.5, 3.8))
     places = list(dict.fromkeys(name for groups in series.values() for name in groups))
@@ -314,8 +343,13 @@ def attempts(
     parts: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
     title: str,
 ) -> Figure:
-    """A run that was killed and started again: what each of its lives did, as (seconds, steps, losses) by its name. On
-    the left the step against the time, on the right losses over those of the `whole` run, (steps, losses)."""
+    """Draw a run that was killed and restarted: the step over time, and the losses of all attempts.
+
+    Args:
+        whole: The (steps, losses) of the undisturbed run.
+        parts: The (seconds, steps, losses) of each attempt, by name.
+        title: The title of the figure.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9))
     right.plot(*whole, color="#cccccc", linewidth=7, label="undisturbed")
     for (name, (seconds, steps, losses)), color, dash in zip(parts.items(), cycle(COLORS), cycle(DASHES)):
@@ -327,7 +361,7 @@ def attempts(
     right.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     right.yaxis.set_major_formatter("{x:g}")
     right.yaxis.set_minor_formatter("{x:g}")
-    right.legend(fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.17))  # beside the curves, not on them
+    right.legend(fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.17))  # below the curves
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
@@ -341,7 +375,7 @@ def optimum(
     xlabel: str,
     ylabel: str,
 ) -> Figure:
-    """Measured points over the line of a model, by (xs, ys), and where the model has its best x; x is logarithmic."""
+    """Draw measured points and a model, each as (xs, ys), and mark the model's best x; x is logarithmic."""
     figure, axes = plt.subplots(figsize=(8, 3.8))
     axes.plot(*model, color=BLUE, linewidth=2, label="model")
     axes.plot(*measured, "o", color=ORANGE, markersize=9, markeredgecolor="white", label="measured")

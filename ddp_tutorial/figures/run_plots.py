@@ -1,4 +1,4 @@
-"""Draw the metrics of runs: what `logs plot` does. Imports matplotlib, but not torch."""
+"""Draw the metrics of runs for `logs plot`. Imports matplotlib, but not torch."""
 
 import io
 import math
@@ -31,7 +31,7 @@ from ddp_tutorial.runs.summaries import (
 
 Axis = Literal["step", "time", "tokens"]
 
-LOSSES = "loss curves"  # a panel of two metrics, not one
+LOSSES = "loss curves"  # a panel with two metrics
 _XLABELS = {"step": "optimiser step", "time": "seconds since the run began", "tokens": "tokens"}
 _YLABELS = {
     "loss": "training loss",
@@ -42,17 +42,23 @@ _YLABELS = {
     "loss_scale": "loss scale",
     LOSSES: "loss",
 }
-# Set, not measured: there is no noise to smooth away.
+# These metrics are settings without noise, so they are not smoothed.
 _SET = {"learning_rate", "loss_scale"}
 
 
 @styled
 def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window: int, compare: bool) -> Figure:
-    """A row for each of `panels`, which are names of metrics or `LOSSES`; a column for each run, or with `compare` one
-    column for all. Curves are moving averages over `window` values.
+    """Draw one row per panel, and one column per run or a single column for all runs.
 
-    Raises `ConfigError` where the logs are empty, for a metric that no run has, and with axis "time" for a run whose
-    log has no times.
+    Args:
+        folders: The folders of the runs.
+        panels: Names of metrics, or `LOSSES`.
+        axis: The quantity on the x-axis.
+        window: The number of values in the moving average.
+        compare: Whether to draw all runs in a single column.
+
+    Raises:
+        ConfigError: The logs are empty, no run has one of the metrics, or `axis` is "time" and a log contains no times.
     """
     read = [read_run(folder) for folder in folders]
     logs, summaries = [rows for rows, _ in read], [summary for _, summary in read]
@@ -90,7 +96,10 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write and close `figure`, in the format that the ending of `path` names; the same figure gives the same bytes."""
+    """Write `figure` in the format given by the suffix of `path`, and close it.
+
+    The output is deterministic: the same figure is written as the same bytes.
+    """
     drawn = io.BytesIO()
     undated: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with mpl.rc_context({"svg.hashsalt": path.name}):
@@ -113,7 +122,7 @@ def _metrics(panel: str) -> list[str]:
 
 
 def _places(rows: Sequence[Row], axis: Axis, summary: Summary) -> list[float]:
-    """The place of each row on the x axis."""
+    """Return the x coordinate of each row."""
     if axis == "time":
         times = elapsed_seconds(rows)
         if rows and times[-1] == 0:
@@ -122,14 +131,17 @@ def _places(rows: Sequence[Row], axis: Axis, summary: Summary) -> list[float]:
     if axis == "step":
         return [row["step"] for row in rows]
     count, places = 0.0, []
-    for row in rows:  # the row of an evaluation has no count: it belongs to the step before it
+    for row in rows:  # an evaluation's row has no count and belongs to the previous step
         count = finite_number(row, summary.unit) or count
         places.append(count)
     return places
 
 
 def _look(index: int) -> dict[str, Any]:
-    """The look of a run's line. Lines drawn later are thinner and dashed, so that equal ones are all seen."""
+    """Return the line style of a run.
+
+    Later lines are thinner and dashed, so that identical curves remain visible.
+    """
     width = (2.6, 1.7, 1.3)[index % 3]
     return {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)], "linewidth": width}
 
@@ -137,7 +149,7 @@ def _look(index: int) -> dict[str, Any]:
 def _draw(
     axes: Axes, panel: str, rows: Sequence[Row], places: Sequence[float], window: int, look: dict[str, Any]
 ) -> None:
-    """One panel of one run. Values that are not finite leave a gap."""
+    """Draw one panel of one run; non-finite values leave a gap."""
     for name in _metrics(panel):
         points = [(x, metric(row, name)) for x, row in zip(places, rows, strict=True) if _is_in(row, name)]
         xs = [x for x, _ in points]
@@ -152,20 +164,23 @@ def _draw(
 
 
 def _as_points(look: dict[str, Any]) -> dict[str, Any]:
-    """The look of a curve of few values: points on a thin line, larger where the line would be thicker."""
+    """Return the style of a curve with few values: markers on a thin line, larger for a thicker line style."""
     size = 3.5 + 2 * look["linewidth"]
     return look | {"linewidth": 0.8, "marker": "o", "markersize": size, "markeredgewidth": 0, "zorder": 3}
 
 
 def _is_in(row: Row, name: str) -> bool:
-    """Has the row this metric? A value of None counts: it stands for one that is not finite, and leaves a gap."""
+    """Return whether the row contains the metric.
+
+    A value of None counts: it represents a non-finite value, which leaves a gap.
+    """
     group, _, key = name.rpartition(".")
     inside = row.get(group) if group else row
     return isinstance(inside, dict) and key in inside
 
 
 def _smoothed(values: Sequence[float], window: int) -> list[float]:
-    """A moving average over the finite values; gaps stay gaps."""
+    """Return a moving average over the finite values; gaps remain gaps."""
     means = iter(smooth([value for value in values if math.isfinite(value)], window))
     return [next(means) if math.isfinite(value) else math.nan for value in values]
 
@@ -183,7 +198,7 @@ def _title(figure: Figure, grid: Any, summaries: Sequence[Summary], compare: boo
 
 
 def _differences(summaries: Sequence[Summary], most: int = 6) -> str:
-    """The settings in which the runs differ, each with its values in the order of the runs."""
+    """Return a sentence with the settings that differ between the runs, with their values in the order of the runs."""
     settings = [
         f"{name} ({', '.join(dict.fromkeys(map(_format_value, v)))})"
         for name, v in differing_settings(summaries).items()
@@ -197,7 +212,10 @@ def _format_value(value: object) -> str:
 
 
 def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_losses: bool) -> None:
-    """A legend below all panels: each run, with the settings that differ between runs if they are at most two."""
+    """Add a legend below all panels, with one entry per run.
+
+    If at most two settings differ between runs, the entries include them.
+    """
     handles: list[Line2D] = []
     if compare:
         settings = differing_settings(summaries)
@@ -214,5 +232,5 @@ def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_lo
 
 
 def _spelt(name: str) -> str:
-    """`"seconds.data"` -> `"seconds in data"`."""
+    """Return a metric's name in words: `"seconds.data"` becomes `"seconds in data"`."""
     return name.replace(".", " in ", 1).replace("_", " ")

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline: a row for each rank, a box for each forward and backward, as planned or as measured."""
+"""Pipeline schedules, planned or measured: one row per rank, one box per forward and backward pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,16 +17,17 @@ _YELLOW = "#F7D488"
 
 @styled
 def schedules(plans: Mapping[str, Sequence[Sequence["Timed"]]], title: str, xlabel: str = "seconds") -> Figure:
-    """What each rank does when, a panel for each name, all on one axis that begins with the first action of the panel.
+    """Draw the actions of each rank in one panel per name.
 
-    In a box stands the number of its micro-batch. The second and later stages of a rank are lighter. White is idle.
+    All panels share one time axis, which starts at the first action of the panel. A box contains the number of its
+    micro-batch. If a rank has several stages, all except its first one are lighter. White is idle time.
     """
     heights = [len(ranks) for ranks in plans.values()]
     size = (10, 0.9 + sum(0.45 + 0.34 * height for height in heights))
     figure, grid = plt.subplots(len(plans), 1, figsize=size, squeeze=False, sharex=True, height_ratios=heights)
     last = max(end - _zero(ranks) for ranks in plans.values() for rank in ranks for _, _, end in rank)
     largest = max(m for ranks in plans.values() for rank in ranks for (_, _, m), _, _ in rank)
-    room = 0.006 * (1 + len(str(largest))) * last  # for a number
+    room = 0.006 * (1 + len(str(largest))) * last  # the width of a number
     for axes, (name, ranks) in zip(grid[:, 0], plans.items(), strict=True):
         zero = _zero(ranks)
         for row, rank in enumerate(ranks):

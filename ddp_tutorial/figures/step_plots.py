@@ -1,4 +1,4 @@
-"""What a step, or a process, does when; and how long a step takes where one setting of it varies."""
+"""Timelines of steps and processes, and the step time as a function of one setting."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ from ddp_tutorial.figures.style import (
     styled,
 )
 
-if TYPE_CHECKING:  # it imports torch, which drawing does not need
+if TYPE_CHECKING:  # imports torch, which drawing does not require
     from ddp_tutorial.ddp.timeline import Span, Timeline
 
-# The colour and the hatch of each part of a step, in `gantt`.
+# The color and hatch of each part of a step in `gantt`.
 _GANTT = {
     "data": (PURPLE, "xx"),
     "forward": (SKY, ""),
@@ -42,7 +42,7 @@ _GANTT = {
 def swimlane(
     spans: Sequence["Span"], title: str, xlabel: str = "seconds since the first process was started"
 ) -> Figure:
-    """What each process did when: a lane for each, a bar for each of its spans. Time zero is the earliest start."""
+    """Draw the spans of each process as bars in one lane per process; time zero is the earliest start."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
     names = list(dict.fromkeys(span.name for span in spans))
     looks = {name: (COLORS[i % len(COLORS)], HATCHES[i % len(HATCHES)]) for i, name in enumerate(names)}
@@ -69,9 +69,9 @@ def swimlane(
 
 @styled
 def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -> Figure:
-    """What one rank computed, and what its link carried meanwhile, for each of several runs on one time axis.
+    """Draw the computation and the communication of one rank in several runs on one time axis.
 
-    The grey background is backward: communication in that time is hidden.
+    The gray background is the backward pass. Communication during the backward pass is overlapped.
     """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.95 * len(timelines)))
     _gantt(axes, timelines, rank)
@@ -81,7 +81,7 @@ def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -
 
 
 def profiled_steps(timeline: "Timeline") -> Figure:
-    """Draw the steps that a run has profiled: a row for each rank, all on one time axis."""
+    """Draw the profiled steps of a run, with one row per rank on one time axis."""
     ranks = {f"rank {rank}": replace(timeline, ranks=[spans]) for rank, spans in enumerate(timeline.ranks)}
     return gantt(ranks, title="Profiled steps on every rank")
 
@@ -117,7 +117,7 @@ def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
 
 
 def _seen(timeline: "Timeline", rank: int) -> list["Span"]:
-    return [span for span in timeline.ranks[rank] if span.name != "grads"]  # which the others lie in
+    return [span for span in timeline.ranks[rank] if span.name != "grads"]  # contains the other spans
 
 
 def _milliseconds(spans: Sequence["Span"]) -> float:
@@ -132,8 +132,18 @@ def sweeps(
     xlabel: str,
     ylabel: str,
 ) -> Figure:
-    """How a time depends on x, in a panel for each name: the quickest of what was measured at each x, with a line up to
-    the median, and the line (xs, ys) of a model. The lowest point of either is marked, and its x is in the title."""
+    """Draw a time as a function of x, with one panel per name.
+
+    A point is the fastest measurement at an x, and a line extends from it to the median. A second line shows the
+    model. The minimum of each is marked, and its x is in the panel's title.
+
+    Args:
+        measured: The xs, and several measurements per x, of each panel.
+        model: The (xs, ys) of the model in each panel.
+        title: The title of the figure.
+        xlabel: The label of the x-axes.
+        ylabel: The label of the y-axis.
+    """
     figure, grid = plt.subplots(1, len(measured), figsize=(10, 3.9), squeeze=False)
     for axes, (name, (xs, several)) in zip(grid[0], measured.items(), strict=True):
         best, lowest = _sweep(axes, xs, several, model[name])
@@ -160,7 +170,7 @@ def _sweep(
     several: Sequence[Sequence[float]],
     model: tuple[Sequence[float], Sequence[float]],
 ) -> tuple[float, float]:
-    """Draws one panel of `sweeps`; where the lowest point of what was measured is, and that of the model."""
+    """Draw one panel of `sweeps`, and return the x of the lowest measurement and of the model's minimum."""
     quickest = [min(ys) for ys in several]
     best = min(range(len(xs)), key=quickest.__getitem__)
     fine, line = model
@@ -187,9 +197,20 @@ def one_of_sweep(
     xlabel: str,
     rank: int = 0,
 ) -> Figure:
-    """One point of a sweep: above the timeline of the step at `x`, as in `gantt`; below how the milliseconds of a step
-    depend on x, as in `sweeps`, with the point that is shown above marked. Both have `several` times, or the timeline
-    of a step, for each x; the axis of the timeline has room for all of them."""
+    """Draw one point of a sweep: the timeline of its step, as in `gantt`, above the sweep, as in `sweeps`.
+
+    The point is marked in the lower panel. The time axis of the upper panel fits every timeline, so figures for
+    different points have the same scale.
+
+    Args:
+        timelines: The timeline of a step at each x.
+        x: The point to show.
+        several: The measurements at each x, in milliseconds.
+        model: The (xs, ys) of the model.
+        title: The title of the figure.
+        xlabel: The label of the x-axis.
+        rank: The rank whose timeline is drawn.
+    """
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), height_ratios=[1, 1.7])
     _gantt(above, {"": timelines[x]}, rank)
     lengths = {each: _milliseconds(_seen(timeline, rank)) for each, timeline in timelines.items()}

@@ -1,5 +1,7 @@
-"""The style of all figures: legible in grey and for the colour-blind. A series has a colour of the Okabe-Ito palette,
-and a dash, marker or hatch of its own."""
+"""The style of all figures, legible in grayscale and for color-blind readers.
+
+Each series has a color from the Okabe-Ito palette and its own dash, marker or hatch.
+"""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ DASHES = ["-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2))]
 HATCHES = ["", "///", "...", "\\\\\\", "xx", "++"]
 INK, FAINT = "#222222", "#888888"
 
-# Name -> (xs, ys).
+# The (xs, ys) of each series, by name.
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 _STYLE: dict[Any, Any] = {
@@ -40,7 +42,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def styled(draw: Callable[Args, Figure]) -> Callable[Args, Figure]:
-    """Make `draw` use the project's style, without changing the style of other figures."""
+    """Apply the project's style to the figures of `draw` without affecting other figures."""
 
     @wraps(draw)
     def wrapped(*args: Args.args, **kwargs: Args.kwargs) -> Figure:
@@ -51,7 +53,7 @@ def styled(draw: Callable[Args, Figure]) -> Callable[Args, Figure]:
 
 
 def as_png(figure: Figure) -> bytes:
-    """The figure as the bytes of a PNG file. Closes it, which frees its memory."""
+    """Return the figure as PNG bytes, and close it to free its memory."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     plt.close(figure)

@@ -1,7 +1,7 @@
-"""A run that is going on, as one picture: its losses, its rate, and what each rank uses. Imports matplotlib, not torch.
+"""A live picture of a run: losses, throughput, and the resources of each rank. Imports matplotlib, but not torch.
 
-All of it is read from the run's folder, so whoever sees that can watch: the notebook that started the run in another
-process, another notebook, another machine with the same disk.
+Everything is read from the run's folder. Therefore, any process that can read the folder can watch the run: the
+notebook that started the run in a separate process, a different notebook, or a different machine with the same disk.
 """
 
 import time
@@ -21,10 +21,18 @@ from ddp_tutorial.runs.summaries import Row, Summary, finite_number, numbers_of_
 
 
 def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0) -> None:
-    """Show a run in a notebook, anew each `every` seconds, until it has ended, `seconds` have passed or the cell is
-    interrupted, which does not disturb the run. What stays in the notebook is a picture.
+    """Show a run in a notebook and refresh the picture while the run is in progress.
 
-    Raises `ConfigError` where `run` is not the folder of a run.
+    Stops when the run has ended, after `seconds` seconds, or when the cell is interrupted. An interrupt does not affect
+    the run. The last picture remains in the notebook.
+
+    Args:
+        run: The run's folder.
+        seconds: The timeout.
+        every: Seconds between two refreshes.
+
+    Raises:
+        ConfigError: `run` is not the folder of a run.
     """
     from IPython.display import Image, display  # only in a notebook
 
@@ -42,10 +50,13 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
 
 
 def dashboard(run: str | Path) -> Figure:
-    """A run as it is now: losses and rate by step; memory of each rank, as often as it was evaluated, and the seconds
-    of each phase since the last but one evaluation.
+    """Draw the current state of a run.
 
-    Raises `ConfigError` where `run` is not the folder of a run.
+    The panels show the loss and the throughput by step, each rank's memory at each evaluation, and the seconds of each
+    phase between the last two evaluations.
+
+    Raises:
+        ConfigError: `run` is not the folder of a run.
     """
     return _drawn(Path(run), *read_run(Path(run)))
 
@@ -92,7 +103,7 @@ def _rate(axes: Axes, rows: Sequence[Row], summary: Summary) -> None:
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
-    """The memory of each rank by step: the GPU's where ranks are on GPUs, else the process's."""
+    """Draw each rank's memory by step: GPU memory if ranks use GPUs, otherwise the process's resident memory."""
     told = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
     kind = "cuda_mb" if any("cuda_mb" in ranks for _, ranks in told) else "rss_mb"
     points = [(step, used) for step, ranks in told if (used := numbers_of_ranks(ranks, kind))]
@@ -108,7 +119,7 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _phases(axes: Axes, rows: Sequence[Row]) -> None:
-    """A bar for each rank. `grads` is what forward, backward and finish are parts of, and not drawn beside them."""
+    """Draw one bar per rank. "grads" is omitted because it contains "forward", "backward" and "finish"."""
     told = [row["ranks"] for row in rows if "ranks" in row][-1:]
     phases = {name: each for name, each in seconds_of_ranks(told).items() if name != "grads" and ": " not in name}
     ranks = len(next(iter(phases.values()), ()))
@@ -125,6 +136,6 @@ def _phases(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values, where there is one that is finite."""
+    """Return the steps and values of a metric, without missing and non-finite values."""
     found = [(row["step"], value) for row in rows if (value := finite_number(row, name)) is not None]
     return [step for step, _ in found], [value for _, value in found]
