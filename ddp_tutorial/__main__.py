@@ -1,8 +1,12 @@
 """The command line: `python -m ddp_tutorial COMMAND`, also installed as `ddp-tutorial`.
 
-Exit codes: 0 done, 1 something failed while running, 2 something in the command or a config is wrong (and nothing
-was started), 75 a run was stopped before its last step (under torchrun 0, for it would start the run again), 130
-interrupted.
+The exit codes are:
+
+    0     success
+    1     an error at run time
+    2     an error in the command or a config; nothing was started
+    75    a run was stopped before its last step (0 under torchrun, which would otherwise restart the run)
+    130   interrupted
 """
 
 import os
@@ -50,8 +54,8 @@ for command in (
 
 
 def main() -> None:
-    """Run a command. Whatever goes wrong is told in one message, without the frames of this program."""
-    # Before torch is imported, here and in kernels and other processes that a command starts: see `rank_environment`.
+    """Run a command, and print errors as one message without a traceback of this program."""
+    # Set before torch is imported, here and in the processes that a command starts; see `rank_environment`.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cli(standalone_mode=False)
@@ -65,9 +69,9 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(_report("interrupted; all ranks have been ended", 130))
     except RankError as error:
-        if error.is_a(ConfigError):  # found late, on a rank, but wrong from the start all the same
+        if error.is_a(ConfigError):  # a config error that only a rank could detect
             sys.exit(_report(error.message, 2))
-        # the message of a FailedError says all there is to say; of other errors the rank's traceback is shown, too
+        # the message of a FailedError is complete; other errors include the rank's traceback
         sys.exit(_report(error.message if error.is_a(FailedError) else str(error), 1))
     except StoppedError as error:
         click.echo(str(error), err=True)

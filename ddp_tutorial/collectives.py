@@ -1,7 +1,7 @@
-"""Collectives on tensors and on Python objects: sums, broadcasts, gathers and comparisons.
+"""Collectives on tensors and on Python objects: sums, broadcasts, gathers, and comparisons.
 
-Every rank must call each of them. All take the `World`: a single process needs no process group, and several ranks
-without one raise an error instead of training separate models.
+Every rank must call each collective. Each takes the `World`: a single process needs no process group, and several ranks
+without a process group raise an error instead of training separate models.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def all_reduce_sum(world: World, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over all ranks, the same on each; any shape and dtype. The input is left as it is."""
+    """Return the sum of `tensor` over all ranks. Collective. The input is not changed."""
     require_group(world)
     summed = tensor.detach().clone()
     if world.size > 1:
@@ -30,24 +30,31 @@ def all_reduce_sum(world: World, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_mean(world: World, tensor: torch.Tensor) -> torch.Tensor:
-    """The mean of `tensor` over all ranks. It is the mean over samples only where all ranks have equally many; for
-    losses, add up sums and counts with `total` and divide once."""
+    """Return the mean of `tensor` over all ranks. Collective.
+
+    This is the mean over samples only if all ranks have the same number of samples. For losses, reduce sums and counts
+    with `all_reduce_sum` and divide once.
+    """
     return all_reduce_sum(world, tensor) / world.size
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and its count, not yet divided: unlike means, they can be summed over ranks and micro-batches."""
+    """A sum and its count before the division. Unlike means, they can be summed over ranks and micro-batches."""
 
     sum: torch.Tensor
     count: float
 
     def __add__(self, other: "Mean") -> "Mean":
+        """Return the combined sum and count."""
         return Mean(self.sum + other.sum, self.count + other.count)
 
 
 def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
-    """Each mean over the samples of all ranks, in one collective. Every rank must give equally many means."""
+    """Return each mean over the samples of all ranks, with one all-reduce. Collective.
+
+    Every rank must pass the same number of means.
+    """
     pairs = [to_vector([mean.sum, mean.count], mean.sum.device) for mean in means]
     sums, counts = all_reduce_sum(world, torch.stack(pairs)).unbind(1)
     values: list[float] = (sums / counts).tolist()
@@ -55,19 +62,25 @@ def all_reduce_means(world: World, means: list[Mean]) -> list[float]:
 
 
 def to_vector(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The values as one tensor of float64. On a GPU without reading them, which would wait for what computes them."""
+    """Return the values as one float64 tensor.
+
+    On a GPU, the values are not read, because reading would wait for the kernels that compute them.
+    """
     if device.type == "cpu":
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).view(()) for value in values])
 
 
 def any_rank(world: World, flag: bool) -> bool:
-    """True on every rank if `flag` is true on any of them, so that all act alike: stop, skip, fail."""
+    """Return whether `flag` is true on any rank, so that all ranks take the same decision. Collective."""
     return bool(all_reduce_sum(world, torch.tensor(float(flag), device=world.device)) > 0)
 
 
 def all_gather(world: World, obj: T) -> list[T]:
-    """The list of what the ranks gave, rank 0's first, on every rank. For small picklable things, not for tensors."""
+    """Return the objects of all ranks, in rank order, on every rank. Collective.
+
+    Use it for small picklable objects, not for tensors.
+    """
     require_group(world)
     if world.size == 1:
         return [obj]
@@ -77,8 +90,10 @@ def all_gather(world: World, obj: T) -> list[T]:
 
 
 def to_rank_zero(world: World, obj: T) -> list[T]:
-    """The list of what the ranks gave, rank 0's first, on rank 0; an empty one elsewhere. Of any picklable things, but
-    each is sent in as many bytes as the largest has."""
+    """Return the objects of all ranks, in rank order, on rank 0, and an empty list on the other ranks. Collective.
+
+    The objects must be picklable. Each is padded to the size of the largest one.
+    """
     require_group(world)
     if world.size == 1:
         return [obj]
@@ -88,7 +103,7 @@ def to_rank_zero(world: World, obj: T) -> list[T]:
 
 
 def from_rank_zero(world: World, obj: T) -> T:
-    """Rank 0's `thing`, on every rank."""
+    """Return rank 0's `obj` on every rank. Collective."""
     require_group(world)
     if world.size == 1:
         return obj
@@ -149,7 +164,10 @@ def _picklable(error: Exception) -> Exception:
 
 @torch.no_grad()
 def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
-    """Rank 0's values for all of `tensors`, in place on every rank; one broadcast for each dtype and device."""
+    """Replace all `tensors` by rank 0's values, in place. Collective.
+
+    There is one broadcast per dtype and device.
+    """
     require_group(world)
     if world.size == 1:
         return
@@ -163,21 +181,23 @@ def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Cut `flat` [sum of their lengths] into the tensors that it was put together from, in place."""
+    """Split `flat` into pieces, and copy them into `tensors`, in place."""
     for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.view(tensor.shape))
 
 
 class RankZeroFailedError(FailedError):
-    """Rank 0 failed while this rank waited for it. This is an effect; the cause is what rank 0 itself has raised."""
+    """Raised if rank 0 failed while this rank waited for it. The cause is the exception on rank 0."""
 
 
 @contextmanager
 def rank_zero_first(world: World) -> Iterator[None]:
-    """The block runs on rank 0, then on the others: rank 0 builds a cache that the others find.
+    """Run the block on rank 0, and then on the other ranks. Collective.
 
-    If it raises on rank 0, the others raise `RankZeroFailedError` instead of waiting for ever. Rank 0 does not wait for
-    their blocks.
+    The other ranks can use a cache that rank 0 has built. Rank 0 does not wait for the blocks of the other ranks.
+
+    Raises:
+        RankZeroFailedError: On the other ranks, if the block raises an exception on rank 0.
     """
     require_group(world)
     if world.is_main:
@@ -194,15 +214,25 @@ def rank_zero_first(world: World) -> Iterator[None]:
 
 
 def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "tensor") -> None:
-    """Raise on every rank if any of the named tensors differs between ranks, bit for bit, in shape or in dtype.
+    """Raise an error on every rank if the tensors are not bitwise identical on all ranks. Collective.
 
-    Each rank compares all ranks, so all raise or none does, and none is left waiting. Raises `ValueError` without any
-    tensor to compare.
+    Names, order, shapes, and dtypes must also be equal.
+
+    Args:
+        world: The ranks to compare.
+        tensors: The tensors of this rank, by name.
+        what: The description of a tensor in the error message.
+
+    Raises:
+        RuntimeError: If a tensor differs.
+        ValueError: If there are no tensors, because such a check always passes.
     """
     digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
     if not any(digests):
         raise ValueError(f"assert_same was given no {what} to compare, so it would pass whatever happened")
-    if all(list(each.items()) == list(digests[0].items()) for each in digests):  # dicts do not compare their order
+    if all(
+        list(each.items()) == list(digests[0].items()) for each in digests
+    ):  # comparing dicts would ignore the order
         return
     if found := first_difference(digests):
         raise RuntimeError(f"{what} {found[0]!r} is not the same on all ranks: {found[1]}")
@@ -210,8 +240,12 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
 
 
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:
-    """The first name whose value is not the same on all ranks, and a sentence that says on which; None if there is
-    none. Ranks count from `first`."""
+    """Return the first name whose value differs between ranks, and a sentence with these ranks, or None.
+
+    Args:
+        of_ranks: The values of each rank, by name.
+        first: The number of the first rank in `of_ranks`.
+    """
     for name in dict.fromkeys(name for each in of_ranks for name in each):
         others = [rank for rank, each in enumerate(of_ranks, first) if each.get(name) != of_ranks[0].get(name)]
         if others:
@@ -220,7 +254,7 @@ def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A sha256 over names, shapes, dtypes and every bit of the tensors, in the order given."""
+    """Return the SHA-256 of the names, shapes, dtypes, and bytes of the tensors, in the given order."""
     sha = hashlib.sha256()
     for name, tensor in tensors.items():
         sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())

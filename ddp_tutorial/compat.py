@@ -186,7 +186,9 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)
-    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # False: completed ones too
+    record: dict[str, Any] = pickle.loads(
+        dump(entries, entries and stacks, False)
+    )  # False: include completed collectives
     return record
 
 
@@ -215,10 +217,10 @@ def stop_forkserver() -> None:
 
 @contextmanager
 def hidden_worker_info() -> Iterator[None]:
-    """Let `torch.utils.data.get_worker_info` return None inside the block.
+    """Make `torch.utils.data.get_worker_info` return None inside the block.
 
-    Datasets that read it, such as those of Hugging Face, would otherwise split rows among the workers that are already
-    split. `get_worker_info` is public, but nothing that resets it. Fallback: require that
+    Datasets that read it, such as those of Hugging Face, would otherwise split the rows among the workers a second
+    time. `get_worker_info` is public, but there is no public function that resets it. Fallback: require that
     `num_workers` is 0.
     """
     module = torch.utils.data._utils.worker

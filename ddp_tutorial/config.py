@@ -1,13 +1,13 @@
-"""YAML files into frozen, typed objects, and errors that say what to type instead.
+"""Load YAML files into frozen, typed objects, with errors that include an example of a valid value.
 
     # my.yaml
-    extends: base            # a file beside this one, or the name of a config of the package
+    extends: base            # a file in the same folder, or the name of a config of the package
     steps: 300
 
     config = load("my.yaml", TaskConfig, overrides=["model.layers=4"])
 
-Later wins: the file named by `extends`, then the file, then the overrides. Loading never executes anything:
-YAML is read with the safe loader, and only the fields that the class declares are accepted.
+The file overrides the file that `extends` specifies, and the overrides override both. Loading never executes code: YAML
+is read with the safe loader, and only the fields that the class declares are accepted.
 """
 
 import difflib
@@ -25,22 +25,29 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 class ConfigError(ValueError):
-    """A config, or an environment, that cannot be used; the message is one line for the person who set it."""
+    """Raised for an invalid config or environment. The message is one line for the user who set it."""
 
 
 class FailedError(RuntimeError):
-    """Something failed while running that is no bug, such as a full disk. Its message says all that the user needs, and
-    the command line shows no traceback."""
+    """Raised for a failure at run time that is not a bug, such as a full disk.
+
+    The message is complete, so the command line prints no traceback.
+    """
 
 
 class Config(BaseModel):
-    """Base of all configs: frozen, no unknown keys, no silent conversion of types."""
+    """The base class of all configs: frozen, without unknown keys or implicit type conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """The same with other values for the settings in `update`, which are checked like those of a file: pydantic's
-        own does not, and would take `nproc` for a setting. Raises `ConfigError`."""
+        """Return a copy with the settings in `update` changed and validated.
+
+        Pydantic's own `model_copy` does not validate, and would accept `nproc` as a setting.
+
+        Raises:
+            ConfigError: If a setting is unknown or invalid.
+        """
         if not update:
             return super().model_copy(deep=deep)
         try:
@@ -53,30 +60,40 @@ class Config(BaseModel):
 
 SomeConfig = TypeVar("SomeConfig", bound=Config)
 COMMAND_LINE = "command line"
-Layer = tuple[str, dict[str, Any]]  # the name of a file, or COMMAND_LINE, and what is set there
+Layer = tuple[str, dict[str, Any]]  # the name of a file, or COMMAND_LINE, and its settings
 
 
 def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = ()) -> SomeConfig:
-    """Read a config file (a path, or the name of one in `configs/`) and check it against `cls`.
+    """Read a config file and validate it.
 
-    Raises `ConfigError` for a missing file, malformed YAML, a circle of `extends`, an unknown key, a value of
-    the wrong type or out of range, and for an override that is not of the form `key=value`.
+    Args:
+        source: A path, or the name of a config in `configs/`.
+        cls: The class of the config.
+        overrides: Settings of the form `key=value`.
+
+    Raises:
+        ConfigError: If the file is missing or malformed, if `extends` is circular, if an override is not of the form
+            `key=value`, or if a key is unknown or a value is invalid.
     """
     return _checked(cls, layers(source, overrides))
 
 
 def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfig:
-    """The defaults of `cls`, with `key=value` as on a command line laid over them. Raises `ConfigError` as `load`."""
+    """Return the defaults of `cls` with `key=value` arguments applied.
+
+    Raises:
+        ConfigError: If an argument is invalid; see `load`.
+    """
     return _checked(cls, [(COMMAND_LINE, _override(argument)) for argument in arguments])
 
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
-    """Where values come from, and which: the files from the lowest to the one named, then the overrides."""
+    """Return the settings of each file, from the base to the named file, followed by the overrides."""
     return [*_read(find_config(source), seen=()), *((COMMAND_LINE, _override(override)) for override in overrides)]
 
 
 def merged(layers: Iterable[Layer]) -> dict[str, Any]:
-    """The values that are left when each layer lies over those before it."""
+    """Merge the layers. A later layer overrides the layers before it."""
     values: dict[str, Any] = {}
     for _, above in layers:
         values = merge(values, above)
@@ -84,7 +101,7 @@ def merged(layers: Iterable[Layer]) -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"model": {"layers": 4}}` -> `{"model.layers": 4}`."""
+    """Flatten nested settings: `{"model": {"layers": 4}}` becomes `{"model.layers": 4}`."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -93,12 +110,20 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
-    """`cls(**values)`. Raises `ConfigError`, one line about the first problem; `origin` names their file."""
+    """Return `cls(**values)`.
+
+    Raises:
+        ConfigError: If a value is invalid. The message is one line about the first problem, and starts with `origin`.
+    """
     return _checked(cls, [(origin, dict(values))])
 
 
 def _checked(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
-    """What the layers come to. Raises `ConfigError`, one line that begins with the layer where the problem was set."""
+    """Validate the merged layers.
+
+    Raises:
+        ConfigError: If a value is invalid. The message is one line that starts with the layer of the invalid setting.
+    """
     try:
         return cls.model_validate(merged(layers))
     except ValidationError as error:
@@ -108,10 +133,10 @@ def _checked(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
 
 
 def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
-    """The layer that has set last what is wrong; where none has set it, the file."""
+    """Return the last layer that has set the invalid setting, or the file if no layer has set it."""
     place = ".".join(map(str, error["loc"]))
     groups = [[place]] if place else []
-    if error["type"] == "value_error":  # a check over several settings, which it names
+    if error["type"] == "value_error":  # a validator of several settings, whose message contains their names
         named = re.findall(r"'([\w.]+)'", str(error["ctx"]["error"]))
         groups.insert(0, [*named, *(f"{place}.{name}" for name in named if place)])
     for names in groups:
@@ -122,12 +147,12 @@ def _origin(layers: Sequence[Layer], error: ErrorDetails) -> str:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Is one of two dotted names the other, or in it?"""
+    """Return whether one of two dotted names is the other, or is under it."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`; mappings are merged key by key, anything else is replaced."""
+    """Merge `above` over `below`. Mappings are merged key by key, and any other value is replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -136,14 +161,18 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_names() -> list[str]:
-    """The configs that come with the package."""
+    """Return the names of the configs in the package."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def find_config(source: str | Path) -> Path:
-    """The config file for `source`: a path to a YAML file, or the name of one of the package's configs.
+    """Return the path of a config file.
 
-    Raises `ConfigError` where there is none.
+    Args:
+        source: A path to a YAML file, or the name of a config in the package.
+
+    Raises:
+        ConfigError: If there is no such file.
     """
     path = Path(source)
     if path.is_file():
@@ -159,16 +188,19 @@ def find_config(source: str | Path) -> Path:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The end of an error message about a word that is not one of `known`."""
+    """Return the end of an error message about a word that is not one of `known`."""
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also takes 1e-3 for a number: YAML 1.1 wants 1.0e-3 and makes a string of it. And it takes
-    1:30:00 for text, as YAML 1.2 does: 1.1 makes 5400 of it."""
+    """The safe loader with two rules of YAML 1.2.
 
-    yaml_implicit_resolvers = {  # noqa: RUF012  as the class above has it
+    It reads 1e-3 as a number, whereas YAML 1.1 requires 1.0e-3 and reads 1e-3 as a string. It reads 1:30:00 as text,
+    whereas YAML 1.1 reads 5400.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  as in the base class
         first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:int"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -187,7 +219,11 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """The value of a piece of YAML. Raises `ConfigError`, with the place, for one that is malformed."""
+    """Return the value of a YAML string.
+
+    Raises:
+        ConfigError: If the YAML is malformed. The message contains the line and column.
+    """
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -199,7 +235,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
-    """The values of the files that one extends, the lowest first, and its own."""
+    """Return the layers of the files that a file extends, the base first, and then its own."""
     if path.resolve() in seen:
         circle = " -> ".join(each.name for each in (*seen, path.resolve()))
         raise ConfigError(f"'extends' goes in a circle: {circle}. Take it out of one of them.")
@@ -222,7 +258,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
 
 
 def _override(text: str) -> dict[str, Any]:
-    """`"model.layers=4"` -> `{"model": {"layers": 4}}`."""
+    """Parse an override: `"model.layers=4"` becomes `{"model": {"layers": 4}}`."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -234,15 +270,17 @@ def _override(text: str) -> dict[str, Any]:
 
 
 def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
-    """One line from one of pydantic's errors: what was set, what was found, what to type instead, as in a file or, with
-    `typed`, on the command line."""
+    """Return one line about a pydantic error: the setting, the problem, the value, and an example of a valid value.
+
+    With `typed`, the example is in the form of the command line, and otherwise in the form of a file.
+    """
     key = ".".join(str(part) for part in error["loc"])
     owner = _owner(cls, error["loc"])
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}.{did_you_mean(str(error['loc'][-1]), sorted(owner.model_fields))}"
     if error["type"] == "missing":
         return f"{key!r} is missing; add a line '{key}: ...'"
-    if error["type"] == "value_error":  # a check of our own, over several fields, which names them itself
+    if error["type"] == "value_error":  # a validator of several fields, whose message contains their names
         return str(error["ctx"]["error"])
     wanted = (error["msg"][0].lower() + error["msg"][1:]).replace("input should be", "should be")
     name = str(error["loc"][-1])
@@ -252,7 +290,7 @@ def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
 
 
 def _example(field: FieldInfo) -> Any:
-    """A right value: the one that the field gives, or else its default; of a group of settings, the first of them."""
+    """Return a valid value: the example of the field, or its default. A group of settings returns its first setting."""
     if field.examples:
         return field.examples[0]
     default = None if field.is_required() else field.get_default(call_default_factory=True)
@@ -263,19 +301,19 @@ def _example(field: FieldInfo) -> Any:
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML, in one line."""
+    """Return a value as YAML in one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
 
 
 def _typed(key: str, value: Any) -> str:
-    """A setting as on a command line."""
+    """Return a setting in the form of the command line."""
     if isinstance(value, Mapping):
         return " ".join(_typed(f"{key}.{name}", inner) for name, inner in value.items())
     return f"{key}={_flow(value)}"
 
 
 def _owner(cls: type[Config], location: tuple[int | str, ...]) -> type[Config]:
-    """The class that declares the last part of `location`."""
+    """Return the class that declares the last part of `location`."""
     for part in location[:-1]:
         field = cls.model_fields.get(str(part))
         group = None if field is None else group_of(field)
@@ -286,7 +324,7 @@ def _owner(cls: type[Config], location: tuple[int | str, ...]) -> type[Config]:
 
 
 def group_of(field: FieldInfo) -> type[Config] | None:
-    """The class of a setting that holds others; None for a single one."""
+    """Return the class of a group of settings, or None for a single setting."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
 

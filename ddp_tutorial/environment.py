@@ -1,4 +1,4 @@
-"""What machine and which versions a number was measured with; and environment variables for the length of a block."""
+"""Describe the machine and the software versions of a measurement, and read environment variables."""
 
 import os
 import platform
@@ -14,21 +14,21 @@ from ddp_tutorial.config import ConfigError
 
 
 def cores() -> int:
-    """The cores that this process may use, which in a container can be fewer than the machine has."""
+    """Return the number of CPU cores that this process may use. In a container, the machine may have more."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory() -> int:
-    """The bytes of main memory that this machine has, or that a container may use of them."""
+    """Return the bytes of main memory of this machine or, if lower, the limit of this container."""
     there = psutil.virtual_memory().total
     try:
         return min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no such file, or it says "max"
+    except (OSError, ValueError):  # there is no such file, or it contains "max"
         return there
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions and hardware as JSON: enough to judge whether two measurements can be compared."""
+    """Return versions and hardware as JSON-compatible values, to check whether two measurements are comparable."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,7 +42,7 @@ def describe_environment() -> dict[str, Any]:
 
 @contextmanager
 def variables_restored(*names: str) -> Iterator[None]:
-    """Give these environment variables the values at the end of the block that they had at its beginning."""
+    """Restore the values of these environment variables at the end of the block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -55,7 +55,7 @@ def variables_restored(*names: str) -> Iterator[None]:
 
 
 def _processor() -> str:
-    """The processor's model name, from Linux's /proc; elsewhere what Python knows."""
+    """Return the model name of the processor from Linux's /proc, or Python's description on other systems."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -1,7 +1,7 @@
-"""Files and folders that are either complete or not there, and locks on folders.
+"""Write files and folders atomically, and lock folders.
 
-They are written under a temporary name, flushed to the disk, and then renamed, which is atomic. Whoever wants to know
-what a failing disk does, or a kill at the worst moment, observes what is about to be done to files: `observe_disk`.
+A file or folder is written under a temporary name, flushed to disk, and then renamed, which is atomic. `observe_disk`
+observes these operations, to simulate a failing disk or a kill at the worst moment.
 """
 
 import errno
@@ -26,22 +26,21 @@ from ddp_tutorial.config import ConfigError
 
 LOG = logging.getLogger(__name__)
 
-# Runs write below this folder, which is relative to the working directory of the command or the notebook's kernel.
+# The folder of all runs, relative to the working directory of the command or the notebook's kernel.
 RUNS = Path("runs")
 
 Operation = Literal["write", "fsync", "rename", "remove", "read"]
 DiskObserver = Callable[[Operation, Path], object]
 
-# Replaced, never changed in place: an observer may come or go while another thread is writing.
+# Replaced, never changed in place, because a different thread may be writing when an observer is added or removed.
 _observers: tuple[DiskObserver, ...] = ()
 
 
 @contextmanager
 def observe_disk(observer: DiskObserver) -> Iterator[None]:
-    """Until the block ends, call `observer(operation, path)` before each operation on a file that has to survive.
+    """Call `observer(operation, path)` before each durable file operation in the block, in any thread of this process.
 
-    In any thread of this process; a rename is told by the new name. An observer may raise `OSError`, which is how a
-    disk fails on purpose, or end the process.
+    A rename passes the new name. The observer may raise `OSError` to simulate a failing disk, or terminate the process.
     """
     global _observers
     _observers = (*_observers, observer)
@@ -52,28 +51,32 @@ def observe_disk(observer: DiskObserver) -> Iterator[None]:
 
 
 def notify_observers(operation: Operation, path: Path) -> None:
-    """Tell the observers of the disk. Raises what they raise."""
+    """Call the observers of the disk. Exceptions of an observer are passed on."""
     for observer in _observers:
         observer(operation, path)
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path` for what is not complete yet, or is about to be deleted; a new one each time.
+    """Return a random name next to `path` for a file that is incomplete or about to be deleted.
 
-    Process numbers would not do: in a container each life has the same, and finds what the one before has left.
+    A process ID would not be unique: in a container, a restarted process often has the same ID, and would find the
+    files of its predecessor.
     """
     return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.part")
 
 
 def final_name(path: Path) -> str:
-    """The name that `temporary_path` was made of; of any other path, its own."""
+    """Return the name from which `temporary_path` made this path. Return any other path's name unchanged."""
     return re.sub(r"^\.(.+)\.[0-9a-f]{8}\.part$", r"\1", path.name)
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write `data` to `path` atomically: a reader, or a crash at any moment, finds the old content or the new.
+    """Write `data` to `path` atomically. A reader, or a crash at any moment, finds either the old or the new content.
 
-    The file's permissions are `mode`, less the process's umask.
+    Args:
+        path: The file to write or replace.
+        data: The content.
+        mode: The permissions of the file, before the umask of the process is applied.
     """
     aside = temporary_path(path)
     try:
@@ -88,12 +91,16 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """`content` as indented JSON, atomically. Raises `ValueError` for NaN and infinity, which are not JSON."""
+    """Write `content` as indented JSON, atomically.
+
+    Raises:
+        ValueError: If `content` contains NaN or infinity, which JSON does not support.
+    """
     write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
 def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: a diverged loss becomes null, and readers show a gap."""
+    """Replace NaN and infinity, which JSON does not support, by None. A plot shows a gap for None."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
@@ -101,9 +108,12 @@ def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def directory_written_atomically(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which is renamed to `path` when the block ends, and removed if the block raises.
+    """Yield a temporary folder, which is renamed to `path` after the block.
 
-    Raises `FileExistsError` if `path` is there already.
+    If the block raises an exception, the temporary folder is removed.
+
+    Raises:
+        FileExistsError: If `path` exists.
     """
     if path.exists():
         raise FileExistsError(f"{path} is there already")
@@ -116,7 +126,7 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def directory_replaced_atomically(path: Path) -> Iterator[Path]:
-    """The same, for a `path` that may be there already: see `replace_directory`."""
+    """Yield a temporary folder, which replaces `path` after the block; see `replace_directory`."""
     with _aside(path) as aside:
         yield aside
         _sync_all(aside)
@@ -131,7 +141,7 @@ def _aside(path: Path) -> Iterator[Path]:
     try:
         yield aside
     finally:
-        remove(aside)  # unless it has the other name now
+        remove(aside)  # does nothing after a rename
 
 
 def _sync_all(folder: Path) -> None:
@@ -140,9 +150,10 @@ def _sync_all(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, have reached the disk. A rename is durable after the latter.
+    """Flush a file, or the entries of a folder, to disk. A rename is durable after its folder has been flushed.
 
-    Some file systems (9p, CIFS, some of FUSE) cannot do this for a folder, which is ignored: there is no other way.
+    Some file systems (9p, CIFS, some FUSE file systems) do not support this for folders. That error is ignored, because
+    there is no alternative.
     """
     notify_observers("fsync", path)
     fd = os.open(path, os.O_RDONLY)
@@ -156,8 +167,14 @@ def sync(path: Path) -> None:
 
 
 def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write `folder`, by a temporary name, unless it is there. Several processes may do so at once: the
-    first to end makes it, for all."""
+    """Create `folder` with `fill`, unless it exists. Several processes may call this function at the same time.
+
+    The first process that finishes creates the folder for all of them.
+
+    Args:
+        folder: The folder to create.
+        fill: Writes the files into the temporary folder that is passed to it.
+    """
     if folder.exists():
         return
     try:
@@ -169,21 +186,21 @@ def build_once(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def rename(path: Path, name: Path) -> None:
-    """Give a file or folder another name. That is atomic, and on the disk once the folder that it lies in is synced."""
+    """Rename a file or folder atomically. The rename is durable after `sync` of the parent folder."""
     notify_observers("rename", name)
     path.rename(name)
 
 
 def replaced_path(path: Path) -> Path:
-    """The name, beside `path`, of the folder that another is about to replace: see `replace_directory`."""
+    """Return the name, next to `path`, of the old folder during a replacement; see `replace_directory`."""
     return path.with_name(f".{path.name}.old")
 
 
 def replace_directory(new: Path, path: Path) -> None:
-    """Give the complete folder `new` the name `path`; what had it before is removed once that has reached the disk.
+    """Rename the complete folder `new` to `path`, and remove the old folder afterward.
 
-    Two renames are needed, and between them `path` is not there: a kill leaves the old folder as
-    `replaced_path(path)`, and `recover(path)` gives it back its name.
+    Two renames are needed, and `path` does not exist between them. If the process is killed there, the old folder is
+    `replaced_path(path)`, and `recover(path)` restores it.
     """
     if path.exists():
         remove(replaced_path(path))
@@ -198,15 +215,17 @@ def replace_directory(new: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """End what a killed `replace_directory` has begun: `path` is the new folder if that had the name, else the old."""
+    """Complete or undo a `replace_directory` that was interrupted.
+
+    If the new folder already has the name `path`, remove the old folder. Otherwise, restore the old folder.
+    """
     if replaced_path(path).exists() and not path.exists():
         rename(replaced_path(path), path)
     remove(replaced_path(path))
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with all in it, if it is there. What the system refuses to delete stays, without an
-    error."""
+    """Delete a file or folder if it exists. Errors of the operating system are ignored."""
     with suppress(OSError):
         if path.exists():
             notify_observers("remove", path)
@@ -214,19 +233,26 @@ def remove(path: Path) -> None:
 
 
 def remove_temporary(folder: Path, name: str) -> None:
-    """Remove what killed processes have left of `folder/name`, which may have wildcards in it.
+    """Remove the temporary files that killed processes have left for `folder/name`. The name may contain wildcards.
 
-    Only where no other process can be writing it: lock the folder first.
+    Lock the folder first, so that no other process is writing to these files.
     """
     for path in folder.glob(f".{name}.*.part"):
         remove(path)
 
 
 def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
-    """Create and return `parent/name`, or if that exists `name-2`, `name-3` and so on. `name` may contain slashes.
+    """Create and return `parent/name`, or `name-2`, `name-3`, and so on if the name exists.
 
-    The umask may take some of the permissions in `mode` away. Two processes that call it at the same time get two
-    folders. Raises `FileExistsError` after 9,999 names that are taken.
+    If two processes call this function at the same time, each gets its own folder.
+
+    Args:
+        parent: The parent folder.
+        name: The name of the folder, which may contain slashes.
+        mode: The permissions of the folder, before the umask of the process is applied.
+
+    Raises:
+        FileExistsError: If 9,999 names are taken.
     """
     (parent / name).parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 10_000):
@@ -244,34 +270,34 @@ _TOUCH_SECONDS = 5.0
 
 
 class FolderInUseError(ConfigError):
-    """Another process has locked the folder."""
+    """Raised if a different process has locked the folder."""
 
 
 class _Owner(NamedTuple):
-    """The process that has locked a folder, as written in the lock file."""
+    """The process that has locked a folder, as stored in the lock file."""
 
     machine: str
     pid: int
-    started: float  # so that another process with the same number is not taken for it
-    inode: int  # of the lock file, so that a copy of the folder is not locked
+    started: float  # distinguishes processes with the same ID
+    inode: int  # the inode of the lock file, so that a copy of the folder is not locked
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` until the block ends, or this process exits, even if it is killed.
+    """Lock `folder` until the block ends or this process exits, even if it is killed.
 
-    The lock is a file in `folder`, removed at the end. Two mechanisms keep others out:
+    The lock is a file in `folder`, which is removed at the end. Two mechanisms exclude other processes:
 
-    - The kernel's lock of this file. NFS and Lustre may keep it on one host only, and some file systems have none.
-    - The owner that is written in the file. On the same machine, it counts as long as its process runs. On a different
-      machine, it counts as long as it touches the file, which it does every 5 seconds. So resuming a run on a different
-      machine than the one on which it was killed waits 15 seconds.
+    - The kernel's lock of this file. NFS and Lustre may apply it on one host only, and some file systems do not support
+    it. - The owner that is stored in the file. On the same machine, the owner counts as long as its process runs. On a
+      different machine, the owner counts as long as it touches the file, which it does every 5 seconds. So resuming a
+      run on a different machine than the one on which it was killed waits 15 seconds.
 
     The second mechanism has limits: two machines that lock at the same instant may both succeed, and an owner that is
     suspended for 15 seconds loses the folder.
 
     Raises:
-        FolderInUseError: If another process has locked the folder.
+        FolderInUseError: If a different process has locked the folder.
     """
     path = folder / _LOCK
     fd = _open_lock(path)
@@ -284,21 +310,24 @@ def locked(folder: Path) -> Iterator[None]:
             with _touching(fd):
                 yield
         finally:
-            os.ftruncate(fd, 0)  # no owner, even if the file cannot be removed
+            os.ftruncate(fd, 0)  # clear the owner, even if the file cannot be removed
             path.unlink(missing_ok=True)
     finally:
         os.close(fd)
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process has locked `folder`, without waiting. Takes the kernel's lock for an instant, for which
-    `locked` waits. The clocks of two machines may differ by less than a minute."""
+    """Return whether a process has locked `folder`, without waiting for the lock.
+
+    The function takes the kernel's lock for an instant, for which `locked` waits. The clocks of two machines must
+    differ by less than a minute.
+    """
     try:
         fd = os.open(folder / _LOCK, os.O_RDONLY)
-    except OSError:  # there is none, or this user may not read it
+    except OSError:  # there is no lock file, or this user may not read it
         return False
     try:
-        with suppress(OSError):  # the file system has no locks
+        with suppress(OSError):  # the file system does not support locks
             if not _flock(fd, fcntl.LOCK_SH):
                 return True
             _flock(fd, fcntl.LOCK_UN)
@@ -311,28 +340,32 @@ def is_locked(folder: Path) -> bool:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file with the kernel's lock on it. Raises `FolderInUseError` if another process has that lock."""
+    """Open the lock file and take the kernel's lock.
+
+    Raises:
+        FolderInUseError: If a different process has the lock.
+    """
     deadline = time.monotonic() + 0.2
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if _flock(fd, fcntl.LOCK_EX) and _is_at(fd, path):
                 return fd
-        except OSError as error:  # some network file systems; to refuse every run there would help nobody
+        except OSError as error:  # some network file systems do not support locks
             LOG.warning(
                 "%s is on a file system without locks (%s). Do not start two runs in one folder at the same time.",
                 path.parent,
                 error.strerror,
             )
             return fd
-        os.close(fd)  # `is_locked` holds the lock for an instant, or the file has been removed meanwhile
+        os.close(fd)  # `is_locked` has the lock for an instant, or the file has just been removed
         if time.monotonic() > deadline:
             raise _in_use(path)
         time.sleep(0.01)
 
 
 def _flock(fd: int, kind: int) -> bool:
-    """Take or release a lock of this kind without waiting, and return whether that has worked."""
+    """Take or release a lock of this kind without waiting, and return whether that succeeded."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -341,7 +374,7 @@ def _flock(fd: int, kind: int) -> bool:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Return whether the open file has this path still."""
+    """Return whether the open file still has this path."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -355,15 +388,15 @@ def _in_use(path: Path) -> FolderInUseError:
 
 
 def _machine() -> str:
-    """Return a name that all processes of this machine's kernel share, and no others, also not after a reboot."""
+    """Return a name that identifies the running kernel of this machine. It changes with a reboot."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def _started(pid: int) -> float | None:
-    """Return when this process has started, None if it does not run."""
-    import psutil  # slow to import, and only needed here
+    """Return the start time of a process, or None if it is not running."""
+    import psutil  # slow to import
 
     try:
         process = psutil.Process(pid)
@@ -384,19 +417,19 @@ def _read_owner(fd: int) -> _Owner | None:
     content = os.pread(fd, 4096, 0)
     try:
         owner = _Owner(**json.loads(content))
-    except (ValueError, TypeError):  # cut short by a crash, or of another version
+    except (ValueError, TypeError):  # truncated by a crash, or from a different version
         return _Owner("", 0, 0.0, 0) if content else None
     return owner if owner.inode == os.fstat(fd).st_ino else None
 
 
 def _is_running(owner: _Owner) -> bool:
     started = _started(owner.pid)
-    return started is not None and abs(started - owner.started) < 2  # the clock may have been set meanwhile
+    return started is not None and abs(started - owner.started) < 2  # the clock may have been adjusted
 
 
 @contextmanager
 def _touching(fd: int) -> Iterator[None]:
-    """Until the block ends, touch the file every few seconds, from a thread."""
+    """Touch the file every few seconds, from a thread, until the block ends."""
     over = threading.Event()
 
     def touch() -> None:
@@ -414,9 +447,9 @@ def _touching(fd: int) -> Iterator[None]:
 
 
 def _is_touched(path: Path) -> bool:
-    """Return whether somebody touches or writes the file, after up to three times the seconds between two touches.
+    """Return whether a process touches or writes the file, after up to three touch intervals.
 
-    The file is opened anew each time, for which network file systems ask their server.
+    The file is opened again for each check, because network file systems then ask their server.
     """
 
     def seen() -> tuple[int, int]:

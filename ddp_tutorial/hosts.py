@@ -1,7 +1,7 @@
-"""Ranks on several hosts: through which interface they reach one another, and which of them does not answer any more.
+"""Select the network interface between hosts, and detect hosts that no longer respond.
 
-On one host none of this matters. On several, gloo would take the address that the host's own name stands for, which on
-many systems is one of the loopback interface (127.0.1.1), where no other host can come.
+On a single host, none of this is needed. On several hosts, gloo would use the address of the host's own name. On many
+systems, this is a loopback address (127.0.1.1), which other hosts cannot reach.
 """
 
 import os
@@ -17,17 +17,17 @@ from ddp_tutorial.config import ConfigError, FailedError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _PROBE_SECONDS = 1.5
-_PROBE_PORT = 9  # "discard": nobody listens, and a host that is there says so
-# What gloo says when it has waited for too long, or the connection is gone.
+_PROBE_PORT = 9  # "discard": no process listens there, so a running host refuses the connection
+# Parts of gloo's error messages for a timeout or a lost connection.
 _LOST = ("timed out", "timeout", "by peer", "connection refused", "no route to host", "broken pipe")
 
 
 class LostHostError(FailedError):
-    """Another host, or a rank on it, is gone."""
+    """Raised if a different host, or a rank on it, no longer responds."""
 
 
 class Peer(NamedTuple):
-    """Where a rank is."""
+    """The location of a rank."""
 
     rank: int
     host: str
@@ -35,14 +35,21 @@ class Peer(NamedTuple):
 
 
 def interface_to(address: str) -> str | None:
-    """The name of this host's interface through which it and `address`, a name or a number, reach one another. Sends
-    nothing. None where that cannot be said, and for the loopback interface's own address: then all are on this host."""
+    """Return the name of the network interface that connects this host with `address`. Sends no data.
+
+    Args:
+        address: A host name or an IP address.
+
+    Returns:
+        The name, or None if it is unknown or if `address` is a loopback address, because all ranks are then on this
+        host.
+    """
     if address in {"", "localhost", "::1"} or address.startswith("127."):
         return None
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, _PROBE_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # of a datagram's socket: only looks for the way
+            probe.connect(where)  # on a datagram socket, this only selects a route
             own = probe.getsockname()[0]
     except OSError:
         return None
@@ -50,15 +57,16 @@ def interface_to(address: str) -> str | None:
     found = next((name for name, addresses in of.items() if own in addresses), None)
     if found is not None and not found.startswith("lo"):
         return found
-    # our own name, and it stands for the loopback interface here: the others come in through another one
+    # `address` is this host's own name for the loopback interface; other hosts use a different interface
     others = [name for name, state in psutil.net_if_stats().items() if state.isup and not name.startswith("lo")]
     return others[0] if len(others) == 1 else None
 
 
 def choose_interface(rendezvous_address: str) -> None:
-    """Tell gloo, by GLOO_SOCKET_IFNAME, to use the interface that leads to `rendezvous_address`, unless that is set.
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to `rendezvous_address`, unless it is already set.
 
-    Raises `ConfigError` where it is set to an interface that this host does not have.
+    Raises:
+        ConfigError: If the variable is already set to an interface that this host does not have.
     """
     wanted = os.environ.get(GLOO_INTERFACE)
     if not wanted:
@@ -74,31 +82,44 @@ def choose_interface(rendezvous_address: str) -> None:
 
 
 def peers(rank: int, size: int) -> list[Peer]:
-    """Where all ranks are. Collective."""
+    """Return the locations of all ranks. Collective."""
     found: list[Any] = [None] * size
     dist.all_gather_object(found, Peer(rank, socket.gethostname(), own_address()))
     return found
 
 
 def own_address() -> str:
-    """The address of the interface that gloo uses here, as GLOO_SOCKET_IFNAME names it; else this host's name."""
+    """Return the address of the interface in GLOO_SOCKET_IFNAME, or this host's name if there is none."""
     name = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family == socket.AF_INET]
     return found[0] if found else socket.gethostname()
 
 
 def raise_if_lost(error: BaseException, peers: Sequence[Peer], rank: int) -> None:
-    """Raise `LostHostError` from `error`, if ranks are on several hosts (`peers`, else it is empty), and `error` says
-    that one has not answered or has gone."""
+    """Raise `LostHostError` if `error` means that a rank on a different host has timed out or disconnected.
+
+    Args:
+        error: The error of a collective.
+        peers: The locations of all ranks, or an empty sequence if all ranks are on one host.
+        rank: The rank of this process.
+
+    Raises:
+        LostHostError: If `error` is such an error.
+    """
     said = str(error).lower()
     if peers and isinstance(error, RuntimeError) and any(word in said for word in _LOST):
         raise describe_lost_host(error, peers, rank) from error
 
 
 def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -> LostHostError:
-    """What to tell the user of rank `rank`, where `error` says that another has not answered: which hosts are gone.
+    """Return an error that lists the hosts that no longer respond.
 
-    Asks each of the others whether it is there, which takes `_PROBE_SECONDS` if some are not.
+    The function probes all other hosts in parallel, for up to `_PROBE_SECONDS`.
+
+    Args:
+        error: The error of a collective.
+        peers: The locations of all ranks.
+        rank: The rank of this process.
     """
     here = next(peer for peer in peers if peer.rank == rank)
     others = {peer.host: peer.address for peer in peers if peer.host != here.host}
@@ -122,7 +143,7 @@ def _described(host: str, peers: Iterable[Peer]) -> str:
 
 
 def _answers(address: str) -> bool:
-    """Is the host there? Nobody need listen: a refusal is an answer."""
+    """Return whether the host responds. A refused connection is a response."""
     try:
         socket.create_connection((address, _PROBE_PORT), _PROBE_SECONDS).close()
     except ConnectionRefusedError:

@@ -1,11 +1,13 @@
-"""Ranks in rows and columns: which of them have one copy of the model between them, and which have the same part of it.
+"""Arrange ranks in a mesh.
 
-    replicate 2 x shard 3       row 0:  ranks 0 1 2      a copy of the model, a third on each rank
-                                row 1:  ranks 3 4 5      another copy, cut alike
+The ranks of a row share one copy of the model. The ranks of a column have the same part of it.
 
-The ranks of a row follow one another. So where a machine has as many ranks as a row, what a row says to itself does not
-leave the machine. Over a column (ranks 0 and 3) gradients are added up. With `pipeline` in place of `shard`, the parts
-are stages.
+    replicate 2 x shard 3       row 0:  ranks 0 1 2      a copy of the model, one third on each rank
+                                row 1:  ranks 3 4 5      a copy of the model, split in the same way
+
+The ranks of a row are consecutive. If a machine has as many ranks as a row, the communication within a row stays on
+that machine. Gradients are reduced over a column (ranks 0 and 3). With `pipeline` instead of `shard`, the parts are
+stages.
 """
 
 from collections.abc import Sequence
@@ -22,8 +24,10 @@ Along = Literal["shard", "pipeline"]
 
 
 class MeshConfig(Config):
-    """How many copies of the model there are, and how many ranks have one between them. What is not given follows from
-    the number of ranks; where nothing is, all of them have one copy."""
+    """The number of copies of the model, and the number of ranks that share a copy.
+
+    A missing value follows from the number of ranks. If all are missing, all ranks share one copy.
+    """
 
     replicate: int | None = Field(None, ge=1, examples=[2], description="Number of replicas of the model.")
     shard: int | None = Field(
@@ -33,26 +37,37 @@ class MeshConfig(Config):
 
 
 class Mesh(NamedTuple):
-    """`replicate` rows of `span` ranks."""
+    """A mesh with `replicate` rows of `span` ranks."""
 
     replicate: int
     span: int
 
     @property
     def rows(self) -> list[list[int]]:
+        """The ranks of each row."""
         return [list(range(first, first + self.span)) for first in range(0, self.replicate * self.span, self.span)]
 
     @property
     def columns(self) -> list[list[int]]:
+        """The ranks of each column."""
         return [list(column) for column in zip(*self.rows, strict=True)]
 
     def row_and_column(self, rank: int) -> tuple[int, int]:
-        """The row in which a rank is, and its place in that row, both from 0."""
+        """Return the row of a rank and its position in the row, both from 0."""
         return divmod(rank, self.span)
 
 
 def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
-    """The mesh of a world of so many ranks. Raises `ConfigError` where it has more or fewer ranks than the mesh."""
+    """Return the mesh for a world of `world_size` ranks.
+
+    Args:
+        config: The number of copies, and the number of ranks that share a copy.
+        world_size: The number of ranks.
+        along: The dimension that splits a copy of the model, "shard" or "pipeline".
+
+    Raises:
+        ConfigError: If the mesh has a different number of ranks.
+    """
     span = config.shard if along == "shard" else config.pipeline
     given = {"replicate": config.replicate, along: span}
     told = " x ".join(f"{name} {number}" for name, number in given.items() if number)

@@ -1,7 +1,7 @@
-"""One vocabulary for what a rank is doing: `with phase("data"): ...`.
+"""Mark the phases of a step with a common vocabulary: `with phase("data"): ...`.
 
-The same names serve timing, profiler traces, plots, logs and injected faults, because each of them is an
-observer of the same two events: a phase is entered, a phase is left.
+Timing, profiler traces, plots, logs, and injected faults use the same names. Each of them observes two events: a phase
+is entered, and a phase is left.
 
     with observe(Stopwatch()) as watch:
         with phase("data"):
@@ -23,7 +23,13 @@ from ddp_tutorial.compat import is_profiling
 
 
 class PhaseEvent(NamedTuple):
-    """One end of a phase. `time` is in seconds of the machine's monotonic clock, one clock for all its ranks."""
+    """The start or end of a phase.
+
+    Attributes:
+        name: The name of the phase.
+        entered: True at the start of the phase, and False at its end.
+        time: The time in seconds. All processes of a machine use the same monotonic clock.
+    """
 
     name: str
     entered: bool
@@ -33,36 +39,42 @@ class PhaseEvent(NamedTuple):
 Observer = Callable[[PhaseEvent], object]
 SomeObserver = TypeVar("SomeObserver", bound=Observer)
 
-# Replaced, never changed in place: an observer may come or go while another thread is inside a phase.
+# Replaced, never changed in place, because a different thread may be in a phase when an observer is added or removed.
 _observers: tuple[Observer, ...] = ()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Mark what runs inside as `name`, for every observer and, while torch's profiler records, for its trace.
+    """Mark the block as the phase `name`, for all observers and for the trace of a running profiler.
 
-    An observer may raise when the phase is entered (that is how faults are injected). It is told of the end also when
-    the phase ends with an exception.
+    An observer may raise an exception when the phase is entered, which is how faults are injected. The end of the phase
+    is also reported if the block raises an exception.
     """
     return _Phase(name)
 
 
 class _Phase(AbstractContextManager[None]):
-    """A class rather than a generator, and no `record_function` unless someone records: a step that takes 5 ms
-    would feel the difference."""
+    """The context manager of a phase.
+
+    A class is faster than a generator, and `record_function` is used only while a profiler records. A step of 5 ms
+    would be measurably slower otherwise.
+    """
 
     __slots__ = ("_name", "_record")
 
     def __init__(self, name: str) -> None:
+        """Store the name."""
         self._name = name
         self._record: record_function | None = None
 
     def __enter__(self) -> None:
-        _notify(self._name, entered=True)  # first: should an observer raise, nothing has been opened
+        """Report the start of the phase."""
+        _notify(self._name, entered=True)  # first, because an observer may raise
         if is_profiling():
             self._record = record_function(self._name)
             self._record.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        """Report the end of the phase."""
         if self._record is not None:
             self._record.__exit__(*error)
         _notify(self._name, entered=False)
@@ -70,7 +82,7 @@ class _Phase(AbstractContextManager[None]):
 
 @contextmanager
 def observe(observer: SomeObserver) -> Iterator[SomeObserver]:
-    """Call `observer(edge)` at both ends of every phase of this process, until the block ends."""
+    """Call `observer` with an event at the start and end of every phase of this process, until the block ends."""
     global _observers
     _observers = (*_observers, observer)
     try:
@@ -88,29 +100,36 @@ def _notify(name: str, *, entered: bool) -> None:
 
 
 class Stopwatch:
-    """An observer that sums the seconds spent in each phase. A phase inside another counts in both.
+    """An observer that sums the seconds spent in each phase. A nested phase also counts toward the outer phase.
 
-    Phases may overlap in several threads, which write the files of a checkpoint: the seconds of all threads are summed.
+    Phases may overlap in several threads, such as those that write the files of a checkpoint. The seconds of all
+    threads are summed.
 
-    With the `device` of a GPU, they are seconds of the GPU's work, between two events in its queue. Python's own time
-    in a phase says little there, because Python only queues kernels.
+    On a GPU, the time is that of the GPU's work, measured between two events in its queue. The time of the Python code
+    would not be meaningful, because Python only queues kernels.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
+        """Start without any phases.
+
+        Args:
+            device: The device of the rank. If it is a GPU, GPU time is measured.
+        """
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._open: dict[tuple[int, str], Any] = {}  # by thread and phase
-        self._spans: deque[tuple[str, Any, Any]] = deque()  # appended to by any thread
+        self._spans: deque[tuple[str, Any, Any]] = deque()  # any thread appends to this
 
     def __call__(self, edge: PhaseEvent) -> None:
+        """Record the start or end of a phase."""
         mark = edge.time if self._gpu is None else _gpu_event(self._gpu)
         key = threading.get_ident(), edge.name
         if edge.entered:
             self._open[key] = mark
-        elif key in self._open:  # otherwise the phase was entered before this stopwatch observed
+        elif key in self._open:  # otherwise, the phase started before this observer was added
             self._spans.append((edge.name, self._open.pop(key), mark))
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call. Waits until a GPU has done the work in its queue."""
+        """Return the seconds of each phase since the last call. On a GPU, wait for the work in its queue."""
         seconds: defaultdict[str, float] = defaultdict(float)
         while self._spans:
             name, start, end = self._spans.popleft()
@@ -119,7 +138,7 @@ class Stopwatch:
 
 
 def _gpu_event(device: torch.device) -> Any:
-    """Return an event in the queue of `device`, also in a thread for which another GPU is the current one."""
+    """Record an event in the queue of `device`, even if the current device of the thread is a different GPU."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event

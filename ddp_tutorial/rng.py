@@ -1,4 +1,4 @@
-"""Seed, save and restore the random number generators of Python, NumPy and torch, always all of them together."""
+"""Seed, save, and restore the random number generators of Python, NumPy, and torch together."""
 
 import random
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ def seed_of(*entropy: int) -> int:
 def reseed(*entropy: int, device: torch.device | None = None) -> None:
     """Seed Python, NumPy, torch on the CPU, and `device` if it is a GPU, from `entropy` alone.
 
-    Torch's seed is `seed_of(*entropy)`; the others differ from it. NumPy's global generator becomes an MT19937 if it is
-    of another kind.
+    The seed of torch is `seed_of(*entropy)`. NumPy and Python get different seeds. If NumPy's global generator is not
+    an MT19937, it is replaced by one.
     """
     for_torch, for_numpy, for_python = np.random.SeedSequence(entropy).generate_state(3).tolist()
-    # torch.manual_seed would seed every GPU. Without one in use, it saves a stack trace instead: 2 ms a call.
+    # torch.manual_seed would seed every GPU. If CUDA is not initialized, it saves a stack trace, which takes 2 ms.
     torch.default_generator.manual_seed(for_torch)
     if device is not None and device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(for_torch)
-    if not isinstance(get_bit_generator(), np.random.MT19937):  # np.random.seed refuses any other kind
+    if not isinstance(get_bit_generator(), np.random.MT19937):  # np.random.seed requires an MT19937
         set_bit_generator(np.random.MT19937())
     np.random.seed(for_numpy)
     random.seed(for_python)
@@ -37,7 +37,7 @@ def reseed(*entropy: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Restore all generators after the block: those of Python, NumPy, torch on the CPU, and `device` if it is a GPU."""
+    """Restore all generators after the block: Python, NumPy, torch on the CPU, and `device` if it is a GPU."""
     python, cpu = random.getstate(), torch.get_rng_state()
     generator, numpy = get_bit_generator(), np.random.get_state(legacy=False)
     gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
@@ -54,7 +54,7 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def seeded_rng(*entropy: int, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, random numbers depend on `entropy` alone; after it, all generators are restored (see `preserved_rng`)."""
+    """Seed all generators from `entropy` for the block, and restore them after it (see `preserved_rng`)."""
     with preserved_rng(device):
         reseed(*entropy, device=device)
         yield

@@ -1,8 +1,8 @@
-"""Who am I, with whom, on which device? One frozen `World`, and the process group that goes with it.
+"""Describe a rank with a frozen `World`, and create its process group.
 
-Three launchers are understood, each by the environment variables that it sets: torchrun (and our own `launch`,
-which sets the same), Slurm's `srun`, and none, which means one process. Reading them is a pure function, so it
-is tested with a table rather than with a cluster.
+Three launchers are supported, each by its environment variables: torchrun (and `launch`, which sets the same
+variables), Slurm's `srun`, and no launcher, which means one process. Reading the variables is a pure function, so the
+tests need no cluster.
 """
 
 import os
@@ -23,20 +23,28 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import integer_variable, variables_restored
 from ddp_tutorial.slurm.step import has_gpu_per_task, world_of_step
 
-# How long a rank waits in a collective for the others before it gives up.
+# The default timeout of a collective.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _INIT_BARRIER = "TORCH_DIST_INIT_BARRIER"
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together, seen by one of them.
+    """The ranks that train together, as seen by one rank.
 
-    `rank` counts from 0 over all machines, `local_rank` over this machine. `backend` is the library that
-    carries the collectives: by default NCCL between GPUs, gloo between CPUs; gloo also carries what is on GPUs, slowly,
-    and lets ranks share one. `init_method` tells torch where the ranks meet, and `timeout` is how long a rank waits
-    in a collective for the others. Raises `ConfigError` for a rank that is not below the size, on all machines or on
-    this one, and for NCCL on a CPU.
+    Attributes:
+        rank: The rank of this process, from 0, over all machines.
+        size: The number of ranks.
+        local_rank: The rank of this process, from 0, on this machine.
+        local_size: The number of ranks on this machine.
+        device: The device of this rank.
+        init_method: The URL at which torch's process group meets.
+        backend: The library for collectives. The default is NCCL for GPUs and gloo for CPUs. gloo also supports GPUs,
+            slowly, and allows ranks to share one.
+        timeout: The timeout of a collective.
+
+    Raises:
+        ConfigError: If a rank is not less than its size, or if the backend is NCCL on a CPU.
     """
 
     rank: int = 0
@@ -49,6 +57,7 @@ class World:
     timeout: timedelta = COLLECTIVE_TIMEOUT
 
     def __post_init__(self) -> None:
+        """Validate the ranks, and choose the backend."""
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"rank {self.rank} is not one of 0 to {self.size - 1} (world size {self.size})")
         if not 0 <= self.local_rank < self.local_size:
@@ -57,7 +66,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, the one that writes files and speaks for all."""
+        """Whether this is rank 0, which writes files and logs for all ranks."""
         return self.rank == 0
 
     @staticmethod
@@ -69,11 +78,18 @@ class World:
         backend: str = "auto",
         timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> "World":
-        """The world that the environment variables describe.
+        """Return the world that the environment variables describe.
 
-        `device` is "auto", "cpu" or "cuda", `backend` "auto", "gloo" or "nccl"; `gpus` is the number of GPUs that this
-        process sees, counted if not given. Raises `ConfigError` where the variables contradict one another, a GPU is
-        asked for that is not there, or device and backend do not go together.
+        Args:
+            environ: The environment variables.
+            device: "auto", "cpu", or "cuda".
+            gpus: The number of GPUs visible to this process. The default is to count them.
+            backend: "auto", "gloo", or "nccl".
+            timeout: The timeout of a collective.
+
+        Raises:
+            ConfigError: If the variables contradict each other, if a requested GPU does not exist, or if the backend
+                does not support the device.
         """
         torchrun = _torchrun(environ)
         numbers = torchrun or world_of_step(environ) or {}
@@ -83,11 +99,15 @@ class World:
         return replace(world, device=chosen, backend=backend, timeout=timeout)
 
     def __str__(self) -> str:
+        """Return a description such as "rank 0 of 2 on cpu, gloo"."""
         return f"rank {self.rank} of {self.size} on {self.device}, {self.backend}"
 
 
 def is_launched_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """True where torchrun, or srun with several tasks, started this process: it is a rank then, and starts none."""
+    """Return whether torchrun, or srun with several tasks, started this process.
+
+    Such a process is already a rank and does not launch other ranks.
+    """
     return "RANK" in environ or World.detect(environ, device="cpu").size > 1
 
 
@@ -100,11 +120,20 @@ def choose_device(
     *,
     one_gpu_per_task: bool = False,
 ) -> torch.device:
-    """The device of one rank: a GPU of its own where there is one for each rank of the machine, else the CPU.
+    """Return the device of one rank: its own GPU if there is one for each rank of the machine, and the CPU otherwise.
 
-    `gpus` is how many GPUs this process sees. With `one_gpu_per_task` they are its own. Otherwise they are those of all
-    ranks of the machine, which share them if there are too few, the device is "cuda" and the backend "gloo". Raises
-    `ConfigError` for an unknown `device`, and for "cuda" where there are too few GPUs and they cannot be shared.
+    If there are fewer GPUs than ranks, the ranks share them only if the device is "cuda" and the backend is "gloo".
+
+    Args:
+        device: "auto", "cpu", or "cuda".
+        local_rank: The rank on this machine.
+        local_size: The number of ranks on this machine.
+        gpus: The number of GPUs visible to this process. The default is to count them.
+        backend: "auto", "gloo", or "nccl".
+        one_gpu_per_task: Whether the visible GPUs belong to this rank alone.
+
+    Raises:
+        ConfigError: If `device` is unknown, or if it is "cuda" and there are too few GPUs that cannot be shared.
     """
     if device not in {"auto", "cpu", "cuda"}:
         raise ConfigError(f"device={device!r} is not known. Use 'auto', 'cpu' or 'cuda'.")
@@ -124,7 +153,11 @@ def choose_device(
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """The library that carries collectives between ranks on such devices. Raises `ConfigError` for NCCL on CPUs."""
+    """Return the library for collectives between ranks on such devices.
+
+    Raises:
+        ConfigError: If `backend` is unknown, or if it is "nccl" and the device is a CPU.
+    """
     if backend not in {"auto", "gloo", "nccl"}:
         raise ConfigError(f"backend={backend!r} is not known. Use 'auto', 'gloo' or 'nccl'.")
     if backend == "nccl" and device.type != "cuda":
@@ -136,18 +169,23 @@ def choose_backend(backend: str, device: torch.device) -> str:
 
 @contextmanager
 def process_group(world: World) -> Iterator[World]:
-    """The process group of `world`, for the length of the block. One process needs none and gets none.
+    """Create the process group of `world` for the duration of the block. Collective. A single process needs no group.
 
-    A group that is up already, as in a worker of Ray Train, is used as it is: its time limit stays that of whoever has
-    started it, who also ends it. Raises `RuntimeError` where it is of another size or rank, and `ConfigError` where its
-    backend is another one than that of `world`.
+    If a process group already exists, as in a Ray Train worker, the block uses it. Its timeout stays the same, and its
+    owner destroys it.
 
-    The first `import torch._dynamo` of a process (DistributedDataParallel does it) takes hold of the group that is
-    there, and gloo's threads then run on after the block; torch 2.13. Import it before, where that matters.
+    Between hosts, gloo uses the network interface that leads to the first host, unless GLOO_SOCKET_IFNAME specifies
+    one.
 
-    Between hosts gloo uses the interface that leads to the first of them, unless GLOO_SOCKET_IFNAME names one. An error
-    in the block that comes from a rank on another host is raised as `LostHostError`, which names the host. Raises
-    `ConfigError` where GLOO_SOCKET_IFNAME names an interface that is not there.
+    The first `import torch._dynamo` in a process (by DistributedDataParallel, for example) keeps the current group
+    alive, so that gloo's threads still run after the block (torch 2.13). Import it before the block if that matters.
+
+    Raises:
+        RuntimeError: If the existing group has a different size or rank.
+        ConfigError: If the existing group has a different backend, or if GLOO_SOCKET_IFNAME specifies an unknown
+            interface.
+        LostHostError: If an exception in the block was caused by a rank on a different host. The message contains the
+            host.
     """
     if world.size == 1:
         yield world
@@ -158,12 +196,12 @@ def process_group(world: World) -> Iterator[World]:
         _require_same(world)
         yield world
         return
-    # torch and gloo read these when a group is started, also one that is started inside the block.
+    # torch and gloo read these variables when a group is created, including groups created inside the block.
     with variables_restored(_INIT_BARRIER, hosts.GLOO_INTERFACE):
         across = world.size > world.local_size and world.backend == "gloo"
         if across or (world.backend == "gloo" and hosts.GLOO_INTERFACE in os.environ):
             hosts.choose_interface(_meeting_place(world))
-        # Leave the initialization together: a rank with nothing to do would be gone while others connect to it.
+        # Wait for all ranks after the initialization. Otherwise, a rank could exit while others connect to it.
         os.environ.setdefault(_INIT_BARRIER, "1")
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world.init_method == "env://"
         store = attempt_store(agent_store(world.timeout), world) if shared else None
@@ -187,7 +225,12 @@ def process_group(world: World) -> Iterator[World]:
 
 
 def _require_same(world: World) -> None:
-    """Raise an error where the group that is up is not the one that `world` describes."""
+    """Raise an error if the existing process group does not match `world`.
+
+    Raises:
+        RuntimeError: If the size or the rank differs.
+        ConfigError: If the backend differs.
+    """
     require_group(world)
     if dist.get_rank() != world.rank:
         raise RuntimeError(f"this is rank {world.rank}, and in the process group that is up rank {dist.get_rank()}")
@@ -199,27 +242,28 @@ def _require_same(world: World) -> None:
 
 
 def _meeting_place(world: World) -> str:
-    """The host where the ranks meet: rank 0's."""
+    """Return the host of rank 0, where the ranks meet."""
     if world.init_method.startswith(("tcp://", "slurm://")):
         return urlsplit(world.init_method).hostname or ""
     return os.environ.get("MASTER_ADDR", "")
 
 
 def agent_store(timeout: timedelta) -> dist.Store:
-    """The store in which torchrun's ranks meet: its agent hosts it, for as long as the agent lives."""
+    """Return the store of torchrun's agent, in which its ranks meet. It exists as long as the agent runs."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
 def attempt_store(store: dist.Store, world: World) -> dist.Store:
-    """A part of `store` that is new to this life of the ranks. Every rank enters it; gives up after `world.timeout`.
+    """Return a prefix of `store` that is new for this attempt. Collective.
 
-    torchrun's agent keeps its store when it starts ranks again, so that these would find the addresses of dead ones,
-    and most restarts fail or hang (torch 2.13; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's environment would
-    also help). No environment variable numbers the lives: TORCHELASTIC_RESTART_COUNT is another on each agent. So rank
-    0 makes up a name for that part. Each other rank asks for it with a random number of its own, and takes only an
-    answer that repeats the number: what earlier lives have left there is none.
+    torchrun's agent keeps its store when it restarts the ranks. The new ranks would find the addresses of the old ones,
+    and most restarts would fail or hang (torch 2.13; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the agent's environment
+    would also help). No environment variable identifies the attempt, because TORCHELASTIC_RESTART_COUNT differs between
+    agents. Therefore, rank 0 chooses a random prefix. Each other rank sends a request with its own random number, and
+    accepts only an answer that repeats this number. It ignores the answers of earlier attempts.
 
-    Raises `RuntimeError` where some rank does not come.
+    Raises:
+        RuntimeError: If a rank does not arrive within `world.timeout`.
     """
     deadline = time.monotonic() + world.timeout.total_seconds()
     own = secrets.token_hex(8)
@@ -248,9 +292,9 @@ def _wait_until(deadline: float, whom: str) -> None:
 
 
 def abandon_group(world: World) -> None:
-    """Leave the process group without waiting for the others: those that wait for this rank hear that it is gone.
+    """Leave the process group without waiting for the other ranks. Ranks that wait for this rank get an error.
 
-    NCCL's work cannot end where a rank has failed, and to destroy the group would wait for it.
+    With NCCL, the group is aborted, because destroying it would wait for collectives that cannot complete.
     """
     if world.backend == "nccl":
         abort_process_group()
@@ -259,7 +303,11 @@ def abandon_group(world: World) -> None:
 
 
 def require_group(world: World) -> None:
-    """Raise `RuntimeError` where `world` has several ranks but no group of that size: each would train alone."""
+    """Raise an error if `world` has several ranks but no process group of that size. Each rank would train alone.
+
+    Raises:
+        RuntimeError: If there is no process group, or if its size differs.
+    """
     if world.size == 1:
         return
     if not dist.is_initialized():
@@ -275,7 +323,11 @@ def require_group(world: World) -> None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """torchrun's variables, which `launch` sets too. RANK and WORLD_SIZE go together, or not at all."""
+    """Return the values of torchrun's variables, which `launch` also sets, or None if they are not set.
+
+    Raises:
+        ConfigError: If only some of the variables are set.
+    """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:
         return None
