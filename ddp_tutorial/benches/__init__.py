@@ -1,16 +1,16 @@
-"""Measure what the project claims about its own speed: `python -m ddp_tutorial bench NAME [--json]`.
+"""Benchmarks of the project's own performance claims: `python -m ddp_tutorial bench NAME [--json]`.
 
-The arms of a benchmark take turns within one execution, so that other load on the machine affects all of them alike. A
-benchmark reports the median, lowest and highest value of each arm, and ratios of two arms: the median of the ratios of
-single repeats. Compare ratios between machines, not absolute values.
+The arms of a benchmark alternate within one execution, so that background load affects all of them equally. A benchmark
+reports the median, lowest and highest value of each arm, and ratios of two arms. A ratio is the median of the ratios in
+the individual repeats. Compare ratios between machines, not absolute values.
 """
 
 import importlib
 import statistics
 from typing import Any
 
-# Each is a module in this folder, with a function `measure(repeats)`. It is imported only when it is run, because the
-# ranks that a benchmark starts import this package too, and should load no more than what is measured.
+# Each name is a module in this folder with a function `measure(repeats)`. A module is imported only when it is run,
+# because the ranks that a benchmark starts also import this package and should load only the measured code.
 NAMES = [
     "launch",
     "overhead",
@@ -28,12 +28,16 @@ NAMES = [
     "peers",
 ]
 
-# Arm -> its value in each repeat.
+# The values of each arm, one per repeat.
 Samples = dict[str, list[float]]
 
 
 def run_bench(name: str, repeats: int) -> dict[str, Any]:
-    """Run one benchmark. Raises `ConfigError` for a name that is not known."""
+    """Run one benchmark and return its report.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
     from ddp_tutorial.config import ConfigError, did_you_mean
 
     if name not in NAMES:
@@ -45,7 +49,14 @@ def run_bench(name: str, repeats: int) -> dict[str, Any]:
 def report(
     name: str, samples: Samples, units: dict[str, str] | str, ratios: dict[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """The one JSON object that every benchmark prints. `ratios` maps a name to (arm above, arm below)."""
+    """Return the JSON object that every benchmark prints.
+
+    Args:
+        name: The name of the benchmark.
+        samples: The values of each arm, one per repeat.
+        units: The unit of each arm, or of all arms.
+        ratios: The arms in the numerator and the denominator of each ratio.
+    """
     from ddp_tutorial.environment import describe_environment
 
     return {
@@ -69,7 +80,7 @@ def report(
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """A report as a table to print."""
+    """Return a report as a text table."""
     environment = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if value)
     lines = [f"bench {result['bench']} ({environment})"]
     width = max(map(len, result["arms"]))

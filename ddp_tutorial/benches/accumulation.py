@@ -1,4 +1,4 @@
-"""What cutting a step into micro-batches costs, and what it costs to have the same bits on any number of ranks."""
+"""Measure the cost of splitting a step into micro-batches, and of results that do not depend on the number of ranks."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
-SAMPLES = 16  # of a rank in a step
-V = 4  # micro-batches of a step over both ranks, in the comparison of the two strategies
-KS = [1, 2, 4, 8]  # micro-batches of a rank, at the same batch
-_TURNS, _STEPS = 2, 2  # turns of an arm in a repeat, steps in a turn
+SAMPLES = 16  # per rank and step
+V = 4  # micro-batches per step over both ranks, in the comparison of the two strategies
+KS = [1, 2, 4, 8]  # micro-batches per rank, with the same batch size
+_TURNS, _STEPS = 2, 2  # turns per arm and repeat, steps per turn
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Tokens per second, two ranks with one thread each. The same samples in each step of all arms."""
+    """Measure the tokens per second on two ranks with one thread each; all arms have the same batch size."""
     samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     ratios = {"invariant_vs_ddp": ("invariant", "ddp")} | {f"k{k}_vs_k1": (f"k{k}", "k1") for k in KS[1:]}
     return report("accumulation", samples, "tokens/s", ratios)

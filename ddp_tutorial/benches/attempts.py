@@ -1,7 +1,7 @@
-"""One life of a small run, and what is done to it: a rank is killed, or its disk fails once, or is full from then on.
+"""Run one attempt of a small training run and inject a failure: kill a rank, or let its disk fail once or become full.
 
-Points have names: the edges of phases, and the operations on the disk (`files.observe_disk`), such as "fsync
-optimizer.pt". An accident happens to a rank when it comes to a point.
+Failures happen at named points: the start and end of each phase, and disk operations (`files.observe_disk`), such as
+"fsync optimizer.pt".
 """
 
 import errno
@@ -38,21 +38,24 @@ from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World, process_group
 
 RANKS = 2
-PHASE_BOUNDARIES = 300  # by chance, a rank is killed at one of its first points, out of so many
-TIME_LIMIT = 120.0  # seconds for one life of a run
-GOING = 5.0  # seconds in which what a rank has started has to follow it
-REFUSED = 2  # the exit code of a rank that has refused to run
-# What ranks would otherwise import in each life, for the log and for the model's card.
+PHASE_BOUNDARIES = 300  # a random kill hits one of a rank's first points, out of this number
+TIME_LIMIT = 120.0  # timeout of one attempt in seconds
+GOING = 5.0  # seconds in which the processes that a rank started must exit after it
+REFUSED = 2  # the exit code of a rank that rejected the config
+# Modules for the log and the model card that each rank would otherwise import in each attempt.
 _PRELOADED = [__name__, "tensorboardX", "jinja2"]
 
 How = Literal["kill", "fail", "fill", "limit"]
 
 
-import_dynamo()  # once, in the server of the ranks: otherwise each rank would import it
+import_dynamo()  # once, in the ranks' fork server; otherwise each rank would import it
 
 
 def config_of(name: str, background: bool = False, keep_last: int = 2, workers: int = 0) -> TaskConfig:
-    """A small run with all kinds of state: dropout, float16's scale, accumulation, a log, a held-out loss."""
+    """Return a small run with every kind of state.
+
+    The run uses dropout, a loss scale, gradient accumulation, a log and evaluation.
+    """
     return TaskConfig.model_validate(
         {
             "name": name,
@@ -76,10 +79,14 @@ def config_of(name: str, background: bool = False, keep_last: int = 2, workers: 
 
 @dataclass(frozen=True)
 class PlannedFailure:
-    """What happens to a rank: at the `nth` time that it is at `point`, or at any point for an empty one.
+    """A failure to inject into a rank.
 
-    "kill" is SIGKILL, "fail" an error of this one operation. With "fill" the disk is full from then on but for `room`
-    bytes, and with "limit" no file may be longer than that.
+    Attributes:
+        point: The point of the failure. If empty, any point counts.
+        nth: The failure happens when the rank reaches the point for the nth time.
+        how: "kill" sends SIGKILL, and "fail" makes one disk operation fail. With "fill", the disk is full from then on,
+            except for `room` bytes. With "limit", no file can exceed `room` bytes from then on.
+        room: The number of bytes for "fill" and "limit".
     """
 
     point: str
@@ -90,9 +97,17 @@ class PlannedFailure:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of one life: at which point something was done to a rank, and whether that was inside of saving; the
-    step of the newest checkpoint that had got its name; how often each rank, if it lived to its end, was at each point;
-    what each rank said that refused to run; whether all ended well; and how many processes were left behind."""
+    """The result of one attempt.
+
+    Attributes:
+        point: The point of the injected failure, or None if there was none.
+        in_saving: Whether the failure happened while a checkpoint was being saved.
+        published: The step of the newest checkpoint that was renamed to its final name.
+        seen: How often each rank that exited by itself reached each point.
+        refused: The error message of each rank that rejected the config.
+        is_well: Whether all ranks exited with code 0.
+        left: The number of processes left behind.
+    """
 
     point: str | None
     in_saving: bool
@@ -104,16 +119,19 @@ class Attempt:
 
 
 class Points:
-    """The points that runs of one kind come to: seen by lives that end well, then taken in turn, in random order."""
+    """The points that runs of one kind reach, in random order.
+
+    The points are learned from ranks that exit by themselves. Each point is used once before any point is repeated.
+    """
 
     def __init__(self, rng: random.Random, known: Mapping[tuple[int, str], int] | None = None) -> None:
+        """Start with the `known` points, as counts by rank and point."""
         self.random = rng
-        self.known = dict(known or {})  # a rank and a point -> how often it comes there
+        self.known = dict(known or {})  # (rank, point) -> how often the rank reaches the point
         self.waiting: dict[How, deque[tuple[int, str]]] = {}
 
     def learn(self, life: Attempt) -> None:
-        """Note the points that a life has come to and none before it, as those of resuming in the first life that
-        resumes."""
+        """Record the points that an attempt reached for the first time, such as those of resuming."""
         seen = {(rank, point): count for rank, points in life.seen.items() for point, count in points.items()}
         new = [each for each in seen if each not in self.known]
         self.known |= {each: seen[each] for each in new}
@@ -121,7 +139,10 @@ class Points:
             waiting.extend(self._shuffled(how, new))
 
     def next(self, how: How) -> tuple[int, str, int]:
-        """A rank, a point, and the how many-th time there; any point at all as long as none is known."""
+        """Return a rank, a point, and the number of the visit to fail at.
+
+        Until points are known, the point is empty, which matches any point.
+        """
         waiting = self.waiting.setdefault(how, deque())
         if not waiting:
             waiting.extend(self._shuffled(how, self.known))
@@ -131,19 +152,25 @@ class Points:
         return rank, point, self.random.randint(1, min(self.known[rank, point], 2))
 
     def put_back(self, how: How, rank: int, point: str) -> None:
-        """The rank did not come there, as it has not resumed, say: another time."""
+        """Return a point that the rank did not reach to the queue, for example because the rank did not resume."""
         self.waiting[how].append((rank, point))
 
     def _shuffled(self, how: How, points: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-        """A rank can be killed anywhere; what happens to a disk happens at an operation on it."""
+        """Return the points that suit the failure, in random order.
+
+        A rank can be killed at any point. Disk failures happen only at disk operations.
+        """
         fitting = [(rank, point) for rank, point in points if how == "kill" or point[0] not in "+-"]
         return self.random.sample(fitting, len(fitting))
 
 
 @contextmanager
 def ranks_served() -> Iterator[None]:
-    """Inside, ranks are forked from one process with what they need imported; it works in the current folder. When the
-    block ends, so does the process: a notebook's kernel, say, lives on."""
+    """Fork ranks from one server process that has already imported their modules.
+
+    The server works in the current folder and exits at the end of the block. The server would otherwise exist as long
+    as the process that uses it, such as a notebook's kernel.
+    """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
     try:
@@ -158,10 +185,16 @@ def run_attempt(
     where: Sequence[Path] = (),
     start: Literal["forkserver", "fork"] = "forkserver",
 ) -> Attempt:
-    """Start or resume a run, until it finishes, or does not because of an accident, or refuses.
+    """Start or resume a run until it finishes, fails because of an injected failure, or is rejected.
 
-    `where` has each rank's working directory, if they are not the current one: nodes that share no folder. Raises
-    `RuntimeError` where ranks hang, and where they fail though nothing was done to them.
+    Args:
+        config: The run.
+        accidents: The failure of each rank.
+        where: The working directory of each rank, for nodes without a shared folder. Defaults to the current folder.
+        start: The multiprocessing start method.
+
+    Raises:
+        RuntimeError: The ranks hang, or fail without an injected failure.
     """
     context: Any = multiprocessing.get_context(start)
     here = Path.cwd()
@@ -177,7 +210,7 @@ def run_attempt(
             rank.start()
         deadline, late = time.monotonic() + TIME_LIMIT, False
         while any(rank.is_alive() for rank in ranks):
-            # The others wait for one that has failed: end them, as a launcher would. Those that refuse all end.
+            # Other ranks wait for a failed rank, so kill them as a launcher would. Ranks that reject a config all exit.
             failed = any(rank.exitcode not in {None, 0, REFUSED} for rank in ranks)
             if failed:
                 time.sleep(0.05)
@@ -213,7 +246,10 @@ def _last_words(notes: Path) -> list[str]:
 
 
 def leftovers(folder: Path) -> int:
-    """How many other processes work in `folder`. What ranks have started has some seconds to notice their end."""
+    """Return the number of other processes whose working directory is in `folder`.
+
+    Processes that ranks started get some seconds to exit.
+    """
     deadline = time.monotonic() + GOING
     while True:
         left = [process for process in psutil.process_iter() if _works_in(process, folder)]
@@ -225,17 +261,20 @@ def leftovers(folder: Path) -> int:
 def _works_in(process: psutil.Process, folder: Path) -> bool:
     with suppress(psutil.Error, OSError):
         return process.pid != os.getpid() and Path(process.cwd()).is_relative_to(folder)
-    return False  # it is gone, or somebody else's
+    return False  # the process has exited or belongs to a different user
 
 
 def newest_valid(checkpoints: Path) -> int:
-    """The step of the newest checkpoint that is as it was written; 0 where there is none."""
+    """Return the step of the newest valid checkpoint, or 0 if there is none."""
     found, _ = latest_valid(World(), checkpoints)
     return read_manifest(found).step if found else 0
 
 
 def outcome(name: str) -> tuple[Any, ...] | None:
-    """What has to be the same for two runs: weights, and values of each step. None for a run that has not finished."""
+    """Return the results that must be identical for two runs: the weights and the metrics of each step.
+
+    Returns None if the run has not finished.
+    """
     run = RUNS / name
     if not (run / "result.json").is_file():
         return None
@@ -247,12 +286,12 @@ def outcome(name: str) -> tuple[Any, ...] | None:
 
 def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, accident: PlannedFailure | None) -> None:
     os.chdir(where[rank])
-    log = open(notes / f"rank_{rank}.log", "w")  # noqa: SIM115, it stays open as long as the process
+    log = open(notes / f"rank_{rank}.log", "w")  # noqa: SIM115, open until the process exits
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    faulthandler.dump_traceback_later(0.9 * TIME_LIMIT)  # for whoever wants to know where it hangs
+    faulthandler.dump_traceback_later(0.9 * TIME_LIMIT)  # shows where a rank hangs
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # for those that read ahead: a server would import torch
+    multiprocessing.set_start_method("fork", force=True)  # for data loader workers; a fork server would import torch
     fate = FailureInjector(rank, notes, accident)
     on_node = (rank, RANKS) if where[0] == where[1] else (0, 1)
     world = World(rank, RANKS, *on_node, init_method=f"file://{notes}/store")
@@ -261,27 +300,30 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, acc
             train(world, config)
     except ConfigError as error:
         fate.note(f"refused.{rank}", str(error))
-        fate.end(REFUSED)  # while the error holds on to DDP, which without its group can hang where it is freed
+        fate.end(REFUSED)  # while the error references DDP; freeing DDP without its group can hang
     fate.end(0)
 
 
 class FailureInjector:
-    """Counts the points that a rank comes to, and lets its accident happen."""
+    """Count the points that a rank reaches, and inject its failure."""
 
     def __init__(self, rank: int, notes: Path, accident: PlannedFailure | None) -> None:
+        """Inject `accident` into `rank`, and write notes to the folder `notes`."""
         self.rank, self.notes, self.accident = rank, notes, accident
         self.seen: Counter[str] = Counter()
         self.left = accident.nth if accident is not None else 0
-        self.inside: Counter[str] = Counter()  # phases
+        self.inside: Counter[str] = Counter()  # how often each phase has been entered and not yet left
         self.lock = threading.Lock()  # checkpoints are written and removed in threads
 
     def at_edge(self, edge: PhaseEvent) -> None:
+        """Handle the start or end of a phase."""
         with self.lock:
             self.inside[edge.name] += 1 if edge.entered else -1
         self._at(f"{'+' if edge.entered else '-'}{edge.name}")
 
     def at_operation(self, operation: Operation, path: Path) -> None:
-        if operation == "fsync" and path.name == CHECKPOINTS and (newest := latest(path)):  # it has its name
+        """Handle a disk operation, and record the step of a checkpoint that was just published."""
+        if operation == "fsync" and path.name == CHECKPOINTS and (newest := latest(path)):  # published
             self.note("published", re.sub(r"\D", "", newest.name))
         self._at(f"{operation} {_kind_of(path)}")
 
@@ -309,16 +351,17 @@ class FailureInjector:
             limit_files(self.accident.room)
 
     def end(self, code: int) -> None:
-        """End this rank with exit `code`, without Python's own shutdown; see `rank._end_without_finalising`."""
+        """Exit this rank without Python's shutdown; see `rank._end_without_finalising`."""
         self.note(f"seen.{self.rank}", json.dumps(self.seen))
         os._exit(code)
 
     def note(self, name: str, text: str) -> None:
-        aside = self.notes / f"{self.rank}.{name}"  # a kill leaves all of a note or nothing
+        """Write a note atomically, so that a kill leaves either the whole note or none."""
+        aside = self.notes / f"{self.rank}.{name}"
         aside.write_text(text)
         aside.rename(self.notes / name)
 
 
 def _kind_of(path: Path) -> str:
-    """A file's name without what differs from step to step and from one time to the next."""
+    """Return a file's name without the parts that vary between steps and executions."""
     return re.sub(r"step_\d+", "step", final_name(path))

@@ -1,5 +1,7 @@
-"""What a rank of a bare spawn runs, in a module of its own: a spawned process imports the module of its function, and
-this one should import nothing but torch."""
+"""The function that each rank of a bare spawn runs.
+
+A spawned process imports the module of its function, so this module imports nothing except torch.
+"""
 
 import os
 import socket
@@ -9,11 +11,14 @@ import torch.distributed as dist
 
 
 def form_group_and_leave(rank: int, size: int, port: int) -> None:
-    """Join a gloo group of `size` ranks on the loopback interface, with one thread, as a rank of `launch` does."""
+    """Join and leave a gloo group of `size` ranks on the loopback interface.
+
+    Like a rank of `launch`, the process uses one thread.
+    """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})
-    # All ranks leave the initialisation together. A rank that has nothing else to do would be gone while another still
-    # connects to it, and that one would fail: "Gloo connectFullMesh failed with ... Connection closed by peer".
+    # All ranks leave the initialization together. Otherwise, a rank could exit while a different rank is still
+    # connecting to it, which would fail with "Gloo connectFullMesh failed with ... Connection closed by peer".
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

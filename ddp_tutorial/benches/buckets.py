@@ -1,4 +1,4 @@
-"""How well does `predict_step` predict steps with buckets of different sizes, from one measured backward?"""
+"""Compare `predict_step` with measured steps for several bucket sizes, from one measured backward pass."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
 
-_SAMPLES = 8  # of a rank in a step
+_SAMPLES = 8  # per rank and step
 _CAPS = [0.1, 0.4, 1.6, 6.4, 25.6]  # MiB
 _LINKS = {
     "latency_bound": LinkConfig(latency_ms=5, megabytes_per_second=1000),
@@ -27,8 +27,10 @@ _LINKS = {
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Seconds a step, predicted and measured, for each size of bucket on each of three simulated links; two ranks with
-    one thread each. The ratios are predicted over measured, and should be close to 1."""
+    """Measure and predict the step time for each bucket size on three simulated links.
+
+    Two ranks run with one thread each. The ratios are predicted over measured time and should be close to 1.
+    """
     samples = launch(_sweep, 2, repeats, device="cpu", threads=1, echo=False)[0]
     points = [name.removesuffix("_measured") for name in samples if name.endswith("_measured")]
     ratios = {point: (f"{point}_predicted", f"{point}_measured") for point in points}
@@ -40,10 +42,10 @@ def _sweep(world: World, repeats: int) -> Samples:
     for regime, link in _LINKS.items():
         for cap in _CAPS:
             step = random_step(world, _SAMPLES, ddp=DDPConfig(variant="bucket", bucket_cap_mb=cap, simulated_link=link))
-            step()  # cuts the buckets anew
+            step()  # rebuilds the buckets
             point = f"{regime}_{cap}"
             samples |= {f"{point}_predicted": [], f"{point}_measured": []}
-            for _ in range(repeats):  # in turn, so that other load on the machine affects both alike
+            for _ in range(repeats):  # alternate, so that background load affects both equally
                 dist.barrier()
                 before_and_after, arrived = _alone(step)
                 dist.barrier()
@@ -57,7 +59,7 @@ def _sweep(world: World, repeats: int) -> Samples:
 
 
 def _alone(step: TrainStep) -> tuple[float, dict[str, float]]:
-    """Seconds of a forward, and of a backward without all-reduces until each gradient arrives."""
+    """Return the seconds of a forward pass, and each gradient's arrival time in a backward pass without all-reduces."""
     model, [batch] = _model(step), step.batches()
     start = time.perf_counter()
     with model.no_sync():

@@ -1,13 +1,14 @@
-"""Kill ranks, fail and fill disks, part nodes, again and again; each run must end with the bits of an undisturbed one.
+"""Inject failures into small runs; each run must be bitwise identical to an undisturbed run.
 
-A run is started, and at some point of this life one of its ranks (or all) is killed by SIGKILL, or its disk fails once.
-Then the same command is said again, which goes on with `resume: auto`, until the run finishes; then the next run is
-started. Each point is taken in turn (see lives.py), those of saving and of resuming among them; now and then chance
-decides. Between two lives, the newest checkpoint may be damaged, or the ranks started on two nodes that do not share a
-folder, where they have to refuse. Other runs live on a disk of a few megabytes, which is full from some point on.
+In each attempt of a run, one rank (or every rank) is killed with SIGKILL at some point, or its disk fails once. Then
+the same command is rerun with `resume: auto` until the run finishes, and the next run starts. The points are used in
+turn (see attempts.py), including those of saving and resuming; sometimes the point is random.
 
-After each life, the newest valid checkpoint must not be older than the newest one that had got its name, and no process
-of it may be left.
+Between two attempts, the newest checkpoint may be damaged. The ranks may also be started on two nodes without a shared
+folder, which they must reject. Further runs use a disk of a few megabytes that becomes full at some point.
+
+After each attempt, the newest valid checkpoint must not be older than the newest published one, and no process of the
+attempt may be left behind.
 """
 
 import hashlib
@@ -42,12 +43,12 @@ from ddp_tutorial.environment import describe_environment
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.training.config import TaskConfig
 
-MAX_ATTEMPTS = 100  # a run that has not finished after so many does not finish
-DISK_BYTES = 4 << 20  # of the small disk: enough for a run, with its checkpoints
-ROOM = 64 << 10  # bytes, at most, that are left on a disk which is filled, so that a write gets half way
-FAULTS: dict[How, float] = {"kill": 0.75, "fail": 0.25}  # how often each happens, on a disk that is large enough
+MAX_ATTEMPTS = 100  # per run
+DISK_BYTES = 4 << 20  # size of the small disk, enough for a run with its checkpoints
+ROOM = 64 << 10  # the maximum number of free bytes on a full disk, so that a write fails midway
+FAULTS: dict[How, float] = {"kill": 0.75, "fail": 0.25}  # probabilities on a disk that is large enough
 
-# Two nodes that share no folder, by what they have: nothing; one of them the run, as it is; the other one a copy of it.
+# The location of the run's files on two nodes that do not share a folder.
 Nodes = Literal["nothing on both", "all on the first", "all on the second", "a copy on the second"]
 NODES: list[Nodes] = ["all on the second", "all on the first", "a copy on the second", "nothing on both"]
 
@@ -61,19 +62,31 @@ def measure_chaos(
     apart: int | None = None,
     mount: Callable[[Path, int], str] = mount_small_disk,
 ) -> dict[str, Any]:
-    """Kill `kills` times, in a temporary folder, and call `tell` with a line after each finished run.
+    """Kill ranks `kills` times, in a temporary folder, and inject other failures in between.
 
-    About a third as often, the disk fails: `failures`. The disk is full in `fills` lives, a quarter of `kills` if not
-    given, and in `apart` lives, an eighth, the ranks share no folder. `lives` counts those of each kind; "undisturbed"
-    are those to which nothing was done, so that a run came to its end. `points` counts the different points at which
-    something was done, `in_saving` the kills inside of saving, `resumed` the lives that began at a checkpoint,
-    `damaged` the checkpoints that were. `full_disk` says what stood for the full disk, how many lives ended because of
-    it, and why it was no real one.
+    The disk fails about a third as often as a rank is killed.
 
-    `bit_equal` says whether the weights, losses and norms of every finished run are those of an undisturbed one, `lost`
-    after how many lives the newest valid checkpoint was older than it should have been, `let_in` how many lives on two
-    nodes were not refused on all ranks, before a step, with every file as it was, and `left` how many processes were
-    left after their ranks. `mount` makes the small disk. Raises `RuntimeError` for a run that does not end.
+    Args:
+        kills: The number of attempts with a kill.
+        seed: The seed of the random choices.
+        report: A function to call with a line of text after each finished run.
+        fills: The number of attempts with a full disk. Defaults to a quarter of `kills`.
+        apart: The number of attempts on two nodes without a shared folder. Defaults to an eighth of `kills`.
+        mount: The function that mounts the small disk.
+
+    Returns:
+        The report. `lives` counts the attempts by kind; "undisturbed" attempts have no injected failure. `points`
+        counts the different points of failures, `in_saving` the kills during a save, `resumed` the attempts that
+        started from a checkpoint, and `damaged` the damaged checkpoints. `full_disk` describes the full disk, the
+        number of attempts that it ended, and why a real one was not possible.
+
+        `bit_equal` is whether the weights, losses and gradient norms of every finished run are identical to those of
+        the undisturbed run. `lost` counts the attempts after which the newest valid checkpoint was too old. `let_in`
+        counts the attempts on two nodes that were not rejected on all ranks, before the first step and without a
+        changed file. `left` counts the processes left behind.
+
+    Raises:
+        RuntimeError: A run does not finish.
     """
     fills, apart = kills // 4 if fills is None else fills, kills // 8 if apart is None else apart
     before = Path.cwd()
@@ -104,12 +117,12 @@ def measure_chaos(
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Has everything held that must hold?"""
+    """Return whether all requirements hold."""
     return bool(result["bit_equal"]) and not (result["lost"] or result["let_in"] or result["left"])
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """A report as text to print."""
+    """Return a report as text."""
     full = result["full_disk"]
     return "\n".join(
         [
@@ -129,9 +142,12 @@ def _on_a_full_disk(
     known: Mapping[bool, Mapping[tuple[int, str], int]],
     fills: int,
 ) -> tuple["_Tally", str]:
-    """Runs on a disk that is full again and again, and why it could not be a real one, if so.
+    """Run attempts on a disk that becomes full, in a process without other threads.
 
-    In a process of its own, which has no threads: so it may mount one, and fork the ranks, which see it.
+    Such a process can mount the small disk and fork the ranks, which see it.
+
+    Returns:
+        The tally, and the reason why a real full disk was not possible, or an empty string.
     """
     why_not = mount(folder, DISK_BYTES)
     os.chdir(folder)
@@ -146,10 +162,10 @@ def _on_a_full_disk(
 
 @dataclass
 class _Tally:
-    """What was done, and what became of it."""
+    """Counts of the injected failures and their results."""
 
     lives: Counter[str] = field(default_factory=Counter)
-    taken: set[tuple[str, str]] = field(default_factory=set)  # points, and what was done there
+    taken: set[tuple[str, str]] = field(default_factory=set)  # points and the failures injected there
     damaged: int = 0
     in_saving: int = 0
     resumed: int = 0
@@ -198,7 +214,7 @@ class _Tally:
 
 
 class _Chaos:
-    """Runs on one disk, to which this or that happens, in the working directory."""
+    """Runs with injected failures on one disk, in the working directory."""
 
     def __init__(
         self,
@@ -212,8 +228,11 @@ class _Chaos:
         self.points = {background: Points(rng) for background in (False, True)}
 
     def run(self, limit: int, apart: int = 0) -> None:
-        """One run, in as many lives as it takes. After `limit` lives with a kill, or on a full disk, nothing is done to
-        it any more; `apart` are those on two nodes among them, evenly."""
+        """Run one training run with as many attempts as necessary.
+
+        After `limit` attempts of the counted kind (kills, or a full disk), no further failures are injected. `apart`
+        attempts on two nodes are spread evenly among them.
+        """
         runs, counted = self.tally.runs, next(iter(self.hows))
         name, safe = f"run{runs}", 0
         config = config_of(name, bool(runs % 2), keep_last=1 + runs // 2 % 2, workers=int(runs % 3 == 2))
@@ -241,7 +260,7 @@ class _Chaos:
         return run_attempt(config, start=self.start)
 
     def _life(self, config: TaskConfig) -> Attempt:
-        """One life of a run, with something done to it."""
+        """Run one attempt with an injected failure."""
         [how] = self.random.choices(list(self.hows), list(self.hows.values()))
         points = self.points[config.checkpoint.background]
         rank, point, nth = points.next(how)
@@ -260,7 +279,7 @@ class _Chaos:
         return life
 
     def _apart(self, config: TaskConfig) -> None:
-        """The same command on two nodes that share no folder: each rank has to refuse, with every file as it was."""
+        """Run one attempt on two nodes without a shared folder; each rank must reject it without changing a file."""
         nodes = NODES[self.tally.lives["apart"] % len(NODES)]
         self.tally.lives["apart"] += 1
         self.tally.lives[f"apart: {nodes}"] += 1
@@ -282,7 +301,10 @@ class _Chaos:
             self.tally.left += life.left
 
     def _damage(self, checkpoints: Path) -> int:
-        """Cut a file of the newest valid checkpoint short, if there is another one; returns the step of the newest."""
+        """Truncate a file of the newest valid checkpoint if there is an older valid one.
+
+        Returns the step of the newest valid checkpoint afterwards.
+        """
         *others, newest = [None, *(path for path in list_checkpoints(checkpoints) if not verify(path))]
         if newest is not None and any(others):
             os.truncate(newest / "optimizer.pt", 1)
@@ -291,5 +313,5 @@ class _Chaos:
 
 
 def _contents(folder: Path) -> dict[Path, str]:
-    """All files and folders below `folder`, and what is in them."""
+    """Return a digest of each file under `folder`; folders have an empty digest."""
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in folder.rglob("*")}

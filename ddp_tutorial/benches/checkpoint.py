@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long training waits for it, and how fast it reaches the disk."""
+"""Measure the cost of a checkpoint: the training time that it blocks, and the speed of writing it to disk."""
 
 import json
 import os
@@ -16,12 +16,15 @@ from ddp_tutorial.checkpoint.components import Component
 from ddp_tutorial.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, latest, sha256_of_json
 from ddp_tutorial.world import World
 
-WIDTH, LAYERS = 1024, 12  # a model of 50 MB, with AdamW's state 150 MB
+WIDTH, LAYERS = 1024, 12  # a model of 50 MB; 150 MB with AdamW's state
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Seconds, in one process, that training waits for a synchronous save and for one in the background; and of
-    `torch.save` and fsync of the same state, and of finding the newest of 1,000 checkpoints."""
+    """Measure the cost of a checkpoint in one process, in seconds.
+
+    The arms are a synchronous save, the stall of a background save, `torch.save` and fsync of the same state, and
+    finding the newest of 1,000 checkpoints.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
         folder = Path(name)
         parts = _parts()
@@ -38,11 +41,11 @@ def measure(repeats: int) -> dict[str, Any]:
         for repeat in range(repeats + 1):
             for arm in sorted(arms, reverse=bool(repeat % 2)):
                 seconds = arms[arm](repeat)
-                if repeat:  # the first is not counted: it allocates memory and makes folders
+                if repeat:  # the first is a warm-up, which allocates memory and creates folders
                     samples[arm].append(seconds)
     ratios = {
         "async_stall_vs_sync": ("async_stall", "sync_save"),
-        "sync_bandwidth_vs_torch_save": ("torch_save", "sync_save"),  # the same bytes in less time
+        "sync_bandwidth_vs_torch_save": ("torch_save", "sync_save"),  # a ratio of times for the same bytes
     }
     return report("checkpoint", samples, "s", ratios)
 
@@ -56,14 +59,14 @@ def _parts() -> dict[str, Component]:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    os.sync()  # so that earlier writes are not counted
+    os.sync()  # exclude earlier writes
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def _stall(checkpointer: Checkpointer, step: int) -> float:
-    """Seconds that a training loop waits: for the call of `save`, and for publishing what was written meanwhile."""
+    """Return the seconds that a background save blocks training: the call of `save`, and publishing the checkpoint."""
     stalled = _timed(lambda: checkpointer.save(step))
     while checkpointer.is_writing:
         time.sleep(0.01)

@@ -1,9 +1,13 @@
-"""Hosts in the kernel: is a step as long as the scaling model says, and ours as fast as torch's DDP?
+"""Compare steps on simulated hosts with the scaling model, and this package's DDP with torch's.
 
-The model is fitted to one host: to computing, alone and side by side, measured in the same turns as the steps between
-the hosts; to the part of the communication that is hidden, on a simulated link; and to what a message costs there. Of
-the network it is told the rate only. With a delay between the hosts as well, bare all-reduces have a time that follows
-from the two numbers alone (see `delays_in`). More hosts, whose ranks sleep, are in `hosts`.
+The hosts are network namespaces of the kernel. The model is fitted to measurements on one host:
+
+- the computation, alone and side by side, in the same turns as the steps between the hosts;
+- the overlapped part of the communication, on a simulated link;
+- the cost of a message.
+
+The only property of the network that the model knows is the rate. If the link also has a delay, the time of a bare
+all-reduce follows from the rate and the delay (see `delays_in`). `hosts` measures more hosts, whose ranks sleep.
 """
 
 import math
@@ -27,12 +31,12 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 RATES = ("1gbit", "100mbit")
-BATCH, SMALL_BATCH = 32, 8  # samples of a step, over both ranks
+BATCH, SMALL_BATCH = 32, 8  # global batch sizes
 SIZES = {"1kB": 2**10, "256kB": 2**18, "1MB": 2**20, "16MB": 2**24}  # of bare all-reduces
 DELAYS = ("1ms", "5ms")
-_PIECE = 2**20  # bytes, at most, that gloo sends at a time: kMaxSegmentSize in its gloo/allreduce.h
+_PIECE = 2**20  # the maximum number of bytes per gloo message: kMaxSegmentSize in gloo/allreduce.h
 _FIT_SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes of all-reduces on one host
-_TURNS, _STEPS = 2, 2  # turns of an arm in a repeat, steps in a turn
+_TURNS, _STEPS = 2, 2  # turns per arm and repeat, steps per turn
 _SLOW = LinkConfig(latency_ms=1, megabytes_per_second=20)
 _BUCKETS = DDPConfig(variant="bucket")
 _COMPUTING = {
@@ -45,8 +49,14 @@ _HIDING = {"slow": Setup(2, BATCH, ddp=DDPConfig(variant="bucket", simulated_lin
 
 
 class Measured(NamedTuple):
-    """On rank 0: seconds of a step of each arm in each repeat, and of all-reduces by their bytes; and the gradient. On
-    several hosts all-reduces are measured for themselves."""
+    """The measurements of rank 0.
+
+    Attributes:
+        steps: The seconds of a step of each arm in each repeat.
+        all_reduces: The seconds of all-reduces on a single host, by number of bytes.
+        nbytes: The size of the gradients in bytes.
+        buckets: The number of gradient buckets.
+    """
 
     steps: Samples
     all_reduces: dict[int, list[float]]
@@ -55,8 +65,13 @@ class Measured(NamedTuple):
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Milliseconds of steps, measured and predicted, and of bare all-reduces, measured and as rate and delay have them,
-    at each of `RATES`; and of steps on many hosts. Raises `ConfigError` where no cluster can be made."""
+    """Measure steps and bare all-reduces at each of `RATES`, and steps on many hosts, in milliseconds.
+
+    The report contains measured and predicted values.
+
+    Raises:
+        ConfigError: A cluster cannot be created.
+    """
     samples: Samples = {}
     ratios: dict[str, tuple[str, str]] = {}
     with Cluster(2) as cluster:
@@ -79,7 +94,7 @@ def measure(repeats: int) -> dict[str, Any]:
 def _add(
     samples: Samples, ratios: dict[str, tuple[str, str]], rate: str, bandwidth: float, here: Measured, there: Measured
 ) -> None:
-    """What was measured at one rate, beside what was to be expected."""
+    """Add the measurements at one rate and the model's predictions."""
     for name in _BETWEEN:
         samples[f"{name}_{rate}"] = [1e3 * each for each in there.steps[name]]
     repeats = range(len(there.steps["bucket"]))
@@ -95,7 +110,7 @@ def _add_all_reduces(
     link: LinkModel,
     of_ranks: list[dict[int, list[float]]],
 ) -> None:
-    """All-reduces with a delay, beside the time that they should take: each ends when both ranks have the sum."""
+    """Add the times of all-reduces with a delay, until both ranks have the sum, and the expected times."""
     for size, nbytes in SIZES.items():
         name = f"allreduce_{size}_{between}"
         samples[name] = [1e3 * max(both) for both in zip(*(taken[nbytes] for taken in of_ranks), strict=True)]
@@ -105,13 +120,17 @@ def _add_all_reduces(
 
 
 def delays_in(nbytes: int, ranks: int) -> int:
-    """How many delays of the link follow one another in an all-reduce by gloo of a tensor of `nbytes`, which has at
-    least two elements for each of the `ranks`.
+    """Return the number of consecutive link delays in a gloo all-reduce.
 
-    gloo cuts the tensor into pieces of at most 1 MiB, equally many for each rank and at least two (see `ring` in its
-    gloo/allreduce.cc). A piece leaves only when its receiver has sent word that it is ready: two delays for each. Two
-    pieces are on their way at a time, so that comes to one delay for each piece that a rank sends: all but its own, in
-    two rounds. Up to 4 MiB on two ranks that are four delays; 16 MiB has 16, however large the window of TCP is.
+    Gloo splits the tensor into pieces of at most 1 MiB, with the same number of pieces (at least two) per rank; see
+    `ring` in gloo/allreduce.cc. A piece is sent only after its receiver has signaled that it is ready, which takes two
+    delays per piece. Two pieces are in flight at a time, which results in one delay per piece that a rank sends. In
+    each of two rounds, a rank sends all pieces except its own. On two ranks, tensors up to 4 MiB take four delays, and
+    16 MiB take 16, regardless of the TCP window.
+
+    Args:
+        nbytes: The size of the tensor, which has at least two elements per rank.
+        ranks: The number of ranks.
     """
     pieces = max(2 * ranks, math.ceil(nbytes / _PIECE))
     pieces = ranks * math.ceil(pieces / ranks)
@@ -119,10 +138,13 @@ def delays_in(nbytes: int, ranks: int) -> int:
 
 
 def _model(here: Measured, there: Measured, repeat: int, bandwidth: float) -> StepModel:
-    """The model for one repeat: its computing, this host's hiding and cost of a message, and the rate."""
+    """Return the step model for one repeat.
+
+    It combines the computation in this repeat, the overlap and message cost on this host, and the rate of the network.
+    """
     at = {name: there.steps[name][repeat] for name in _COMPUTING}
     all_reduces = {nbytes: median(each) for nbytes, each in here.all_reduces.items()}
-    buckets = here.buckets + 1  # one more, of a few bytes, says which parameters are in use
+    buckets = here.buckets + 1  # one more of a few bytes, for the used parameters
 
     def fitted(steps: dict[str, float]) -> StepModel:
         alone = {SMALL_BATCH: steps["alone_small"], BATCH: steps["alone"]}
@@ -139,7 +161,7 @@ def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
     turns = run_interleaved(world, {name: each or idle for name, each in arms.items()}, _STEPS, repeats * _TURNS)
     steps = {name: by_repeat(taken, repeats) for name, taken in turns.items()}
     all_reduces: dict[int, list[float]] = {}
-    if "slow" in setups:  # on one host, to fit the model to
+    if "slow" in setups:  # on one host, to fit the model
         tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _FIT_SIZES}
         calls = {nbytes: lambda tensor=tensor: dist.all_reduce(tensor) for nbytes, tensor in tensors.items()}
         reduced = run_interleaved(world, calls, 1, repeats)
@@ -150,7 +172,10 @@ def _measure(world: World, setups: dict[str, Setup], repeats: int) -> Measured:
 
 
 def _all_reduces(world: World, repeats: int) -> dict[int, list[float]]:
-    """Bytes -> seconds of an all-reduce on this rank, in each repeat; the first is not counted."""
+    """Return the seconds of an all-reduce on this rank in each repeat, by number of bytes. Collective.
+
+    The first call is a warm-up and is not recorded.
+    """
     tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in SIZES.values()}
     taken: dict[int, list[float]] = {nbytes: [] for nbytes in tensors}
     for _ in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""The DDP variants side by side, and how much of its communication `BucketDDP` hides behind backward."""
+"""Compare the DDP variants, and measure how much communication `BucketDDP` overlaps with the backward pass."""
 
 from typing import Any
 
@@ -12,23 +12,26 @@ from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
-SAMPLES = 8  # of a rank in a step
-_TURNS, _STEPS = 4, 3  # turns of an arm in a repeat, steps in a turn
+SAMPLES = 8  # per rank and step
+_TURNS, _STEPS = 4, 3  # turns per arm and repeat, steps per turn
 _VARIANTS = {
     "naive": DDPConfig(variant="naive"),
     "flat": DDPConfig(variant="flat"),
     "bucket": DDPConfig(variant="bucket"),
     "torch": DDPConfig(variant="torch"),
 }
-# So slow that the all-reduces take longer than backward: bandwidth-bound.
+# Bandwidth-bound: the all-reduces take longer than the backward pass.
 _SLOW = DDPConfig(
     variant="bucket", bucket_cap_mb=1, simulated_link=LinkConfig(latency_ms=0.1, megabytes_per_second=100)
 )
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Tokens per second of each variant on the machine's own link; and on a simulated, slow link the seconds of
-    communication that were hidden behind backward, and that could have been. Two ranks with one thread each."""
+    """Measure the variants on two ranks with one thread each.
+
+    The report contains the tokens per second of each variant on the machine's own link. On a simulated slow link, it
+    contains the seconds of communication that overlap with the backward pass, and the seconds that could overlap.
+    """
     samples = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     units = dict.fromkeys(_VARIANTS, "tokens/s") | {"hidden": "s", "hideable": "s"}
     ratios = {f"{name}_vs_torch": (name, "torch") for name in ("naive", "flat", "bucket")}
@@ -41,7 +44,7 @@ def _measure(world: World, repeats: int) -> Samples:
     tokens = world.size * SAMPLES * CONTEXT
     samples = {name: [tokens / seconds for seconds in by_repeat(turns[name], repeats)] for name in arms}
     slow = random_step(world, SAMPLES, ddp=_SLOW)
-    slow()  # cuts the buckets anew
+    slow()  # rebuilds the buckets
     samples |= {"hidden": [], "hideable": []}
     for _ in range(repeats):
         slow()

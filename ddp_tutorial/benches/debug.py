@@ -1,17 +1,19 @@
-"""What it costs to check and to watch ranks: training steps with each detector, with the default set, and without.
+"""Measure the overhead of the detectors: training steps with one detector, with the default detectors, and without any.
 
-The step is that of a model of 0.8 million parameters on 512 tokens a rank; a second one, of some 3 ms, has little but
-overhead in it, so any cost shows. `single` has the first one's step again, and one detector at a time.
+The model has 0.8 million parameters, and each rank processes 512 tokens per step. A second, tiny model has steps of
+about 3 ms, which makes any overhead visible. `single` measures the first model with one detector at a time.
 
-The default set is compared step by step: one without it, one with it, one without it "again", and then in the opposite
-order, so what the machine does meanwhile falls on all three alike. Its cost is what the step in the middle takes beyond
-the mean of its two neighbours. What is done now and then is done at the same places of each 20 steps that are checked:
-of each place the median counts, and of the 20 places the mean. So an exchange in 20 steps counts for a twentieth, and
-in full. `again` is compared with the other step without checks in the same way: it costs nothing, so what is found
-there says how far to trust the rest. `_cpu` is the processor time of rank 0 in the same steps: it leaves out what ranks
-wait for one another, and differs less from one step to the next.
+The default detectors are compared step by step: one step without them ("off"), one with them ("default"), and one
+without them ("again"). The order is then reversed, so that background load affects all three equally. The cost is the
+time of the middle step minus the mean of its two neighbors.
 
-The others cannot be attached for one step: they take turns of 20 steps, of which the same is taken.
+Periodic checks always run at the same positions within each block of 20 checked steps. The result is the median at each
+position, averaged over the 20 positions. A check every 20 steps therefore counts in full, as a twentieth of its cost.
+
+`again` is compared with `off` in the same way. Its true cost is zero, so the difference shows the measurement error.
+`_cpu` is rank 0's CPU time in the same steps. CPU time excludes waiting for other ranks and varies less between steps.
+
+The other detectors cannot be attached for a single step. They alternate in turns of 20 steps, with the same statistics.
 """
 
 import statistics
@@ -34,12 +36,12 @@ from ddp_tutorial.world import World
 
 
 class Size(NamedTuple):
-    """What is compared with steps that nobody looks at, and in which steps."""
+    """A model size, its arms and its numbers of steps."""
 
     model: ModelConfig
     arms: list[str]
-    turns: int  # of each arm in a repeat
-    rounds: int = 0  # of `_STEPS` steps with the default set in a repeat, and twice as many without
+    turns: int  # of each arm per repeat
+    rounds: int = 0  # of `_STEPS` steps with the default detectors per repeat, and twice as many steps without
 
 
 _SMALL = ModelConfig(layers=4, heads=4, width=128, context=64)
@@ -50,14 +52,16 @@ _SIZES = {
     "tiny": Size(_TINY, _IN_TURNS, turns=5, rounds=10),
     "single": Size(_SMALL, ["off", *(each.name for each in default_detectors())], turns=1),  # one detector at a time
 }
-_BATCH = 16  # samples of all ranks in a step
-_STEPS = 20  # in a turn: detectors that look now and then do so once in so many steps, or in half as many
-_FIRST = 3  # before them, not timed: the first steps of a block have more to do, such as to compare names
+_BATCH = 16  # global batch size
+_STEPS = 20  # steps per turn; periodic checks run every 20 or every 10 steps
+_FIRST = 3  # untimed warm-up steps per turn; the first steps include one-time checks, such as comparing names
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Milliseconds of a step, two ranks with one thread each. `spread` has the lowest and the highest ratio of a single
-    repeat."""
+    """Measure the milliseconds of a step on two ranks with one thread each.
+
+    `spread` contains the lowest and highest ratio of a single repeat.
+    """
     samples: Samples = {}
     ratios: dict[str, tuple[str, str]] = {}
     pooled: dict[str, float] = {}
@@ -83,12 +87,12 @@ def measure(repeats: int) -> dict[str, Any]:
         ratio: [a / b for a, b in zip(samples[above], samples[below], strict=True)]
         for ratio, (above, below) in ratios.items()
     }
-    found["ratios"] |= pooled  # of all repeats together: a median of more steps
+    found["ratios"] |= pooled  # over all repeats, so the medians are of more steps
     return found | {"spread": {ratio: [min(values), max(values)] for ratio, values in single.items()}}
 
 
 class Triple(NamedTuple):
-    """Seconds of three steps one after another, or in the opposite order: without checks, with them, without them."""
+    """The seconds of three consecutive steps, in this or in reverse order."""
 
     off: float
     default: float
@@ -96,10 +100,12 @@ class Triple(NamedTuple):
 
 
 def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> tuple[list[Triple], list[Triple]]:
-    """Those of `size.rounds` times `_STEPS` steps with the default set, in each repeat: by the clock, and of this
-    rank's processor time."""
+    """Return the triples of the recorded steps: elapsed seconds, and CPU seconds of this rank. Collective.
+
+    Each repeat contains `size.rounds` times `_STEPS` steps with the default detectors.
+    """
     step, taken = make_step(config, world), list[dict[str, tuple[float, float]]]()
-    number = 1 - _STEPS  # of the step with checks that comes next; up to 0 they are not counted
+    number = 1 - _STEPS  # the number of the next checked step; steps up to 0 are a warm-up
     with checking(world, step.model, step.optimizer, after=lambda: number + _STEPS - 1) as checks:
         while number <= repeats * size.rounds * _STEPS:
             seconds = {}
@@ -116,13 +122,13 @@ def _one_by_one(world: World, config: TaskConfig, size: Size, repeats: int) -> t
 
 
 def _cut(several: Sequence[Any], parts: int) -> list[Any]:
-    """In `parts` of equal length."""
+    """Split a sequence into `parts` parts of equal length."""
     length = len(several) // parts
     return [several[i * length : (i + 1) * length] for i in range(parts)]
 
 
 def _compared(triples: Sequence[Triple]) -> dict[str, float]:
-    """The seconds of a step: without checks, and so many more with them, and where the same is compared with itself."""
+    """Return the seconds of a step without detectors, with detectors, and of the comparison without detectors."""
     off = _of_a_step([[(each.off + each.again) / 2 for each in turn] for turn in _turns(triples)])
     cost = _of_a_step([[each.default - (each.off + each.again) / 2 for each in turn] for turn in _turns(triples)])
     nothing = _of_a_step([[each.again - each.off for each in turn] for turn in _turns(triples)])
@@ -134,8 +140,10 @@ def _turns(triples: Sequence[Triple]) -> list[Sequence[Triple]]:
 
 
 def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Samples:
-    """Seconds of a step in each repeat. Turn by turn, one arm after the other, forwards and backwards: what is attached
-    is attached for its turn only."""
+    """Return the seconds of a step of each arm in each repeat. Collective.
+
+    The order of the arms is reversed after each round, and detectors are attached only for their own turn.
+    """
     step = make_step(config, world)
     attached = _attached(world, step)
     taken: dict[str, list[list[float]]] = {arm: [] for arm in size.arms}
@@ -145,21 +153,22 @@ def _alternate(world: World, config: TaskConfig, size: Size, repeats: int) -> Sa
                 for _ in range(_FIRST):
                     step()
                 seconds = [_timed(step)[0] for _ in range(_STEPS)]
-            if number:  # the first turn of each is not counted: memory is allocated there
+            if number:  # the first turn is a warm-up, which allocates memory
                 taken[arm].append(seconds)
     step.close()
     return {arm: [_of_a_step(each) for each in _cut(turns, repeats)] for arm, turns in taken.items()}
 
 
 def _of_a_step(turns: Sequence[Sequence[float]]) -> float:
-    """The seconds of a step, from those of each step of some turns. Of the steps at one place in their turns, the
-    median; of these, the mean. So what a detector does at one place in all turns counts in full, and what the machine
-    did at some time does not."""
+    """Return the seconds of a step: the median over the turns at each position, averaged over the positions.
+
+    A check that runs at one position in all turns counts in full. A temporary slowdown of the machine does not.
+    """
     return statistics.fmean(statistics.median(at_place) for at_place in zip(*turns, strict=True))
 
 
 def _attached(world: World, step: TrainStep) -> Callable[[str], AbstractContextManager[object]]:
-    """What is around the steps of an arm."""
+    """Return a function that creates the context in which an arm runs its steps."""
 
     def around(arm: str) -> AbstractContextManager[object]:
         if arm == "off":
@@ -169,7 +178,7 @@ def _attached(world: World, step: TrainStep) -> Callable[[str], AbstractContextM
         if arm == "fingerprinted":
             return fingerprinted(world)
         chosen = [each for each in default_detectors() if arm in {"default", each.name}]
-        # The first step that is timed has a round number: what is done now and then has the same place in all turns.
+        # The number of the first timed step is a multiple of `_STEPS`, so periodic checks have fixed positions.
         before = step.number + _FIRST + 1 - _STEPS
         return checking(world, step.model, step.optimizer, chosen, after=lambda: step.number - before)
 
@@ -177,7 +186,7 @@ def _attached(world: World, step: TrainStep) -> Callable[[str], AbstractContextM
 
 
 def _timed(step: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the next step, until all ranks have taken it; and those that this rank's threads have computed."""
+    """Return the elapsed seconds of a step until all ranks are done, and this rank's CPU seconds. Collective."""
     dist.barrier()
     start, worked = time.perf_counter(), time.process_time()
     step()

@@ -1,12 +1,11 @@
-"""Hangs on purpose, again and again: is each told with both ranks, their collectives and their lines, how soon are all
-processes gone, and is any left?
+"""Provoke hangs repeatedly and check the reports: both ranks, their collectives, their lines, and complete termination.
 
-`tests/test_hangs.py` has the hangs of the notebook once each; this is for the repeats, which take minutes. The source
-of this module is what verdicts are compared with: of each hang, the lines with `# rank 0 waits` or `# rank 1 waits`
-are those to be named.
+`tests/test_hangs.py` tests each hang of the notebook once; this benchmark repeats them, which takes minutes. Verdicts
+are compared with the source of this module: in each hang, the comments `# rank 0 waits` and `# rank 1 waits` mark the
+lines that a verdict must name.
 
-Ten repeats in one run on two cores: 80 of 80 were told right, in the same words each time, none was left, and all ranks
-were gone 1.1 s after the patience in the median, 1.2 s at most.
+In one run with ten repeats on two cores, 80 of 80 verdicts were correct and worded identically in each repeat, and no
+process was left. All ranks had exited 1.1 s (median) or at most 1.2 s after the timeout.
 """
 
 import os
@@ -31,14 +30,15 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 RANKS = 2
-PATIENCE = 1.0  # seconds that a rank waits before it is asked why
-WITHIN = 2.0  # seconds after that in which it should be over, on a quiet machine
-TIME_LIMIT = 60  # seconds of a launch
+PATIENCE = 1.0  # seconds that a rank waits before it is reported
+WITHIN = 2.0  # seconds after that in which all ranks should exit on an idle machine
+TIME_LIMIT = 60  # timeout of a launch in seconds
 
-Began = Callable[[], None]  # called where the hang begins
+Began = Callable[[], None]  # called when the hang begins
 
 
 def another_order(world: World, began: Began) -> None:
+    """Call collectives in different orders."""
     began()
     if world.is_main:
         dist.all_reduce(torch.ones(3))  # rank 0 waits
@@ -47,6 +47,7 @@ def another_order(world: World, began: Began) -> None:
 
 
 def another_shape(world: World, began: Began) -> None:
+    """All-reduce tensors of different shapes."""
     began()
     losses = torch.ones(3 + world.rank)
     dist.all_reduce(losses)  # rank 0 waits, rank 1 waits
@@ -54,6 +55,7 @@ def another_shape(world: World, began: Began) -> None:
 
 
 def rank_zero_only(world: World, began: Began) -> None:
+    """Call a collective on rank 0 only."""
     began()
     if world.is_main:
         dist.all_reduce(torch.ones(3))  # rank 0 waits
@@ -61,8 +63,10 @@ def rank_zero_only(world: World, began: Began) -> None:
 
 
 def uneven_inputs(world: World, began: Began) -> None:
-    """Rank 1 has a batch more than rank 0, and waits in an all-reduce that `DistributedDataParallel` starts in
-    backward."""
+    """Give rank 1 one batch more than rank 0.
+
+    Rank 1 hangs in an all-reduce that `DistributedDataParallel` starts in the backward pass.
+    """
     model = DistributedDataParallel(nn.Linear(4, 1))
     began()
     for _ in range(2 + world.rank):
@@ -71,6 +75,7 @@ def uneven_inputs(world: World, began: Began) -> None:
 
 
 def another_number_of_steps(world: World, began: Began) -> None:
+    """Take a different number of steps on each rank."""
     began()
     for _ in range(3 if world.is_main else 4):
         dist.all_reduce(torch.ones(3))  # rank 1 waits
@@ -78,6 +83,7 @@ def another_number_of_steps(world: World, began: Began) -> None:
 
 
 def barrier_in_the_loader(world: World, began: Began) -> None:
+    """Call a barrier in rank 0's data loading only."""
     began()
     for number in range(3):
         if number == 2 and world.is_main:
@@ -86,7 +92,7 @@ def barrier_in_the_loader(world: World, began: Began) -> None:
 
 
 def early_stopping(world: World, began: Began) -> None:
-    """The ranks stop early by their own losses, at different steps."""
+    """Stop each rank early based on its own loss, at different steps."""
     began()
     loss = 1.0 + world.rank
     while loss > 0.5:
@@ -96,6 +102,7 @@ def early_stopping(world: World, began: Began) -> None:
 
 
 def an_error_that_is_passed_over(world: World, began: Began) -> None:
+    """Skip a collective on one rank because an error is ignored."""
     began()
     for number in range(3):
         try:
@@ -123,11 +130,17 @@ HANGS: dict[str, Callable[[World, Began], None]] = {
 
 
 def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Each of `HANGS` so often; `tell` is called with a line after each repeat.
+    """Run each of `HANGS` `repeats` times.
 
-    `right` counts verdicts that name both ranks with their lines, out of `of`; `other_verdicts` those that were not
-    word for word that of the first time. `seconds` are from the hang until all ranks were gone, less the `patience`:
-    the median and the most. `late` counts those above `within`, `left` the processes that were left.
+    Args:
+        repeats: The number of repeats.
+        report: A function to call with a line of text after each repeat.
+
+    Returns:
+        The report. `right` counts the verdicts that name both ranks with their lines, out of `of`. `other_verdicts`
+        counts the verdicts whose wording differs from the first repeat. `seconds` contains the median and maximum time
+        from the start of a hang until all ranks have exited, minus `patience`. `late` counts the times above `within`,
+        and `left` the processes left behind.
     """
     right, late, left, others, seconds = 0, 0, 0, 0, list[float]()
     first: dict[str, str] = {}
@@ -162,12 +175,12 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Has everything held that must hold? How long it takes depends on what else the machine does."""
+    """Return whether all requirements hold; times are not required because they depend on the machine's load."""
     return bool(result["right"] == result["of"]) and not result["left"]
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """A report as text to print."""
+    """Return a report as text."""
     seconds = result["seconds"]
     return "\n".join(
         [
@@ -182,7 +195,7 @@ def describe(result: Mapping[str, Any]) -> str:
 
 
 def is_right(name: str, message: str) -> bool:
-    """Does the verdict name for each rank the line at which it hangs?"""
+    """Return whether the verdict names the line at which each rank hangs."""
     sentence = message.partition("\n")[0]
     told: dict[int, int] = {}
     for part in re.split(r"; (?=rank)|\. (?=Rank)", sentence):
@@ -192,7 +205,7 @@ def is_right(name: str, message: str) -> bool:
 
 
 def hang_lines(name: str) -> dict[int, int]:
-    """By rank, the number of the line in this file at which it hangs."""
+    """Return the line number in this file at which each rank hangs."""
     first = HANGS[name].__code__.co_firstlineno
     found: dict[int, int] = {}
     for number, line in enumerate(Path(__file__).read_text().splitlines()[first:], first + 1):
@@ -203,8 +216,12 @@ def hang_lines(name: str) -> dict[int, int]:
 
 
 def _hang(name: str) -> tuple[str, float, int]:
-    """Run one hang: its verdict; seconds from the hang until all ranks were gone, less the patience; how many processes
-    are left."""
+    """Run one hang.
+
+    Returns:
+        The verdict, the seconds from the start of the hang until all ranks have exited minus the timeout, and the
+        number of processes left behind.
+    """
     with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
         notes, message = Path(folder), "no error"
         try:

@@ -1,5 +1,7 @@
-"""A part of `bench cluster`: 8, 16 and 32 hosts whose ranks sleep instead of computing, on a slow network, against the
-model that was fitted to one and two of them."""
+"""A part of `bench cluster`: 8, 16 and 32 hosts on a slow network, compared with the scaling model.
+
+The ranks sleep instead of computing. The model is fitted to one and two of the hosts.
+"""
 
 import time
 from collections.abc import Callable
@@ -18,20 +20,24 @@ from ddp_tutorial.experiments.sleeping import Sleeper, sleeping_step
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS
 from ddp_tutorial.world import World
 
-# Slow enough that the link is what all wait for: at 10 Mbit/s a step of 32 hosts takes a second, in which all of their
-# ranks together compute for about half a second, on two cores.
+# The link must be the bottleneck. At 10 Mbit/s, a step on 32 hosts takes a second, during which all ranks together
+# compute for about half a second on two cores.
 RATE = "10mbit"
 HOSTS = (8, 16, 32)
-BATCH, SMALL_BATCH = 64, 16  # samples of a step, over all ranks
+BATCH, SMALL_BATCH = 64, 16  # global batch sizes
 SLEEPER = Sleeper(fixed=0.02, per_sample=0.01, nbytes=2**19)
 _DDP = DDPConfig(variant="bucket", bucket_cap_mb=0.25)
-_BUCKETS = 3  # two of gradients, and one, of a few bytes, that says which parameters are in use
-_SIZES = (2**10, 2**16, 2**18)  # bytes of all-reduces to fit the link to
+_BUCKETS = 3  # two buckets of gradients, and one of a few bytes for the used parameters
+_SIZES = (2**10, 2**16, 2**18)  # bytes of the all-reduces to which the link is fitted
 _TURNS = 2
 
 
 def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
-    """Milliseconds of a step on each number of `HOSTS`, measured and predicted; and the ratios of both."""
+    """Measure and predict the milliseconds of a step on each number of `HOSTS`.
+
+    Returns:
+        The values of each arm, and the arms of each ratio of measured to predicted.
+    """
     samples: Samples = {}
     ratios = {}
     with Cluster(max(HOSTS), RATE) as cluster:
@@ -46,7 +52,7 @@ def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
 
 
 def _one_and_two(world: World) -> dict[str | int, float]:
-    """Seconds of steps on one rank and on two, and of all-reduces by their bytes."""
+    """Return the seconds of steps on one and two ranks, and of all-reduces by number of bytes. Collective."""
     alone = world.rank == 0
     tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in _SIZES}
     arms: dict[str | int, Callable[[], object]] = {
@@ -69,7 +75,10 @@ def _fitted(at: dict[str | int, float]) -> StepModel:
 
 
 def _steps(world: World, repeats: int) -> list[float]:
-    """Seconds from when all are ready until this rank has the mean of all gradients. The first step is not counted."""
+    """Return the seconds of each step, from a barrier until this rank has the mean of all gradients. Collective.
+
+    The first step is a warm-up and is not recorded.
+    """
     step, taken = sleeping_step(SLEEPER, BATCH, world, _DDP), []
     for _ in range(repeats + 1):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""What `launch` adds to a bare spawn: two ranks that form a group and do nothing else."""
+"""Compare `launch` with a bare spawn: two ranks that form a group and do nothing else."""
 
 import time
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from ddp_tutorial.processes.launcher import launch
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Seconds from the call until both ranks have ended."""
+    """Measure the seconds from the call until both ranks have exited."""
     arms: dict[str, Callable[[], object]] = {"bare_spawn": _spawn_bare, "launch": _launch_nothing}
     samples: Samples = {name: [] for name in arms}
-    for arm in arms.values():  # once without counting: the files come into the cache
+    for arm in arms.values():  # a warm-up, which fills the file cache
         arm()
     for repeat in range(repeats):
-        for name in sorted(arms, reverse=bool(repeat % 2)):  # who goes first alternates
+        for name in sorted(arms, reverse=bool(repeat % 2)):  # alternate the order
             start = time.perf_counter()
             arms[name]()
             samples[name].append(time.perf_counter() - start)
@@ -31,8 +31,10 @@ def _launch_nothing() -> None:
 
 
 def _spawn_bare() -> None:
-    """The ranks meet at a store that this process hosts, as under torchrun: on a port that the system has chosen (one
-    that is looked for first and opened later, somebody else may take in between), and for as long as a rank lives (the
-    store of rank 0 would be gone with rank 0, while others still ask it)."""
+    """Spawn two ranks that connect to a store in this process, as under torchrun.
+
+    The operating system chooses the store's port. A port that is searched first and opened later could be taken in
+    between. The store exists as long as any rank; a store in rank 0 would disappear while other ranks still use it.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.multiprocessing.spawn(form_group_and_leave, (2, store.port), nprocs=2)

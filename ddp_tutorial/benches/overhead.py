@@ -1,7 +1,7 @@
-"""The Trainer, with its logging, clipping and schedule, against a loop over torch's DDP written by hand.
+"""Compare the Trainer, with logging, clipping and a schedule, with a hand-written loop over torch's DDP.
 
-The Trainer is measured twice: set up for what it runs on, two ranks of one host (`ddp.shared_memory`), and as it is by
-default, with gloo's ring, which is also what the bare loop has.
+The Trainer is measured twice: configured for two ranks on one host (`ddp.shared_memory`), and with its default, gloo's
+ring, which the bare loop uses too.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World
 
-# Name -> (model, samples a rank and step, steps a repeat). The steps make a turn of all last about a second or two.
+# Name -> (model, samples per rank and step, steps per repeat). A turn of all arms takes one to two seconds.
 _SIZES = {
     "tiny": (ModelConfig(layers=1, heads=1, width=16, context=64), 8, 200),
     "small": (ModelConfig(layers=2, heads=4, width=64, context=64), 8, 100),
@@ -36,10 +36,9 @@ _SIZES = {
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Tokens per second of each, two ranks with one thread each, for three sizes of model.
+    """Measure the tokens per second of each arm on two ranks with one thread each, for three model sizes.
 
-    Each repeat has ranks of its own: where in memory things come to lie makes a difference of several percent, which
-    stays for as long as a process does.
+    Each repeat starts new ranks, because the memory layout of a process affects its speed by several percent.
     """
     samples: Samples = {f"{arm}_{size}": [] for size in _SIZES for arm in ("trainer", "default", "bare")}
     for _ in range(repeats):
@@ -54,14 +53,14 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]:
-    """Tokens per second of each, the medians of their turns.
+    """Return the tokens per second of each arm, from the medians of its turns. Collective.
 
-    They take turns every `log_every` steps, which is how long the Trainer needs to do each of its chores once: whatever
-    slows the machine down for a second falls on all.
+    A turn has `log_every` steps, in which the Trainer performs each periodic action once. Alternating turns ensure that
+    background load affects all arms equally.
     """
     tokens = config.batch_size * config.model.context
     two_ranks = config.model_copy(update={"ddp": DDPConfig(shared_memory=True)})
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the Trainers' logs go there
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # for the Trainers' logs
         trainers = {name: make_trainer(each, world) for name, each in (("trainer", two_ranks), ("default", config))}
         arms: dict[str, Callable[[], object]] = {
             **{name: _observed(trainer) for name, trainer in trainers.items()},
@@ -74,7 +73,7 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
 
 
 def _observed(trainer: Trainer) -> Callable[[], None]:
-    """A step of `trainer`, whose phases it times, as in `train`; those of no other."""
+    """Return a step of `trainer` that times the phases of this trainer only, as `train` does."""
 
     def step() -> None:
         with observe(trainer.record.watch):
@@ -84,7 +83,7 @@ def _observed(trainer: Trainer) -> Callable[[], None]:
 
 
 def _bare_loop(world: World, config: TaskConfig) -> Callable[[], object]:
-    """One step of what one writes with torch alone: no log, no phases, the loss not reduced over ranks."""
+    """Return a step written with torch alone: no log, no phases, and no reduction of the loss over ranks."""
     torch.manual_seed(config.seed)
     context, per_rank = config.model.context, config.batch_size // world.size
     tokens = load_corpus(config.corpus).train

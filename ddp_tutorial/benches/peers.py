@@ -1,8 +1,9 @@
-"""The trainers that people use, and this package's, against a loop in nothing but torch: the same work in one run.
+"""Compare popular trainers and this package's trainer with a plain torch loop on the same work.
 
-Of each trainer the training alone counts, from the eleventh step to the last: forward, backward, update, and all that
-it does between. Ours keeps its log and its TensorBoard events, as it does for its users; those of others are off. It is
-measured twice: set up for two ranks of one host (`ddp.shared_memory`), and through gloo, as all others.
+Only the training loop is timed, from the eleventh step to the last: forward pass, backward pass, update, and all other
+work between steps. This package's trainer writes its log and TensorBoard events, as it does by default; the logs of the
+other trainers are disabled. It is measured twice: configured for two ranks on one host (`ddp.shared_memory`), and with
+gloo, which all other trainers use.
 """
 
 import statistics
@@ -15,12 +16,12 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 _ARMS = [*NAMES, "ours_through_gloo"]
-# Name -> (layers, heads, width, steps of a repeat), as in bench overhead: a repeat lasts about a second.
+# Name -> (layers, heads, width, steps per repeat), as in bench overhead. A repeat takes about a second.
 _SIZES = {"tiny": (1, 1, 16, 150), "small": (2, 4, 64, 80), "large": (4, 4, 128, 40)}
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Samples per second of each, two ranks with one thread each, for three sizes of model."""
+    """Measure the samples per second of each trainer on two ranks with one thread each, for three model sizes."""
     samples: Samples = {}
     for size, (layers, heads, width, steps) in _SIZES.items():
         work = gpt(steps, layers=layers, heads=heads, width=width)
@@ -41,12 +42,15 @@ def measure(repeats: int) -> dict[str, Any]:
         pairs = zip(samples[f"ours_{size}"], samples[f"{best}_{size}"], strict=True)
         result["ratios"][f"ours_vs_best_peer_{size}"] = statistics.median(a / b for a, b in pairs)
         result["best_peer"] = result.get("best_peer", {}) | {size: best}
-    result["ratios"]["ours_vs_best_peer"] = result["ratios"]["ours_vs_best_peer_tiny"]  # the worst case, by one name
+    result["ratios"]["ours_vs_best_peer"] = result["ratios"]["ours_vs_best_peer_tiny"]  # the worst case
     return result
 
 
 def _in_turn(world: World, work: Work, repeats: int) -> Samples:
-    """The first turn of each is not counted: it imports what it needs."""
+    """Return the samples per second of each trainer in each repeat. Collective.
+
+    The first turn is a warm-up, which imports the trainer's modules.
+    """
     rates: Samples = {name: [] for name in _ARMS}
     for number in range(repeats + 1):
         for name in _ARMS[:: -1 if number % 2 else 1]:

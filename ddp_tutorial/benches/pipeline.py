@@ -1,9 +1,11 @@
-"""Does a pipeline take as long as its schedule says? Stages that sleep, so that nothing but the schedule decides.
+"""Compare pipeline steps with the predictions of their schedules.
 
-A stage sleeps 20 ms in forward and 40 ms in backward; with two stages on a rank, half of it each. What is predicted is
-the makespan of the table, with nothing for sending. Torch's own schedules run on the same stages in the same ranks.
-Real stages (a GPT) are reported beside it: there, cores, caches and the balance of stages have a say, and what is
-predicted comes from what each stage took in that very step.
+The stages sleep, so that only the schedule determines the step time. The stages of a rank together sleep 20 ms in the
+forward pass and 40 ms in the backward pass. The prediction is the makespan of the schedule without communication time.
+Torch's own schedules run with the same stages in the same ranks.
+
+Real stages (a GPT) are reported too. Their step time also depends on cores, caches and the balance of the stages. Their
+prediction uses the time of each stage in the same step.
 """
 
 import statistics
@@ -25,10 +27,10 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.world import World
 
-FORWARD, BACKWARD = 0.020, 0.040  # seconds of a rank's stages for a micro-batch
+FORWARD, BACKWARD = 0.020, 0.040  # seconds per micro-batch in all stages of a rank
 MICRO_BATCHES = 8
-SCHEDULES: list[tuple[Name, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]  # and stages on a rank
-ROWS = 2  # samples of a micro-batch
+SCHEDULES: list[tuple[Name, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]  # and stages per rank
+ROWS = 2  # samples per micro-batch
 _TORCHS: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
@@ -46,19 +48,24 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Adds a weight, and takes a fixed time for it."""
+    """A layer that adds a weight and sleeps for a fixed time."""
 
     def __init__(self, forward: float, backward: float) -> None:
+        """Set the seconds of the forward and the backward pass."""
         super().__init__()
         self.seconds, self.weight = (forward, backward), nn.Parameter(torch.zeros(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` plus the weight, after sleeping."""
         slept: torch.Tensor = _Sleep.apply(x + self.weight, *self.seconds)
         return slept
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Seconds of a step, from a barrier to the last rank's end: predicted, measured, and torch's, on 2 and 4 ranks."""
+    """Measure the seconds of a step, from a barrier until the last rank is done, on 2 and 4 ranks.
+
+    The report contains predicted and measured times, and those of torch's schedules.
+    """
     samples: Samples = {}
     for size in (2, 4):
         samples |= launch(_sleeping, size, repeats, device="cpu", threads=1, echo=False)[0]
@@ -100,8 +107,11 @@ def _sleepers(stages: int, costs: tuple[float, float]) -> nn.Sequential:
 
 
 def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]) -> Callable[[], object]:
-    """The same step by `torch.distributed.pipelining`. It sends gradients as they are, and raises for one that is not
-    contiguous, such as that of a plain sum (torch 2.13)."""
+    """Return the same step in `torch.distributed.pipelining`.
+
+    Torch sends gradients without making them contiguous, and raises an error for a gradient that is not contiguous,
+    such as that of a plain sum (torch 2.13). Therefore, the loss is a sum of squares.
+    """
     model = _sleepers(stages, costs)
     own = [
         PipelineStage(part, number, stages, world.device)
@@ -121,7 +131,10 @@ def _torchs(world: World, schedule: str, stages: int, costs: tuple[float, float]
 
 
 def _real(world: World, repeats: int) -> Samples:
-    """A GPT of eight blocks, cut where its parameters balance. Predicted from what each stage took."""
+    """Return measured and predicted times of a GPT with eight blocks, split into stages with similar parameter counts.
+
+    The prediction uses the measured time of each stage.
+    """
     draw = torch.Generator().manual_seed(0)
     batches = [{"tokens": torch.randint(0, 256, (4, 65), generator=draw)} for _ in range(MICRO_BATCHES)]
     pipelines = {}
@@ -143,11 +156,14 @@ def _real(world: World, repeats: int) -> Samples:
                 for kind in "FB"
             )
             samples[f"{arm}_predicted"].append(simulate(pipeline.config.table(), forward, backward).makespan)
-    return {name: values[1:] for name, values in samples.items()}  # the first step warms up
+    return {name: values[1:] for name, values in samples.items()}  # the first step is a warm-up
 
 
 def _take_turns(world: World, calls: dict[str, Callable[[], object]], repeats: int) -> Samples:
-    """Seconds of each call until the last rank is done; in turn, after one round that is not counted."""
+    """Return the seconds of each call until the last rank is done, in alternating turns. Collective.
+
+    If there are several calls, the first round is a warm-up and is not recorded.
+    """
     taken: Samples = {name: [] for name in calls}
     for number in range(repeats + (1 if len(calls) > 1 else 0)):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""What a call on ranks that stay costs, against a launch: two ranks that do nothing."""
+"""Compare a call on persistent ranks with a launch, for two ranks that do nothing."""
 
 import statistics
 import time
@@ -8,12 +8,15 @@ from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.live.pool import Ranks
 from ddp_tutorial.processes.launcher import launch
 
-CALLS = 50  # in a repeat, of which the median counts
+CALLS = 50  # per repeat; the result is their median
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Seconds from the call until both ranks have ended it: of nothing, a cell of one expression, a function by value,
-    a value that comes home; and of a launch."""
+    """Measure the seconds from a call until both ranks have finished it.
+
+    The calls are an empty call, a cell with one expression, a function passed by value, a value sent to the parent
+    process, and a launch.
+    """
     samples: Samples = {name: [] for name in ("pool_call", "pool_cell", "pool_function", "pool_get", "launch")}
     with Ranks(2, threads=1, device="cpu", echo=False) as ranks:
         ranks.put(x=1)

@@ -1,8 +1,7 @@
-"""Kill ranks of small runs under torchrun, which starts them again; each run must end with the bits of an undisturbed
-one.
+"""Kill ranks of small runs under torchrun; each run must be bitwise identical to an undisturbed run.
 
-In each life of a run chance decides which rank is killed by SIGKILL, and at how many-th of its points (see lives.py).
-torchrun notices, ends the other rank, and starts both again, which go on with `resume: auto`. No process may be left.
+In each attempt, a rank is killed with SIGKILL at a randomly chosen point (see attempts.py). torchrun terminates the
+other rank and restarts both, and they resume with `resume: auto`. No process may be left behind.
 """
 
 import json
@@ -34,17 +33,24 @@ from ddp_tutorial.processes.starting import run
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World
 
-KILLS = 5  # of one run, at most
-POINTS = 200  # a rank is killed at one of its first points in a life, out of so many
+KILLS = 5  # the maximum number of kills per run
+POINTS = 200  # a kill hits one of a rank's first points in an attempt, out of this number
 
 
 def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Kill `kills` times or more, in a temporary folder, and call `tell` with a line after each finished run.
+    """Kill ranks at least `kills` times, in a temporary folder.
 
-    `in_saving` counts the kills inside of saving, `lives` what torchrun has started, the undisturbed run's among them,
-    and `came_up` how many of the lives after a kill began to train or to resume. `seconds` is the median from a kill
-    to the moment at which all ranks of the next life have met. `bit_equal` says whether weights, losses and norms of
-    every run are those of an undisturbed one, and `left` how many processes were left behind.
+    Args:
+        kills: The number of kills.
+        seed: The seed of the random choices.
+        report: A function to call with a line of text after each finished run.
+
+    Returns:
+        The report. `in_saving` counts the kills during a save. `lives` counts all attempts, including that of the
+        undisturbed run. `came_up` counts the attempts after a kill whose ranks all joined. `seconds` is the median time
+        from a kill until all ranks of the next attempt have joined. `bit_equal` is whether the weights, losses and
+        gradient norms of every run are identical to those of the undisturbed run. `left` counts the processes left
+        behind.
     """
     rng, before, counted = random.Random(seed), Path.cwd(), {"kills": 0, "in_saving": 0, "lives": 1, "came_up": 0}
     runs, left, seconds, bit_equal = 0, 0, list[float](), True
@@ -83,20 +89,28 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Has everything held that must hold?"""
+    """Return whether all requirements hold."""
     return bool(result["bit_equal"]) and not result["left"]
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """A report as text to print."""
+    """Return a report as text."""
     names = ("kills", "in_saving", "lives", "runs", "bit_equal", "left")
     return ", ".join(f"{name} = {result[name]}" for name in names) + f", median restart {result['seconds']} s"
 
 
 def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
-    """One run, started again after each kill; returns the folder with what its lives have noted.
+    """Run one training run under torchrun, which restarts it after each kill.
 
-    `doomed` has, for each life, which rank is killed at how many-th point. Raises `RuntimeError` where it does not end.
+    Args:
+        name: The name of the run.
+        doomed: For each attempt, the rank to kill and the number of the point at which to kill it.
+
+    Returns:
+        The folder with the notes of the attempts.
+
+    Raises:
+        RuntimeError: The run does not finish.
     """
     notes = Path(f"notes-{name}").resolve()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
@@ -122,7 +136,7 @@ def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
 
 
 def _all_up(notes: Path) -> float | None:
-    """When the last rank of a life had met the others; None where one has not."""
+    """Return the time at which the last rank of an attempt had joined, or None if a rank did not join."""
     met = [float(note.read_text()) for note in notes.glob("up.*")]
     return max(met) if len(met) == RANKS else None
 
@@ -139,7 +153,7 @@ def _live(world: World, name: str, notes: Path, accident: PlannedFailure | None)
 
 
 def _main(name: str, notes: str, doomed: str) -> None:
-    """What torchrun starts as each rank."""
+    """Run one rank; torchrun starts this function."""
     rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     fates = json.loads(doomed)
     accident = None

@@ -1,7 +1,8 @@
-"""Does a second rank double the speed? One process, ranks, and processes that do the same work without talking.
+"""Measure the speed-up of additional ranks.
 
-All arms of a launch do the same optimiser steps on the same samples, and nothing else inside the timer: no evaluation,
-no log. They live in the same ranks and take turns; while rank 0 works alone, the others sleep in a barrier.
+The benchmark compares one process, synchronized ranks, and independent processes with the same work. All arms of a
+launch take the same optimizer steps on the same samples. The timer covers nothing else: no evaluation and no log. The
+arms run in the same ranks and alternate. While rank 0 works alone, the other ranks sleep in a barrier.
 """
 
 from collections.abc import Callable
@@ -17,16 +18,23 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, SourceKind, make_source
 from ddp_tutorial.world import World
 
-# Samples of a step, over all that work together; in the weak arms, of each rank. With fewer, ranks meet more often for
-# the same work, and have less to do between two meetings.
+# The global batch size; in the weak arms, the batch size per rank. With a smaller batch, ranks synchronize more often
+# for the same work.
 BATCH = 64
 SAMPLES = 4096
-_TURNS, _STEPS = 2, 4  # turns of an arm in a repeat, steps in a turn
+_TURNS, _STEPS = 2, 4  # turns per arm and repeat, steps per turn
 
 
 class Setup(NamedTuple):
-    """How one arm trains. `readers` share out each batch of `batch` samples, which a source of kind `source` gives;
-    their gradients are averaged, as `ddp` says, if they `talk`. One reader is a process alone, with `threads` threads.
+    """The configuration of one arm.
+
+    Attributes:
+        readers: The number of ranks that take part. With 1, a single process trains alone.
+        batch: The global batch size.
+        talk: Whether the ranks average their gradients.
+        threads: The number of torch threads per rank.
+        ddp: The DDP configuration.
+        source: The kind of source that shards the batches.
     """
 
     readers: int
@@ -38,7 +46,7 @@ class Setup(NamedTuple):
 
 
 def two_rank_arms() -> dict[str, Setup]:
-    """In a launch of two ranks."""
+    """Return the arms of a launch with two ranks."""
     return {
         "one_thread": Setup(1),
         "all_threads": Setup(1, threads=cores()),
@@ -49,14 +57,17 @@ def two_rank_arms() -> dict[str, Setup]:
     }
 
 
-# In a launch of four. One process once more, to compare with in the same launch.
+# The arms of a launch with four ranks. A single process is included as the baseline in the same launch.
 FOUR_RANK_ARMS = {"one_thread_of_four": Setup(1), "four_ranks": Setup(4), "four_independent": Setup(4, talk=False)}
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Samples per second. One process with one thread and with all; ranks with one thread each; and as many independent
-    processes, each on its share of the same samples, unsynchronised. Arms called weak have as many samples for each
-    rank as one process has. Ranks are checked to end with the same bits."""
+    """Measure the samples per second of each arm.
+
+    The arms are one process with one thread, one process with all threads, ranks with one thread each, and the same
+    number of independent processes on the same shards without synchronization. In the weak arms, each rank has the
+    batch size of the single process. Ranks must end with bitwise identical parameters.
+    """
     two = launch(race, 2, two_rank_arms(), repeats, device="cpu", threads=1, echo=False)[0]
     four = launch(race, 4, FOUR_RANK_ARMS, repeats, device="cpu", threads=1, echo=False)[0]
     ratios = {
@@ -75,7 +86,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def arm_of(setup: Setup, world: World) -> Arm | None:
-    """This rank's part in an arm; None if it has none."""
+    """Return this rank's part in an arm, or None if it does not take part."""
     if world.rank >= setup.readers:
         return None
     reader = world if setup.readers > 1 else SINGLE_PROCESS
@@ -84,8 +95,10 @@ def arm_of(setup: Setup, world: World) -> Arm | None:
 
 
 def race(world: World, setups: dict[str, Setup], repeats: int, turns: int = _TURNS, steps: int = _STEPS) -> Samples:
-    """Samples per second of each arm in each repeat, by the median of its turns. Collective, the same on each rank but
-    for what their clocks say."""
+    """Return the samples per second of each arm in each repeat, from the median of its turns. Collective.
+
+    The values on different ranks differ only by their clocks.
+    """
     arms = {name: arm_of(setup, world) for name, setup in setups.items()}
     calls: dict[str, Callable[[], object]] = {name: each or idle for name, each in arms.items()}
     taken = run_interleaved(world, calls, steps, repeats * turns)

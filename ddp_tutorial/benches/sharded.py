@@ -1,4 +1,4 @@
-"""Sharded state, ours beside torch's: steps per second, and bytes measured beside those predicted."""
+"""Compare this package's sharded state with torch's: steps per second, and measured and predicted memory."""
 
 from typing import Any
 
@@ -17,14 +17,16 @@ from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.memory import DIVIDED, model_state_bytes
 
-SAMPLES = 8  # of a rank in a step
-_TURNS, _STEPS = 3, 2  # turns of an arm in a repeat, steps in a turn
+SAMPLES = 8  # per rank and step
+_TURNS, _STEPS = 3, 2  # turns per arm and repeat, steps per turn
 _STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Steps per second of each strategy and of torch's `ZeroRedundancyOptimizer` beside DDP, for about 5 million
-    parameters on two ranks with one thread each. `memory` is of rank 0: bytes counted by tensor, and those predicted.
+    """Measure the steps per second of each strategy and of torch's `ZeroRedundancyOptimizer` with DDP.
+
+    The model has about 5 million parameters and runs on two ranks with one thread each. `memory` contains the measured
+    and predicted bytes of each kind of tensor on rank 0.
     """
     samples, memory = launch(_measure, 2, repeats, device="cpu", threads=1, echo=False)[0]
     ratios = {
@@ -52,14 +54,14 @@ def _measure(world: World, repeats: int) -> tuple[dict[str, list[float]], dict[s
 
 
 def _zero_of_torch(model: nn.Module) -> torch.optim.Optimizer:
-    """The same AdamW with the same groups, sharded by torch."""
+    """Return the same AdamW with the same parameter groups, sharded by torch."""
     plain = make_optimizer(model, TrainConfig(learning_rate=1e-3))
     options = {name: plain.defaults[name] for name in ("lr", "betas", "fused")}
     return ZeroRedundancyOptimizer(plain.param_groups, torch.optim.AdamW, **options)
 
 
 def held(step: TrainStep) -> dict[str, int]:
-    """Bytes of this rank's tensors between backward and the optimizer's step. Collective."""
+    """Return the bytes of this rank's tensors between the backward pass and the optimizer step. Collective."""
     step.strategy.backward(step.batches())
     stepped = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
     parameters = list(step.model.parameters())

@@ -1,7 +1,7 @@
-"""A disk of a few megabytes, which really can be full: a tmpfs that only this process and its children see.
+"""A disk of a few megabytes that can really be full: a tmpfs that only this process and its children see.
 
-Linux lets also ordinary users mount one, in a user and a mount namespace of their own, where that is not forbidden, as
-it is in many containers. It is gone with the last process that sees it, however that ends.
+On Linux, an unprivileged user can mount a tmpfs in separate user and mount namespaces, unless this is forbidden, as in
+many containers. The tmpfs disappears when the last process that sees it exits for any reason.
 """
 
 import ctypes
@@ -16,9 +16,12 @@ _PAGE = 4096
 
 
 def mount_small_disk(folder: Path, nbytes: int) -> str:
-    """Mount a tmpfs of this size at `folder`, for this process and those that it forks from now on.
+    """Mount a tmpfs of `nbytes` bytes at `folder`, for this process and the processes that it forks afterwards.
 
-    Returns "", or why it could not be done. Only for a process without other threads: Linux refuses it to others.
+    The process must be single-threaded; Linux rejects the call otherwise.
+
+    Returns:
+        An empty string, or the reason why the disk could not be mounted.
     """
     if not hasattr(os, "getuid") or not Path("/proc/self/uid_map").exists():
         return "only Linux has namespaces"
@@ -26,7 +29,7 @@ def mount_small_disk(folder: Path, nbytes: int) -> str:
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_NEW_USERS | _NEW_MOUNTS):
         return f"unshare: {os.strerror(ctypes.get_errno())}"
-    try:  # we are nobody in the new namespace until it is told who we are
+    try:  # the new namespace has no user until the ids are mapped
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
@@ -38,7 +41,7 @@ def mount_small_disk(folder: Path, nbytes: int) -> str:
 
 
 def fill_up(folder: Path, room: int) -> None:
-    """Write into a file in `folder`, the root of a small disk, until the disk is full; then give back `room` bytes."""
+    """Fill the disk with a file in `folder`, the root of a small disk, except for `room` bytes."""
     with (folder / _BALLAST).open("wb", buffering=0) as file:
         try:
             while True:
@@ -50,11 +53,14 @@ def fill_up(folder: Path, room: int) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Take away what fills the disk."""
+    """Remove the file that fills the disk."""
     (folder / _BALLAST).unlink(missing_ok=True)
 
 
 def limit_files(nbytes: int) -> None:
-    """From now on, no file of this process can be longer: a write stops there, and the next one fails."""
+    """Limit the size of all files that this process writes.
+
+    A write stops at the limit, and the next write fails.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))

@@ -1,4 +1,4 @@
-"""The sources side by side: training from each, reading from each without training, and resuming far into the data."""
+"""Compare the sources: training from each source, reading without training, and resuming far into the data."""
 
 import tempfile
 import time
@@ -22,17 +22,21 @@ from ddp_tutorial.sharding.sharded import ShardedSource, Source
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, make_source
 from ddp_tutorial.world import World
 
-BATCH = 16  # samples of a step over all ranks
+BATCH = 16  # global batch size
 SAMPLES = 20_000
-_TURNS, _STEPS = 4, 10  # turns of an arm in a repeat, steps in a turn
-_LOADED = 2_000  # samples that one turn of a loader reads
-ROWS = 1_200_000  # in the files of which one resumes in the middle
+_TURNS, _STEPS = 4, 10  # turns per arm and repeat, steps per turn
+_LOADED = 2_000  # samples that a loader reads per turn
+ROWS = 1_200_000  # in the files for the resume test
 
 KINDS = ["sharded", "dispatched", "streamed", "fast_stream"]
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Samples per second of training and of the loaders alone, the parts of a step, and the seconds to resume."""
+    """Measure the sources.
+
+    The report contains the samples per second of training and of the loaders alone, the parts of a step, and the
+    seconds to resume.
+    """
     with tempfile.TemporaryDirectory() as folder:
         trained = launch(_train, 2, folder, repeats, device="cpu", threads=1, echo=False)[0]
         loaded = launch(_load, 2, folder, repeats, device="cpu", threads=1, echo=False)[0]
@@ -49,7 +53,7 @@ def _sources(world: World) -> dict[str, Source]:
 
 
 def _train(world: World, folder: str, repeats: int) -> Samples:
-    """The sources take turns on the same two ranks, with a model for each, and deliver the same samples in the end."""
+    """Train from each source on the same two ranks, in alternating turns and with one model per source. Collective."""
     with chdir(folder):
         arms = {
             kind: gpt_step(source, world, ddp=DDPConfig(variant="bucket")) for kind, source in _sources(world).items()
@@ -69,8 +73,10 @@ _PARTS = {"wait": "data", "compute": "compute", "sync": "sync"}
 
 
 def _load(world: World, folder: str, repeats: int) -> Samples:
-    """Samples per second of each source without a model. `iterable_dataset` is a stream of `datasets` in torch's
-    DataLoader, as its documentation shows it."""
+    """Return the samples per second of each source without a model. Collective.
+
+    `iterable` is a stream of `datasets` in torch's DataLoader, as in its documentation.
+    """
     with chdir(folder):
         sources, iterable = _sources(world), _iterable(world)
     arms: dict[str, Callable[[], object]] = {kind: partial(next, source) for kind, source in sources.items()}
@@ -96,7 +102,7 @@ def _iterable(world: World) -> Iterator[Any]:
 
 
 def _skip(folder: Path, repeats: int) -> list[float]:
-    """Seconds to open the files, restore a cursor of a million samples, and read the next batch."""
+    """Return the seconds to open the files, restore a cursor of a million samples, and read the next batch."""
     paths = [folder / f"rows-{number}.arrow" for number in range(4)]
     for number, path in enumerate(paths):
         rows = np.arange(ROWS // 4 * CONTEXT, dtype=np.uint8).reshape(-1, CONTEXT)

@@ -1,4 +1,4 @@
-"""What several benchmarks share: random text, and steps of a GPT on it."""
+"""Shared by several benchmarks: random text, and training steps of a GPT on it."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from ddp_tutorial.training.optimization import OptimizerLike
 from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
 
-CONTEXT = 64  # tokens of a sample
+CONTEXT = 64  # tokens per sample
 LARGE = ModelConfig(layers=6, heads=4, width=256, context=CONTEXT)  # about 5 million parameters
 SMALL = ModelConfig(layers=4, heads=4, width=128, context=CONTEXT)  # about 0.8 million
 
 
 def random_text(samples: int) -> TokenBlocks:
-    """Random bytes, cut into samples: what they say does not matter here."""
+    """Return samples of random bytes; their content does not affect the speed."""
     generator = torch.Generator().manual_seed(0)
     return TokenBlocks(torch.randint(256, (samples * CONTEXT + 1,), dtype=torch.uint8, generator=generator), CONTEXT)
 
@@ -32,10 +32,17 @@ def gpt_step(
     optimizer: OptimizerLike | None = None,
     **settings: Any,
 ) -> TrainStep:
-    """Optimiser steps of a GPT on what `source` gives; `settings` are those of `TrainConfig`.
+    """Return a training step of a GPT on the samples of `source`.
 
-    The gradients are averaged over `team`. It need not be the world that shares out the samples: alone in its team, a
-    rank trains on its share as an independent process would.
+    The gradients are averaged over `team`, which may differ from the world that shards the samples. In a team of its
+    own, a rank trains on its shard like an independent process.
+
+    Args:
+        source: The source of the samples.
+        team: The ranks that average their gradients.
+        model: The size of the model.
+        optimizer: The optimizer. Defaults to the trainer's optimizer.
+        settings: Settings of `TrainConfig`.
     """
     torch.manual_seed(0)
     config = TrainConfig(**{"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant", **settings})
@@ -43,6 +50,6 @@ def gpt_step(
 
 
 def random_step(world: World, samples_per_rank: int, model: ModelConfig = LARGE, **settings: Any) -> TrainStep:
-    """The same on random text, `samples_per_rank` samples a step on each rank."""
+    """Return a training step of a GPT on random text with `samples_per_rank` samples per step on each rank."""
     batch = samples_per_rank * world.size
     return gpt_step(make_source(random_text(64 * batch), batch, world), world, model, **settings)

@@ -1,9 +1,9 @@
-"""Whole programs to copy as a start, each one file of at most 100 lines.
+"""Complete training scripts of about 100 lines each, to copy and adapt.
 
-    python -m ddp_tutorial.examples.NAME                            one process, or as many as it starts itself
-    torchrun --nproc-per-node 2 -m ddp_tutorial.examples.NAME       the ranks that torchrun has started
+    python -m ddp_tutorial.examples.NAME                            one process, or several that the script starts
+    torchrun --nproc-per-node 2 -m ddp_tutorial.examples.NAME       the ranks that torchrun starts
 
-`digits` is a convolutional net with synchronised BatchNorm on images, `finetune` a Hugging Face language model on text
-of varying length. `plain` is the training of `digits` once more, in torch alone, without this package. `ray_train` is
-it as well, on ranks that Ray Train starts and watches.
+`digits` trains a convolutional network with synchronized BatchNorm on images, and `finetune` a Hugging Face language
+model on texts of different lengths. `plain` trains the network of `digits` in plain torch, without this package.
+`ray_train` trains it on ranks that Ray Train starts and monitors.
 """

@@ -1,11 +1,11 @@
-"""A convolutional net on images of handwritten digits, with BatchNorm over the samples of all ranks.
+"""Train a convolutional network on images of handwritten digits, with BatchNorm over the samples of all ranks.
 
-    python -m ddp_tutorial.examples.digits                                    # two ranks, started here
+    python -m ddp_tutorial.examples.digits                                    # starts two ranks
     python -m ddp_tutorial.examples.digits nprocs=1 steps=100
     torchrun --nproc-per-node 2 -m ddp_tutorial.examples.digits name=digits resume=auto checkpoint.every=20
 
-Said again after a kill, the last one goes on where it was. 1,437 images are learnt from; the accuracy on the 360 held
-out is in the run's result.json, over 95 % after 200 steps.
+If the last command is killed, rerun it to resume. The training set has 1,437 images. After 200 steps, the accuracy on
+the 360 validation images, recorded in the run's result.json, is over 95 %.
 """
 
 import sys
@@ -27,18 +27,19 @@ DATA = Path(__file__).parents[2] / "data" / "digits"
 
 
 class Options(TrainConfig):
-    """What can be said as key=value: the settings of every run, with defaults of our own, and two more."""
+    """The options of the script: all settings of a run, some with different defaults, and `nprocs`."""
 
     steps: int = 200
     eval_samples: int = 360
-    batch_size: int = 64  # of a step, over all ranks
-    nprocs: int = 2  # ranks to start, where torchrun or Slurm have not started them
+    batch_size: int = 64  # the global batch size
+    nprocs: int = 2  # the number of ranks to start if torchrun or Slurm has not started them
 
 
 class Net(nn.Sequential):
-    """Images [samples, 1, 8, 8] -> logits [samples, 10]."""
+    """A convolutional network from images [samples, 1, 8, 8] to logits [samples, 10]."""
 
     def __init__(self) -> None:
+        """Create the layers."""
         layers: list[nn.Module] = []
         for before, after in ((1, 16), (16, 32), (32, 64)):
             layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
@@ -46,14 +47,14 @@ class Net(nn.Sequential):
 
 
 def images(part: str) -> TensorDataset:
-    """`train` or `held_out`: images [1, 8, 8] from 0 to 1, and the digits that they show."""
+    """Return the images [1, 8, 8], with values from 0 to 1, and the digits of `train` or `held_out`."""
     table = pyarrow.parquet.read_table(DATA / f"{part}.parquet")
     pixels = torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16
     return TensorDataset(pixels, torch.tensor(table["digit"].to_pylist()))
 
 
 def loss(model: nn.Module, batch: Any) -> tuple[Any, ...]:
-    """A sum over samples, how many they are, and beside it how many were told right."""
+    """Return the summed loss, the number of samples, and the number of correct predictions for the accuracy."""
     pixels, digits = batch
     logits = model(pixels)
     right = (logits.argmax(1) == digits).sum()
@@ -61,12 +62,13 @@ def loss(model: nn.Module, batch: Any) -> tuple[Any, ...]:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer."""
     return torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=5e-4)
 
 
 def main(world: World, options: Options) -> TrainResult:
-    """What each rank does."""
-    torch.manual_seed(options.seed)  # the same weights on all ranks
+    """Train on one rank; every rank calls this function."""
+    torch.manual_seed(options.seed)  # identical weights on all ranks
     trainer = Trainer(
         synchronise_batch_norm(Net(), world),
         make_source(images("train"), options.batch_size, world, seed=options.seed),

@@ -1,11 +1,11 @@
-"""A causal language model of Hugging Face's `transformers` on texts of varying length, padded, each token counted once.
+"""Train a causal language model of Hugging Face `transformers` on padded texts, and weight each token equally.
 
     pip install 'ddp-tutorial[examples]'
-    python -m ddp_tutorial.examples.finetune                                  # two ranks, started here
+    python -m ddp_tutorial.examples.finetune                                  # starts two ranks
     torchrun --nproc-per-node 2 -m ddp_tutorial.examples.finetune name=stories resume=auto checkpoint.every=20
 
-The model is a tiny one with random weights, so that nothing is downloaded; for one that has been trained, put
-`AutoModelForCausalLM.from_pretrained(...)` into `model_of`, and its tokenizer into `collate`.
+The model is tiny and has random weights, so nothing is downloaded. To fine-tune a pretrained model, call
+`AutoModelForCausalLM.from_pretrained(...)` in `model_of` and use its tokenizer in `collate`.
 """
 
 import sys
@@ -24,21 +24,21 @@ from ddp_tutorial.config import from_arguments
 from ddp_tutorial.sharding import as_samples
 
 DATA = Path(__file__).parents[2] / "data" / "stories"
-PADDING, IGNORED = 256, -100  # a token that is no byte, and the label that a loss leaves out
+PADDING, IGNORED = 256, -100  # a token that is not a byte, and the label that the loss ignores
 
 
 class Options(TrainConfig):
-    """What can be said as key=value: the settings of every run, with defaults of our own, and two more."""
+    """The options of the script: all settings of a run, some with different defaults, and `nprocs`."""
 
     steps: int = 60
     eval_every: int = 30
     eval_samples: int = 64
-    batch_size: int = 16  # of a step, over all ranks
-    nprocs: int = 2  # ranks to start, where torchrun or Slurm have not started them
+    batch_size: int = 16  # the global batch size
+    nprocs: int = 2  # the number of ranks to start if torchrun or Slurm has not started them
 
 
 def model_of(options: Options) -> nn.Module:
-    """The same weights on all ranks."""
+    """Return the model, with identical weights on all ranks."""
     torch.manual_seed(options.seed)
     config = LlamaConfig(
         vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
@@ -47,12 +47,12 @@ def model_of(options: Options) -> nn.Module:
 
 
 def texts() -> list[bytes]:
-    """The stories, each ended by a zero."""
+    """Return the stories as bytes, each terminated by a zero byte."""
     return [text.encode() + b"\0" for text in pyarrow.parquet.read_table(DATA)["text"].to_pylist()]
 
 
 def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
-    """One batch, as long as its longest text: tokens, and as labels the same, with `IGNORED` in place of padding."""
+    """Return a batch padded to its longest text: tokens, attention mask, and labels with `IGNORED` as padding."""
     tokens = [torch.tensor(list(row)) for row in rows]
     labels = pad_sequence(tokens, batch_first=True, padding_value=IGNORED)
     mask = (labels != IGNORED).long()
@@ -60,9 +60,12 @@ def collate(rows: list[bytes]) -> dict[str, torch.Tensor]:
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-    """A sum over tokens and how many they are: a mean for each rank would give a token of a short text more weight."""
+    """Return the summed loss, the number of tokens, and the accuracy as a sum and a count.
+
+    A mean per rank would give the tokens of short texts more weight.
+    """
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    targets = batch["labels"][:, 1:]  # each token is to be told from those before it
+    targets = batch["labels"][:, 1:]  # predict each token from the previous ones
     counted = (targets != IGNORED).sum()
     right = (logits.argmax(-1) == targets).sum()
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -70,7 +73,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
 
 
 def main(world: World, options: Options) -> TrainResult:
-    """What each rank does."""
+    """Train on one rank; every rank calls this function."""
     stories = texts()
     source = make_source(stories[150:], options.batch_size, world, seed=options.seed, collate_fn=collate)
     held_out = as_samples(stories[:150], collate)

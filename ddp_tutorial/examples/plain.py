@@ -1,7 +1,8 @@
-"""The training of `digits.py` in nothing but torch: what data parallelism takes, written out.
+"""Train the network of `digits.py` in plain torch, with all steps of data parallelism written out.
 
 python -m ddp_tutorial.examples.plain steps=200 accumulate=2
-torchrun --nproc-per-node 2 -m ddp_tutorial.examples.plain checkpoint=runs/plain.pt  # again: goes on"""
+torchrun --nproc-per-node 2 -m ddp_tutorial.examples.plain checkpoint=runs/plain.pt  # rerun it to resume
+"""
 
 import os
 import sys
@@ -18,16 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-class AllReduce(torch.autograd.Function):  # dist.all_reduce has no backward
+class AllReduce(torch.autograd.Function):  # dist.all_reduce is not differentiable
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
         dist.all_reduce(x := x.clone())
         return x
 
-    backward = forward  # type: ignore[assignment]  # every rank's input is in the output of all
+    backward = forward  # type: ignore[assignment]  # each input affects the outputs of all ranks
 
 
-class BatchNorm(nn.BatchNorm2d):  # over the samples of all ranks, equally many on each; nn.SyncBatchNorm needs GPUs
+class BatchNorm(nn.BatchNorm2d):  # over all ranks, with equal batch sizes; nn.SyncBatchNorm requires GPUs
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
@@ -41,19 +42,21 @@ class BatchNorm(nn.BatchNorm2d):  # over the samples of all ranks, equally many 
 
 
 def images(part: str) -> tuple[Tensor, Tensor]:
+    """Return the images, with values from 0 to 1, and the digits of `train` or `held_out`."""
     table = pyarrow.parquet.read_table(Path(__file__).parents[2] / "data" / "digits" / f"{part}.parquet")
     return torch.tensor(table["pixels"].to_pylist()).view(-1, 1, 8, 8) / 16, torch.tensor(table["digit"].to_pylist())
 
 
 def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, batch: int = 64) -> None:
-    if "RANK" not in os.environ:  # torchrun has not started us: we are alone
+    """Train on one rank; `batch` is the global batch size."""
+    if "RANK" not in os.environ:  # not started by torchrun: run a single process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     if batch % size:
         raise ValueError(f"batch must be a multiple of the number of ranks, got {batch} on {size} ranks")
-    torch.manual_seed(0)  # the same weights on all ranks
+    torch.manual_seed(0)  # identical weights on all ranks
     convs = [(nn.Conv2d(a, b, 3, padding=1, bias=False), BatchNorm(b), nn.ReLU()) for a, b in pairwise((1, 16, 32, 64))]
     model = nn.Sequential(*sum(convs, ()), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=5e-4)
@@ -70,25 +73,25 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     ddp = DistributedDataParallel(model)  # sends rank 0's weights
     while len(losses) < steps:
         epoch, done = divmod(len(losses), len(loader))
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        sampler.set_epoch(epoch)  # otherwise, every epoch uses the same order
         for samples in islice(loader, done, done + steps - len(losses)):
             total = torch.zeros(2, device=device)
             for number in range(accumulate):
                 pixels, digits = (tensor[number::accumulate].to(device) for tensor in samples)
-                with nullcontext() if number == accumulate - 1 else ddp.no_sync():  # around forward, too
+                with nullcontext() if number == accumulate - 1 else ddp.no_sync():  # must include the forward pass
                     loss = nn.functional.cross_entropy(ddp(pixels), digits, reduction="sum")
-                    (loss * (size / batch)).backward()  # of which DDP takes the mean over ranks
+                    (loss * (size / batch)).backward()  # DDP averages the gradients over ranks
                 total += torch.stack([loss.detach(), loss.new_tensor(len(digits))])
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            dist.all_reduce(total)  # a sum and a count of all ranks, divided once
+            dist.all_reduce(total)  # sum and count over all ranks
             losses.append((total[0] / total[1]).item())
             if rank == 0 and (len(losses) % 20 == 0 or len(losses) == steps):
                 print(f"step {len(losses)}: loss {losses[-1]:.4f}", flush=True)
                 torch.save([losses, *(part.state_dict() for part in parts)], aside)
-                aside.replace(path)  # whole, or as it was before, should we be killed
+                aside.replace(path)  # atomic: a kill leaves the old or the new file
     pixels, digits = (tensor[rank::size].to(device) for tensor in images("held_out"))  # each image once
     right = (model.eval().requires_grad_(False)(pixels).argmax(1) == digits).sum()
     dist.all_reduce(total := torch.stack([right, right.new_tensor(len(digits))]))
@@ -99,4 +102,4 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
 
 if __name__ == "__main__":
     main(**{k: int(v) if v.isdigit() else v for k, v in (a.split("=") for a in sys.argv[1:])})  # type: ignore
-    os._exit(0)  # DDP's threads of gloo may outlive the group, and abort or block Python's own end (torch 2.13)
+    os._exit(0)  # DDP's gloo threads may outlive the group and abort or block Python's shutdown (torch 2.13)

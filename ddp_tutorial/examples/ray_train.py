@@ -1,13 +1,13 @@
-"""The training of `digits`, as it is, on the workers of Ray Train, which starts them, and starts them again.
+"""Run the unchanged `digits` training on the workers of Ray Train, which starts and restarts them.
 
     pip install -c constraints.txt -e '.[ray]'
-    python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20                       # two workers, here
+    python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20          # two workers on this machine
     RAY_ADDRESS=auto python -m ddp_tutorial.examples.ray_train name=digits checkpoint.every=20 nprocs=8  # on a cluster
 
-Ray's storage is `runs/` in the folder where you say this, which all machines of the cluster have to see, and Ray calls
-the experiment as the run is called: so what it keeps and what the run keeps lie in one folder. Ray is told of each
-checkpoint with its metrics, does not copy it, and removes old ones. Where a worker is lost, Ray starts all of them
-again, and the run goes on from its last checkpoint, to the bits of a run that has lost none.
+Ray's storage is `runs/` in the current folder, which all machines of the cluster must share. Ray's experiment has the
+name of the run, so their files are stored in one folder. Each checkpoint is reported to Ray with its metrics. Ray does
+not copy checkpoints, but removes old ones. If a worker is lost, Ray restarts all workers, and the run resumes from its
+last checkpoint. The result is bitwise identical to that of an undisturbed run.
 """
 
 import os
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send them
-if __name__ == "__main__" and "RAY_ADDRESS" not in os.environ:  # a Ray of our own: nobody else is to connect to it
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # do not send usage statistics
+if __name__ == "__main__" and "RAY_ADDRESS" not in os.environ:  # a local Ray instance, on the loopback interface only
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", next(n for _, n in socket.if_nameindex() if n in {"lo", "lo0"}))
 
@@ -33,18 +33,20 @@ from ddp_tutorial.examples import digits
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.phases import PhaseEvent
 
-FAILURES = 3  # of workers, after which Ray gives up
-ALL = 10**9  # checkpoints that the run keeps: Ray removes them, as it wants to find those that it was told of
+FAILURES = 3  # the maximum number of worker failures
+ALL = 10**9  # the run keeps all checkpoints; Ray removes old ones, because reported checkpoints must exist
 
 
 class Report:
-    """Observes a run, and tells Ray of each checkpoint that it does not know. Collective, as saving is."""
+    """An observer that reports each new checkpoint to Ray. Collective, like saving."""
 
     def __init__(self, name: str) -> None:
+        """Observe the run `name`, and start after the checkpoint that Ray knows."""
         self.folder, known = RUNS / name / "checkpoints", rt.get_checkpoint()
         self.told = read_manifest(Path(known.path)).step if known else 0
 
     def __call__(self, edge: PhaseEvent) -> None:
+        """Report new checkpoints after each save."""
         if edge.name != "save" or edge.entered:
             return
         for saved in list_checkpoints(self.folder):
@@ -57,7 +59,7 @@ class Report:
 
 
 def work(asked: dict[str, Any]) -> None:
-    """What each worker does, in a folder of its own and with a process group, both made by Ray; `run` joins that."""
+    """Train on one worker; `run` joins the process group that Ray created."""
     os.chdir(asked["folder"])
     options = digits.Options.model_validate_json(asked["options"])
     with observe(Report(options.name)):
@@ -65,7 +67,11 @@ def work(asked: dict[str, Any]) -> None:
 
 
 def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = work) -> TorchTrainer:
-    """Ray's trainer of a run that goes on where it was. Raises `ConfigError` where it could not."""
+    """Return Ray's trainer of a run that can resume.
+
+    Raises:
+        ConfigError: The options do not allow the run to resume.
+    """
     if not options.name or not options.checkpoint.every or options.checkpoint.background:
         raise ConfigError("a run on Ray goes on where it was: give it a name=, checkpoint.every=, and no background")
     kept = options.checkpoint.keep_last
@@ -85,7 +91,10 @@ def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = wo
 
 
 def start(processors: int) -> None:
-    """Join the cluster of RAY_ADDRESS, or start a Ray that ends with this process. What workers print stays there."""
+    """Connect to the cluster of RAY_ADDRESS, or start a Ray instance that stops with this process.
+
+    The output of the workers is not forwarded to this process.
+    """
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:
