@@ -1,4 +1,4 @@
-"""Several ways to take the same step, in the same ranks, in turn: what experiments and benchmarks compare.
+"""Compare variants of the same training step by running them alternately in the same processes.
 
     def compare(world, config):
         arms = {kind: Arm(make_step(config_with(kind), world)) for kind in kinds}
@@ -6,8 +6,8 @@
 
     turns = launch(compare, 2, config)[0]     # name -> a list of turns, each {"step": s, "data": s, "compute": s, ...}
 
-Taking turns, whatever else the machine does falls on all arms. The steps are those of the trainer, without logs,
-evaluation and checkpoints.
+Because the arms take turns, background load on the machine affects all of them equally. The steps are the trainer's
+steps without logging, evaluation and checkpoints.
 """
 
 import statistics
@@ -27,45 +27,66 @@ from ddp_tutorial.world import World
 Name = TypeVar("Name", bound=Hashable)
 Turn = dict[str, float]
 
-# What the phases of a step are called where they are told apart. Whatever is left of a step is "other".
+# The phases that make up each reported part of a step. The remaining time is reported as "other".
 PARTS = {"data": ["data"], "compute": ["forward", "backward", "update"], "sync": ["finish"]}
 
 
 class Arm:
-    """A `TrainStep`, taken with `threads` of torch's threads at each call.
+    """A `TrainStep` that runs with its own number of torch threads.
 
-    With `ddp.variant` torch, waiting for other ranks is a part of backward, and so of "compute".
+    With `ddp.variant: torch`, DDP waits for other ranks inside the backward pass, so "compute" includes that time.
     """
 
     def __init__(self, step: TrainStep, threads: int = 1) -> None:
+        """Store the step and its thread count.
+
+        Args:
+            step: The step to run.
+            threads: The number of intra-op threads to set before each call.
+        """
         self.step, self.threads = step, threads
 
     def __call__(self) -> None:
-        if torch.get_num_threads() != self.threads:  # another arm may have had more
+        """Run one step with `threads` torch threads."""
+        if torch.get_num_threads() != self.threads:  # a different arm may have changed it
             torch.set_num_threads(self.threads)
         self.step()
 
     def close(self) -> None:
-        """Leave nothing behind that reads ahead."""
+        """Stop the step's background data loading."""
         self.step.close()
 
 
 def make_step(config: TaskConfig, world: World) -> TrainStep:
-    """A step of the task that `config` names. Collective. Raises `ConfigError` for fewer samples in it than ranks."""
+    """Return a step of the task that `config` specifies. Collective.
+
+    Raises:
+        ConfigError: The dataset contains fewer samples than there are ranks.
+    """
     return TrainStep(model_of(config), source_of(config, world), task_of(config).loss, world, config)
 
 
 def idle() -> None:
-    """The step of a rank that has no part in an arm: it waits for the others at the end of their turn, asleep."""
+    """Do nothing; the arm of a rank that waits, asleep, at the barrier while other ranks run theirs."""
 
 
 def run_interleaved(
     world: World, arms: Mapping[Name, Callable[[], object]], steps: int, turns: int
 ) -> dict[Name, list[Turn]]:
-    """Turns of `steps` steps, `turns` of them for each arm, forwards and backwards through the arms. Collective.
+    """Time each arm in alternating turns. Collective.
 
-    Of each turn, the seconds of a step until all ranks are done, and how this rank spent them. A first turn of each arm
-    is not counted: files are opened there, memory is allocated, and buckets are cut anew.
+    The order of the arms is reversed after each round. The first turn of each arm is a warm-up and is not recorded:
+    it opens files, allocates memory and rebuilds buckets.
+
+    Args:
+        world: The ranks that take the steps.
+        arms: The step function of each arm, by name.
+        steps: The number of steps per turn.
+        turns: The number of recorded turns per arm.
+
+    Returns:
+        The turns of each arm. A turn maps "step" to the seconds per step until all ranks are done, and each part of the
+        step to the seconds that this rank spent in it.
     """
     taken: dict[Name, list[Turn]] = {name: [] for name in arms}
     for number in range(turns + 1):
@@ -93,17 +114,20 @@ def _meet(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     if world.size > 1:
-        dist.barrier()  # gloo's sleeps, and leaves the cores to those who work
+        dist.barrier()  # gloo sleeps in a barrier, so waiting ranks leave the cores to working ones
 
 
 def medians(turns: Mapping[Name, Sequence[Turn]]) -> dict[Name, Turn]:
-    """Of each arm, the medians of its turns, part by part; so their sum is about a step, not exactly."""
+    """Return the median of each part over the turns of each arm.
+
+    The medians of the parts add up to the median step time only approximately.
+    """
     return {
         name: {part: statistics.median(turn[part] for turn in each) for part in each[0]} for name, each in turns.items()
     }
 
 
 def by_repeat(turns: Sequence[Turn], repeats: int, part: str = "step") -> list[float]:
-    """The turns of an arm in `repeats` runs of equal length, one after another: of each, the median of one part."""
+    """Split an arm's turns into `repeats` consecutive groups of equal size, and return one part's median per group."""
     length = len(turns) // repeats
     return [statistics.median(turn[part] for turn in turns[i * length : (i + 1) * length]) for i in range(repeats)]

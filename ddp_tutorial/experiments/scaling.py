@@ -1,8 +1,8 @@
-"""How fast is a step on more ranks? A model of its seconds: computing, communication, and how much of that is hidden.
+"""Predict the step time on more ranks with a model of computation, communication and their overlap.
 
-It is fitted to measurements on one and two ranks. Strong scaling keeps the global batch: each rank computes less as
-ranks are added, but the communication does not shrink, which limits the speed-up (Amdahl, 1967). Weak scaling keeps the
-samples of each rank, so that computing does not shrink either (Gustafson, 1988).
+The model is fitted to measurements on one and two ranks. Strong scaling keeps the global batch size: additional ranks
+reduce the computation per rank but not the communication, which limits the speed-up (Amdahl, 1967). Weak scaling keeps
+the batch size per rank, so the computation per rank does not shrink (Gustafson, 1988).
 """
 
 import math
@@ -14,7 +14,8 @@ import numpy as np
 
 from ddp_tutorial.ddp.link import LinkModel, fit_link
 
-# The part of computing that is backward, which can hide communication: it does about twice the work of forward.
+# The fraction of computation in the backward pass, which can overlap with communication. The backward pass does about
+# twice the work of the forward pass.
 BACKWARD = 2 / 3
 BUCKET = 25 * 2**20  # bytes: torch's default
 
@@ -29,12 +30,17 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class StepModel:
-    """Seconds of an optimiser step.
+    """A model of the seconds in an optimizer step.
 
-    A rank computes `fixed` seconds in a step and `per_sample` for each of its samples; `sharing` times as long if other
-    ranks compute on the same machine. Then `nbytes` of gradients are summed in `buckets` all-reduces over a ring of
-    `link`s. At most as much of that as backward takes can be hidden behind backward; `overlap` is the part of this most
-    that is.
+    Attributes:
+        fixed: Seconds of computation per step that do not depend on the number of samples.
+        per_sample: Seconds of computation per sample.
+        nbytes: Bytes of gradients.
+        link: The link between neighbors in the all-reduce ring.
+        buckets: The number of all-reduces per step.
+        overlap: The fraction of the overlappable communication that does overlap with the backward pass. Communication
+            can overlap for at most as long as the backward pass takes.
+        sharing: The factor by which computation slows down when several ranks run on the same machine.
     """
 
     fixed: float
@@ -46,6 +52,7 @@ class StepModel:
     sharing: float = 1.0
 
     def __post_init__(self) -> None:
+        """Validate the fields."""
         if self.fixed < 0 or self.per_sample <= 0 or self.nbytes < 0 or self.buckets < 1:
             raise ValueError(
                 f"per_sample should be above 0, fixed and nbytes 0 or more, buckets 1 or more; found {self}"
@@ -54,23 +61,31 @@ class StepModel:
             raise ValueError(f"overlap is from 0 to 1, and sharing at least 1; found {self}")
 
     def compute(self, samples: float, ranks: int = 1) -> float:
-        """Seconds that a rank computes for `samples` samples, as one of `ranks` on this machine."""
+        """Return the seconds of computation for `samples` samples on one of `ranks` ranks on this machine."""
         return (self.fixed + self.per_sample * samples) * (self.sharing if ranks > 1 else 1.0)
 
     def communication(self, ranks: int) -> float:
-        """Seconds of a step's all-reduces, hidden or not: each 2 (p - 1) messages of a p-th of its bytes."""
+        """Return the seconds of a step's all-reduces, including the overlapped part.
+
+        Each all-reduce over p ranks takes 2 (p - 1) messages of 1 / p of its bytes.
+        """
         return self.buckets * self.link.ring_seconds(self.nbytes / self.buckets, ranks)
 
     def exposed(self, samples: float, ranks: int) -> float:
-        """Seconds that a rank waits for communication which backward does not hide."""
+        """Return the seconds of communication that do not overlap with the backward pass."""
         sending = self.communication(ranks)
         return sending - self.overlap * min(sending, BACKWARD * self.compute(samples, ranks))
 
     def seconds(self, batch: int, ranks: int = 1, cores: int | None = None) -> float:
-        """A step of `batch` samples over `ranks` ranks. The rank with the most samples decides.
+        """Return the time of a step with a global batch of `batch` samples.
 
-        With `cores`, all ranks share a machine that has so many. Where these are fewer than the ranks, they take turns
-        with computing and with sending, which on one machine is copying.
+        The rank with the most samples determines the step time.
+
+        Args:
+            batch: The global batch size.
+            ranks: The number of ranks.
+            cores: The number of cores of the machine that all ranks share. If there are fewer cores than ranks, the
+                ranks take turns at computing and at sending, which on one machine is copying.
         """
         if batch < 1 or ranks < 1 or (cores is not None and cores < 1):
             raise ValueError(f"batch, ranks and cores are at least 1; found {batch}, {ranks} and {cores}")
@@ -79,20 +94,29 @@ class StepModel:
         return turns * (self.compute(samples, ranks) + self.exposed(samples, ranks))
 
     def strong_efficiency(self, batch: int, ranks: int, cores: int | None = None) -> float:
-        """The speed-up over one rank with the same global batch, divided by the number of ranks, or of cores if there
-        are fewer."""
+        """Return the speed-up over one rank with the same global batch, divided by the number of ranks.
+
+        If there are fewer `cores` than ranks, the speed-up is divided by the number of cores.
+        """
         working = min(ranks, cores or ranks)
         return self.seconds(batch) / (working * self.seconds(batch, ranks, cores))
 
     def weak_efficiency(self, batch: int, ranks: int, cores: int | None = None) -> float:
-        """With `batch` samples for each rank: the samples per second, divided by those of one rank and by the number of
-        ranks, or of cores if there are fewer."""
+        """Return the throughput with `batch` samples per rank, relative to one rank and divided by the number of ranks.
+
+        If there are fewer `cores` than ranks, the throughput is divided by the number of cores.
+        """
         working = min(ranks, cores or ranks)
         return ranks * self.seconds(batch) / (working * self.seconds(batch * ranks, ranks, cores))
 
     def on(self, link: LinkModel, faster: float = 1.0, larger: float = 1.0) -> "StepModel":
-        """The same step on a cluster with one rank on each machine, connected by `link`. Each computes `faster` times
-        as fast, and the model has `larger` times the parameters, the bytes and the work per sample."""
+        """Return the model of the same step on a cluster with one rank per machine.
+
+        Args:
+            link: The link between the machines.
+            faster: The factor by which each rank computes faster.
+            larger: The factor by which the parameters, the gradient bytes and the work per sample grow.
+        """
         nbytes, work = self.nbytes * larger, larger / faster
         return replace(
             self,
@@ -115,14 +139,23 @@ def fit_step(
     ranks: int = 2,
     trained_on: LinkModel | None = None,
 ) -> StepModel:
-    """The model that fits measurements on one rank and on `ranks` of them. Raises `ValueError` where no model does.
+    """Fit a `StepModel` to measurements on one rank and on `ranks` ranks.
 
-    `alone`: samples -> seconds of a step of one rank. `all_reduces`: bytes -> seconds, on all ranks. `side_by_side` and
-    `trained` are (global batch, seconds of a step) of all ranks, without and with all-reduces between them. How much of
-    the communication is hidden shows best on a slow link: `trained_on` is the link of `trained`, if it was another one
-    than that of `all_reduces`, such as a simulated one.
+    Args:
+        alone: The seconds of a step on one rank, by number of samples.
+        side_by_side: The global batch size and the seconds of a step on all ranks without all-reduces.
+        all_reduces: The seconds of an all-reduce on all ranks, by number of bytes.
+        trained: The global batch size and the seconds of a step on all ranks with all-reduces.
+        nbytes: Bytes of gradients.
+        buckets: The number of all-reduces per step.
+        ranks: The number of ranks.
+        trained_on: The link of the `trained` measurement if it differs from that of `all_reduces`, such as a simulated
+            link. A slow link shows the overlap best.
+
+    Raises:
+        ValueError: No model fits the measurements.
     """
-    try:  # a straight line with both numbers positive, as a link is
+    try:  # like a link, a step is fitted by a straight line with positive coefficients
         line = fit_link([1] * len(alone), list(alone), list(alone.values()))
     except ValueError:
         raise ValueError(f"a step does not take longer for more samples: {dict(alone)}. Measure once more.") from None
@@ -137,7 +170,7 @@ def fit_step(
 
 
 def _overlap(model: StepModel, samples: float, ranks: int, seconds: float) -> float:
-    """The part of what backward could hide that it has hidden, if a step took that many `seconds`."""
+    """Return the overlapped fraction of the overlappable communication if a step took `seconds` seconds."""
     computing, sending = model.compute(samples, ranks), model.communication(ranks)
     hideable = min(sending, BACKWARD * computing)
     hidden = sending - (seconds - computing)
@@ -145,7 +178,7 @@ def _overlap(model: StepModel, samples: float, ranks: int, seconds: float) -> fl
 
 
 class Band(NamedTuple):
-    """An estimate (`middle`) and the limits of the band in which the true value may well be."""
+    """An estimate (`middle`) and the limits of its confidence interval."""
 
     low: float
     middle: float
@@ -158,8 +191,14 @@ def bootstrap(
     coverage: float = 0.9,
     draws: int = 2000,
 ) -> Band:
-    """The `statistic` of `values`, with a band of what it could have been by chance (Efron, 1979): draw as many values
-    from them, with replacement, `draws` times; the band has the middle `coverage` of the results."""
+    """Return a statistic of `values` with its bootstrap confidence interval (Efron, 1979).
+
+    Args:
+        values: The measurements.
+        statistic: The function to evaluate on the values and on each resample. Defaults to the median.
+        coverage: The fraction of the resampled results inside the interval.
+        draws: The number of resamples, drawn with replacement.
+    """
     if not values:
         raise ValueError("no values to draw from")
     drawn = np.random.default_rng(0).choice(np.asarray(values, dtype=float), (draws, len(values)))

@@ -1,8 +1,8 @@
-"""One training in the trainers that people use: how they are written, and what comes of it.
+"""The same training run in popular trainers, to compare their code, results and speed.
 
-`work` is what all of them train: the same weights to begin with, the same samples in each step, the same number of
-steps. `plain`, `accelerate`, `fabric`, `lightning` and `huggingface` train it as their users would write it, `ours` by
-this package; each has one function, `train`. `side_by_side` runs them in the same ranks.
+`work` defines the run: the same initial weights, the same samples in each step, and the same number of steps. `plain`,
+`accelerate`, `fabric`, `lightning` and `huggingface` implement it as their users would, and `ours` uses this package.
+Each module contains one function, `train`. `side_by_side` runs the trainers in the same ranks.
 """
 
 import lazy_loader

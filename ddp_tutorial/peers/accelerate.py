@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate: a loop of one's own, with what it needs prepared."""
+"""Hugging Face Accelerate: the user writes the loop, and Accelerate prepares the objects in it."""
 
 from itertools import islice
 from pathlib import Path
@@ -12,10 +12,11 @@ from ddp_tutorial.world import World
 
 
 def train(_: World, work: Work) -> nn.Module:
+    """Train with Accelerate."""
     accelerator = Accelerator(cpu=True)
     model = work.model()
     optimizer = work.optimizer(model)
-    # It would step a schedule once for each process at every step, unless told that the schedule counts all batches.
+    # A prepared scheduler would advance once per process in each step, so the scheduler is not prepared.
     scheduler = work.scheduler(optimizer)
     loader = DataLoader(work.samples, batch_size=work.per_rank, shuffle=work.shuffle)
     ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -26,7 +27,7 @@ def train(_: World, work: Work) -> nn.Module:
         accelerator.load_state(str(folder))
         step = int(folder.name.removeprefix("step_"))
     while step < work.steps:
-        done = step % len(loader)  # of this epoch, before the run was interrupted
+        done = step % len(loader)  # batches of this epoch before the interruption
         rest = accelerator.skip_first_batches(loader, done) if done else loader
         for batch in islice(rest, work.steps - step):
             accelerator.backward(work.mean(ddp, batch))

@@ -1,4 +1,4 @@
-"""Lightning Fabric: a loop of one's own, with model, optimizer and loader set up."""
+"""Lightning Fabric: the user writes the loop, and Fabric sets up the model, optimizer and data loader."""
 
 from itertools import islice
 
@@ -11,6 +11,7 @@ from ddp_tutorial.world import World
 
 
 def train(world: World, work: Work) -> nn.Module:
+    """Train with Fabric."""
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world.size)
     fabric.launch()
     model = work.model()

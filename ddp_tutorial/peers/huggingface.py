@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face's `transformers`: the loop is its own; a model returns its loss."""
+"""The Trainer of Hugging Face `transformers`: the Trainer runs the loop, and the model returns its loss."""
 
 from typing import Any
 
@@ -11,29 +11,32 @@ from ddp_tutorial.world import World
 
 
 class WithLoss(nn.Module):
-    """It takes the columns of a batch by name, and gives a dictionary with a loss.
+    """A model that takes the columns of a batch by name and returns a dictionary with the loss.
 
-    Where a batch has "labels", the Trainer counts those of all ranks that are not -100, and wants the sum of the loss
-    over that number; it multiplies by the number of ranks, of which DDP takes the mean.
+    If a batch contains "labels", the Trainer counts the labels of all ranks that are not -100. It expects the summed
+    loss divided by this count, and multiplies the result by the number of ranks because DDP averages the gradients.
     """
 
     def __init__(self, work: Work) -> None:
+        """Create the model of `work`."""
         super().__init__()
         self.work, self.model = work, work.model()
 
     def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Tensor]:
+        """Return the loss of a batch."""
         total, count = self.work.loss(self.model, batch)
         return {"loss": total / (count if num_items_in_batch is None else num_items_in_batch)}
 
 
 class UnshuffledTrainer(Trainer):
-    """It shuffles, unless its sampler is replaced."""
+    """A Trainer that does not shuffle."""
 
     def _get_train_sampler(self, *_: Any) -> Sampler[int]:
         return SequentialSampler(self.train_dataset)
 
 
 def train(_: World, work: Work) -> nn.Module:
+    """Train with the Trainer."""
     model = WithLoss(work)
     optimizer = work.optimizer(model)
     arguments = TrainingArguments(

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: the loop is its own; a module says what a step is."""
+"""Lightning's Trainer: the Trainer runs the loop, and a module defines the step."""
 
 from typing import Any
 
@@ -12,21 +12,27 @@ from ddp_tutorial.world import World
 
 
 class Module(LightningModule):
+    """The model, its step and its optimizer."""
+
     def __init__(self, work: Work) -> None:
+        """Create the model of `work`."""
         super().__init__()
         self.work, self.model = work, work.model()
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
+        """Return the loss of a batch."""
         return self.work.mean(self.model, batch)
 
     def configure_optimizers(self) -> Any:
+        """Return the optimizer, and a scheduler that advances after each step."""
         optimizer = self.work.optimizer(self.model)
         return [optimizer], [{"scheduler": self.work.scheduler(optimizer), "interval": "step"}]
 
 
 def train(world: World, work: Work) -> nn.Module:
+    """Train with the Trainer."""
     module = Module(work)
-    # The sampler that it would put in shuffles, in spite of a loader that does not. It tells ours the epoch.
+    # Lightning's default sampler would always shuffle. Lightning calls `set_epoch` on this sampler.
     sampler = DistributedSampler(work.samples, world.size, world.rank, shuffle=work.shuffle)
     saving = ModelCheckpoint("lightning", "checkpoint", every_n_train_steps=work.save_after or 0, save_top_k=-1)
     trainer = Trainer(

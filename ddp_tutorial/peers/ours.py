@@ -1,4 +1,4 @@
-"""This package's Trainer, with its log and its TensorBoard events."""
+"""This package's Trainer, with its log and TensorBoard events."""
 
 from torch import nn
 
@@ -8,13 +8,14 @@ from ddp_tutorial.training.config import CheckpointConfig
 
 
 def train(world: World, work: Work, *, shared_memory: bool = True) -> nn.Module:
+    """Train with this package."""
     model = work.model()
     source = make_source(work.samples, work.per_rank * world.size, world, seed=0 if work.shuffle else None)
     config = TrainConfig(
         name="ours",
         steps=work.steps,
         clip=work.clip,
-        ddp=DDPConfig(shared_memory=shared_memory),  # two ranks of one host; no other trainer has that
+        ddp=DDPConfig(shared_memory=shared_memory),  # for two ranks on one host; a feature of this package
         checkpoint=CheckpointConfig(every=work.save_after or 0),
         resume="auto" if work.resume else "never",
     )

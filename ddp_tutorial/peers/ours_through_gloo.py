@@ -1,4 +1,4 @@
-"""The Trainer of this package as it is by default: gradients go through gloo, as they do in all others."""
+"""This package's Trainer with its default settings: gradients are all-reduced by gloo, as in all other trainers."""
 
 from torch import nn
 
@@ -8,4 +8,5 @@ from ddp_tutorial.world import World
 
 
 def train(world: World, work: Work) -> nn.Module:
+    """Train with this package, without shared memory."""
     return ours.train(world, work, shared_memory=False)

@@ -1,4 +1,4 @@
-"""Nothing but torch. What a checkpoint holds is what torch's recipe for one names: model, optimizer, how far it is."""
+"""Plain torch. The checkpoint follows torch's recipe: model, optimizer and progress."""
 
 from itertools import islice
 
@@ -12,6 +12,7 @@ from ddp_tutorial.world import World
 
 
 def train(world: World, work: Work) -> nn.Module:
+    """Train with torch alone."""
     model = work.model()
     ddp = DistributedDataParallel(model)
     optimizer = work.optimizer(model)

@@ -1,4 +1,4 @@
-"""The trainers in the same ranks, one after another: what weights each comes to, and how long a step takes it.
+"""Run the trainers one after another in the same ranks, and compare their weights and step times.
 
 outcomes = launch(train_with, 2, ["plain", "ours"], gpt(steps=40))[0]      # name -> Outcome
 """
@@ -21,22 +21,33 @@ from ddp_tutorial.peers.work import Batch, Work
 from ddp_tutorial.world import World
 
 NAMES = ["plain", "ours", "accelerate", "fabric", "lightning", "huggingface"]
-_WARM = 10  # steps that are not timed: buckets are cut anew, memory is allocated
+_WARM = 10  # untimed warm-up steps, which rebuild buckets and allocate memory
 
 
 @dataclass(frozen=True)
 class Outcome:
-    weights: dict[str, torch.Tensor]  # in the end
-    seconds: float  # a step, on average; forward and backward, update, and all that the trainer does between
-    seen: list[list[int]] = field(default_factory=list)  # `resume_with` only: this rank's samples in each step
+    """The result of training with one trainer.
+
+    Attributes:
+        weights: The final weights.
+        seconds: The mean time of a step, including everything that the trainer does between steps.
+        seen: This rank's sample numbers in each step. Only `resume_with` records them.
+    """
+
+    weights: dict[str, torch.Tensor]
+    seconds: float
+    seen: list[list[int]] = field(default_factory=list)
 
     def distance(self, other: "Outcome") -> float:
-        """The largest difference of two weights; 0.0 is bit-equal."""
+        """Return the largest absolute difference of two weights; 0.0 means bitwise identical."""
         return max(float((self.weights[name] - each).abs().max()) for name, each in other.weights.items())
 
 
 def train_with(world: World, names: Sequence[str], work: Work) -> dict[str, Outcome]:
-    """Train with each. Collective, on two ranks or more. What a trainer writes goes to a folder that is removed."""
+    """Train with each trainer, and return the outcomes by name. Collective.
+
+    Requires at least two ranks. The trainers write to a temporary folder.
+    """
     outcomes = {}
     for name in names:
         with _shared_folder(world):
@@ -45,11 +56,14 @@ def train_with(world: World, names: Sequence[str], work: Work) -> dict[str, Outc
 
 
 def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> dict[str, tuple[Outcome, Outcome]]:
-    """Train with each three times: undisturbed; with a checkpoint after step `after`, killed in the step after it; and
-    from that checkpoint to the end. Returns the outcome of the first and of the last, whose `seen` begins after step
-    `after`. Collective, on two ranks or more.
+    """Train with each trainer, without and with an interruption. Collective.
 
-    The last run begins as a script does that is started again: a new model, with the random numbers of its seed.
+    Each trainer runs three times: undisturbed; with a checkpoint after step `after`, killed in the next step; and from
+    that checkpoint to the end. Like a restarted script, the last run starts with a new model and the random state of
+    its seed. Requires at least two ranks.
+
+    Returns:
+        The outcomes of the first and the last run, by name. `seen` starts after step `after`.
     """
     outcomes = {}
     for name in names:
@@ -62,18 +76,18 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
                 _train(world, name, _Watch(killed_after=after).watching(saving))
                 raise AssertionError(f"{name} should have been killed after step {after}")
             resumed = _train(world, name, rest.watching(replace(saving, resume=True)))
-        # What ours does before the first step, to have what an optimizer has after one, is not counted.
+        # Exclude the samples before the first step, with which this package initializes the optimizer's state.
         undisturbed = replace(undisturbed, seen=whole.seen[-work.steps :])
         outcomes[name] = undisturbed, replace(resumed, seen=rest.seen[after - work.steps :])
     return outcomes
 
 
 class _KilledError(Exception):
-    """Stands for a power cut: nothing is saved after it."""
+    """Simulates a power failure: nothing is saved afterwards."""
 
 
 class _Numbered(Dataset[Batch]):
-    """The samples, and which is which."""
+    """The samples with their numbers."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -86,7 +100,7 @@ class _Numbered(Dataset[Batch]):
 
 
 class _Watch:
-    """Notes the samples of each step, and raises in the step after `killed_after`."""
+    """Record the samples of each step, and raise an error in the step after `killed_after`."""
 
     def __init__(self, killed_after: int | None = None) -> None:
         self.killed_after = killed_after
@@ -104,13 +118,13 @@ class _Watch:
 
 @contextmanager
 def _shared_folder(world: World) -> Iterator[None]:
-    """A working directory for all ranks, which is removed."""
+    """Change to a temporary working directory that all ranks share. Collective."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         folder = [own]
         dist.broadcast_object_list(folder)
         with chdir(folder[0]):
             yield
-        dist.barrier()  # rank 0 removes it when nobody is in it
+        dist.barrier()  # rank 0 removes the folder after all ranks have left it
 
 
 def _train(world: World, name: str, work: Work) -> Outcome:
@@ -122,8 +136,8 @@ def _train(world: World, name: str, work: Work) -> Outcome:
         model.register_forward_pre_hook(lambda *_: calls.append(time.perf_counter()))
         return model
 
-    gc.freeze()  # some collect garbage at the end: what was there before is not to be searched, for seconds
-    dist.barrier()  # all begin together
+    gc.freeze()  # some trainers collect garbage at the end, which takes seconds with existing objects
+    dist.barrier()  # start together
     model = train(world, replace(work, model=timed))
     calls = calls[-work.steps :]
     warm = min(_WARM, len(calls) // 2)

@@ -1,4 +1,4 @@
-"""What all trainers train: a model, samples, a loss, an optimizer and its schedule, and how many steps."""
+"""The training run of all trainers: a model, samples, a loss, an optimizer with a schedule, and the number of steps."""
 
 import math
 from collections.abc import Callable
@@ -19,47 +19,68 @@ from ddp_tutorial.training.gpt import GPT
 
 Batch = dict[str, Tensor]
 
-LONG = {0, 2, 4, 6, 8}  # of 16 stories: however they are dealt out, one by one or in runs, one rank has more to tell
+# The long stories among 16. Interleaved or contiguous, any split gives one rank more tokens than the other.
+LONG = {0, 2, 4, 6, 8}
 
 
 class Samples(Dataset[Batch]):
-    """A map-style dataset of dictionaries, which is what the Trainers of others take; the same object for all."""
+    """A map-style dataset of dictionaries, which all trainers accept."""
 
     def __init__(self, rows: list[Batch]) -> None:
+        """Store the samples."""
         self.rows = rows
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Batch:
+        """Return one sample."""
         return self.rows[index]
 
 
 @dataclass(frozen=True)
 class Work:
-    """Each rank has `per_rank` samples in each of `steps` steps. An epoch is over when all samples have been seen."""
+    """A training run.
 
-    model: Callable[[], nn.Module]  # always with the same weights
-    loss: Callable[[Any, Batch], tuple[Tensor, Any]]  # a sum over what a batch has, and of how many
+    Attributes:
+        model: A function that returns a model, always with the same weights.
+        loss: A function that returns the sum of the loss over a batch, and the number of items in the sum.
+        samples: The samples. An epoch ends when all samples have been used.
+        per_rank: The number of samples per rank and step.
+        steps: The number of steps.
+        learning_rate: The peak learning rate.
+        clip: The maximum norm of the gradient.
+        shuffle: Whether to shuffle the samples in each epoch. Otherwise, they are used in order.
+        save_after: The step after which to write a checkpoint to the working directory.
+        resume: Whether to resume from this checkpoint.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Batch], tuple[Tensor, Any]]
     samples: Dataset[Batch]
     per_rank: int
     steps: int
     learning_rate: float = 3e-3
-    clip: float = 1.0  # largest norm of the gradient
-    shuffle: bool = False  # the samples, in another way in each epoch; or else they come in the order in which they lie
-    save_after: int | None = None  # a step, after which a checkpoint is written into the working directory
-    resume: bool = False  # from that checkpoint
+    clip: float = 1.0
+    shuffle: bool = False
+    save_after: int | None = None
+    resume: bool = False
 
     def mean(self, model: Any, batch: Batch) -> Tensor:
-        """The loss as most scripts have it: a mean over the samples of this rank."""
+        """Return the mean loss over this rank's samples, as most scripts compute it."""
         total, count = self.loss(model, batch)
         return total / count
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW for the parameters of `model`."""
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.1, fused=True)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """A line up for a tenth of the steps, then half a cosine down to nothing. To be stepped after each step."""
+        """Return a schedule with linear warm-up over a tenth of the steps and cosine decay to zero.
+
+        The scheduler must advance after each step.
+        """
         warm = max(1, self.steps // 10)
 
         def factor(step: int) -> float:
@@ -70,12 +91,12 @@ class Work:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def first(self, count: int) -> "Work":
-        """The same with the first `count` samples only."""
+        """Return the same run with only the first `count` samples."""
         return replace(self, samples=Subset(self.samples, range(count)))
 
 
 def digits(steps: int = 40, per_rank: int = 16) -> Work:
-    """The convolutional net of `examples/digits.py`, whose BatchNorm sees the samples of its own rank."""
+    """Return the run of `examples/digits.py`'s convolutional network, with BatchNorm over each rank's own samples."""
     pixels, numbers = example.images("train").tensors
 
     def model() -> nn.Module:
@@ -90,8 +111,11 @@ def digits(steps: int = 40, per_rank: int = 16) -> Work:
 
 
 def perceptron(steps: int = 20, per_rank: int = 4, *, dropout: float = 0.0) -> Work:
-    """Two layers on 64 of the digits, so that an epoch is short. No tensor is used twice: Hugging Face's Trainer does
-    not save a model that ties weights, as `gpt` does, unless it is one of its own kind (`PreTrainedModel`)."""
+    """Return the run of a two-layer perceptron on 64 of the digits, so that an epoch is short.
+
+    The model has no tied weights, unlike `gpt`. Hugging Face's Trainer saves a model with tied weights only if it is a
+    `PreTrainedModel`.
+    """
     work = digits(steps, per_rank)
 
     def model() -> nn.Module:
@@ -110,7 +134,7 @@ def gpt(
     width: int = 64,
     context: int = 64,
 ) -> Work:
-    """The language model of this package, on its text."""
+    """Return the run of this package's language model on its text."""
     blocks = TokenBlocks(load_corpus("python").train, context)
 
     def model() -> nn.Module:
@@ -121,13 +145,16 @@ def gpt(
         tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
-    needed = min(len(blocks), 4 * steps * per_rank)  # enough for four ranks without a second epoch
+    needed = min(len(blocks), 4 * steps * per_rank)  # one epoch is enough for four ranks
     rows = [{"tokens": row.long()} for row in blocks.fetch(np.arange(needed))["tokens"]]
     return Work(model, loss, Samples(rows), per_rank, steps)
 
 
 def stories(steps: int = 40, per_rank: int = 8, *, longest: int = 96) -> Work:
-    """Stories of different lengths, padded: a rank with short ones has fewer bytes to tell than another."""
+    """Return the run of a language model on padded stories of different lengths.
+
+    A rank with short stories has fewer tokens in its loss than a rank with long ones.
+    """
     texts = pyarrow.parquet.read_table(example.DATA.parent / "stories")["text"].to_pylist()
     rows = []
     for number, text in enumerate(texts[: 4 * steps * per_rank]):
