@@ -1,10 +1,16 @@
-"""Whose memory is it? Each rank keeps a part of what data parallelism has W times.
+"""ZeRO: each rank stores only a part of the state that plain data parallelism replicates W times.
 
-`optimizer` shares out the optimizer's state (ZeRO-1), `gradients` the gradients too (ZeRO-2), `model` the weights as
-well (ZeRO-3), `fsdp` does so with torch's own. `pieces` and `units` are what is cut and gathered, `memory` what it
-comes to, `state` what a checkpoint keeps of it, `strategies` what the trainer steps. `reductions` overlaps the
-reduce-scatters with the backward pass, `path` compares the order in which ranks use the units, and `elementwise` tells
-which optimizers may step pieces.
+`optimizer` shards the optimizer state (ZeRO-1), `gradients` also shards the gradients (ZeRO-2), and `model` also shards
+the weights (ZeRO-3). `fsdp` uses PyTorch's own implementation of ZeRO-3. The other modules support these four:
+
+- `pieces` and `units` define how tensors are split, and which parameters are gathered together.
+- `shards` defines the ranks that share one copy of the model.
+- `reductions` overlaps the reduce-scatters with the backward pass.
+- `path` checks that all ranks use the units in the same order.
+- `elementwise` tests whether an optimizer can update flat pieces of a parameter.
+- `memory` calculates the memory and the communication of each stage.
+- `state` defines the checkpoint format of sharded state.
+- `strategies` implements the training strategies.
 
 Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020.
 """

@@ -1,7 +1,8 @@
-"""Does an optimizer treat each element of a parameter by itself? Only then may a rank step a flat piece of it.
+"""Test whether an optimizer updates each element of a parameter independently of the other elements.
 
-SGD and Adam do. Adafactor and Muon do not: they use the shape of the parameter. LAMB does not: it uses a norm. No
-attribute of an optimizer tells, so it is tried on a parameter of 24 elements: whole, and in two pieces.
+Only such an optimizer can update a flat piece of a parameter. SGD and Adam qualify. Adafactor and Muon do not, because
+they use the shape of the parameter. LAMB does not, because it uses a norm. Optimizers have no attribute for this
+property, so a trial updates a parameter of 24 elements both as a whole and in two pieces.
 """
 
 from collections import defaultdict
@@ -29,23 +30,21 @@ def require_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether copies of `optimizer` step the flat pieces of a matrix as they step the matrix."""
+    """Return whether copies of `optimizer` update the flat pieces of a matrix in the same way as the matrix."""
     generator = torch.Generator().manual_seed(0)
-    tensors = torch.randn(1 + _STEPS, *_SHAPE, generator=generator)  # the weights, then a gradient for each step
+    tensors = torch.randn(1 + _STEPS, *_SHAPE, generator=generator)  # the weights, and a gradient for each step
     flat = tensors.flatten(1)
     try:
         with torch.random.fork_rng(devices=[]):
-            full_parameters, first, last = (
-                _stepped(optimizer, each) for each in (tensors, flat[:, :_CUT], flat[:, _CUT:])
-            )
-            torch.testing.assert_close(torch.cat([first, last], dim=1), full_parameters)
-    except Exception:  # Muon, for one, raises for a parameter that is not a matrix
+            whole, first, last = (_stepped(optimizer, each) for each in (tensors, flat[:, :_CUT], flat[:, _CUT:]))
+            torch.testing.assert_close(torch.cat([first, last], dim=1), whole)
+    except Exception:  # for example, Muon raises an error if a parameter is not a matrix
         return False
     return True
 
 
 def _stepped(optimizer: torch.optim.Optimizer, tensors: torch.Tensor) -> torch.Tensor:
-    """Return the weights after some steps of a copy of `optimizer`, one flat row for each of its groups."""
+    """Return the weights after `_STEPS` steps of a copy of `optimizer`, one flat row for each parameter group."""
     copy, parameters = _copy(optimizer, tensors[0])
     for gradient in tensors[1:]:
         for parameter in parameters:
@@ -55,7 +54,10 @@ def _stepped(optimizer: torch.optim.Optimizer, tensors: torch.Tensor) -> torch.T
 
 
 def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Return a copy of `optimizer` that has one parameter with these weights in each group, and the parameters."""
+    """Return a copy of `optimizer` with one parameter in each group, and these parameters.
+
+    Each parameter is initialized to `weights`.
+    """
     copy = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): copy}
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -64,7 +66,7 @@ def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torc
         first = group["params"][0]
         parameters.append(nn.Parameter(weights.to(first.device, first.dtype, copy=True)))
         memo |= {id(each): parameters[-1] for each in group["params"]}
-        for key, value in optimizer.state.get(first, {}).items():  # Adagrad has a state from the beginning
+        for key, value in optimizer.state.get(first, {}).items():  # Adagrad has state before its first step
             is_filled = key != "step" and torch.is_tensor(value) and value.numel()
             state[parameters[-1]][key] = torch.full_like(weights, value.flatten()[0]) if is_filled else deepcopy(value)
     attributes = {name: value for name, value in vars(optimizer).items() if name not in {"state", "step"}}
@@ -72,6 +74,6 @@ def _copy(optimizer: torch.optim.Optimizer, weights: torch.Tensor) -> tuple[torc
     remove_step_hooks(copy)
     for group, parameter in zip(copy.param_groups, parameters, strict=True):
         group["params"] = [parameter]
-        if "lr" in group:  # it may be 0 at the beginning of a warm-up
+        if "lr" in group:  # the learning rate may be 0 at the start of a warm-up
             group["lr"] = group["lr"] * 0 + 0.1
     return copy, parameters

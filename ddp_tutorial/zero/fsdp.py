@@ -1,4 +1,4 @@
-"""torch's own ZeRO-3, `fully_shard` (FSDP2), as a strategy: to compare with ours, and to use on GPUs."""
+"""PyTorch's implementation of ZeRO-3, `fully_shard` (FSDP2), as a strategy for comparison and for use on GPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,36 +24,42 @@ from ddp_tutorial.zero.units import units_of
 
 
 class FSDPStrategy(ShardedStrategy):
-    """Each rank has some rows of every parameter, as a DTensor. The units are those of `ShardedModel`.
+    """Shards the rows of every parameter as a DTensor, with the same units as `ShardedModel`.
 
-    With precision bf16, parameters are gathered in float32, and autocast does the rest, as with DDP. Every rank must
-    use the same units in the same order. That is checked: unit by unit in the first forward pass, then once a step. One
-    rank alone has nothing to shard.
+    With precision bf16, parameters are gathered in float32 and autocast casts them, as with DDP. Every rank must use
+    the same units in the same order. The strategy checks this for each unit in the first forward pass, and then once in
+    each step. A single rank does not shard anything.
     """
 
     def setup(self) -> None:
+        """Check that the model can be sharded, and synchronize its weights. Collective.
+
+        Raises:
+            ConfigError: If the model is already sharded, or a parameter has a gradient or no dimensions.
+        """
         for name, parameter in self.module.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
             require_no_gradient(name, parameter)
         self.used, self._is_first_pass = ExecutionPath(), True
-        self.times = float(self.world.size)  # torch averages
+        self.times = float(self.world.size)  # fully_shard averages gradients
         if scalars := [name for name, parameter in self.module.named_parameters() if not parameter.dim()]:
             raise ConfigError(f"strategy fsdp cuts parameters into rows, and {scalars[0]!r} is one number: use zero3")
         sync_initial_state(self.module, self.world)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Shard the model, and replace the optimizer's parameters and state by DTensors. Collective."""
         require_shardable(optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        every = self.module.named_parameters(remove_duplicate=False)
-        self.tied = {name: names[id(parameter)] for name, parameter in every if name != names[id(parameter)]}
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        self.tied = {name: names[id(parameter)] for name, parameter in parameters if name != names[id(parameter)]}
         self.unsharded = self.module
         if self.world.size > 1:
-            self.unsharded = deepcopy(self.module).to("meta")  # without memory, for `full_parameters`
+            self.unsharded = deepcopy(self.module).to("meta")  # without storage, for `full_parameters`
             mesh = device_mesh(self.world, self.mesh)
             for number, (name, unit) in enumerate(units_of(self.module).items()):
                 fully_shard(unit, mesh=mesh)
-                # Before torch's own hook, which gathers the unit.
+                # Prepended, to run before PyTorch's hook that gathers the unit.
                 unit.register_forward_pre_hook(partial(self._use, number, f"module {name!r}"), prepend=True)
             self.module.register_forward_hook(self._end_first_pass)
         sharded = dict(self.module.named_parameters())
@@ -63,13 +69,14 @@ class FSDPStrategy(ShardedStrategy):
             return distribute_tensor(value, rows.device_mesh, rows.placements) if isinstance(rows, DTensor) else value
 
         with_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]], rows_of)
-        if isinstance(optimizer, torch.optim.SGD):  # DTensor lacks a rule for torch's fused SGD
+        if isinstance(optimizer, torch.optim.SGD):  # DTensor does not support fused SGD
             for group in optimizer.param_groups:
                 group["fused"] = False
         return optimizer
 
     @property
     def execution_path(self) -> int:
+        """Digest of the order in which this rank has used the units."""
         return self.used.digest
 
     def _use(self, number: int, name: str, *_: object) -> None:
@@ -83,17 +90,19 @@ class FSDPStrategy(ShardedStrategy):
             self._is_first_pass = False
 
     def reduce(self) -> None:
-        """Does nothing: torch's backward ends only when all gradients are reduced."""
+        """Do nothing, because PyTorch's backward pass returns after all gradients are reduced."""
 
     def assign_gradients(self) -> None:
-        """Does nothing: torch's backward has given each parameter's rows their gradient."""
+        """Do nothing, because PyTorch's backward pass has already assigned the gradients."""
 
     def norm(self, gradients: Any) -> torch.Tensor:
+        """Return the norm of the full gradient. Collective."""
         norm = get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
+        """Return a context with a copy of the model that has full parameters. Collective."""
         if self.unsharded is self.module:
             yield self.module
             return
@@ -105,19 +114,22 @@ class FSDPStrategy(ShardedStrategy):
             where, _, own = name.rpartition(".")
             setattr(model.get_submodule(where), own, model.get_parameter(first))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        for name in dict(model.named_buffers(remove_duplicate=False)) | buffers:  # also those not in the state dict
+        for name in dict(model.named_buffers(remove_duplicate=False)) | buffers:  # including non-persistent buffers
             where, _, own = name.rpartition(".")
             setattr(model.get_submodule(where), own, buffers.get(name))
         yield model
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        """Return the sharded model and the optimizer state of this rank's rows."""
         return (ModelState(self.module, lambda _, own: own), "sharded"), OptimizerState(
             optimizer, self.stepped_parameters()
         )
 
 
 def _full(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor, in memory of its own. If its rows do not divide evenly, torch returns a view of padded memory,
-    which safetensors does not write."""
+    """Return the full tensor in its own memory. Collective.
+
+    If the rows do not divide evenly, PyTorch returns a view of padded memory, which safetensors cannot write.
+    """
     full = tensor.full_tensor()
     return full if full.untyped_storage().nbytes() == full.nbytes else full.clone()

@@ -1,15 +1,15 @@
-"""ZeRO-2: each rank keeps its piece of every gradient, and steps its piece of every parameter.
+"""ZeRO-2: each rank keeps its piece of every gradient and updates its piece of every parameter.
 
     sharded = ShardedGradients(model, world)
-    optimizer = torch.optim.AdamW(sharded.pieces.values())      # of this rank's pieces: its state is 1/W
-    loss(model, batch).backward()       # buckets are added up over the ranks meanwhile, each rank gets its row of them
-    sharded.reduce()                    # wait for them
-    sharded.finish()                    # now the pieces have their gradients, summed over ranks and backwards
+    optimizer = torch.optim.AdamW(sharded.pieces.values())  # allocates 1/W of the optimizer state
+    loss(model, batch).backward()       # reduce-scatters the buckets during the backward pass
+    sharded.reduce()                    # waits for the reductions
+    sharded.finish()                    # assigns the gradients, summed over ranks and backward passes
     optimizer.step()
-    sharded.gather()                    # now all ranks have all parameters
+    sharded.gather()                    # gathers all parameters on all ranks
 
-An all-reduce is a reduce-scatter and an all-gather. Here the step of the optimizer is between the two, so it sends no
-more bytes than data parallelism. A gradient is whole only until its bucket has been sent.
+An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-2 runs the optimizer step between the two, so it sends
+no more bytes than data parallelism. A gradient has its full size only until its bucket has been sent.
 """
 
 from functools import partial
@@ -30,20 +30,31 @@ from ddp_tutorial.zero.shards import Shards
 
 
 class ShardedGradients:
-    """`module`, whole on every rank, with gradients of which each rank keeps a piece. Constructing is collective: the
-    ranks compare their models, and start with rank 0's weights.
+    """Shards the gradients of `module` over the ranks and keeps the full parameters. The constructor is collective.
 
-    `pieces` are what an optimizer is to be made of, by parameter: views of its elements that are this rank's. That is
-    right for optimizers that treat each element by itself, as SGD and Adam do. (With fused=True, torch rounds the last
-    elements of a tensor differently, and a piece ends where the tensor does not: there AdamW differs in the last bit.)
-    Buckets hold `bucket_cap_mb` MiB, the first one at most 1. A parameter that a rank has not used counts as zero
-    there; one that no rank has used gets no gradient. With a `mesh`, the ranks of a row share out a copy.
+    The constructor checks that all ranks have the same model, and broadcasts rank 0's weights. Create the optimizer
+    from `pieces.values()`: each piece is a view of the elements of a parameter that this rank updates. This requires an
+    optimizer that updates each element independently, such as SGD or Adam. With `fused=True`, AdamW may differ in the
+    last bit, because PyTorch rounds the last elements of a tensor differently.
 
-    Several gradients of one parameter before a `reduce`, as several backward passes bring them, are summed. The next
-    forward pass drops the gradients of a backward pass that raised. It must have raised on all ranks alike.
+    If this rank does not use a parameter, its gradient counts as zero. A parameter that no rank uses gets no gradient.
+
+    Gradients of several backward passes before `finish` are summed. If a backward pass raises an error, the next
+    forward pass discards its gradients. The error must be raised on all ranks.
+
+    Args:
+        module: The model.
+        world: The ranks.
+        bucket_cap_mb: The size of a bucket in MiB. The first bucket has at most 1 MiB.
+        mesh: The number of copies of the model and of ranks for each copy. The ranks of a row shard one copy. The
+            default is a single copy.
+
+    Raises:
+        ConfigError: If the model is already sharded.
     """
 
     def __init__(self, module: nn.Module, world: World, *, bucket_cap_mb: float = 25, mesh: Mesh | None = None) -> None:
+        """Register the gradient hooks and create the pieces. Collective; see the class docstring."""
         if any(parameter in other.pieces for other in _in_use for parameter in module.parameters()):
             raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
         sync_initial_state(module, world)
@@ -56,7 +67,7 @@ class ShardedGradients:
             cut = piece_of(parameter.numel(), self.shards.rank, self.shards.size)
             self.pieces[parameter] = nn.Parameter(parameter.detach().view(-1)[cut])
             mark_as_piece(self.pieces[parameter])
-        backwards = list(self.named.items())[::-1]  # about the order in which gradients arrive
+        backwards = list(self.named.items())[::-1]  # approximately the order in which gradients arrive
         cuts = assign_buckets(
             [p.nbytes for _, p in backwards],
             [p.dtype for _, p in backwards],
@@ -78,18 +89,18 @@ class ShardedGradients:
             self.reductions.discard()
 
     def reduce(self) -> None:
-        """Wait for the reductions of a backward pass. Call it after each of them. Collective."""
+        """Wait for the reductions of a backward pass. Collective; call it after each backward pass."""
         self.reductions.reduce()
 
     def finish(self) -> None:
-        """Give the pieces their gradients, after the last backward pass of a step. Collective."""
+        """Assign the summed gradients to the pieces. Collective; call it after the last backward pass of a step."""
         gradients = self.reductions.take()
         for name, parameter in self.named.items():
             self.pieces[parameter].grad = gradients.get(name)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """After the optimizer's step: all parameters for all ranks. Collective."""
+        """Gather the updated parameters on all ranks. Collective; call it after the optimizer step."""
         for bucket in self.buckets if self.shards.size > 1 else ():
             layout = bucket.layout
             rows = torch.zeros(self.shards.size, layout.length, dtype=bucket.dtype, device=self.shards.device)
@@ -102,4 +113,4 @@ class ShardedGradients:
                 layout.unpack(rows, index, parameter.data)
 
 
-_in_use: WeakSet[ShardedGradients] = WeakSet()  # each as long as its module
+_in_use: WeakSet[ShardedGradients] = WeakSet()  # each entry exists as long as its module

@@ -1,7 +1,7 @@
-"""What each strategy keeps on a rank, and what it sends: arithmetic, without running anything.
+"""Calculate the memory and the communication of each strategy, without running it.
 
-With Adam in float32 a parameter takes 4 bytes, its gradient 4, and its two averages 8 (Rajbhandari et al., 2020). Data
-parallelism has them on each of W ranks; each stage of ZeRO divides one more of the three by W.
+With Adam in float32, a parameter takes 4 bytes, its gradient 4 bytes, and its two moments 8 bytes (Rajbhandari et al.,
+2020). Data parallelism stores all three on each of W ranks. Each stage of ZeRO divides one more of them by W.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import nn
 from ddp_tutorial.ddp.link import bytes_all_reduced
 from ddp_tutorial.zero.units import units_of
 
-# What is divided by W.
+# The parts of the model state that each strategy divides by the number of ranks W.
 DIVIDED: dict[str, frozenset[str]] = {
     "ddp": frozenset(),
     "invariant": frozenset(),
@@ -31,17 +31,20 @@ def model_state_bytes(strategy: str, parameters: int, ranks: int, optimizer: int
     Args:
         strategy: A key of `DIVIDED`.
         parameters: The number of parameters of the model.
-        ranks: The number of ranks that shard it.
+        ranks: The number of ranks that shard the model.
         optimizer: Bytes of optimizer state for each parameter. A parameter and its gradient take 4 bytes each.
     """
-    full_parameters: Mapping[str, int] = {"weights": 4, "gradients": 4, "optimizer": optimizer}
+    undivided: Mapping[str, int] = {"weights": 4, "gradients": 4, "optimizer": optimizer}
     divided = DIVIDED[strategy]
-    return {name: parameters * each // (ranks if name in divided else 1) for name, each in full_parameters.items()}
+    return {name: parameters * nbytes // (ranks if name in divided else 1) for name, nbytes in undivided.items()}
 
 
 def bytes_gathered(strategy: str, model: nn.Module) -> int:
-    """The most that is whole at a time, of weights that are divided: the model's own unit, and of the others the
-    largest and the next one that is gathered ahead of its use."""
+    """Return the peak bytes of gathered float32 weights.
+
+    This is the root unit plus the two largest other units: one that computes, and one that is prefetched. The result is
+    0 if the strategy does not shard the weights.
+    """
     if "weights" not in DIVIDED[strategy]:
         return 0
     seen: set[int] = set()
@@ -55,27 +58,37 @@ def bytes_gathered(strategy: str, model: nn.Module) -> int:
 
 
 def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 1, copies: int = 1) -> int:
-    """Bytes that one rank sends in a step, for gradients and weights in float32. `micro_batches` are those of a rank,
-    `ranks` those of one of the `copies` of the model.
+    """Return the bytes that one rank sends in a step, for gradients and weights in float32.
 
-    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W, and an all-reduce is one of each. Where gradients
-    are divided, each micro-batch has a reduction of its own; where weights are, two gathers too. With several copies
-    (HSDP), a rank's piece of the gradient is added up over them after each reduction; what is not divided is added up
-    over all ranks at once. With invariant, a rank sends all of its sums in each of log2 W rounds. On gloo,
-    fsdp sends more: torch's reduce-scatter is an all-reduce there.
+    A reduce-scatter or an all-gather of n bytes sends n (W - 1) / W bytes, and an all-reduce is one of each. A strategy
+    that shards the gradients reduces them in each micro-batch. A strategy that shards the weights also gathers them
+    twice in each micro-batch. With several copies (HSDP), each reduction is followed by an all-reduce of the rank's
+    piece over the copies. Gradients that are not sharded are all-reduced over all ranks at once. The strategy
+    "invariant" sends all sums in each of log2 W rounds. On gloo, "fsdp" sends more, because PyTorch implements
+    reduce-scatter as all-reduce.
+
+    Args:
+        strategy: A key of `DIVIDED`.
+        parameters: The number of parameters of the model.
+        ranks: The number of ranks that shard one copy of the model.
+        micro_batches: The number of micro-batches for each rank.
+        copies: The number of copies of the model.
+
+    Raises:
+        ValueError: If the strategy is unknown.
     """
     nbytes, k, world = 4 * parameters, micro_batches, ranks * copies
     if strategy == "invariant":
         return nbytes * (world.bit_length() - 1)
-    full_parameters = nbytes * (ranks - 1) // ranks  # of a gather, or a reduce-scatter, within a copy
+    within_copy = nbytes * (ranks - 1) // ranks  # for one gather or reduce-scatter within a copy
     over_copies = bytes_all_reduced(nbytes // ranks, copies)
     match strategy:
         case "ddp" | "accelerate":
             return bytes_all_reduced(nbytes, world)
         case "zero1":
-            return bytes_all_reduced(nbytes, world) + full_parameters
+            return bytes_all_reduced(nbytes, world) + within_copy
         case "zero2":
-            return k * (full_parameters + over_copies) + full_parameters
+            return k * (within_copy + over_copies) + within_copy
         case "zero3" | "fsdp":
-            return k * (3 * full_parameters + over_copies)
+            return k * (3 * within_copy + over_copies)
     raise ValueError(f"strategy {strategy!r} is not one of {', '.join(DIVIDED)}")

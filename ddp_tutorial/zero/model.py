@@ -1,19 +1,20 @@
-"""ZeRO-3, or FSDP: each rank keeps its piece of every parameter; a whole one is there while its module computes.
+"""ZeRO-3 (FSDP): each rank keeps one piece of every parameter and gathers full parameters only while it computes.
 
-    sharded = ShardedModel(model, world)                        # from here on, each parameter is this rank's piece
+    sharded = ShardedModel(model, world)           # replaces each parameter by this rank's piece
     optimizer = torch.optim.AdamW(model.parameters())
-    loss(model, batch).backward()        # gathers, frees, gathers again, reduces
-    sharded.reduce()                     # wait for the gradients
-    sharded.finish()                     # now each piece has its gradient
+    loss(model, batch).backward()                  # gathers, frees, gathers again, reduces
+    sharded.reduce()                               # waits for the reductions
+    sharded.finish()                               # assigns the gradients to the pieces
     optimizer.step()
 
-A unit is what is gathered at a time: each block of a `ModuleList` or `Sequential`, and the rest of the model. With the
-letters G for a gather, F forward, B backward, R a reduction, - for freed, of a model of three blocks:
+A unit is a set of parameters that are gathered together. Each block of a `ModuleList` or `Sequential` is one unit, and
+the rest of the model is another. The following diagram shows one step of a model with three blocks. G is a gather, F a
+forward pass, B a backward pass, R a reduction, and - frees the full parameters:
 
     G1 F1 -  G2 F2 -  G3 F3 -  |  G3 B3 R3 -  G2 B2 R2 -  G1 B1 R1 -
 
-where G2 travels while F1 computes: the next unit is gathered ahead, in the order of the first forward. That is three
-times the model on the wire and not two, for 1/W of the memory.
+G2 overlaps F1: each unit is prefetched while the previous unit computes, in the order of the first forward pass. Each
+rank sends three times the size of the model instead of twice, and stores 1/W of the model state.
 
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023.
 """
@@ -43,51 +44,68 @@ from ddp_tutorial.zero.units import units_of
 
 
 class Unit:
-    """The parameters that are gathered together. Between uses each of them is this rank's piece, a vector; while it is
-    whole, it has its shape, in `dtype`.
+    """A group of parameters that are gathered and freed together.
 
-    A whole parameter has memory of its own, which is freed and taken again under the same tensor: what autograd has
-    saved of it for backward is that tensor, and finds the values there again. A gradient of the piece is put aside
-    while the parameter is whole.
+    Between uses, each parameter is this rank's piece, a 1-D tensor. While the unit is gathered, each parameter has its
+    full shape and the type `dtype`.
+
+    A full parameter always uses the same tensor. `free` releases its storage and `gather` allocates the storage again.
+    Autograd saves this tensor for the backward pass, so it finds the values there after the next gather. While a
+    parameter is full, the gradient of its piece is stored separately.
     """
 
     def __init__(
         self, named: dict[str, nn.Parameter], shards: Shards, dtype: torch.dtype | None, group: Any, path: ExecutionPath
     ) -> None:
+        """Pack the full parameters into rows, keep this rank's row, and free the full parameters.
+
+        Args:
+            named: The full parameters by name. All must have the same type.
+            shards: The ranks that share one copy of the model.
+            dtype: The type of the gathered parameters. None keeps the type of the parameters.
+            group: The process group of the gathers.
+            path: Records the order in which this rank gathers units.
+
+        Raises:
+            ConfigError: If the parameters have different types.
+        """
         self.parameters, self.shards, self.group, self.path = list(named.values()), shards, group, path
         kinds = {parameter.dtype: name for name, parameter in named.items()}
         if len(kinds) > 1:
-            told = " and ".join(f"{name!r} of {dtype}" for dtype, name in kinds.items())
-            raise ConfigError(f"parameters that are gathered together should be of one type; found {told}")
+            description = " and ".join(f"{name!r} of {dtype}" for dtype, name in kinds.items())
+            raise ConfigError(f"parameters that are gathered together should be of one type; found {description}")
         [master] = kinds
         self.dtype = dtype or master
         self.layout = Layout([parameter.shape for parameter in self.parameters], shards.size)
         rows = torch.zeros(shards.size, self.layout.length, dtype=master, device=shards.device)
         for index, parameter in enumerate(self.parameters):
             self.layout.pack(rows, index, parameter.detach())
-        self.row = rows[shards.rank].clone()  # the masters: what the optimizer steps
+        self.row = rows[shards.rank].clone()  # the master weights, which the optimizer updates
         self.pieces = self.layout.pieces(self.row, shards.rank)
         self.wholes = [torch.empty(p.shape, dtype=self.dtype, device=shards.device) for p in self.parameters]
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.reduction = Reduction(self.trained, master, shards)
-        self.awaited = 0  # gradients that have not arrived since the last gather
-        self.number = 0  # the same on all ranks, and different for each unit of a model
+        self.awaited = 0  # number of gradients that have not arrived since the last gather
+        self.number = 0  # identifies the unit within its model, the same on all ranks
         for parameter in self.parameters:
             mark_as_piece(parameter)
         self.is_whole = self.in_backward = False
         self._coming: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._gradients: list[torch.Tensor | None] = []  # of the pieces, while the parameters are whole
+        self._gradients: list[torch.Tensor | None] = []  # of the pieces, while the parameters are full
         self.free()
 
     def start(self) -> None:
-        """Begin to gather. Collective, as all ranks gather the same units in the same order."""
+        """Start to gather the parameters without waiting. Collective.
+
+        All ranks must gather the same units in the same order.
+        """
         if self.is_whole or self._coming is not None:
             return
         self.path.add(self.number)
         self._coming = self._gathered(self.row.to(self.dtype))
 
     def _gathered(self, row: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """All ranks' rows, when the work is done."""
+        """Start to gather `row` from all ranks. Return the rows and the work; the rows are valid once it completes."""
         if self.shards.size == 1:
             return row[None], None
         rows = row.new_empty(self.shards.size, self.layout.length)
@@ -95,7 +113,7 @@ class Unit:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Let the parameters be whole."""
+        """Replace the pieces by the full parameters. Collective."""
         if self.is_whole:
             return
         self.start()
@@ -114,7 +132,7 @@ class Unit:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Let the parameters be whole in the masters' type, in memory that `free` gives up."""
+        """Replace the pieces by full parameters in the master type, in new memory that `free` releases. Collective."""
         rows, work = self._gathered(self.row)
         if work is not None:
             work.wait()
@@ -124,8 +142,8 @@ class Unit:
             parameter.data = full_parameters
 
     def free(self) -> None:
-        """Let the parameters be this rank's pieces."""
-        if self._coming is not None:  # gathered ahead, and not used
+        """Replace the full parameters by this rank's pieces and release their memory."""
+        if self._coming is not None:  # prefetched but not used
             _, work = self._coming
             if work is not None:
                 work.wait()
@@ -139,31 +157,40 @@ class Unit:
         self.is_whole = False
 
     def skip(self) -> None:
-        """Take part in gathering the parameters, without using them here: other ranks may."""
+        """Participate in a gather that other ranks need, without using the parameters on this rank. Collective."""
         self.start()
         self.free()
 
     def release(self) -> None:
-        """Free the parameters at the end of a pass, whether or not their gradients have arrived."""
+        """Free the parameters at the end of a pass, even if some gradients have not arrived."""
         self.free()
         self.in_backward = False
 
 
 class ShardedModel:
-    """`module`, of which each rank keeps a piece of every parameter. Constructing is collective: the ranks compare
-    their models, and share out rank 0's weights.
+    """Shards every parameter of `module` over the ranks. The constructor is collective.
 
-    `module` is called as before, by its `forward`, on all ranks alike: a gather is collective. `compute_dtype` is what
-    whole parameters are gathered in, and floating-point inputs of a unit cast to; pieces, and the sums of gradients,
-    stay in the parameters' own. A unit with frozen parameters is freed when backward has ended. With a `mesh` there are
-    several copies, and each rank keeps a piece of that of its row.
+    The constructor checks that all ranks have the same model, and shards rank 0's weights. Call `module` as before, on
+    all ranks: its forward pass gathers parameters, which is collective.
 
-    Every rank takes part in gathering every unit, in the order of rank 0's first forward pass, so ranks may use
-    different units, as with a mixture of experts. A unit that is used again, or out of this order, is gathered again;
-    there all ranks must do the same.
+    Every rank participates in the gather of every unit, in the order of rank 0's first forward pass. Ranks may
+    therefore use different units, as in a mixture of experts. A unit that is used again, or out of order, is gathered
+    again; in this case all ranks must use the same units. A unit with frozen parameters is freed at the end of the
+    backward pass.
 
-    Several backward passes before a `reduce` are summed. The next forward pass drops the gradients of a backward pass
-    that raised. It must have raised on all ranks alike.
+    Gradients of several backward passes before `finish` are summed. If a backward pass raises an error, the next
+    forward pass discards its gradients. The error must be raised on all ranks.
+
+    Args:
+        module: The model. Its parameters must not have gradients.
+        world: The ranks.
+        compute_dtype: The type of gathered parameters, and of the floating-point inputs of each unit. The pieces and
+            the summed gradients keep the type of the parameters.
+        mesh: The number of copies of the model and of ranks for each copy. Each rank keeps a piece of the copy of its
+            row. The default is a single copy.
+
+    Raises:
+        ConfigError: If the model is already sharded, or a parameter has a gradient.
     """
 
     def __init__(
@@ -174,6 +201,7 @@ class ShardedModel:
         compute_dtype: torch.dtype | None = None,
         mesh: Mesh | None = None,
     ) -> None:
+        """Shard `module`. Collective; see the class docstring."""
         for name, parameter in module.named_parameters():
             if is_piece(parameter):
                 raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
@@ -181,21 +209,21 @@ class ShardedModel:
         sync_initial_state(module, world)
         self.module, self.world, self.compute_dtype = module, world, compute_dtype
         self.shards, self.path = Shards(world, mesh), ExecutionPath()
-        # Gathers and reductions interleave as each rank's backward has it: two groups, each with an order of its own.
+        # Gathers and reductions interleave differently on each rank, so each kind has its own process group.
         group = group_of(self.shards.mesh.rows, world, "gather")
-        self.units: list[Unit] = []  # in the order of the forward pass, the model's own unit first
-        self._ahead: deque[Unit] = deque()  # the units that this pass has not come to
-        self._entered: dict[Unit, None] | None = {}  # in the first forward pass, in order; None after it
+        self.units: list[Unit] = []  # in the order of the forward pass, the root unit first
+        self._ahead: deque[Unit] = deque()  # the units that this pass has not reached
+        self._entered: dict[Unit, None] | None = {}  # units of the first forward pass, in order; None afterwards
         self._is_pinned = False
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         module.register_forward_pre_hook(self._begin_forward)
         names = {parameter: name for name, parameter in module.named_parameters()}
         for submodule in units_of(module).values():
-            of_it = {names[p]: p for p in submodule.parameters() if p in names}
-            for parameter in of_it.values():
+            own = {names[p]: p for p in submodule.parameters() if p in names}
+            for parameter in own.values():
                 names.pop(parameter)
-            if of_it:
-                unit = Unit(of_it, self.shards, compute_dtype, group, self.path)
+            if own:
+                unit = Unit(own, self.shards, compute_dtype, group, self.path)
                 self.units.insert(0 if submodule is module else len(self.units), unit)
                 self._follow(submodule, unit)
         module.register_forward_hook(self._end_forward)
@@ -207,17 +235,16 @@ class ShardedModel:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrive, unit, index))
 
     def _follow(self, module: nn.Module, unit: Unit) -> None:
-        """Let the unit be gathered and freed as `module` computes."""
+        """Register the hooks that gather `unit` before `module` computes and free it afterwards."""
         module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
         module.register_forward_hook(partial(self._after_forward, unit))
 
     def _reductions(self) -> list[Reduction]:
-        """The units' reductions, in the order in which the backward pass completes them."""
+        """Return the reductions of the units in the order in which the backward pass completes them."""
         return [unit.reduction for unit in self.units[::-1] if unit.trained]
 
     def _reach(self, unit: Unit) -> None:
-        """Gather `unit`, after the units before it in this pass, which this rank does not use. Start to gather the
-        following unit."""
+        """Gather `unit`, skip the units before it that this rank does not use, and prefetch the unit after it."""
         if unit in self._ahead:
             while (passed := self._ahead.popleft()) is not unit:
                 passed.skip()
@@ -226,14 +253,14 @@ class ShardedModel:
             self._ahead[0].start()
 
     def _skip_rest(self) -> None:
-        """Take part in gathering the units that this pass has not come to."""
+        """Participate in the gathers of the units that this pass does not reach."""
         while self._ahead:
             self._ahead.popleft().skip()
 
     # ------------------------------------------------------------------------------------------------------- forward
 
     def _begin_forward(self, *_: object) -> None:
-        if self._is_pinned or is_in_backward():  # activations are recomputed
+        if self._is_pinned or is_in_backward():  # activation checkpointing recomputes
             return
         require_frozen(self._frozen, "Unfreeze parameters before the model is sharded")
         if self.reductions.was_interrupted:
@@ -243,7 +270,7 @@ class ShardedModel:
         self._ahead = deque(self.units)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, named: Any) -> Any:
-        if not (self._is_pinned or unit.in_backward):  # else it is whole; in backward, activations are recomputed
+        if not (self._is_pinned or unit.in_backward):  # otherwise the unit is full already
             self._reach(unit)
             if self._entered is not None:
                 self._entered[unit] = None
@@ -261,13 +288,16 @@ class ShardedModel:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     self._watch(tensor, unit)
-            if module is self.module:  # backward will need it at once
+            if module is self.module:  # the backward pass needs the root unit first
                 return
         unit.free()
 
     def _watch(self, tensor: torch.Tensor, unit: Unit) -> None:
-        """Let the unit be gathered when the backward pass comes to its output. A module that returns its input shares
-        this tensor with the module before, whose unit is gathered after it."""
+        """Gather `unit` when the backward pass reaches `tensor`, an output of the unit.
+
+        A module that returns its input shares this tensor with the module before it. The hook gathers the later unit
+        first.
+        """
         units = vars(tensor).setdefault("units_before_backward", [])
         if not units:
             tensor.register_hook(lambda _: self._before_backward(units[::-1]))
@@ -282,12 +312,14 @@ class ShardedModel:
             self._entered = None
         if torch.is_grad_enabled():
             self._ahead = deque(unit for unit in self.units[::-1] if not unit.is_whole)
-            while self._ahead and not self._ahead[-1].trained:  # most often, no gradient goes so far back
+            while self._ahead and not self._ahead[-1].trained:  # the backward pass usually stops before frozen units
                 self._ahead.pop()
 
     def _set_order(self, entered: list[Unit]) -> None:
-        """Let the units be in the order of rank 0's first forward pass. One that it did not use stays behind the unit
-        before it. Collective."""
+        """Put the units into the order of rank 0's first forward pass. Collective.
+
+        A unit that rank 0 did not use stays behind its predecessor.
+        """
         for place, unit in enumerate(self.units):
             if unit not in entered:
                 entered.insert(entered.index(self.units[place - 1]) + 1 if place else 0, unit)
@@ -305,31 +337,31 @@ class ShardedModel:
                 self._reach(unit)
 
     def _arrive(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
-        """Called by autograd as soon as a gradient is complete."""
+        """Pass a gradient to the reductions. Autograd calls this hook when the gradient of `parameter` is complete."""
         self.reductions.arrive(unit.reduction, index, parameter)
         unit.awaited -= 1
         if not unit.awaited and len(unit.trained) == len(unit.parameters):
             unit.release()
 
     def reduce(self) -> None:
-        """Free what is whole, and wait for the reductions, after each backward pass. Collective."""
+        """Free all units and wait for the reductions. Collective; call it after each backward pass."""
         self._skip_rest()
         for unit in self.units:
             unit.release()
         self.reductions.reduce()
 
     def finish(self) -> None:
-        """Give the pieces their gradients, after the last backward pass of a step. Collective."""
+        """Assign the summed gradients to the pieces. Collective; call it after the last backward pass of a step."""
         gradients = self.reductions.take()
         for unit in self.units:
             for name, parameter in unit.trained.items():
                 parameter.grad = gradients.get(name)
 
-    # --------------------------------------------------------------------------------------------------------- whole
+    # ----------------------------------------------------------------------------------------------- full parameters
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """Inside, all parameters are whole on every rank, in the masters' type, to be read. Collective."""
+        """Gather all parameters on every rank inside the context, in the master type and read-only. Collective."""
         for unit in self.units:
             unit.free()
             unit.show()
@@ -343,7 +375,7 @@ class ShardedModel:
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns: in containers that torch knows, and in dataclasses."""
+    """Yield the tensors in a module's output, including those in pytrees and dataclasses."""
     for leaf in tree_leaves(output):
         if torch.is_tensor(leaf):
             yield leaf

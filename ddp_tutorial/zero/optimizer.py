@@ -1,11 +1,11 @@
-"""ZeRO-1: each parameter has one rank that keeps its optimizer state and steps it, and gives it to the others.
+"""ZeRO-1: each parameter has one owner rank, which stores its optimizer state and updates it.
 
     optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), world)
-    loss(model, batch).backward()         # with any DDP: every rank has the whole gradient
-    optimizer.step()                      # each rank steps its parameters; then all have all of them
+    loss(model, batch).backward()         # works with any DDP: every rank has the full gradient
+    optimizer.step()                      # updates this rank's parameters, then gathers all parameters
 
-An optimizer that looks at a parameter as a whole (a norm of its update, a factorised average) is right too, since no
-parameter is cut. AdamW keeps 8 bytes for each element in float32; of those a rank has about 1/W.
+Parameters are not split, so optimizers that use the whole parameter are supported. Examples are optimizers with a norm
+of the update or a factorized average. AdamW keeps 8 bytes for each float32 element; each rank stores about 1/W of them.
 """
 
 from collections import defaultdict
@@ -23,9 +23,13 @@ from ddp_tutorial.zero.shards import Shards
 
 
 def require_shardable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` for an optimizer that has been stepped, and `ConfigError` for one that needs a closure.
+    """Check that `optimizer` can be sharded.
 
-    Some, such as Adagrad, have a state before their first step.
+    Some optimizers, such as Adagrad, have state before their first step. They are accepted.
+
+    Raises:
+        ValueError: If the optimizer has taken a step.
+        ConfigError: If the optimizer requires a closure.
     """
     require_no_closure(optimizer)
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
@@ -33,27 +37,38 @@ def require_shardable(optimizer: torch.optim.Optimizer) -> None:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Any optimizer, `of_all`, that has not been stepped yet, from now on stepping this rank's parameters only.
-    `of_all` must not need a closure.
+    """Wraps any optimizer such that each rank updates only the parameters that it owns. The constructor is collective.
 
-    `param_groups` are those of all parameters, for schedulers and for clipping; a group may be added later. Parameters
-    are dealt out from the largest to the smallest, each to the rank that has least: so no rank has more than 1/W of all
-    elements and one parameter. `step` and `state_dict` are collective. The bits are those of the unsharded optimizer.
-    With a `mesh`, they are dealt out among the ranks of a row, in each row alike.
+    `param_groups` contains the groups of all parameters, for schedulers and clipping. You can add groups later.
+    Parameters are assigned from the largest to the smallest, each to the rank with the fewest elements. No rank
+    therefore owns more than 1/W of all elements plus one parameter. The result is bitwise identical to that of the
+    unsharded optimizer.
+
+    Args:
+        of_all: An optimizer of all parameters. It must not have taken a step and must not require a closure.
+        world: The ranks.
+        mesh: The number of copies and of ranks for each copy. Each row of ranks shards the parameters in the same way.
+            The default is a single copy.
+
+    Raises:
+        ValueError: If `of_all` has taken a step.
+        ConfigError: If `of_all` requires a closure.
     """
 
     def __init__(self, of_all: torch.optim.Optimizer, world: World, mesh: Mesh | None = None) -> None:
+        """Assign the parameters to ranks. Collective; see the class docstring."""
         require_group(world)
         require_shardable(of_all)
         self.mine, self.world, self.shards = of_all, world, Shards(world, mesh)
-        self.owner: dict[torch.Tensor, int] = {}  # by its place in the row
-        self.elements = [0] * self.shards.size  # of each rank's parameters
+        self.owner: dict[torch.Tensor, int] = {}  # parameter -> its owner's position in the row
+        self.elements = [0] * self.shards.size  # number of elements that each rank owns
         groups, of_all.param_groups = of_all.param_groups, []
         super().__init__(groups, of_all.defaults)
         own = {p: state for p, state in of_all.state.items() if self.owner[p] == self.shards.rank}
         self.mine.state = self.state = defaultdict(dict, own)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group and assign its parameters to ranks."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in sorted(group["params"], key=torch.numel, reverse=True):
@@ -67,25 +82,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's parameters, then give every rank all of them. Collective."""
+        """Update this rank's parameters, then gather all parameters on every rank. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group, mine in zip(self.param_groups, self.mine.param_groups, strict=True):
-            mine.update(_options(group))  # a scheduler has changed the learning rate of all
+            mine.update(_options(group))  # a scheduler changes the options in self.param_groups
         self.mine.step()
         if self.shards.size > 1:
             self._exchange()
         return loss
 
     def _exchange(self) -> None:
-        """Give every rank all parameters, by one all-gather for each dtype: row r has those of rank r, one after
-        another."""
-        kinds: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        """Gather all parameters on every rank, by one all-gather for each dtype. Collective.
+
+        Row r contains the parameters of rank r, concatenated.
+        """
+        by_dtype: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for parameter in self.owner:
-            kinds[parameter.dtype].append(parameter)
-        for dtype, parameters in kinds.items():
+            by_dtype[parameter.dtype].append(parameter)
+        for dtype, parameters in by_dtype.items():
             of_ranks = [self._owned(parameters, rank) for rank in range(self.shards.size)]
             longest = max(sum(map(torch.numel, owned)) for owned in of_ranks)
             rows = torch.zeros(self.shards.size, longest, dtype=dtype, device=self.shards.device)
@@ -100,18 +117,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     parameter.copy_(piece.view(parameter.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the unsharded optimizer's would be: the state of all ranks. Collective."""
+        """Return the state of all ranks, in the format of the unsharded optimizer. Collective."""
         part = super().state_dict()
         of_ranks = all_gather(self.world, part["state"])
         return part | {"state": {index: state for states in of_ranks for index, state in sorted(states.items())}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of what `state_dict` returns, here or of an unsharded optimizer."""
+        """Load this rank's part of a state dict from `state_dict` or from an unsharded optimizer."""
         super().load_state_dict(state_dict)
         of_mine = {p: state for p, state in self.state.items() if self.owner[p] == self.shards.rank}
         self.mine.state = self.state = defaultdict(dict, of_mine)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group: all its entries but the parameters."""
+    """Return the options of a parameter group: all entries except the parameters and their names."""
     return {name: value for name, value in group.items() if name not in {"params", "param_names"}}

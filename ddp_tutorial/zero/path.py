@@ -1,19 +1,20 @@
-"""Do all ranks use the same units of the model, in the same order?"""
+"""Check that all ranks use the same units of the model in the same order."""
 
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.world import World
 
-_PRIME = 65521  # the squares of some hundred ranks add up exactly in float64
+_PRIME = 65521  # the sum of the squared digests of several hundred ranks is exact in float64
 
 
 class DifferentPathsError(RuntimeError):
-    """The ranks used different parts of a sharded model, so they gathered different parameters into one another.
-
-    Args:
-        found: What was found, as a sentence without a period.
-    """
+    """The ranks used different units of a sharded model, so they gathered different parameters into each other."""
 
     def __init__(self, found: str) -> None:
+        """Construct the message.
+
+        Args:
+            found: The observed difference, as a sentence without a period.
+        """
         super().__init__(
             f"{found}. With parameters sharded over the ranks, all ranks have to use the same modules in the same "
             "order. Use strategy=zero2, or strategy=ddp with ddp.find_unused_parameters=true. With strategy=zero3, "
@@ -22,18 +23,19 @@ class DifferentPathsError(RuntimeError):
 
 
 class ExecutionPath:
-    """The units that this rank has used so far, in order, as one number that the ranks can compare."""
+    """The units that this rank has used, in order, as one number that the ranks can compare."""
 
     def __init__(self) -> None:
+        """Start with an empty path."""
         self.digest = 0
 
     def add(self, number: int) -> None:
-        """Record that the unit of this number is used next."""
+        """Record that the unit with this number is used next."""
         self.digest = (31 * self.digest + number + 1) % _PRIME
 
 
 def require_same_unit(world: World, name: str) -> None:
-    """Raise `DifferentPathsError`, on all ranks, unless all of them have come to the unit `name`. Collective."""
+    """Raise `DifferentPathsError` on all ranks unless all ranks have reached the unit `name`. Collective."""
     names = all_gather(world, name)
     for rank, other in enumerate(names):
         if other != names[0]:

@@ -1,13 +1,13 @@
-"""Which elements of a tensor are whose: pure arithmetic, the same on every rank.
+"""Compute the layout of tensors that are split over ranks, with the same result on every rank.
 
-A tensor is cut as one long vector, whatever its shape, into as many pieces as there are ranks; the last ones may be
-shorter, or empty. Several tensors travel in one collective, in rows, one for each rank:
+A tensor is flattened and split into one piece for each rank. The last pieces may be shorter, or empty. Several tensors
+are sent in one collective, packed into one row for each rank:
 
     a of 5 elements, b of 2, on 2 ranks         row 0:  a0 a1 a2 b0
                                                 row 1:  a3 a4  . b1        . is padding, zero
 
-An all-gather of rows gives every rank all rows; a reduce-scatter adds the rows of all ranks up, and gives row r to rank
-r.
+An all-gather of the rows sends all rows to every rank. A reduce-scatter sums the rows over all ranks, and sends row r
+to rank r.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,22 @@ from ddp_tutorial.config import ConfigError
 
 
 def piece_of(count: int, rank: int, size: int) -> slice:
-    """Rank's piece of `count` elements: ceil(count / size) of them, in the order of the ranks, until there are no more.
-    As `torch.chunk` and DTensor cut."""
+    """Return the slice of `count` elements that belongs to `rank`, of `size` ranks.
+
+    Each piece has ceil(count / size) elements, in rank order, until no elements are left. `torch.chunk` and DTensor
+    split tensors in the same way.
+    """
     each = -(-count // size)
     return slice(min(rank * each, count), min((rank + 1) * each, count))
 
 
 def mark_as_piece(parameter: torch.Tensor) -> None:
-    """Mark a parameter as a piece, of which each rank has another, so that a check of replicas does not compare it."""
+    """Mark a parameter as a piece, which differs between ranks, so that replica checks do not compare it."""
     parameter.is_piece = True  # type: ignore[attr-defined]
 
 
 def is_piece(parameter: torch.Tensor) -> bool:
+    """Return whether `mark_as_piece` has marked the parameter."""
     return getattr(parameter, "is_piece", False)
 
 
@@ -40,17 +44,23 @@ def require_no_gradient(name: str, parameter: torch.Tensor) -> None:
 
 
 class Layout:
-    """Where the pieces of several tensors are in the rows."""
+    """The positions of the pieces of several tensors in the rows."""
 
     def __init__(self, shapes: Sequence[torch.Size], size: int) -> None:
+        """Compute the positions.
+
+        Args:
+            shapes: The shapes of the full tensors.
+            size: The number of ranks, which is also the number of rows.
+        """
         self.shapes, self.size = list(shapes), size
         self.counts = [shape.numel() for shape in shapes]
-        self.each = [-(-count // size) for count in self.counts]  # places of a tensor in a row
+        self.each = [-(-count // size) for count in self.counts]  # number of elements of each tensor in a row
         self.first = [sum(self.each[:index]) for index in range(len(self.each))]
-        self.length = sum(self.each)  # of a row
+        self.length = sum(self.each)  # number of elements in a row
 
     def pack(self, rows: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
-        """Copy a whole tensor into its places in `rows` [size, length], cast to their type. Padding stays."""
+        """Copy a full tensor into its positions in `rows` [size, length] and cast it. Padding is not changed."""
         full, block, rest = self._block(rows, index)
         flat = tensor.reshape(-1)
         block.copy_(flat[: block.numel()].view(block.shape))
@@ -58,7 +68,7 @@ class Layout:
             rows[full, self.first[index] : self.first[index] + rest] = flat[-rest:]
 
     def unpack(self, rows: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor out of `rows` into `tensor`, which is contiguous and of its shape."""
+        """Copy tensor `index` from `rows` into `tensor`, which must be contiguous and have the full shape."""
         full, block, rest = self._block(rows, index)
         flat = tensor.view(-1)
         flat[: block.numel()].view(block.shape).copy_(block)
@@ -66,12 +76,12 @@ class Layout:
             flat[-rest:] = rows[full, self.first[index] : self.first[index] + rest]
 
     def pieces(self, row: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Views of `rank`'s row [length], one of its piece of each tensor, without padding."""
+        """Return views of `rank`'s row [length], one for its piece of each tensor, without padding."""
         cuts = [piece_of(count, rank, self.size) for count in self.counts]
         return [row[first : first + cut.stop - cut.start] for first, cut in zip(self.first, cuts, strict=True)]
 
     def _block(self, rows: torch.Tensor, index: int) -> tuple[int, torch.Tensor, int]:
-        """How many rows a tensor fills, its places in those, and how many elements are in the next one."""
+        """Return the number of full rows of a tensor, its block in these rows, and the number of remaining elements."""
         first, each = self.first[index], self.each[index]
         full, rest = divmod(self.counts[index], each) if each else (0, 0)
         return full, rows[:full, first : first + each], rest

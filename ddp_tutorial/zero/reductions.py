@@ -1,4 +1,4 @@
-"""Reduce-scatters of gradients that overlap the backward pass, in the same order on every rank."""
+"""Gradient reduce-scatters that overlap the backward pass and start in the same order on every rank."""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,17 +15,24 @@ from ddp_tutorial.zero.shards import Shards
 
 
 class Reduction:
-    """The gradients of several parameters, reduced together.
+    """Reduces the gradients of several parameters together.
 
-    A gradient is packed into one row for each rank. The rows are summed over the ranks that share one copy of the
+    Each gradient is packed into one row for each rank. The rows are summed over the ranks that share one copy of the
     model, and rank r keeps row r. If there are several copies, the row is then summed over the copies. The results of
     several backward passes are summed.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], dtype: torch.dtype, shards: Shards) -> None:
+        """Compute the layout of the rows.
+
+        Args:
+            named: The parameters by name.
+            dtype: The type of the rows.
+            shards: The ranks that share one copy of the model.
+        """
         self.names, self.dtype, self.shards = list(named), dtype, shards
         self.layout = Layout([parameter.shape for parameter in named.values()], shards.size)
-        self.used: set[int] = set()  # parameters that got a gradient on this rank since the last `take`
+        self.used: set[int] = set()  # indices of the parameters that got a gradient on this rank since the last `take`
         self._kept: torch.Tensor | None = None  # this rank's row, summed over ranks and backward passes
         self._late: dict[int, torch.Tensor] = {}
         self._begin()
@@ -39,12 +46,12 @@ class Reduction:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each parameter has its gradient."""
+        """Whether every parameter has its gradient."""
         return len(self._packed) == len(self.names)
 
     @property
     def has_late(self) -> bool:
-        """Whether a parameter got a second gradient before `wait`. The rows may be on their way by then."""
+        """Whether a parameter got a second gradient before `wait`, when the rows may have been sent already."""
         return bool(self._late)
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
@@ -58,7 +65,7 @@ class Reduction:
             self._late[index] = gradient
 
     def put_late(self) -> None:
-        """Pack the gradients that came second, as the next reduction."""
+        """Pack the second gradients for the next reduction."""
         late, self._late = self._late, {}
         for index, gradient in late.items():
             self.put(index, gradient)
@@ -69,11 +76,14 @@ class Reduction:
         return self._rows
 
     def start(self) -> None:
-        """Start to sum. A missing gradient counts as zero. Every rank starts the same reductions in the same order."""
+        """Start the reduction; a missing gradient counts as zero. Collective.
+
+        Every rank must start the same reductions in the same order.
+        """
         rows = self._zeros()
         if self.shards.size == 1:
             self._row = rows[0]
-        elif self.shards.world.backend == "gloo":  # its reduce-scatter is an all-reduce inside, and sends twice as much
+        elif self.shards.world.backend == "gloo":  # implements reduce-scatter as all-reduce, with twice the bytes
             self._row = torch.empty_like(rows)
             flat = self._row.view(-1), rows.view(-1)
             self._work = dist.all_to_all_single(*flat, group=self.shards.inside, async_op=True)
@@ -82,10 +92,15 @@ class Reduction:
             self._work = dist.reduce_scatter_tensor(self._row, rows.view(-1), group=self.shards.inside, async_op=True)
 
     def cross(self, wait: bool) -> bool:
-        """Start to sum over the copies, if the sum within this copy is done; with `wait`, wait for that.
+        """Start the sum over the copies if the sum within this copy is complete. Collective.
 
-        Returns whether it has started, or there is one copy. All ranks cross with the same reductions, in the same
-        order.
+        All ranks must call this method for the same reductions in the same order.
+
+        Args:
+            wait: Whether to wait for the sum within this copy.
+
+        Returns:
+            True if the sum over the copies has started, or if there is only one copy.
         """
         if self._crossing is None and self.shards.copies > 1:
             if self._work is not None and not (wait or self._work.is_completed()):
@@ -95,16 +110,16 @@ class Reduction:
         return True
 
     def _arrive(self) -> None:
-        """Wait for the sum over the ranks of this copy."""
+        """Wait for the sum within this copy."""
         assert self._row is not None, "it was not started"
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._row.dim() > 1:  # rows from all ranks, this rank's of each
+        if self._row.dim() > 1:  # this rank's row, as packed by each rank
             self._row = self._row.sum(0)
 
     def wait(self) -> None:
-        """Wait for the sum over all ranks, and add this rank's row of it to the rows of earlier backward passes."""
+        """Wait for the sum over all ranks, and add it to the sums of earlier backward passes."""
         self.cross(wait=True)
         self._arrive()
         if self._crossing is not None:
@@ -115,16 +130,16 @@ class Reduction:
         self._begin()
 
     def discard(self) -> None:
-        """Drop the gradients that have been packed since the last `wait`."""
+        """Discard the gradients that have been packed since the last `wait`."""
         if self._row is not None:
-            self._arrive()  # a collective that has started has to end on all ranks
+            self._arrive()  # a collective that has started must complete on all ranks
             if self._crossing is not None:
                 self._crossing.wait()
         self._late.clear()
         self._begin()
 
     def take(self) -> list[torch.Tensor]:
-        """Return this rank's pieces of the sums, in the order of the parameters."""
+        """Return this rank's pieces of the summed gradients, in the order of the parameters."""
         assert self._kept is not None, "take comes after wait"
         row, self._kept = self._kept, None
         self.used.clear()
@@ -132,15 +147,24 @@ class Reduction:
 
 
 class Reductions:
-    """The reductions of a model. Every rank starts them in the same order, each as soon as it has its gradients."""
+    """All reductions of a model, started in the same order on every rank as soon as their gradients are complete."""
 
     def __init__(self, reductions: Iterable[Reduction], world: World) -> None:
+        """Store the reductions.
+
+        Args:
+            reductions: In the order in which they start, the same on every rank.
+            world: The ranks.
+        """
         self.ordered, self.world = list(reductions), world
         self._started = 0
-        self._is_open = False  # a backward pass has brought gradients, and has not finished
+        self._is_open = False  # whether a backward pass has produced gradients and has not finished
 
     def arrive(self, reduction: Reduction, index: int, parameter: torch.Tensor) -> None:
-        """Take the gradient of a parameter. Autograd calls this as soon as the gradient is complete."""
+        """Pack the gradient of `parameter`, clear its `.grad`, and start all reductions that are complete.
+
+        Autograd calls this method as soon as the gradient is complete.
+        """
         check_dense(reduction.names[index], parameter.grad)
         assert parameter.grad is not None, "autograd has just added to it"
         if not self._is_open:
@@ -162,7 +186,7 @@ class Reductions:
                 return
 
     def reduce(self) -> None:
-        """Start what has not been started, and wait for everything. Called after each backward pass. Collective."""
+        """Start the remaining reductions and wait for all of them. Collective; call it after each backward pass."""
         while self._started < len(self.ordered):
             self._start()
         self._started = 0
@@ -175,8 +199,11 @@ class Reductions:
         return self._is_open and not is_in_backward()
 
     def discard(self) -> None:
-        """Drop the gradients that have arrived since the last `reduce`, after a backward pass that raised on all ranks
-        alike. Collective: ranks that use different parameters have started different reductions, so all are started."""
+        """Discard the gradients that have arrived since the last `reduce`. Collective.
+
+        Call it after a backward pass that raised an error on all ranks. Ranks that use different parameters have
+        started different reductions, so this method starts the remaining ones before it discards them.
+        """
         while self._started < len(self.ordered):
             self._start()
         for reduction in self.ordered:
@@ -184,8 +211,11 @@ class Reductions:
         self._started, self._is_open = 0, False
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of the sums, by parameter name. A parameter that no rank has used, and an empty
-        piece, are left out. Collective: one all-reduce of one number for each parameter."""
+        """Return this rank's pieces of the summed gradients, by parameter name. Collective.
+
+        The result omits empty pieces and parameters that no rank has used. The ranks agree on the used parameters by
+        one all-reduce of one number for each parameter.
+        """
         names = [name for reduction in self.ordered for name in reduction.names]
         used, has_late = self._agree()
         if has_late:
@@ -193,11 +223,11 @@ class Reductions:
                 reduction.put_late()
             self.reduce()
         pieces = [piece for reduction in self.ordered for piece in reduction.take()]
-        found = zip(names, pieces, used, strict=True)
-        return {name: piece for name, piece, is_used in found if is_used and len(piece)}
+        named = zip(names, pieces, used, strict=True)
+        return {name: piece for name, piece, is_used in named if is_used and len(piece)}
 
     def _agree(self) -> tuple[list[bool], bool]:
-        """Whether some rank has used each parameter, and whether some rank has a second gradient to reduce."""
+        """Return whether any rank has used each parameter, and whether any rank has a second gradient to reduce."""
         flags = [index in each.used for each in self.ordered for index in range(len(each.names))]
         counts = torch.tensor([*flags, any(each.has_late for each in self.ordered)], dtype=torch.int32)
         *used, late = (all_reduce_sum(self.world, counts.to(self.world.device)) > 0).tolist()

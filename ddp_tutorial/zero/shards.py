@@ -1,8 +1,8 @@
-"""Who shares out one copy of the model, and with whom are gradients added up beyond that?
+"""The ranks that share one copy of the model, and the ranks that hold the same piece in other copies.
 
-With one copy, each of W ranks has 1/W of it. In a hybrid (HSDP) there are R copies, and each of the S ranks of a copy
-has 1/S: the gathers, and the larger part of adding up gradients, stay among S ranks; over the copies goes only 1/S of
-the gradients. More memory than with one copy, for less on the slow links between machines.
+With one copy of the model, each of W ranks stores 1/W of the model. Hybrid sharding (HSDP) keeps R copies, and each of
+the S ranks of a copy stores 1/S. The gathers and most of the reduction then stay within S ranks, and only 1/S of the
+gradients is reduced over the copies. HSDP needs more memory, but sends less over the slow links between machines.
 
 Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel", VLDB 2023, section 3.2.2.
 """
@@ -17,13 +17,26 @@ from ddp_tutorial.zero.pieces import piece_of
 
 
 class Shards:
-    """The ranks that have one copy of a model between them, seen by one of them: `rank` of `size`, in group `inside`;
-    `across` is the group of those which have the same piece in the other copies. None means the group of all ranks.
+    """The ranks that share one copy of a model, as seen by one of these ranks.
 
-    Collective. By default there is one copy, and all ranks of the world share it out.
+    Attributes:
+        rank: The position of this rank in its copy.
+        size: The number of ranks that share a copy.
+        copies: The number of copies.
+        inside: The process group of the ranks that share this copy. None means all ranks.
+        across: The process group of the ranks that hold the same piece in each copy. None if there is only one copy.
     """
 
     def __init__(self, world: World, mesh: Mesh | None = None) -> None:
+        """Create the process groups. Collective.
+
+        Args:
+            world: The ranks.
+            mesh: The number of copies and of ranks for each copy. The default is one copy, shared by all ranks.
+
+        Raises:
+            ValueError: If the number of ranks in the mesh is not the world size.
+        """
         self.world = world
         self.mesh = mesh or Mesh(1, world.size)
         if self.mesh.replicate * self.mesh.span != world.size:
@@ -36,9 +49,10 @@ class Shards:
             self.inside, self.across = group_of(self.mesh.rows, world), group_of(self.mesh.columns, world)
 
     def piece_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's flat piece of a tensor, in memory of its own."""
+        """Return a copy of this rank's flat piece of a tensor."""
         return tensor.reshape(-1)[piece_of(tensor.numel(), self.rank, self.size)].clone()
 
     @property
     def device(self) -> torch.device:
+        """Device of this rank."""
         return self.world.device

@@ -1,5 +1,8 @@
-"""What a checkpoint keeps of sharded state: tensors by name, of which each rank writes its part, as components that are
-"sharded". On another number of ranks each reads what belongs to its own part then."""
+"""The checkpoint format of sharded state: named tensors, of which each rank writes its own part.
+
+These are "sharded" components. If a checkpoint is loaded on a different number of ranks, each rank reads the part that
+it needs.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -16,15 +19,23 @@ from ddp_tutorial.world import World
 
 
 class OptimizerState:
-    """The state of an optimizer each of whose parameters belongs to one rank: "head.weight.exp_avg" and so on.
-
-    `named` are this rank's parameters, as the optimizer has them. Raises `ValueError` for state that is no tensor.
-    """
+    """The state of an optimizer that updates the parameters of one rank, with names such as "head.weight.exp_avg"."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> None:
+        """Store the arguments.
+
+        Args:
+            optimizer: This rank's optimizer.
+            named: The parameters of `optimizer`, by name.
+        """
         self.optimizer, self.named = optimizer, dict(named)
 
     def state_dict(self) -> State:
+        """Return the state tensors by name.
+
+        Raises:
+            ValueError: If the state contains a value that is not a tensor.
+        """
         names = {parameter: name for name, parameter in self.named.items()}
         state = {}
         for parameter, values in self.optimizer.state.items():
@@ -37,7 +48,7 @@ class OptimizerState:
         return state
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:
-        """Where the stored tensors of this rank's parameters are to be read into."""
+        """Return the tensors into which a checkpoint reads the state of this rank's parameters."""
         wanted = {}
         for where, what in stored.items():
             if (parameter := self.named.get(where.rpartition(".")[0])) is not None:
@@ -45,63 +56,88 @@ class OptimizerState:
         return wanted
 
     def load_state_dict(self, state: State) -> None:
+        """Replace the optimizer state by `state`, which has the format of `empty`."""
         self.optimizer.state.clear()
         for where, value in state.items():
             name, _, key = where.rpartition(".")
             self.optimizer.state[self.named[name]][key] = self.taken(value)
 
     def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The tensor that a checkpoint is given for `value`, which the optimizer keeps for `parameter`."""
+        """Return the tensor that a checkpoint writes for `value`, the optimizer state of `parameter`."""
         return value
 
     def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
-        """A tensor of zeros into which the stored one is read, for the state of `parameter`."""
+        """Return a tensor of zeros into which a checkpoint reads the stored state of `parameter`."""
         if what.shape == parameter.shape:
             return torch.zeros_like(parameter, dtype=what.dtype)
         on_device = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         return torch.zeros(what.shape, dtype=what.dtype, device=parameter.device if on_device else "cpu")
 
     def taken(self, value: torch.Tensor) -> torch.Tensor:
-        """The part of what has been read that belongs into this rank's optimizer."""
+        """Return the part of a loaded tensor that belongs to this rank's optimizer."""
         return value
 
 
 class OptimizerStateOfPieces(OptimizerState):
-    """The state of an optimizer that steps pieces: what has a number for each element is in pieces too."""
+    """The state of an optimizer that updates pieces of parameters.
+
+    State tensors with one number for each element are split in the same way as the parameter.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pieces: "Pieces", named: Mapping[str, torch.Tensor]) -> None:
+        """Store the arguments.
+
+        Args:
+            optimizer: This rank's optimizer.
+            pieces: Wraps a piece as a DTensor of the full parameter.
+            named: The pieces that `optimizer` updates, by parameter name.
+        """
         super().__init__(optimizer, named)
         self.pieces = pieces
 
     def stored(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return `value` as a DTensor if it has one number for each element of the piece."""
         names = {id(each): name for name, each in self.named.items()}
         is_piece = value.dim() and value.shape == parameter.shape
         return self.pieces.of_whole(names[id(parameter)], value) if is_piece else value
 
     def place(self, parameter: torch.Tensor, what: StoredTensor) -> torch.Tensor:
+        """Return zeros for the stored state of a piece: a DTensor, unless the stored tensor is a scalar."""
         if what.shape == torch.Size():
             return super().place(parameter, what)
         names = {id(each): name for name, each in self.named.items()}
         return self.pieces.of_whole(names[id(parameter)], torch.zeros_like(parameter, dtype=what.dtype))
 
     def taken(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the local part of a DTensor."""
         return value.to_local() if isinstance(value, DTensor) else value
 
 
 class Pieces:
-    """Says of a rank's piece of a parameter which part of the whole it is: as a DTensor, a vector cut evenly; where
-    there are copies of the model, each row of the mesh has it."""
+    """Wraps this rank's piece of a parameter as a DTensor of the flattened full parameter.
+
+    The DTensor is split evenly. If there are several copies of the model, it is replicated over the rows of the mesh.
+    """
 
     def __init__(self, model: nn.Module, world: World, mesh: Mesh | None = None) -> None:
-        """`model` has all its parameters whole, as before it is sharded: their numbers of elements are noted."""
+        """Record the number of elements of each parameter. Collective.
+
+        Args:
+            model: The model before it is sharded, with full parameters.
+            world: The ranks.
+            mesh: The number of copies and of ranks for each copy. The default is a single copy.
+        """
         self.counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.mesh: DeviceMesh | None = None
         if world.size > 1:
             self.mesh = device_mesh(world, mesh)
 
     def of_whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """The piece of parameter `name` as a DTensor of the whole, a vector; in one process, the piece itself. It
-        shares the piece's memory, so what a checkpoint reads into it is in the piece."""
+        """Return the piece of parameter `name` as a DTensor of the flattened parameter.
+
+        The DTensor shares the memory of the piece, so a checkpoint that reads into the DTensor updates the piece. In a
+        single process, the piece itself is returned.
+        """
         if self.mesh is None:
             return piece
         shape = torch.Size([self.counts[name]])
@@ -110,41 +146,55 @@ class Pieces:
 
 
 def device_mesh(world: World, mesh: Mesh | None) -> DeviceMesh:
-    """The mesh as torch's `DeviceMesh`; of one dimension where there is one copy of the model. Collective."""
+    """Return the mesh as a `DeviceMesh`, which is 1-D if there is only one copy of the model. Collective."""
     if mesh is None or mesh.replicate == 1:
         return init_device_mesh(world.device.type, (world.size,))
     return init_device_mesh(world.device.type, tuple(mesh), mesh_dim_names=("replicate", "shard"))
 
 
 class ModelState:
-    """The parameters of a model, as `of_whole` shows this rank's part of each, and its buffers, which all ranks have.
-    They are read in place."""
+    """The parameters of a model, converted by `of_whole`, and its replicated buffers.
+
+    A checkpoint reads all of them in place.
+    """
 
     def __init__(self, module: nn.Module, of_whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Store the arguments.
+
+        Args:
+            module: The sharded model.
+            of_whole: Returns the tensor that a checkpoint stores, given a parameter's name and this rank's part of it.
+        """
         self.module, self.of_whole = module, of_whole
 
     def state_dict(self) -> State:
-        names = list(self.module.state_dict())  # first: torch's FSDP lets go here of what an evaluation left whole
-        sharded_components = {name: self.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
+        """Return the parameters and the persistent buffers, by name."""
+        names = list(self.module.state_dict())  # first, because this call makes FSDP reshard after an evaluation
+        parameters = {name: self.of_whole(name, p.detach()) for name, p in self.module.named_parameters()}
         buffers = dict(self.module.named_buffers())
-        return sharded_components | {name: buffers[name] for name in names if name in buffers}
+        return parameters | {name: buffers[name] for name in names if name in buffers}
 
     def load_state_dict(self, state: State) -> None:
-        """Does nothing: the tensors of `state_dict` have been read in place."""
+        """Do nothing, because the tensors of `state_dict` have been read in place."""
 
 
 class Groups:
-    """The options of an optimizer's groups, such as the learning rate, which schedules change; the same on all
-    ranks."""
+    """The options of an optimizer's parameter groups, the same on all ranks.
+
+    Schedulers change these options, for example the learning rate.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Store the optimizer."""
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
+        """Return all entries of the parameter groups except the parameters."""
         groups = self.optimizer.param_groups
         return {"groups": [{name: each for name, each in group.items() if name != "params"} for group in groups]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the options of each parameter group."""
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
 
@@ -154,12 +204,17 @@ def with_parameters(
     of: Callable[[torch.Tensor], torch.Tensor],
     part_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Replace each parameter p of an optimizer that has not been stepped by `of(p)`, and each tensor t that it keeps
-    for the elements of p by `part_of(p, t)`."""
-    full_parameters, optimizer.state = optimizer.state, defaultdict(dict)
+    """Replace the parameters and the state of an optimizer in place.
+
+    Args:
+        optimizer: An optimizer that has not taken a step.
+        of: Returns the replacement of a parameter.
+        part_of: Returns the replacement of a state tensor, given its parameter and the tensor.
+    """
+    full_state, optimizer.state = optimizer.state, defaultdict(dict)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for key, value in full_parameters.get(parameter, {}).items():
+            for key, value in full_state.get(parameter, {}).items():
                 is_counter = key == "step" or not torch.is_tensor(value)
                 optimizer.state[of(parameter)][key] = value if is_counter else part_of(parameter, value)
         group["params"] = [of(parameter) for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""The three stages of ZeRO as strategies, which the trainer steps like any other."""
+"""The ZeRO stages 1 to 3 as training strategies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -34,31 +34,39 @@ from ddp_tutorial.zero.state import (
 
 
 class Zero1Strategy(DDPStrategy):
-    """Gradients are averaged as with DDP; each rank has the optimizer's state of its parameters."""
+    """All-reduces gradients as DDP does, and shards the optimizer state over the ranks."""
 
     def __init__(self, *args: Any, mesh: Mesh | None = None, **options: Any) -> None:
+        """Construct a `DDPStrategy` with a `mesh` for the optimizer state.
+
+        Args:
+            *args: Passed to `DDPStrategy`.
+            mesh: The ranks that share one copy of the optimizer state. The default is all ranks.
+            **options: Passed to `DDPStrategy`.
+        """
         super().__init__(*args, **options)
         self.mesh = mesh
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Wrap `optimizer` in a `ShardedOptimizer`. Collective."""
         return ShardedOptimizer(optimizer, self.model.world, self.mesh)
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """Return the components of a checkpoint, with the optimizer state sharded by parameter."""
         assert isinstance(optimizer, ShardedOptimizer), "it is the one that setup_optimizer has returned"
         rank = optimizer.shards.rank
         mine = {name: p for name, p in self.module.named_parameters() if optimizer.owner.get(p) == rank}
-        checkpoint_components = super().checkpoint_components(optimizer) | {
+        components = super().checkpoint_components(optimizer) | {
             "optimizer": (OptimizerState(optimizer.mine, mine), "sharded")
         }
-        return checkpoint_components | {"groups": (Groups(optimizer), "replicated")}
+        return components | {"groups": (Groups(optimizer), "replicated")}
 
 
 class ShardedStrategy(ABC):
-    """What is the same for all strategies by which each rank steps its part of the parameters, with its part of the
-    gradient."""
+    """Base class of the strategies in which each rank updates only its piece of the parameters."""
 
-    link: Link | None = None  # gradients travel by torch's own collectives
-    times = 1.0  # the factor of the loss, where gradients are averaged over ranks and not added up
+    link: Link | None = None  # gradients use torch.distributed's collectives
+    times = 1.0  # factor of the loss; the world size if gradients are averaged over ranks instead of summed
     shards: Shards
 
     def __init__(
@@ -70,46 +78,78 @@ class ShardedStrategy(ABC):
         precision: Precision | None = None,
         mesh: Mesh | None = None,
     ) -> None:
+        """Prepare the model and the loss. Collective.
+
+        Args:
+            model: The model, with full parameters.
+            world: The ranks.
+            loss: Computes the loss of a micro-batch.
+            accumulation: The number of micro-batches for each rank and step.
+            precision: The precision of the forward pass and the loss scale.
+            mesh: The number of copies of the model and of ranks for each copy. The default is a single copy.
+        """
         self.module, self.world, self.accumulation, self.mesh = model, world, accumulation, mesh
         self.loss = StepLoss(loss, world, precision)
         self.setup()
 
     @abstractmethod
     def setup(self) -> None:
-        """Give all ranks the same weights, and make what there is to make before an optimizer. Collective."""
+        """Synchronize the weights and create everything that does not need the optimizer. Collective."""
 
     @property
     def micro_batches_per_rank(self) -> int:
+        """Number of micro-batches that each rank computes in a step."""
         return self.accumulation
 
     @property
     def execution_path(self) -> int:
-        """A digest of the order in which this rank used the sharded parameters so far."""
+        """Digest of the order in which this rank has used the sharded parameters."""
         return 0
 
     @abstractmethod
-    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer: ...
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return an optimizer that updates this rank's pieces. Collective.
+
+        Args:
+            optimizer: An optimizer of the full model that has not taken a step.
+        """
 
     def stepped_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimizer steps, by name."""
+        """Return the parameters that this rank's optimizer updates, by name."""
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     @abstractmethod
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
-        """What a checkpoint keeps of the model, and the state of this rank's optimizer."""
+        """Return the model component of a checkpoint, and the state of this rank's optimizer."""
 
     @abstractmethod
     def reduce(self) -> None:
-        """Wait for this micro-batch's gradients to be added up over the ranks. Called after each backward.
-        Collective."""
+        """Wait until the gradients of this micro-batch are reduced. Collective; called after each backward pass."""
 
     @abstractmethod
     def assign_gradients(self) -> None:
-        """Give what the optimizer steps its gradients. Called once, after the last micro-batch of a step."""
+        """Assign the reduced gradients to the parameters that the optimizer updates.
+
+        Called once, after the last micro-batch of a step.
+        """
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Each micro-batch's gradient is shared out before the next one's is computed: that is what keeps them small,
-        and costs as many reductions as there are micro-batches."""
+        """Run the forward and backward pass of each micro-batch and reduce its gradients. Collective.
+
+        The gradients of each micro-batch are reduced before the next micro-batch starts. This keeps them sharded, but a
+        step needs one reduction for each micro-batch.
+
+        Args:
+            batches: This rank's micro-batches.
+            stop_flags: Summed over all ranks together with the losses.
+
+        Returns:
+            The sums and counts of the losses and metrics over all ranks.
+
+        Raises:
+            ValueError: If `batches` is empty.
+            DifferentPathsError: If the ranks used different modules, or used them in a different order.
+        """
         if not batches:
             raise ValueError("a step has 1 micro-batch or more, found 0")
         self.loss.begin(len(batches))
@@ -130,77 +170,96 @@ class ShardedStrategy(ABC):
         return totals
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm of the whole gradient: the squares of all elements are added up over the ranks of a copy.
-        Collective."""
+        """Return the norm of the full gradient. Collective.
+
+        Args:
+            gradients: This rank's pieces. The squares are summed over the ranks of one copy of the model.
+        """
         return total_norm_over(gradients, self.shards.inside, self.shards.size, self.world.device)
 
     def sync_buffers(self) -> None:
+        """Broadcast rank 0's buffers. Collective."""
         broadcast_tensors(self.world, list(self.module.buffers()))
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
+        """Return a context without effect: evaluation uses the weights of the model."""
         return nullcontext()
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """Return the components of a checkpoint, each marked as "sharded" or "replicated"."""
         model, state = self.sharded_components(optimizer)
         return {"model": model, "optimizer": (state, "sharded"), "groups": (Groups(optimizer), "replicated")}
 
     def state_dict(self) -> Mapping[str, float]:
+        """Return the state of the loss."""
         return self.loss.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
+        """Restore the state of the loss."""
         self.loss.load_state_dict(state)
 
 
 class Zero2Strategy(ShardedStrategy):
-    """Every rank has the whole model, and its piece of each gradient and of the optimizer's state."""
+    """Keeps the full model on every rank, and shards the gradients and the optimizer state (ZeRO-2)."""
 
     def setup(self) -> None:
+        """Shard the gradients. Collective."""
         self.sharded = ShardedGradients(self.module, self.world, mesh=self.mesh)
         self.pieces = Pieces(self.module, self.world, self.mesh)
         self.shards = self.sharded.shards
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Replace the optimizer's parameters by this rank's pieces, and gather all parameters after each step."""
         require_shardable(optimizer)
         require_elementwise(optimizer, "zero2")
         pieces: Mapping[Any, torch.Tensor] = self.sharded.pieces
         with_parameters(
             optimizer,
-            lambda parameter: pieces.get(parameter, parameter),  # a frozen one is whole
+            lambda parameter: pieces.get(parameter, parameter),  # a frozen parameter is not sharded
             lambda parameter, value: self.shards.piece_of(value) if parameter in pieces else value,
         )
         optimizer.register_step_post_hook(lambda *_: self.sharded.gather())
         return optimizer
 
     def stepped_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's pieces of the trained parameters, by name."""
         return {name: self.sharded.pieces[parameter] for name, parameter in self.sharded.named.items()}
 
     def reduce(self) -> None:
+        """Wait for the reductions of a backward pass. Collective."""
         self.sharded.reduce()
 
     def assign_gradients(self) -> None:
+        """Assign the reduced gradients to the pieces. Collective."""
         self.sharded.finish()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
+        """Return a context with the model, whose parameters are always full."""
         return nullcontext(self.module)
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        """Return the model, which every rank stores in full, and the optimizer state of this rank's pieces."""
         return (self.module, "replicated"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped_parameters())
 
 
 class Zero3Strategy(ShardedStrategy):
-    """Every rank has its piece of each parameter, of its gradient, and of the optimizer's state.
+    """Shards the parameters, the gradients and the optimizer state (ZeRO-3).
 
-    With precision bf16, parameters are gathered in bfloat16, and computed with as such: half the bytes of a gather.
+    With precision bf16, parameters are gathered and used in bfloat16. This halves the bytes of each gather.
     """
 
     def setup(self) -> None:
+        """Synchronize the weights; `setup_optimizer` shards them. Collective."""
         self.compute_dtype = torch.bfloat16 if self.loss.precision.config.dtype == "bf16" else None
         self.pieces = Pieces(self.module, self.world, self.mesh)
-        # now, so that an optimizer is made of the same weights on all ranks
+        # before the optimizer is created, so that all ranks create it from the same weights
         sync_initial_state(self.module, self.world)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """From here on the parameters are pieces, the optimizer's too: they are the same."""
+        """Shard the model and the optimizer's state. Collective.
+
+        The optimizer keeps the same `Parameter` objects, which are this rank's pieces from now on.
+        """
         require_shardable(optimizer)
         require_elementwise(optimizer, "zero3")
         self.sharded = ShardedModel(self.module, self.world, compute_dtype=self.compute_dtype, mesh=self.mesh)
@@ -210,17 +269,22 @@ class Zero3Strategy(ShardedStrategy):
 
     @property
     def execution_path(self) -> int:
+        """Digest of the order in which this rank has gathered the units."""
         return self.sharded.path.digest
 
     def reduce(self) -> None:
+        """Free all units and wait for the reductions of a backward pass. Collective."""
         self.sharded.reduce()
 
     def assign_gradients(self) -> None:
+        """Assign the reduced gradients to the pieces. Collective."""
         self.sharded.finish()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
+        """Gather all parameters on every rank inside the context. Collective."""
         return self.sharded.full_parameters()
 
     def sharded_components(self, optimizer: torch.optim.Optimizer) -> tuple[Part, Any]:
+        """Return the sharded model and the optimizer state of this rank's pieces."""
         model = ModelState(self.module, self.pieces.of_whole)
         return (model, "sharded"), OptimizerStateOfPieces(optimizer, self.pieces, self.stepped_parameters())

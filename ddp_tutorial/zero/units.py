@@ -1,4 +1,4 @@
-"""Which parameters are gathered together."""
+"""Select the parameters that are gathered together."""
 
 from collections import Counter
 
@@ -6,10 +6,10 @@ from torch import nn
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are gathered one at a time, by name, the model itself last, as "".
+    """Return the modules that are gathered one at a time, by name, with the model itself last under the name "".
 
-    They are the members of the outermost `ModuleList`s and `Sequential`s that have parameters and share none with the
-    rest of the model. What is in none of them belongs to the model itself.
+    The units are the members of the outermost `ModuleList`s and `Sequential`s. They must have parameters, and must not
+    share parameters with the rest of the model. All other parameters belong to the unit of the model itself.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     units: dict[str, nn.Module] = {}
