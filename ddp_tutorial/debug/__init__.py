@@ -1,12 +1,16 @@
-"""Why does it hang, drift apart or die?
+"""Diagnose hangs, diverging replicas, crashes and slow ranks in a running program.
 
-`recorder` reads which collectives a rank has entered, and from which line of the program. `hangs` watches the ranks of
-a run: where they wait for one another for ever, it ends them and says who waits where. `fingerprints` compares
-collectives before they run. `faults` brings such things about on purpose. `checks` asks all ranks about each optimizer
-step, of any program: have replicas drifted apart (`replicas`), is a number not finite (`nonfinite`), do gradients or
-the loss jump (`spikes`), has a parameter no gradient (`unused`), do ranks learn from the same samples (`overlap`), who
-is slow or waits for data (`pace`), who keeps more and more memory (`memory`)? `detector` is what each is made of,
-`taps` sees a step for it. All of it is attached from outside: nothing below this room knows of it.
+- `recorder` reads the collectives that a rank has entered, and the lines that called them.
+- `hangs` monitors the ranks of a run. If ranks wait for each other forever, it terminates them and reports where.
+- `fingerprints` compares collectives before they run.
+- `faults` injects faults, for example a crash or a delay.
+- `checks` runs the following detectors in any training loop, before each optimizer step: - `replicas` compares the
+  weights of the ranks. - `nonfinite` locates the first NaN or infinity. - `spikes` detects sudden jumps of the gradient
+  and a diverging loss. - `unused` lists parameters without a gradient. - `overlap` detects samples and random numbers
+  that ranks share. - `pace` detects stragglers and ranks that wait for data. - `memory` detects memory leaks.
+- `detector` defines the base class of detectors, and `instrumentation` records the observations of a step.
+
+All of this is attached from outside with hooks. The rest of the package does not depend on this subpackage.
 """
 
 import lazy_loader

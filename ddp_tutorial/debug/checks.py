@@ -1,32 +1,37 @@
-"""Checks of a training program while it runs, on all ranks alike: of any loop over an optimizer, ours or yours.
+"""Check a training program while it runs, on all ranks and in any loop with an optimizer.
 
     with checking(world, model, optimizer) as checks:
         for batch in loader:
             loss(model(batch)).backward()
-            optimizer.step()                  # raises CheckError, on all ranks, where something is wrong
+            optimizer.step()                  # raises CheckError on all ranks if a check fails
             optimizer.zero_grad()
     checks.findings                           # the warnings
 
-Nothing has to be called in the loop. Before each optimizer step every rank notes a few numbers about the step. In each
-of the first three steps, and then once in `every` steps, 20 by default, these go to all ranks in one all-gather, and
-all judge them alike, step by step: so all raise, or none does. After the first three steps nobody waits for that
-all-gather: what it brings is looked at in the next step. What was wrong in step 14 is sent in step 20 and told in step
-21, then, with its own step and the one in which it was seen: "step 14: ... (seen in step 21)". `every=1` tells it in
-step 14, and costs more. One thing does not wait: no rank updates its weights with a gradient that is not finite. Where
-all ranks have one, as they do once it is averaged, all raise before that update. Where only some have, these keep their
-weights as they are until the numbers are exchanged. Steps that are left are judged before a `Trainer` writes its
-result, and where the block ends.
+The loop itself does not change. Before each optimizer step, every rank records a few numbers about the step. A single
+all-gather exchanges these numbers after each of the first three steps, and then once in `every` steps (default: 20).
+All ranks evaluate the same numbers, step by step, so either all ranks raise an error or none does.
 
-The ranks talk in a process group of their own. A rank that does not come to that all-gather makes the others wait for
-it in the next step, as it would in backward: put `watching` around it, which says where everybody is. Of a rank that
-has left the block the others hear in the next step.
+After the first three steps, no rank waits for the all-gather: the next step evaluates its result. With the default, a
+problem in step 14 is exchanged in step 20 and reported in step 21, as "step 14: ... (seen in step 21)". `every=1`
+reports it in step 14, but costs more. The remaining steps are evaluated before a `Trainer` writes its result, and at
+the end of the block.
 
-What takes longer is done now and then, or after an alarm: `NonFinite` and `ReplicaDrift` say what is found later for
-that. Outside of the block no hook is attached, and there is no cost. Inside there is: the default set made a step of
-45 to 52 ms 1.2 to 2.1 % longer in five runs, in the median 1.6 %, and took 1.3 to 2.5 % more processor time; a step of
-5 to 7 ms became 9 % longer (two ranks on two cores, 0.8 million parameters in the first). Compared with themselves,
-steps without checks came out up to 0.8 % apart by the clock; single repeats were off by 2 to 3 %. `python -m
-ddp_tutorial bench debug` measures what each detector costs, and all together.
+A non-finite gradient is handled at once: no rank updates its weights with it. If the gradient is non-finite on all
+ranks, as it is after averaging, all ranks raise the error before the update. If the gradient is non-finite on some
+ranks only, these ranks skip their updates until the numbers are exchanged.
+
+The ranks communicate in a separate process group. If a rank does not reach the all-gather, the other ranks wait for it
+in the next step, as they would in the backward pass. Use `watching` around the block to find out where each rank is. If
+a rank has left the block, the other ranks report this in the next step.
+
+Expensive comparisons run only occasionally, or after an alarm. `NonFinite` and `ReplicaDrift` document which problems
+are reported later for this reason.
+
+Outside the block, no hook is attached and there is no overhead. Inside the block, the default detectors made a step of
+45 to 52 ms slower by 1.2 to 2.1 % in five runs (median 1.6 %), and took 1.3 to 2.5 % more CPU time. A step of 5 to 7 ms
+became 9 % slower. These figures are for two ranks on two cores, the first for 0.8 million parameters. In a comparison
+of steps without checks, the times differed by up to 0.8 %, and single repeats by 2 to 3 %. `python -m ddp_tutorial
+bench debug` measures the cost of each detector and of all detectors together.
 """
 
 import logging
@@ -60,23 +65,31 @@ from ddp_tutorial.world import World, require_group
 
 LOG = logging.getLogger(__name__)
 
-_FIRST = 3  # steps of a block after each of which the ranks exchange their numbers: most bugs show there
-_PATIENCE = 1.0  # seconds that ranks wait for the others to come to a place where not all may come
+_FIRST = 3  # number of initial steps with an exchange in each step, because most bugs appear there
+_PATIENCE = 1.0  # seconds to wait for other ranks at a point that some ranks may never reach
 _PATIENCE_AT_THE_END = 5.0
 
 
 class _Sent(NamedTuple):
-    """Numbers on their way: the rows of this rank, who has brought what beside them, and where all ranks' arrive."""
+    """An exchange in progress.
+
+    Attributes:
+        rows: The rows of this rank.
+        on_exchanged: The detectors that exchange additional values.
+        sizes: The number of values in the rows, and then for each of these detectors.
+        of_ranks: The values of all ranks [ranks, numbers], valid after the work completes.
+        work: The all-gather. None if there is only one rank.
+    """
 
     rows: list[list[float]]
     on_exchanged: list[Detector]
     sizes: list[int]
-    of_ranks: torch.Tensor  # [ranks, numbers], once the work is done
-    work: dist.Work | None  # None where there is one rank
+    of_ranks: torch.Tensor
+    work: dist.Work | None
 
 
 class Checks:
-    """The detectors of one block on one rank, and what they have found so far, in `findings`."""
+    """The detectors of one block on one rank. `findings` contains their findings so far."""
 
     def __init__(
         self,
@@ -89,17 +102,22 @@ class Checks:
         after: int | Callable[[], int],
         every: int,
     ) -> None:
+        """Store the arguments, which `checking` documents.
+
+        Raises:
+            ValueError: If `every` is below 1.
+        """
         if every < 1:
             raise ValueError(f"every={every}: should be 1 step or more")
         self.program = Program(world, model, optimizer, after)
         self.detectors, self.strict, self.every = list(detectors), strict, every
         self.findings: list[Finding] = []
         self._store: dist.Store | None = None
-        self._rows: list[list[float]] = []  # of each step since the last exchange: its number, and what was said
+        self._rows: list[list[float]] = []  # for each step since the last exchange: its number and the local reports
         self._sent: _Sent | None = None
         self._listening = ExitStack()
         self._first = self.program.step
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and gradients kept from the update
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and gradients, hidden
         self._says = [each for each in detectors if type(each).local_report is not Detector.local_report]
         self._length = 1 + sum(each.size for each in self._says)
         self._ends, self._is_over = 0, False
@@ -116,14 +134,14 @@ class Checks:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Inside, the detectors are at work. Collective to enter."""
+        """Attach the detectors inside the context. Collective to enter."""
         world = self.program.world
         require_group(world)
         with ExitStack() as stack:
             if world.size > 1:
                 self.program.group = group = dist.new_group(
                     timeout=world.timeout, backend="gloo"
-                )  # on GPUs too: small things
+                )  # on GPUs too, because the messages are small
                 self._store = dist.PrefixStore(f"checking {group.group_name}", default_store())
                 stack.push(self._leave)
                 names = self.program.gather([each.name for each in self.detectors])
@@ -132,19 +150,19 @@ class Checks:
             for each in self.detectors:
                 each.attach(self.program)
             self._listen()
-            stack.callback(lambda: self._listening.close())  # noqa: PLW0108  # that of then
+            stack.callback(lambda: self._listening.close())  # noqa: PLW0108  # as it is then
             try:
                 yield
                 self._judge_the_rest()
             except Exception as error:
                 if self._sent and self._have_all_come(f"failure {self.program.taken}", _PATIENCE):
-                    self._judge()  # all ranks have failed in one step: what they were about to be told may be why
+                    self._judge()  # all ranks failed in the same step, and the pending numbers may contain the cause
                 if isinstance(error, RuntimeError):
                     self._account_for(error)
                 raise
 
     def _listen(self) -> None:
-        """Attach all that is on the program itself."""
+        """Attach the hooks to the program."""
         optimizer = self.program.optimizer
         with ExitStack() as stack:
             stack.enter_context(self._taps)
@@ -155,8 +173,10 @@ class Checks:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Inside, nothing is attached to the program: its steps are neither looked at nor counted. On all ranks, or on
-        none. So a benchmark can take a step with checks and the next one without."""
+        """Detach all hooks inside the context: steps are neither checked nor counted.
+
+        Either all ranks must enter the context or none. A benchmark uses it to alternate steps with and without checks.
+        """
         self._listening.close()
         try:
             yield
@@ -164,20 +184,23 @@ class Checks:
             self._listen()
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Tell the other ranks that the block is over for this one, unless an error ends it, which says more."""
+        """Record in the store that this rank has left the block, unless an exception ends the block."""
         if kind is None and self._store is not None:
-            with suppress(RuntimeError):  # the store is gone, and with it all the others
+            with suppress(RuntimeError):  # the store no longer exists, and neither do the other ranks
                 self._store.set(str(self.program.world.rank), str(self.program.step - 1))
         group, self.program.group = self.program.group, None
         with suppress(RuntimeError, ValueError):
-            # Ending the group would wait for it, for as long as collectives may take.
+            # destroy_process_group would wait for the all-gather, up to the timeout of a collective.
             if self._sent and self._sent.work:
                 self._sent.work.wait(timedelta(seconds=_PATIENCE))
             dist.destroy_process_group(group)
 
     def _before_update(self, *_: Any) -> None:
-        """Where numbers are due, they are sent here, and nobody waits for them: they are judged in the next step. At
-        once in the first steps only, and where no rank has a gradient that is finite."""
+        """Record the numbers of this step, and exchange them if an exchange is due.
+
+        The next step evaluates the result. The exchange is evaluated at once in the first steps, and if the gradient is
+        non-finite on all ranks.
+        """
         if self._sent:
             self._judge()
         step, seen = self.program.step, self._taps.take()
@@ -199,6 +222,7 @@ class Checks:
                 self._hide_gradients()
 
     def _after_update(self, *_: Any) -> None:
+        """Restore hidden gradients, run the detectors that follow an update, and count the step."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
@@ -208,12 +232,12 @@ class Checks:
         self.program.taken += 1
 
     def _judge(self) -> None:
-        """What all ranks have noted since the last time; they tell one another here where they have not. Collective."""
+        """Evaluate the numbers since the last exchange, and exchange them first if necessary. Collective."""
         if not self._sent:
             self._send()
         of_ranks, on_exchanged = self._received()
         last = 0
-        for rows in zip(*of_ranks, strict=True):  # of one step, a row of each rank
+        for rows in zip(*of_ranks, strict=True):  # one step, with a row for each rank
             steps = [row[0] for row in rows]
             if len(set(steps)) > 1:
                 self._blame(steps)
@@ -227,7 +251,11 @@ class Checks:
             self._report(each.on_exchanged(last, numbers))
 
     def _blame(self, steps: Sequence[float]) -> None:
-        """Raise the alarm for ranks that update in different steps: `steps` are those of each rank's next update."""
+        """Raise `CheckError` because the ranks update in different steps.
+
+        Args:
+            steps: The step of each rank's next update. 0 stands for a rank without a row.
+        """
         told = ", ".join(f"rank {rank} in step {step:.0f}" for rank, step in enumerate(steps) if step)
         message = f"the ranks do not update their weights in the same steps: {told}"
         finding = Finding("steps", int(min(filter(None, steps))), tuple(range(len(steps))), message, "error")
@@ -235,8 +263,10 @@ class Checks:
         raise CheckError(finding)
 
     def _send(self) -> None:
-        """The rows since the last exchange, on their way to all ranks, and what detectors bring beside them. As many
-        numbers are sent each time, so that a rank that has noted fewer is told and not waited for. Collective."""
+        """Start to exchange the rows since the last exchange, and the detectors' additional values. Collective.
+
+        The number of values is always the same, so a rank with fewer rows is reported instead of waited for.
+        """
         rows, self._rows = self._rows, []
         if self.program.world.size == 1:
             self._sent = _Sent(rows, [], [], torch.empty(0), None)
@@ -249,8 +279,12 @@ class Checks:
         self._sent = _Sent(rows, [each for each, _ in on_exchanged], sizes, *self.program.start_gather(all_of_it))
 
     def _received(self) -> tuple[list[list[list[float]]], list[tuple[Detector, torch.Tensor]]]:
-        """Of each rank the rows that it has sent, as many of all ranks: a row of zeros where a rank has none. And what
-        detectors have brought, [ranks, n] of each that has."""
+        """Wait for the exchange.
+
+        Returns:
+            The rows of each rank, padded with rows of zeros to the same length, and the values [ranks, n] of each
+            detector that exchanges additional values.
+        """
         assert self._sent, "_send has been called"
         sent, self._sent = self._sent, None
         if sent.work is None:
@@ -265,12 +299,12 @@ class Checks:
         ]
 
     def _before_result(self, edge: PhaseEvent) -> None:
-        """A `Trainer` is about to write what a run has come to: an alarm of its last steps belongs there instead."""
+        """Evaluate the last steps before a `Trainer` writes its result, so that their alarms prevent the result."""
         if edge.name == "result" and edge.entered:
             self._judge_the_rest()
 
     def _judge_the_rest(self) -> None:
-        """No step comes after: of those since the last exchange nobody has heard yet."""
+        """Exchange and evaluate the remaining steps, because no further step follows."""
         if not (self._rows or self._sent):
             return
         self._ends += 1
@@ -287,22 +321,24 @@ class Checks:
             self._is_over = False
 
     def _have_all_come(self, place: str, seconds: float) -> bool:
-        """Have all ranks come to `place` within `seconds`? Those that come get the same answer; of those that do not,
-        nothing is asked. For where a collective might wait for ever."""
+        """Return whether all ranks reach `place` within `seconds`, where a collective might wait forever.
+
+        All ranks that reach `place` get the same answer. The other ranks do not have to answer.
+        """
         size, store = self.program.world.size, self._store
         if store is None:
             return True
-        with suppress(RuntimeError):  # the store is gone, with a rank that has not waited
+        with suppress(RuntimeError):  # the store no longer exists, because a rank has exited
             if store.add(f"at {place}", 1) == size:
                 store.compare_set(f"all at {place}", "", "yes")
             until = time.monotonic() + seconds
             while not store.check([f"all at {place}"]) and time.monotonic() < until:
                 time.sleep(0.002)
-            return bool(store.compare_set(f"all at {place}", "", "no") == b"yes")  # the first answer stays
+            return bool(store.compare_set(f"all at {place}", "", "no") == b"yes")  # the first answer is final
         return False
 
     def _hide_gradients(self) -> None:
-        """An optimizer leaves a parameter without a gradient as it is."""
+        """Remove the gradients until after the update: an optimizer does not change a parameter without a gradient."""
         for group in self.program.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -310,10 +346,10 @@ class Checks:
                     parameter.grad = None
 
     def _account_for(self, error: RuntimeError) -> None:
-        """Where a connection is lost because a rank has left the block, having taken fewer steps, say so."""
+        """Raise `CheckError` if a connection was lost because a rank has left the block after fewer steps."""
         if not lost_connection(error):
             return
-        gone: dict[int, int] = {}  # rank -> after which step it has left
+        gone: dict[int, int] = {}  # rank -> the last step before it left
         with suppress(RuntimeError):
             for rank in range(self.program.world.size):
                 if self._store is not None and self._store.check([str(rank)]):
@@ -326,20 +362,20 @@ class Checks:
             raise CheckError(finding) from error
 
     def _report(self, findings: Sequence[Finding]) -> None:
-        """Keep them; warn; raise where one is an error, the first of them."""
+        """Store and log the findings. Raise `CheckError` for the first error."""
         now = self.program.step - self._is_over
         for found in findings:
             finding = found if found.step == now else replace(found, seen=now)
             self.findings.append(finding)
             if finding.severity == "error" or self.strict:
-                self._rows = []  # it is over
+                self._rows = []  # do not evaluate the remaining steps
                 raise CheckError(finding)
             if self.program.world.is_main:
                 LOG.warning("%s", finding)
 
 
 def default_detectors() -> list[Detector]:
-    """The set that `checking` uses where none is named."""
+    """Return the detectors that `checking` uses by default."""
     return [
         NonFinite(),
         UnusedParameters(),
@@ -365,16 +401,30 @@ def checking(
     after: int | Callable[[], int] = 0,
     every: int = 20,
 ) -> Iterator[Checks]:
-    """Inside, each step of `optimizer` is checked by `detectors`, by default `default_detectors()`. Collective.
+    """Check each step of `optimizer` inside the context. Collective.
 
-    All steps are looked at. What was seen is exchanged and judged in each of the first three steps, then sent once in
-    `every` steps and judged in the step after that, and where the block ends. So it is told up to `every` steps later,
-    with the step in which it was so.
+    All steps are checked. The ranks exchange their observations in each of the first three steps, and then once in
+    `every` steps. An exchange after the first three steps is evaluated in the following step. A problem is therefore
+    reported up to `every` steps later, with the number of its own step. The last steps are evaluated at the end of the
+    block.
 
-    Raises `CheckError` from `optimizer.step()`, on all ranks, for what makes it pointless to go on; with `strict`, for
-    all findings. Others are warnings in the log, of rank 0. `after` is how many steps have been taken before, or a
-    function that says how many have been so far. Raises `ValueError` where the ranks have different detectors, and for
-    `every` below 1.
+    `optimizer.step()` raises `CheckError` on all ranks if a finding is an error. Other findings are logged as warnings
+    on rank 0.
+
+    Args:
+        world: The ranks.
+        model: The model, with or without its data-parallel wrapper.
+        optimizer: The optimizer of the loop.
+        detectors: The detectors, the same on all ranks. None means `default_detectors()`.
+        strict: Whether to raise `CheckError` for every finding.
+        after: The number of steps before the block, or a function that returns the number of steps so far.
+        every: The number of steps between two exchanges.
+
+    Yields:
+        The `Checks`, whose attribute `findings` contains the findings so far.
+
+    Raises:
+        ValueError: If the ranks have different detectors, or if `every` is below 1.
     """
     checks = Checks(
         world,

@@ -1,6 +1,6 @@
-"""What a detector is, what it finds, and what it knows of the program that it looks at.
+"""The base class of detectors, their findings, and the program that they check.
 
-`checks` puts detectors to work; each is in a module of its own.
+`checks` runs the detectors. Each detector has its own module.
 """
 
 import math
@@ -20,15 +20,21 @@ from ddp_tutorial.debug.instrumentation import SHORT, Observable, StepObservatio
 from ddp_tutorial.world import World
 
 T = TypeVar("T")
-LocalReport = Sequence[Sequence[float]]  # what each rank has said, rank 0 first
+LocalReport = Sequence[Sequence[float]]  # the numbers of each rank, in rank order
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a detector has found in the optimizer step `step`, which counts from 1; the same on all ranks.
+    """A problem that a detector has found, the same on all ranks.
 
-    `ranks` are those with which something is wrong, `where` is the name of the tensor, parameter, module or phase.
-    `seen` is the step in which the ranks told one another of it, where that was a later one than `step`; else 0.
+    Attributes:
+        detector: The name of the detector.
+        step: The optimizer step with the problem, counted from 1.
+        ranks: The ranks with the problem.
+        message: A description of the problem.
+        severity: An "error" is raised as `CheckError`, a "warning" is logged.
+        where: The name of the tensor, parameter, module or phase.
+        seen: The step in which the ranks exchanged the observation, if it is later than `step`. Otherwise 0.
     """
 
     detector: str
@@ -40,28 +46,31 @@ class Finding:
     seen: int = 0
 
     def __str__(self) -> str:
+        """Return the step and the message."""
         return f"step {self.step}: {self.message}" + (f" (seen in step {self.seen})" if self.seen else "")
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0 and 2`, `ranks 0, 1 and 2`: ranks in a sentence."""
+    """Return ranks as text: "rank 1", "ranks 0 and 2", "ranks 0, 1 and 2"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 class CheckError(FailedError):
-    """What a check has found makes it pointless to go on. Raised on all ranks in the same step."""
+    """A check has found an error that makes the rest of the run useless. Raised on all ranks in the same step."""
 
     def __init__(self, finding: Finding) -> None:
+        """Store the finding and use it as the message."""
         super().__init__(str(finding))
         self.finding = finding
 
     def __reduce__(self) -> tuple[type, tuple[Finding]]:
+        """Pickle the exception by its finding."""
         return CheckError, (self.finding,)
 
 
 class Program:
-    """A program that is checked, as one rank sees it: its model, without the wrapper, and the optimizer."""
+    """The program that is checked, as one rank sees it: its optimizer and its model without the wrapper."""
 
     def __init__(
         self,
@@ -70,61 +79,91 @@ class Program:
         optimizer: torch.optim.Optimizer,
         after: int | Callable[[], int] = 0,
     ) -> None:
+        """Store the arguments.
+
+        Args:
+            world: The ranks.
+            model: The model, with or without its data-parallel wrapper.
+            optimizer: The optimizer of the loop.
+            after: The number of steps before the block, or a function that returns the number of steps so far.
+        """
         self.world, self.model, self.optimizer = world, model, optimizer
         is_wrapper = isinstance(model, (DistributedDataParallel, DataParallel))
         self.module: nn.Module = model.module if is_wrapper else model  # type: ignore[assignment]
         self.names = {parameter: name for name, parameter in self.module.named_parameters()}
-        self.group: dist.ProcessGroup | None = None  # of the checks alone
+        self.group: dist.ProcessGroup | None = None  # used only by the checks
         self.taken = 0  # steps since the block began
         self._after = after
-        self._gradient_of, self._gradient = -1, 0.0  # of which step, and what it was
+        self._gradient_of, self._gradient = -1, 0.0  # the step of the cached value, and the value
         self._sizes: Sequence[float | torch.Tensor] = ()
 
     def gradient(self) -> float:
-        """One number for all gradients that the update will use, so after they were averaged; looked at once for each
-        step. The same on two ranks with the same gradients, by and large only there. Not finite where one of them is
-        not, or has numbers so large that their sum or their squares overflow."""
+        """Return one number for all gradients that the update will use, cached for each step.
+
+        The number is computed from the averaged gradients. It is the same on ranks with the same gradients, and almost
+        always different otherwise. It is non-finite if a gradient is, or if the sum or the squares of a gradient
+        overflow.
+        """
         if self._gradient_of != self.taken:
             self._sizes = _sizes(self.gradients())
             self._gradient_of, self._gradient = self.taken, _sum(self._sizes)
         return self._gradient
 
     def gradient_sizes(self) -> Sequence[float | torch.Tensor]:
-        """The numbers that `gradient` has added up, one for each of `named_gradients`: sums, or norms on a GPU."""
+        """Return the numbers that `gradient` sums, in the order of `named_gradients`.
+
+        They are the sums of the gradients' elements on the CPU, and norms on a GPU.
+        """
         self.gradient()
         return self._sizes
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients that the optimizer will use; of a sparse one, the values that it holds."""
+        """Return the gradients that the optimizer will use. For a sparse gradient, return its values."""
         found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         return [sparse_values(each) if each.is_sparse else each for each in found]
 
     def named_gradients(self) -> list[str]:
-        """The names of the parameters that have a gradient."""
+        """Return the names of the parameters that have a gradient."""
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         return [self.names.get(p, "a parameter that is not the model's") for p in trained]
 
     @property
     def step(self) -> int:
-        """The number of the optimizer step that is under way, or comes next."""
+        """Number of the current optimizer step, or of the next step if none is in progress."""
         return (self._after() if callable(self._after) else self._after + self.taken) + 1
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[n] of each rank, on the CPU, the same n and type on all -> [ranks, n]. Collective."""
+        """Return the numbers of all ranks. Collective.
+
+        Args:
+            numbers: A CPU tensor [n] with the same length and type on all ranks.
+
+        Returns:
+            A tensor [ranks, n].
+        """
         rows, work = self.start_gather(numbers)
         if work:
             work.wait()
         return rows
 
     def start_gather(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """The same; the rows are complete once the work, if there is any, has been waited for."""
+        """Start `gather_numbers` without waiting. Collective.
+
+        Returns:
+            The rows and the work. The rows are valid after the work completes. The work is None if there is only one
+            rank.
+        """
         rows = numbers.new_empty(self.world.size, len(numbers))
         if self.world.size == 1:
             return rows.copy_(numbers), None
         return rows, dist.all_gather(list(rows), numbers, group=self.group, async_op=True)
 
     def gather(self, obj: T) -> list[T]:
-        """What the ranks gave, rank 0's first. Collective; for small things that can be pickled."""
+        """Return the objects of all ranks, in rank order. Collective.
+
+        Args:
+            obj: A small object that can be pickled.
+        """
         if self.world.size == 1:
             return [obj]
         things: list[Any] = [None] * self.world.size
@@ -133,8 +172,11 @@ class Program:
 
 
 def _sizes(gradients: Sequence[torch.Tensor]) -> Sequence[float | torch.Tensor]:
-    """Sums where they are on the CPU, in a third of the time that norms take. Elsewhere norms, in one call for all, as
-    in torch's clip_grad_norm_: a call for each would be many kernels on a GPU."""
+    """Return a sum for each gradient on the CPU, or a norm for each gradient elsewhere.
+
+    On the CPU, a sum takes a third of the time of a norm. On a GPU, one call computes all norms, as in PyTorch's
+    `clip_grad_norm_`, because a call for each gradient would launch many kernels.
+    """
     if all(type(each) is torch.Tensor and each.is_cpu for each in gradients):
         return [(each.sum(dtype=torch.float32) if each.dtype in SHORT else each.sum()).item() for each in gradients]
     return norms(gradients)
@@ -146,25 +188,20 @@ def _sum(sizes: Sequence[float | torch.Tensor]) -> float:
         return float(sum(sizes))
     try:
         return float(torch.stack(tensors).sum())
-    except RuntimeError:  # they are on several devices
+    except RuntimeError:  # the tensors are on several devices
         return math.fsum(map(float, tensors))
 
 
 class Detector:
-    """One question about each optimizer step. A subclass overrides what it needs:
+    """Checks one property of each optimizer step. A subclass overrides the methods that it needs.
 
-    - `observes`: what it wants to see of a step (see `Instrumentation`).
-    - `before_forward`, `after_forward`: around each forward that trains.
-    - `say`: before each update, `size` numbers about this rank's step. Local, and cheap.
-    - `is_urgent`: after `say`; should the ranks not wait, and this rank's weights not be updated with that gradient?
-    - `check`: what the numbers of all ranks come to, for one step after the other, when the ranks have exchanged them:
-      before the update of `self.program.step`, which is `step` or a later one. All ranks run it with the same numbers,
-      so they may answer with collectives, `self.program.gather`, as long as the numbers alone decide it.
-    - `values_to_exchange`: whole numbers that go to all ranks with that exchange, as many on each rank; and
-      `on_exchanged`, what the ranks have brought, once it is judged. For more than fits into a step's `size`.
-    - `after_update`: after each update; may be collective as well.
+    A detector belongs to one `checking` block at a time.
 
-    A detector belongs to one block of `checking` at a time.
+    Attributes:
+        name: The name of the detector in its findings.
+        size: The number of values that `local_report` returns.
+        observes: The observations that the detector needs; see `Instrumentation`.
+        program: The program that is checked, set by `attach`.
     """
 
     name: ClassVar[str]
@@ -173,27 +210,52 @@ class Detector:
     program: Program
 
     def attach(self, program: Program) -> None:
-        """The block begins. Collective."""
+        """Prepare for a block that checks `program`. Collective."""
         self.program = program
 
-    def before_forward(self, inputs: tuple[Any, ...]) -> None: ...
+    def before_forward(self, inputs: tuple[Any, ...]) -> None:
+        """Observe the inputs of the model before each forward pass in training."""
 
-    def after_forward(self, output: Any) -> None: ...
+    def after_forward(self, output: Any) -> None:
+        """Observe the output of the model after each forward pass in training."""
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return `size` numbers about this rank's step, before each update. Local; must be cheap."""
         return ()
 
     def is_urgent(self) -> bool:
+        """Return whether this rank must not update its weights with the gradient that `local_report` has observed."""
         return False
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Return the findings of a step, from the numbers of all ranks.
+
+        All ranks call this method with the same arguments, step by step, after the ranks have exchanged the numbers. It
+        runs before the update of `self.program.step`, which is `step` or a later step. It may call collectives such as
+        `self.program.gather` if the decision to call them depends only on the arguments.
+
+        Args:
+            step: The step of the numbers.
+            reports: The result of `local_report` on each rank.
+        """
         return []
 
     def values_to_exchange(self) -> torch.Tensor | None:
+        """Return 64-bit integers to exchange together with the local reports, the same number on each rank, or None.
+
+        Use this method for values that do not fit into the `size` numbers of a step.
+        """
         return None
 
     def on_exchanged(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
+        """Return the findings from the exchanged values.
+
+        Args:
+            step: The last step of the exchange.
+            of_ranks: The values of all ranks [ranks, n].
+        """
         return []
 
     def after_update(self, step: int) -> list[Finding]:
+        """Return the findings after the update of `step`. May be collective."""
         return []

@@ -1,10 +1,10 @@
-"""Faults on purpose: a rank that is killed, raises, hangs, is late, or spoils what the others rely on.
+"""Inject faults: a rank crashes, raises an error, hangs, is delayed, or corrupts its data.
 
-    with inject(world, Fault(action="kill", rank=1, step=3, phase="backward")):
+    with inject_faults(world, Fault(action="kill", rank=1, step=3, phase="backward")):
         train(world)
 
-They strike where a phase begins (see `phases`), so what trains need not know of them. A fault whose moment does not
-come, since a run ends before its step, say, or never enters its phase, is told of in a warning.
+A fault occurs at the start of a phase (see `phases`), so the training code does not need to know about faults. A fault
+that does not occur is logged as a warning, for example if the run ends before the fault's step.
 """
 
 import errno
@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 MIB = 1 << 20
 
 Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "leak", "fill_disk", "oom", "kill_worker"]
-# All that this package enters with `phases.phase`, in the order of a run; "gather" and "average" of some strategies.
+# All phases of this package, in the order of a run. Only some strategies use "gather" and "average".
 PhaseName = Literal[
     "load", "data", "grads", "forward", "backward", "finish", "gather", "update", "average", "evaluate", "save",
     "save: collect", "save: copy", "save: write", "save: sync", "save: manifest", "save: rename", "profile", "result",
@@ -42,16 +42,21 @@ PhaseName = Literal[
 
 
 class Fault(Config):
-    """What goes wrong, on which rank, in which step, at the beginning of which phase.
+    """A fault on one rank, at the start of a phase in one step.
 
-    - `kill`: SIGKILL. `raise`: an `InjectedError`. `hang`: for ever. `delay`: for `seconds`.
-    - `corrupt`: one number of this rank's first gradient is changed, once the ranks have agreed on it.
-    - `nan`: this rank's gradient is NaN, before the ranks add theirs up.
-    - `skip`: this rank leaves out the next all-reduce that Python asks for.
-    - `leak`: from this step on, `megabytes` are kept in each.
-    - `oom`: memory runs out; at phase "forward" in the middle of it, else where the phase begins.
-    - `kill_worker`: SIGKILL for a process that reads ahead for this rank.
-    - `fill_disk`: from then on, no file of this rank can be written that has to survive.
+    The actions are:
+
+    - `kill`: Send SIGKILL to the rank.
+    - `raise`: Raise `InjectedError`.
+    - `hang`: Sleep forever.
+    - `delay`: Sleep for `seconds`.
+    - `corrupt`: Change one number of this rank's first gradient. Use a phase after the gradients have been averaged.
+    - `nan`: Make this rank's gradient NaN before the gradients are reduced.
+    - `skip`: Skip this rank's next call of `torch.distributed.all_reduce`.
+    - `leak`: In this and every later step, allocate `megabytes` and keep them.
+    - `oom`: Run out of memory: during the forward pass for the phase "forward", otherwise at the start of the phase.
+    - `kill_worker`: Send SIGKILL to a data loading worker of this rank.
+    - `fill_disk`: From now on, every durable write of this rank fails.
     """
 
     action: Action = Field(description="What happens; see the list above.")
@@ -62,15 +67,20 @@ class Fault(Config):
     megabytes: float = Field(10.0, gt=0, description="Size of a leak per step.")
 
     def __str__(self) -> str:
+        """Return the action, rank, step and phase as text."""
         return f"{self.action} on rank {self.rank} in step {self.step}, at {self.phase}"
 
 
 class InjectedError(RuntimeError):
-    """The error of a fault that raises."""
+    """The error that the action "raise" raises."""
 
 
 def parse(text: str) -> Fault:
-    """`kill rank=1 step=3 phase=backward` -> a `Fault`. Raises `ConfigError`."""
+    """Parse a fault such as "kill rank=1 step=3 phase=backward".
+
+    Raises:
+        ConfigError: If `text` is not a valid fault.
+    """
     action, *settings = text.split() or [""]
     values: dict[str, object] = {"action": action}
     for setting in settings:
@@ -82,7 +92,7 @@ def parse(text: str) -> Fault:
 
 
 def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
-    """Raise `ConfigError` for a fault of a rank that is not among so many."""
+    """Raise `ConfigError` if a fault's rank does not exist among `ranks` ranks."""
     for fault in faults:
         if fault.rank >= ranks:
             raise ConfigError(f"fault '{fault}': there are {ranks} ranks, so 'rank' is below that")
@@ -90,12 +100,18 @@ def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
 
 @contextmanager
 def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) -> Iterator[None]:
-    """Inside, what `faults` say goes wrong on this rank. `corrupt`, `nan` and `oom` need the `model`.
+    """Inject this rank's `faults` inside the context.
 
-    A fault of this rank that has not struck when a `Trainer` has written its result, or else when the block ends, is a
-    warning in this rank's log.
+    A fault of this rank that has not occurred is logged as a warning. This happens when a `Trainer` has written its
+    result, or otherwise at the end of the block.
 
-    Raises `ConfigError` for a fault of a rank that is not there, or one that lacks its model.
+    Args:
+        world: The ranks.
+        *faults: The faults of all ranks.
+        model: The model. Required by the actions "corrupt", "nan" and "oom".
+
+    Raises:
+        ConfigError: If a fault's rank does not exist, or if a fault requires `model`.
     """
     check_ranks(faults, world.size)
     for fault in faults:
@@ -110,17 +126,25 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
 
 
 class _Striker:
-    """Waits for the beginning of its phase in its step; what it leaves behind ends with `stack`."""
+    """Observes phases until the fault is due and executes its action."""
 
     def __init__(self, fault: Fault, model: nn.Module | None, stack: ExitStack) -> None:
+        """Store the arguments.
+
+        Args:
+            fault: A fault of this rank.
+            model: The model, if given.
+            stack: Undoes the effects of the action at the end of the block.
+        """
         self._fault, self._model, self._stack = fault, model, stack
-        self._data = self._own = 0  # how often these phases have begun
+        self._data = self._own = 0  # how often the phase "data" and the fault's phase have started
         self._has_struck = self._has_told = False
         self._kept: list[torch.Tensor] = []
 
     def __call__(self, edge: PhaseEvent) -> None:
+        """Count the phases, and execute the action if it is due."""
         if not edge.entered:
-            if edge.name == "result":  # while the run still has its log
+            if edge.name == "result":  # warn while the run's log is still open
                 self.tell()
             return
         self._data += edge.name == "data"
@@ -136,7 +160,7 @@ class _Striker:
             self._strike()
 
     def tell(self) -> None:
-        """Once, that the fault has not struck, where it has not."""
+        """Log a warning, once, if the fault has not occurred."""
         if self._has_struck or self._has_told:
             return
         self._has_told = True
@@ -149,7 +173,7 @@ class _Striker:
             why = f"phase {name!r} was not entered in that step"
         LOG.warning("the fault '%s' has not struck: %s", self._fault, why)
 
-    def _strike(self) -> None:  # a case for each action
+    def _strike(self) -> None:  # one case for each action
         match self._fault.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -169,7 +193,7 @@ class _Striker:
                 self._stack.callback(spoilt.remove)
             case "skip":
                 self._stack.enter_context(_one_all_reduce_left_out())
-            case "oom" if self._fault.phase == "forward":  # after what DDP does at the beginning
+            case "oom" if self._fault.phase == "forward":  # after DDP's work at the start of the forward pass
                 self._stack.enter_context(_failing_once(self._model, self._take_all_memory))
             case "oom":
                 self._take_all_memory()
@@ -185,7 +209,7 @@ class _Striker:
         workers[0].kill()
 
     def _take_all_memory(self) -> None:
-        """More than any machine has addresses for: the error is the allocator's own."""
+        """Allocate more memory than the address space of any machine, so that the allocator raises the error."""
         torch.empty(1 << 50, dtype=torch.uint8, device=next(self._parameters()).device)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -195,14 +219,14 @@ class _Striker:
 
 @contextmanager
 def _failing_once(model: nn.Module | None, fail: Callable[[], None]) -> Iterator[None]:
-    """The next forward of the model fails at its end."""
+    """Call `fail` at the fail_at_end of the model's next forward pass."""
     assert model is not None, "inject has checked it"
 
-    def end(*_: object) -> None:
+    def fail_at_end(*_: object) -> None:
         hook.remove()
         fail()
 
-    hook = model.register_forward_hook(end)
+    hook = model.register_forward_hook(fail_at_end)
     try:
         yield
     finally:
@@ -211,27 +235,28 @@ def _failing_once(model: nn.Module | None, fail: Callable[[], None]) -> Iterator
 
 @contextmanager
 def _one_all_reduce_left_out() -> Iterator[None]:
-    """The next `dist.all_reduce` of this process returns without doing anything."""
+    """Make the next call of `dist.all_reduce` in this process return without effect."""
     real: Callable[..., object] = dist.all_reduce
 
-    def put_back() -> None:
+    def restore() -> None:
         dist.all_reduce = real
 
-    def left_out(*_: object, async_op: bool = False, **__: object) -> object:
-        put_back()
+    def skip(*_: object, async_op: bool = False, **__: object) -> object:
+        restore()
         return _Nothing() if async_op else None
 
-    dist.all_reduce = left_out
+    dist.all_reduce = skip
     try:
         yield
     finally:
-        put_back()
+        restore()
 
 
 class _Nothing:
-    """The work of a collective that was left out."""
+    """The work of the skipped collective."""
 
     def wait(self) -> bool:
+        """Return True at once."""
         return True
 
 
