@@ -4,11 +4,18 @@
 - `hangs` monitors the ranks of a run. If ranks wait for each other forever, it terminates them and reports where.
 - `fingerprints` compares collectives before they run.
 - `faults` injects faults, for example a crash or a delay.
-- `checks` runs the following detectors in any training loop, before each optimizer step: - `replicas` compares the
-  weights of the ranks. - `nonfinite` locates the first NaN or infinity. - `spikes` detects sudden jumps of the gradient
-  and a diverging loss. - `unused` lists parameters without a gradient. - `overlap` detects samples and random numbers
-  that ranks share. - `pace` detects stragglers and ranks that wait for data. - `memory` detects memory leaks.
+- `checks` runs detectors in any training loop, before each optimizer step.
 - `detector` defines the base class of detectors, and `instrumentation` records the observations of a step.
+
+The detectors are in the following modules:
+
+- `replicas` compares the weights of the ranks.
+- `nonfinite` locates the first NaN or infinity.
+- `spikes` detects sudden jumps of the gradient and a diverging loss.
+- `unused` lists parameters without a gradient.
+- `overlap` detects samples and random numbers that ranks share.
+- `pace` detects stragglers and ranks that wait for data.
+- `memory` detects memory leaks.
 
 All of this is attached from outside with hooks. The rest of the package does not depend on this subpackage.
 """

@@ -150,7 +150,8 @@ class Checks:
             for each in self.detectors:
                 each.attach(self.program)
             self._listen()
-            stack.callback(lambda: self._listening.close())  # noqa: PLW0108  # as it is then
+            # `detached` replaces self._listening, so the attribute is read when the callback runs.
+            stack.callback(lambda: self._listening.close())  # noqa: PLW0108
             try:
                 yield
                 self._judge_the_rest()

@@ -1,4 +1,4 @@
-"""Collectives that do not fit together, noticed before they run: after that, some ranks may have a wrong sum already.
+"""Compare collectives before they run, because afterwards some ranks may already have a wrong result.
 
     with fingerprinted(world):
         train(world)
@@ -6,12 +6,12 @@
     CollectiveError: the ranks bring different tensors to one all_reduce. Rank 0 waits in all_reduce [5] float (File
     "train.py", line 5, in step); rank 1 waits in all_reduce [3] float (File "train.py", line 5, in step).
 
-What a rank is about to enter - operation, sizes, types, root, and the line it is called from - it writes to the store
-that all ranks share, and then it looks at what the others have written there. No rank has to wait for that: a
-collective ends when the last rank has entered it, and the last one sees the fingerprints of all others.
+Before each collective, a rank writes its fingerprint to the shared store: operation, sizes, types, root, and calling
+line. It then compares the fingerprints that other ranks have already written. No rank waits for this comparison. A
+collective completes after the last rank has entered it, and the last rank sees the fingerprints of all other ranks.
 
-torch's own TORCH_DISTRIBUTED_DEBUG=DETAIL compares too, and names no lines. With torch 2.13, gloo and
-`DistributedDataParallel` it ends in a segmentation fault.
+PyTorch's TORCH_DISTRIBUTED_DEBUG=DETAIL also compares collectives, but does not report lines. With PyTorch 2.13, gloo
+and `DistributedDataParallel`, it causes a segmentation fault.
 """
 
 import itertools
@@ -30,24 +30,28 @@ from ddp_tutorial.debug.hangs import CollectiveError, RankStatus, as_json, diagn
 from ddp_tutorial.debug.recorder import Call, Line, lines_of
 from ddp_tutorial.world import World, require_group
 
-_KEPT = 2  # collectives before it that a fingerprint has with it, for the table
-_OLD = 100  # collectives after which nobody asks for a fingerprint any more
+_KEPT = 2  # number of earlier collectives in a fingerprint, for the table
+_OLD = 100  # number of collectives after which a fingerprint is deleted
 _ONE_TO_ONE = {"send", "recv_", "recv_any_source_"}
-# The names that torch's flight recorder has for them.
+# Operators whose names in PyTorch's flight recorder are different.
 _NAMES = {"allreduce_": "all_reduce", "allgather_": "all_gather", "_allgather_base_": "_all_gather_base"}
 
-_INPUTS = {"tensor", "tensors", "input", "input_tensor", "input_tensors"}  # as torch's schemas call them
+_INPUTS = {"tensor", "tensors", "input", "input_tensor", "input_tensors"}  # argument names in PyTorch's schemas
 
 _blocks = itertools.count()
 
 
 @contextmanager
 def fingerprinted(world: World) -> Iterator[None]:
-    """Inside, each collective of this thread is compared with what the other ranks have entered, before it begins;
-    also those that `DistributedDataParallel` starts in backward. All ranks enter it at the same place.
+    """Compare each collective of this thread with the other ranks inside the context, before the collective starts.
 
-    Raises `CollectiveError` in the last rank to come where they differ; the others wait for it, and end with the
-    launch. For debugging: every operation of torch passes through Python, and a collective asks the store.
+    This includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must enter the
+    context at the same place. Use it for debugging only: every PyTorch operation passes through Python, and each
+    collective accesses the store.
+
+    Raises:
+        CollectiveError: On the last rank that enters a collective that does not match. The other ranks wait, and
+            `launch` terminates them.
     """
     require_group(world)
     if world.size == 1:
@@ -58,16 +62,23 @@ def fingerprinted(world: World) -> Iterator[None]:
 
 
 class _Fingerprints(TorchDispatchMode):
-    """Sees every operation of torch in this thread; collectives are operations too, in the namespace c10d."""
+    """Intercepts every PyTorch operation of this thread. Collectives are operations in the namespace c10d."""
 
     def __init__(self, world: World, block: int) -> None:
+        """Connect to the store.
+
+        Args:
+            world: The ranks.
+            block: The number of the block, the same on all ranks.
+        """
         super().__init__()
         self._world = world
-        store: Any = default_store()  # torch's stubs do not know clone
+        store: Any = default_store()  # PyTorch's stubs lack `clone`
         self._store = dist.PrefixStore(f"fingerprints {block}", store.clone())
-        self._calls: dict[str, deque[Call]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by group
+        self._calls: dict[str, deque[Call]] = defaultdict(lambda: deque(maxlen=_KEPT))  # group -> its last collectives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compare the operation if it is a collective, then run it."""
         if func.namespace == "c10d" and func.overloadpacket.__name__ not in _ONE_TO_ONE:
             named = dict(zip(argument_names(func), args, strict=False))
             group = dist.ProcessGroup.unbox(named["process_group"])
@@ -76,7 +87,7 @@ class _Fingerprints(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _call(self, group: str, name: str, arguments: Mapping[str, Any], lines: tuple[Line, ...]) -> Call:
-        """What this rank is about to enter."""
+        """Return the collective that this rank is about to enter."""
         op = _NAMES.get(name, name.strip("_"))
         if "root_rank" in arguments:
             op += f" from {arguments['root_rank']}"
@@ -88,7 +99,7 @@ class _Fingerprints(TorchDispatchMode):
         return Call(group, before[-1].number + 1 if before else 1, op, sizes, dtypes, lines, done=False)
 
     def _compare(self, call: Call, ranks: Sequence[int]) -> None:
-        """Tell the others; raise if what one of them has told about the same collective is something else."""
+        """Publish `call` and raise `CollectiveError` if another rank has published a different collective."""
         before = self._calls[call.group]
         mine = RankStatus((*before, call))
         key = f"{call.group} {call.number}"

@@ -1,4 +1,4 @@
-"""Ranks whose collectives do not fit together: notice it, say who waits where and why, and end them.
+"""Detect ranks whose collectives do not match, report where each rank waits and why, and terminate the ranks.
 
     def main(world):
         with watching(world, seconds=10):
@@ -7,10 +7,10 @@
     CollectiveError: the order of collectives differs. Rank 0 waits in all_reduce [3] (File "train.py", line 5, in
     step); rank 1 waits in broadcast [3] (File "train.py", line 7, in step).
 
-A thread of each rank looks at torch's flight recorder now and then. Where its rank has waited in one collective for
-`seconds`, or torch has raised an error, it sets an alarm in the store that all ranks share; then each says which
-collectives it has entered, from which lines, and where it stands, and all come to the same verdict. No collective is
-needed for that, and no rank has to come back from the one that it waits in.
+A thread on each rank polls PyTorch's flight recorder. It sets an alarm in the shared store if its rank has waited in
+one collective for `seconds`, or if PyTorch has raised an error. Every rank then publishes the collectives that it has
+entered, the lines that called them, and its current line. All ranks reach the same verdict. This uses no collective, so
+it works while the main thread of a rank is blocked in one.
 """
 
 import itertools
@@ -35,77 +35,115 @@ from ddp_tutorial.world import World, require_group
 
 LOG = logging.getLogger(__name__)
 
-# A rank looks this often whether it waits, or whether there is an alarm.
+# Interval at which a rank checks whether it waits, and whether there is an alarm.
 LOOK_SECONDS = 0.25
-# How long it is watched whether a rank computes, and how long ranks have to answer.
+# Duration of the measurement of a rank's CPU use, the share that counts as busy, and the timeout of an answer.
 BUSY_SECONDS, BUSY_SHARE = 0.3, 0.1
 ANSWER_SECONDS = 1.5
-# The other ranks leave the word to one of them; should it fail to end the run, they end too, after this long.
+# One rank reports the error. The other ranks exit after this time if that rank has not terminated the run.
 SPEAK_SECONDS = 5.0
-# Collectives in which all ranks bring tensors of the same sizes.
+# Collectives that require tensors of the same sizes on all ranks.
 _SAME_SIZES = {"all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "allreduce_coalesced"}
 _ROWS_BEFORE = 2
 
 _watches = itertools.count()
 
 Kind = Literal["order", "shape", "absent", "slow", "failed", "none"]
-Reason = Literal["wait", "error", "question"]  # of an alarm
+Reason = Literal["wait", "error", "question"]  # why an alarm was set
 
 
 class CollectiveError(FailedError):
-    """Ranks wait for one another for ever, or bring to one collective what does not fit. The message says which rank
-    waits in which collective, at which line."""
+    """Ranks wait for each other forever, or pass incompatible tensors to one collective.
+
+    The message contains the collective and the line at which each rank waits.
+    """
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where one rank stands: the collectives it has entered, the line it is at, and whether it computes."""
+    """The state of one rank.
+
+    Attributes:
+        calls: The last collectives that the rank has entered.
+        lines: The current line of its main thread.
+        is_busy: Whether it uses the CPU.
+        members: The ranks of each process group that it belongs to.
+        left: How the rank has left the block, if it has. An "idle" rank may return.
+    """
 
     calls: tuple[Call, ...]
     lines: tuple[Line, ...] = ()
     is_busy: bool = False
-    members: dict[str, list[int]] = field(default_factory=dict)  # group -> its ranks, of the groups it is in
-    left: Literal["", "well", "failed", "idle"] = ""  # how it has left, if it has; idle: it may return
+    members: dict[str, list[int]] = field(default_factory=dict)
+    left: Literal["", "well", "failed", "idle"] = ""
 
     def call(self, group: str, number: int) -> Call | None:
-        """The collective of this number, if it has entered that."""
+        """Return the collective with this number in `group`, or None if the rank has not entered it."""
         return next((call for call in self.calls if (call.group, call.number) == (group, number)), None)
 
 
-as_json = TypeAdapter(RankStatus)  # as ranks tell it one another
+as_json = TypeAdapter(RankStatus)  # the format in the store
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong: in one sentence, and as a table of collectives by rank, the first row in which they differ marked.
+    """The verdict on the collectives of all ranks.
 
-    `kind` is "order" (the ranks have entered different collectives), "shape" (the same one with tensors of different
-    sizes or types), "absent" (some have not come, and do not compute), "slow" (they compute: no hang), "failed" (they
-    have raised an error of their own, which says more), "none".
+    The values of `kind` are:
+
+    - "order": The ranks have entered different collectives.
+    - "shape": The ranks have passed tensors of different sizes or types to the same collective.
+    - "absent": Some ranks have not entered the collective and do not compute.
+    - "slow": Some ranks have not entered the collective but compute, so this is not a hang.
+    - "failed": Some ranks have raised an error of their own.
+    - "none": No difference was found.
+
+    Attributes:
+        kind: The kind of the problem.
+        verdict: The problem in one sentence.
+        table: A table of collectives by rank. A marker points to the first row in which the ranks differ.
+        collective: The group and the number of the first collective in which the ranks differ.
     """
 
     kind: Kind
     verdict: str = "all ranks have entered the same collectives"
     table: str = ""
-    collective: tuple[str, int] | None = None  # the first in which they differ: its group, and its number there
+    collective: tuple[str, int] | None = None
 
     def explains(self, reason: Reason) -> bool:
-        """Is it the cause of an alarm? An error of torch on one rank is not that others wait for this rank."""
+        """Return whether the diagnosis is the cause of an alarm.
+
+        If PyTorch raises an error on one rank, the other ranks then wait for this rank. This wait is not the cause.
+        """
         return self.kind in ({"order", "shape"} if reason == "error" else {"order", "shape", "absent"})
 
     def __str__(self) -> str:
+        """Return the verdict and the table."""
         return f"{self.verdict}\n\n{self.table}" if self.table else self.verdict
 
 
 @contextmanager
 def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
-    """Inside, all ranks are looked at where one waits in a collective for `seconds`, or gets an error from torch. All
-    ranks enter it, each about as often as the others; nothing in it is a collective.
+    """Monitor the collectives of all ranks inside the context.
 
-    Where the ranks' collectives do not fit together, one rank ends with `CollectiveError`, which `launch` raises as a
-    `RankError`; elsewhere it goes to stderr, and the exit code is 1. Where they wait for a rank that computes, that is
-    a warning. A rank that waits for something else than a rank, such as a disk, counts as waiting for ever: let
-    `seconds` be longer than that takes. Raises `ValueError` for a time that is not positive.
+    All ranks must enter the context equally often. Monitoring itself uses no collective. The ranks are inspected if a
+    rank waits in one collective for `seconds`, or gets an error from PyTorch.
+
+    If the collectives do not match, one rank exits with `CollectiveError`, which `launch` raises as a `RankError`.
+    Without `launch`, the error is printed to stderr and the exit code is 1. If the ranks wait for a rank that computes,
+    a warning is logged. A rank that waits for something else, for example a disk, also counts as hanging. Choose
+    `seconds` longer than such waits.
+
+    Args:
+        world: The ranks.
+        seconds: The time that a rank may wait in one collective.
+
+    Yields:
+        The `Watch` of this rank.
+
+    Raises:
+        ValueError: If `seconds` is not positive.
+        CollectiveError: If PyTorch raises an error because the collectives do not match.
     """
     if not seconds > 0:
         raise ValueError(f"seconds={seconds!r}: should be a positive number of seconds, such as 30")
@@ -119,7 +157,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
         yield watch
     except RuntimeError as error:
         if not isinstance(error, FailedError):
-            reason: Reason = "wait" if lost_connection(error) else "error"  # it has waited, and then the other has left
+            reason: Reason = "wait" if lost_connection(error) else "error"  # it waited for a rank that exited
             found = watch.inspect(reason)
             if found.explains(reason):
                 watch.close("well")
@@ -134,21 +172,32 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
 
 
 class Watch(threading.Thread):
-    """The thread of one rank, with a connection to the store of its own: the main thread may be waiting in there."""
+    """The monitoring thread of one rank.
+
+    The thread has its own connection to the store, because the main thread may block the other connection.
+    """
 
     def __init__(self, world: World, seconds: float, number: int) -> None:
+        """Store the arguments.
+
+        Args:
+            world: The ranks.
+            seconds: The time that a rank may wait in one collective.
+            number: The number of the block, the same on all ranks.
+        """
         super().__init__(name="watching", daemon=True)
         self.world, self.seconds = world, seconds
         self._number = number
         self._left = threading.Event()
-        self._alarm = 0  # the number of the next one
+        self._alarm = 0  # the number of the next alarm
         self._seen: dict[str, tuple[int, int]] = {}
         self._since = time.monotonic()
-        self._found: dict[int, Diagnosis] = {}  # by alarm
-        self._settled: dict[str, tuple[int, int]] | None = None  # how far it was when an alarm came to nothing
+        self._found: dict[int, Diagnosis] = {}  # alarm -> its diagnosis
+        self._settled: dict[str, tuple[int, int]] | None = None  # progress at the last alarm without a problem
 
     def run(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it all the others
+        """Poll for waits and alarms until this rank leaves the block."""
+        with suppress(RuntimeError):  # the store no longer exists, and neither do the other ranks
             calls()  # the first call in a process imports torch's compiler, which may take longer than ANSWER_SECONDS
             while not self._left.wait(min(LOOK_SECONDS, self.seconds / 4)):
                 if self._store.check([f"alarm {self._alarm}"]):
@@ -157,7 +206,10 @@ class Watch(threading.Thread):
                     self._raise_alarm("wait")
 
     def inspect(self, reason: Reason = "question") -> Diagnosis:
-        """What all ranks are doing at this moment. Any rank may ask, from its main thread, whatever the others do."""
+        """Return the current state of all ranks as a diagnosis.
+
+        Any rank may call this method from its main thread, regardless of the state of the other ranks.
+        """
         if self.world.size == 1:
             return Diagnosis("none")
         alarm = self._alarm
@@ -169,15 +221,15 @@ class Watch(threading.Thread):
         return self._found.get(alarm, Diagnosis("none"))
 
     def close(self, how: Literal["well", "failed"]) -> None:
-        """The block is over for this rank. Others may still wait for it: leave word of where it was last."""
+        """Stop the thread and publish the last state of this rank, because other ranks may still wait for it."""
         self._left.set()
-        with suppress(RuntimeError, ValueError):  # the store, or the group, is gone
+        with suppress(RuntimeError, ValueError):  # the store or the group no longer exists
             last = RankStatus(tuple(calls()), members=group_ranks(), left=how)
             self._store.set(f"left {self.world.rank}", as_json.dump_json(last).decode())
 
     @cached_property
     def _store(self) -> dist.Store:
-        store: Any = default_store()  # torch's stubs do not know clone
+        store: Any = default_store()  # PyTorch's stubs lack `clone`
         return dist.PrefixStore(f"watching {self._number}", store.clone())
 
     def _raise_alarm(self, reason: Reason) -> None:
@@ -191,7 +243,7 @@ class Watch(threading.Thread):
         return is_waiting and seen != self._settled and now - self._since >= self.seconds
 
     def _answer(self) -> None:
-        """Say where this rank stands, hear the others, and do what follows from it."""
+        """Publish the state of this rank, wait for the other ranks, and act on the diagnosis."""
         alarm, settled = self._alarm, progress()
         reason = cast("Reason", self._store.get(f"alarm {alarm}").decode())
         self._store.set(f"{alarm} {self.world.rank}", as_json.dump_json(_standing()).decode())
@@ -199,9 +251,9 @@ class Watch(threading.Thread):
         before = self._found.get(alarm - 1)
         found = self._found[alarm] = diagnose(standings)
         was_slow = before is not None and before.kind == "slow" and before.collective == found.collective
-        may_be_slow = was_slow and found.kind == "absent"  # it has computed until now: look once more
+        may_be_slow = was_slow and found.kind == "absent"  # the rank computed until now, so wait for the next alarm
         if found.kind == "slow" or may_be_slow:
-            self._since = time.monotonic()  # it may hang yet
+            self._since = time.monotonic()  # the rank may still hang later
         else:
             self._settled = settled
         self._alarm = alarm + 1
@@ -210,13 +262,13 @@ class Watch(threading.Thread):
             return
         if found.explains(reason) and not may_be_slow:
             if reason == "error" or self.world.rank != speaker:
-                time.sleep(SPEAK_SECONDS)  # the main thread of the rank with the error says it better
+                time.sleep(SPEAK_SECONDS)  # the main thread of the rank with the error reports more
             exit_with(CollectiveError(str(found)))
         if found.kind == "slow" and not was_slow and self.world.rank == speaker:
             LOG.warning("%s", found.verdict)
 
     def _heard(self, alarm: int, rank: int) -> RankStatus | None:
-        """What another rank says, or said when it left; None where it says nothing."""
+        """Return the state that another rank has published, now or when it left, or None after a timeout."""
         deadline = time.monotonic() + BUSY_SECONDS + ANSWER_SECONDS
         while time.monotonic() < deadline:
             for key in (f"{alarm} {rank}", f"left {rank}"):
@@ -242,7 +294,11 @@ def uses_cpu() -> bool:
 
 
 def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
-    """Find the first collective in which the ranks differ. None stands for a rank that does not answer."""
+    """Find the first collective in which the ranks differ.
+
+    Args:
+        statuses: The state of each rank, or None for a rank that does not answer.
+    """
     known = [each for each in statuses.values() if each is not None]
     for group in dict.fromkeys(call.group for each in known for call in each.calls):
         ranks = next((each.members[group] for each in known if group in each.members), list(statuses))
@@ -255,14 +311,14 @@ def diagnose(statuses: Mapping[int, RankStatus | None]) -> Diagnosis:
 
 
 def _numbers(standings: Sequence[RankStatus], group: str) -> range:
-    """Those of the collectives of `group` that can be compared: each rank keeps its last ones only."""
+    """Return the numbers of the collectives that can be compared. Each rank keeps only its last ones."""
     of_ranks = [[call.number for call in each.calls if call.group == group] for each in standings]
     kept = [numbers for numbers in of_ranks if numbers]
     return range(max(numbers[0] for numbers in kept), max(numbers[-1] for numbers in kept) + 1)
 
 
 def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus | None]) -> tuple[Kind, str] | None:
-    """What is wrong in one row of collectives: the kind, and the sentence."""
+    """Return the kind and the description of the problem in one row of collectives, or None if there is no problem."""
     there = {rank: call for rank, call in row.items() if call is not None}
     if len({call.op for call in there.values()}) > 1:
         return "order", f"the order of collectives differs. {_sentence(_waits(there))}"
@@ -271,7 +327,7 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus |
         return "shape", f"the ranks bring different tensors to one {op}. {_sentence(_waits(there))}"
     missing = [rank for rank in row if rank not in there]
     late = [each for rank in missing if (each := standings[rank]) is not None]
-    # Where a rank has left, its connections may be gone, and the collective is over, with an error.
+    # If a rank has left, its connections may be closed, and the collective has then failed on the other ranks.
     has_left = any(each.left for each in late)
     if not missing or (all(call.done for call in there.values()) and not has_left):
         return None
@@ -284,8 +340,12 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus |
 
 
 def _waits(calls: Mapping[int, Call], lost: bool = False) -> list[str]:
-    """Who waits where; ranks that wait at the same place together. `lost`: a connection was, so that a collective that
-    is over may have failed."""
+    """Describe where the ranks wait, grouped by place.
+
+    Args:
+        calls: The collective that each rank has entered.
+        lost: Whether a connection was lost. A completed collective may then have failed.
+    """
     places: dict[tuple[str, tuple[Line, ...], bool], list[int]] = {}
     for rank, call in calls.items():
         places.setdefault((f"{call.what} {_types(call)}".strip(), call.lines, call.done), []).append(rank)
@@ -332,7 +392,7 @@ def _sentence(parts: Sequence[str]) -> str:
 
 
 def _table(standings: Mapping[int, RankStatus | None], group: str, number: int) -> str:
-    """The collectives around the one in which the ranks differ, a column for each rank."""
+    """Format the collectives before and at the difference, with a column for each rank."""
     header = ["", "collective", *(f"rank {rank}" for rank in standings)]
     rows = [header]
     for row in range(max(1, number - _ROWS_BEFORE), number + 1):
@@ -345,7 +405,11 @@ def _table(standings: Mapping[int, RankStatus | None], group: str, number: int) 
 
 
 def _cell(call: Call | None, is_marked: bool) -> str:
-    """Whether a rank waits is told in the marked row only: torch may mark a collective as done late, or never."""
+    """Format one collective of one rank.
+
+    Only the marked row reports whether the rank waits, because PyTorch may mark a collective as completed late, or
+    never.
+    """
     if call is None:
         return "-"
     where = f", line {call.lines[0].number} in {call.lines[0].function}" if call.lines else ""

@@ -1,4 +1,7 @@
-"""Random weights for hashes of tensors: a hash is the sum of products of 64-bit integers with them."""
+"""Random weights for tensor hashes.
+
+A hash is the dot product of the weights and the tensor's bits, read as 64-bit integers.
+"""
 
 from functools import cache
 
@@ -9,7 +12,10 @@ from numpy.typing import NDArray
 
 @cache
 def hash_weights(length: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:
-    """Return `length` random odd integers, the same on all ranks. A product with an odd integer loses no bit."""
+    """Return `length` random odd integers, the same on all ranks.
+
+    Multiplication by an odd integer is invertible modulo 2**64, so no bit is lost.
+    """
     generator = torch.Generator().manual_seed(length)
     return (torch.randint(1 << 62, (length,), generator=generator) * 2 + 1).to(device)
 

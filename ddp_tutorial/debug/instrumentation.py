@@ -1,14 +1,14 @@
-"""What one rank sees of one optimizer step, from hooks that are attached to its model from outside.
+"""Record what one rank observes in an optimizer step, with hooks that are attached to its model from outside.
 
-    with Taps(model, {"forwards", "gradients"}) as taps:
+    with Instrumentation(model, {"forwards", "gradients"}) as instrumentation:
         loss(model(batch)).backward()
-        seen = taps.take()
-        seen.trace             # ..., Mark("backward", "2.bias", norm of it), Mark("backward", "2.weight", norm), ...
-        seen.in_full(model)    # Mark("forward", "0", norm of the output), Mark("forward", "1", norm), ...
+        seen = instrumentation.take()
+        seen.trace                 # PhaseMark("backward", "2.bias", norm), PhaseMark("backward", "2.weight", norm), ...
+        seen.in_full(model, device)  # ("forward", "0", norm of the output), ("forward", "1", norm), ...
 
-A hook notes the norm of a tensor and does not look at it: on a GPU that would make the processor wait. Norms of all
-outputs would cost a tenth of a step, so what is kept of a forward is what it began with, and the outputs are computed
-once more when somebody asks. Evaluation, and whatever else runs without gradients, is not looked at.
+A hook computes the norm of a tensor but does not read it on a GPU, because reading would synchronize the CPU with the
+GPU. Norms of all outputs would add 10 % to a step. The hooks therefore record only the inputs of each forward pass, and
+`in_full` computes the outputs again on request. Evaluation and other code without gradients is not recorded.
 """
 
 import math
@@ -29,8 +29,8 @@ from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.compat import DataLoaderIterator, sparse_values, tree_leaves
 from ddp_tutorial.phases import PhaseEvent, observe
 
-# What can be listened to: what each forward began with, what backward is called on, the gradients of parameters before
-# they are added up over the ranks, and where the time goes.
+# The inputs of each forward pass, the tensors on which `backward` is called, the parameters' gradients before they are
+# reduced, and the time of each phase.
 Observable = Literal["forwards", "losses", "gradients", "seconds"]
 OUTPUT = "the model's output"
 SHORT = frozenset({torch.float16, torch.bfloat16})
@@ -40,33 +40,49 @@ Phase = Literal["forward", "loss", "backward"]
 
 
 class PhaseMark(NamedTuple):
-    """The norm of a tensor that came by: in which phase, and whose it is."""
+    """The norm of a tensor.
+
+    Attributes:
+        phase: The phase that produced the tensor.
+        name: The module, or the parameter of a gradient.
+        norm: The norm. A number if it was computed on the CPU.
+    """
 
     phase: Phase
-    name: str  # of the module, or of the parameter that the gradient is for
-    norm: torch.Tensor | float  # a number where it was computed on the CPU
+    name: str
+    norm: torch.Tensor | float
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What a forward of the model began with, so that it can be computed once more. `place` is where its marks belong
-    in the trace."""
+    """The inputs and the state of a forward pass, from which it can be computed again.
+
+    Attributes:
+        place: The index in the trace at which the marks of this forward pass belong.
+        inputs: The positional arguments.
+        named: The keyword arguments.
+        random: The state of PyTorch's random number generator on the device that computes.
+        autocast: Whether autocast is enabled, and its type.
+    """
 
     place: int
     inputs: tuple[Any, ...]
     named: Mapping[str, Any]
-    random: torch.Tensor  # the state of torch's random numbers, of the device that computes
+    random: torch.Tensor
     autocast: tuple[bool, torch.dtype]
 
     def again(self, module: nn.Module, device: torch.device) -> list[PhaseMark]:
-        """The norms of all outputs, in the order in which they come; up to where it fails, if it does. Nothing of the
-        module is changed, nor of torch's random numbers. Collective where the model's forward is."""
+        """Compute the forward pass again and return the norms of all outputs, in the order in which they are computed.
+
+        If the forward pass fails, the result contains the norms up to the failure. The buffers and the random number
+        generator are restored. Collective if the model's forward pass is.
+        """
         marks: list[PhaseMark] = []
         last: Any = None
 
-        def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        def record(name: str, _: nn.Module, __: Any, output: Any) -> None:
             nonlocal last
-            if output is not last:  # a container hands on what its last part returned
+            if output is not last:  # a container returns the output of its last module
                 last = output
                 marks.extend(PhaseMark("forward", name, norm) for norm in _norms_of(output))
 
@@ -80,9 +96,9 @@ class Forward:
             torch.autocast(device.type, dtype, enabled=is_on),
         ):
             for name, part in [*named, (OUTPUT, module)]:
-                stack.callback(part.register_forward_hook(partial(note, name)).remove)
+                stack.callback(part.register_forward_hook(partial(record, name)).remove)
             _set_random_state(device, self.random)
-            with suppress(Exception):  # a model that remembers its last batch, say: what came before is known
+            with suppress(Exception):  # for example, the model depends on its last batch
                 module(*self.inputs, **self.named)
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -91,28 +107,36 @@ class Forward:
 
 @dataclass
 class StepObservation:
-    """What a rank has seen since its last optimizer step, in that order."""
+    """What a rank has observed since its last optimizer step, in chronological order.
+
+    Attributes:
+        trace: The norms.
+        losses: The indices of the losses in the trace.
+        forwards: The forward passes.
+        seconds: The time of each phase. "data" is the wait for data. "backward" ends with this rank's last gradient, so
+            it does not include waits for other ranks. "step" is the time between two optimizer steps.
+    """
 
     trace: list[PhaseMark] = field(default_factory=list)
-    losses: list[int] = field(default_factory=list)  # where in the trace they are
+    losses: list[int] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)
-    # "data": waiting for it; "forward"; "backward": until its own last gradient has come, so without the others;
-    # "step": from one optimizer step to the next.
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @cached_property
     def norms(self) -> list[float]:
-        """Those of the trace, as numbers."""
+        """The norms of the trace as numbers."""
         norms = [mark.norm for mark in self.trace]
         on_gpu = [norm.double() for norm in norms if isinstance(norm, torch.Tensor)]
         if not on_gpu or len(on_gpu) < len(norms):
             return [float(norm) for norm in norms]
-        values: list[float] = torch.stack(on_gpu).tolist()  # one wait, not many
+        values: list[float] = torch.stack(on_gpu).tolist()  # one synchronization for all norms
         return values
 
     def in_full(self, module: nn.Module, device: torch.device) -> list[tuple[Phase, str, float]]:
-        """The trace, with the outputs of each forward, which are computed once more. The weights have to be those of
-        the step. Collective where the model's forward is."""
+        """Return the trace with the outputs of each forward pass, which are computed again.
+
+        The weights must still be those of the step. Collective if the model's forward pass is.
+        """
         marks = list(self.trace)
         for forward in reversed(self.forwards):
             marks[forward.place : forward.place] = forward.again(module, device)
@@ -120,13 +144,13 @@ class StepObservation:
 
     @cached_property
     def loss(self) -> float:
-        """The mean of what backward was called on, over the micro-batches; NaN without any."""
+        """Mean loss over the micro-batches, or NaN without a loss."""
         norms = self.norms
         return sum(norms[place] for place in self.losses) / len(self.losses) if self.losses else math.nan
 
     @cached_property
     def gradients(self) -> dict[str, float]:
-        """The norm of this rank's own gradient for each parameter that got one, over all micro-batches."""
+        """Norm of this rank's own gradient for each parameter with a gradient, over all micro-batches."""
         norms: dict[str, float] = {}
         for (phase, name, _), norm in zip(self.trace, self.norms, strict=True):
             if phase == "backward":
@@ -134,16 +158,13 @@ class StepObservation:
         return norms
 
     def first_not_finite(self) -> tuple[str, str] | None:
-        """Phase and name of the first mark that is not finite."""
+        """Return the phase and the name of the first mark that is not finite."""
         marks = zip(self.trace, self.norms, strict=True)
         return next(((phase, name) for (phase, name, _), norm in marks if not math.isfinite(norm)), None)
 
 
 class Instrumentation:
-    """Hooks on a model, for what is in `observes`; they are gone when its block ends.
-
-    `begins` and `ends` are called around each forward of the model that trains, with its inputs and its output.
-    """
+    """A context manager that attaches hooks to a model."""
 
     def __init__(
         self,
@@ -153,6 +174,15 @@ class Instrumentation:
         ends: Sequence[Callable[[Any], object]] = (),
         device: torch.device = torch.device("cpu"),
     ) -> None:
+        """Store the arguments.
+
+        Args:
+            module: The model without its data-parallel wrapper.
+            sights: The observations to record.
+            begins: Called with the inputs before each forward pass in training.
+            ends: Called with the output after each forward pass in training.
+            device: The device of the model.
+        """
         self.module, self.observes, self.device = module, frozenset(sights), device
         self._begins, self._ends = begins, ends
         self._stack = ExitStack()
@@ -166,6 +196,7 @@ class Instrumentation:
         self._data_before = 0.0
 
     def __enter__(self) -> "Instrumentation":
+        """Attach the hooks."""
         self._begin()
         with ExitStack() as stack:
             self._attach(stack)
@@ -173,10 +204,11 @@ class Instrumentation:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Remove the hooks."""
         self._stack.close()
 
     def take(self) -> StepObservation:
-        """What has been seen since the last call."""
+        """Return the observations since the last call."""
         self._backward_has_ended()
         now = time.perf_counter()
         seen, self._seen = self._seen, StepObservation()
@@ -201,11 +233,14 @@ class Instrumentation:
             stack.enter_context(observe(self._phase))
 
     def _gradient_hook(self, name: str, parameter: nn.Parameter) -> Any:
-        """On the node that adds to `.grad`, before all that looks at `.grad`: there it is this rank's own gradient, as
-        the hooks of the parameter have left it."""
+        """Register a hook on the autograd node that accumulates into `.grad`.
+
+        There, the gradient is this rank's own gradient, after the parameter's hooks and before any code that reads
+        `.grad`.
+        """
         node: Any = get_gradient_edge(parameter).node
         hook = node.register_prehook(self._gradient(name))
-        self._stack.callback(lambda: node)  # torch forgets the hook with the node
+        self._stack.callback(lambda: node)  # PyTorch drops the hook if the node is deleted
         return _Kept(hook, node)
 
     # ------------------------------------------------------------------------------------------------------- events
@@ -230,7 +265,7 @@ class Instrumentation:
         if "forwards" in self.observes:
             for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    # Its gradient: what the loss makes of it. As leaf.register_hook, which takes several times as long.
+                    # Records the gradient of the output. leaf.register_hook would be several times slower.
                     leaf.grad_fn.register_prehook(partial(self._note, "loss", OUTPUT, leaf.output_nr))
         now = time.perf_counter()
         self._seen.seconds["forward"] += now - self._mark
@@ -244,16 +279,16 @@ class Instrumentation:
         seen.trace.append(PhaseMark("loss", "", _at_hand(loss.detach().reshape(())) / factor))
 
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-        """The hook for one parameter. It is called for each in each step, so it does little."""
+        """Return the hook of one parameter. It runs for each parameter in each step, so it is optimized for speed."""
         is_noted, is_timed = "gradients" in self.observes, "seconds" in self.observes
         usual, norm, is_on_cpu = torch.float32, torch.linalg.vector_norm, self.device.type == "cpu"
-        now, mark = time.perf_counter, partial(tuple.__new__, PhaseMark)  # as Mark(...), without its detour
+        now, mark = time.perf_counter, partial(tuple.__new__, PhaseMark)  # a faster PhaseMark(...)
 
         def arrives(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient = gradients[0]
             if is_noted and gradient is not None:
                 if gradient.dtype is usual and not gradient.is_sparse:
-                    # A number now, while it is at hand, is faster than a tensor that is kept.
+                    # On the CPU, reading the number now is faster than storing the tensor.
                     value = norm(gradient).item() if is_on_cpu else norm(gradient)
                 else:
                     value = norm_of(gradient)
@@ -264,7 +299,7 @@ class Instrumentation:
         return arrives
 
     def _backward_has_ended(self) -> None:
-        """Count it, until its last gradient."""
+        """Add the time of the backward pass, up to this rank's last gradient."""
         if self._arrived > self._mark:
             self._seen.seconds["backward"] += self._arrived - self._mark
             self._mark = self._arrived
@@ -275,7 +310,7 @@ class Instrumentation:
             self._seen.trace.append(PhaseMark(phase, name, _at_hand(norm_of(gradient))))
 
     def _waits_for_data(self, entered: bool) -> None:
-        """The outermost wait counts, of the thread that trains."""
+        """Add the time of the outermost wait for data in the training thread."""
         if threading.get_ident() != self._thread:
             return
         now = time.perf_counter()
@@ -291,27 +326,31 @@ class Instrumentation:
             if edge.entered:
                 self._phase_since = now
                 self._data_before = self._seen.seconds["data"]
-            else:  # instead of what a loader inside has counted
+            else:  # replaces the time of a loader inside the phase
                 self._seen.seconds["data"] = self._data_before + now - self._phase_since
 
 
 class _Kept(NamedTuple):
-    """A hook, and what has to live as long as it."""
+    """A hook and the autograd node that must exist as long as the hook."""
 
     hook: Any
     node: Any
 
     def remove(self) -> None:
+        """Remove the hook."""
         self.hook.remove()
 
 
 def _at_hand(value: torch.Tensor) -> torch.Tensor | float:
-    """A number now, where nobody has to wait for it."""
+    """Return `value` as a number if this does not synchronize with a GPU."""
     return float(value.item()) if value.is_cpu else value
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The 2-norm, in float32 or better; not finite where a number is not, or where some are above 1e19."""
+    """Return the 2-norm in float32 or higher precision.
+
+    The norm is not finite if a number is not finite, or if numbers exceed about 1e19.
+    """
     values = tensor.detach()
     if values.is_sparse:
         values = sparse_values(values)
@@ -331,10 +370,10 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 @contextmanager
 def _seeing_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
-    """What `backward()` is called on is the loss, times its scale, where it has one for float16: `see` gets both.
+    """Call `see` inside the context with each loss on which `backward()` is called, and its loss scale.
 
-    `loss.backward()` looks this function up each time. If backward begins at several tensors, the first is the loss,
-    unless it has a gradient of its own.
+    `loss.backward()` looks up `torch.autograd.backward` on each call. If the backward pass starts at several tensors,
+    the first one is the loss, unless it has its own gradient.
     """
     real, real_scale, real_forward = torch.autograd.backward, torch.amp.GradScaler.scale, StepLoss.forward
     factor = 1.0
@@ -372,7 +411,7 @@ def _seeing_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[Non
 
 @contextmanager
 def _seeing_loaders(see: Callable[[bool], object]) -> Iterator[None]:
-    """Both ends of each wait for the next batch of a `DataLoader`, whichever it is."""
+    """Call `see` inside the context at the start (True) and end (False) of each wait for a `DataLoader`."""
     real = DataLoaderIterator.__next__
 
     def following(self: Any) -> Any:

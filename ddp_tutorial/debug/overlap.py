@@ -1,4 +1,4 @@
-"""Do two ranks learn from the same samples, or draw the same random numbers? Then they do each other's work again."""
+"""Detect ranks that use the same samples or draw the same random numbers, and therefore duplicate each other's work."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -13,53 +13,59 @@ from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program,
 from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
 from ddp_tutorial.debug.instrumentation import StepObservation
 
-# So many samples of an epoch are remembered; then the comparison begins anew.
+# Maximum number of samples to remember. Then the comparison starts over.
 _MOST = 500_000
-# Of a sample with more numbers of 64 bits than this, evenly spaced ones are read.
+# Maximum number of 64-bit numbers to read from a sample. From larger samples, evenly spaced numbers are read.
 _NUMBERS = 1 << 14
-# Steps in a row in which two ranks have half of their samples in common, and samples that they share.
+# Number of consecutive steps in which two ranks share half of their samples, and minimum number of shared samples.
 _STEPS, _SAMPLES = 3, 3
 
-_ROOM = 256  # numbers that a rank brings at first; then there is room for twice the most that one has had
+_ROOM = 256  # initial capacity of an exchange on each rank, which grows to twice the largest demand
 
-Steps = Sequence[Sequence[int]]  # the samples of one rank, as hashes, step by step
+Steps = Sequence[Sequence[int]]  # the sample hashes of one rank for each step
 
 
 class DataOverlap(Detector):
-    """Samples that two ranks see in the same step, or within an epoch. The ranks compare them with the other numbers
-    that they exchange, so this takes no collective of its own.
+    """Detects samples that two ranks use in the same step or in the same epoch.
 
-    A sample is a row of the model's inputs while it trains. Where an epoch ends need not be told: as long as no rank
-    has seen a sample of its own again, none has ended since the comparison began, and no sample should come twice. A
-    few are let pass, for samplers pad; so are samples that are drawn with replacement. Samples that are changed at
-    random are others each time: nothing is found there.
+    The sample hashes are exchanged together with the other numbers, so this detector does not need its own collective.
+
+    A sample is a row of the model's inputs during training. The detector does not need to know when an epoch ends: it
+    starts over when a rank uses one of its own samples again. Within an epoch, no sample should be used twice. A few
+    duplicates are allowed, because samplers pad, and samples may be drawn with replacement. Samples with random
+    augmentation differ each time, so their duplicates are not detected.
     """
 
     name: ClassVar[str] = "overlap"
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
-        self._now: list[torch.Tensor] = []  # of the step that is under way
-        self._mine: list[list[torch.Tensor]] = []  # of each step that nobody has heard of
-        self._left: list[int] = []  # what there was no room for
-        self._room = _ROOM  # numbers that each rank brings; the same on all
-        self._heard: list[list[int]] = [[] for _ in range(program.world.size)]  # of steps that not all have told yet
+        self._now: list[torch.Tensor] = []  # hashes of the current step
+        self._mine: list[list[torch.Tensor]] = []  # hashes of each step since the last exchange
+        self._left: list[int] = []  # values that exceeded the capacity
+        self._room = _ROOM  # capacity of the next exchange, the same on all ranks
+        self._heard: list[list[int]] = [[] for _ in range(program.world.size)]  # values of incomplete steps
         self._seen = Epoch(program.world.size)
         self._is_done = program.world.size == 1
 
     def before_forward(self, inputs: tuple[Any, ...]) -> None:
+        """Hash the samples of a forward pass in training."""
         if self.program.module.training and not self._is_done:
             self._now.append(rows_hashed(inputs))
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Finish the hashes of this step. Return no numbers."""
         if not self._is_done:
             self._mine.append(self._now)
             self._now = []
         return ()
 
     def values_to_exchange(self) -> torch.Tensor | None:
-        """How many numbers there are, and as many of them as there is room for; the others come the next time. The
-        numbers: of each step how many samples, and then their hashes."""
+        """Return the number of pending values, and as many of them as fit; the next exchange sends the rest.
+
+        The values of a step are the number of its samples and their hashes.
+        """
         if self._is_done:
             return None
         mine = self._left
@@ -71,6 +77,7 @@ class DataOverlap(Detector):
         return torch.tensor([len(mine), *mine[: self._room], *[0] * (self._room - len(mine))], dtype=torch.int64)
 
     def on_exchanged(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
+        """Return a finding if the samples of the ranks overlap."""
         room = self._room
         for heard, (count, *numbers) in zip(self._heard, of_ranks.tolist(), strict=True):
             heard.extend(numbers[: min(count, room)])
@@ -83,39 +90,47 @@ class DataOverlap(Detector):
         return [Finding(self.name, step, ranks, message, "warning", "data")]
 
     def _steps(self) -> list[Steps]:
-        """The samples of all ranks, of the steps that have been told in full by all. They are taken off."""
+        """Remove and return the samples of the steps that all ranks have sent completely, for each rank."""
         of_ranks = []
         for heard in self._heard:
             steps, place = [], 0
             while place < len(heard) and place + heard[place] < len(heard):
                 steps.append(heard[place + 1 : (place := place + 1 + heard[place])])
             of_ranks.append(steps)
-        told = min(map(len, of_ranks))
+        complete = min(map(len, of_ranks))
         for heard, steps in zip(self._heard, of_ranks, strict=True):
-            del heard[: sum(1 + len(each) for each in steps[:told])]
-        return [steps[:told] for steps in of_ranks]
+            del heard[: sum(1 + len(each) for each in steps[:complete])]
+        return [steps[:complete] for steps in of_ranks]
 
 
 class Epoch:
-    """What the ranks have seen since the comparison began. The same on all ranks, so they come to the same verdict."""
+    """The samples of all ranks since the comparison started.
+
+    The state is the same on all ranks, so all ranks reach the same verdict.
+    """
 
     def __init__(self, size: int) -> None:
+        """Start with no samples.
+
+        Args:
+            size: The number of ranks.
+        """
         self.size = size
-        # Should an epoch have ended, samples come to the ranks by chance. That so many come to others only, and none to
-        # the rank that had it before, has a probability of (1 - 1 / size) ** (20 size), which is about e ** -20.
+        # After the end of an epoch, samples are assigned to ranks at random. The probability that none of this many
+        # samples returns to its previous rank is (1 - 1 / size) ** (20 size), which is about e ** -20.
         self.enough = 20 * size
 
-        self._in_row: Counter[tuple[int, int]] = Counter()  # two ranks -> steps that they share, without a break
-        self._common: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # and the samples in them
+        self._in_row: Counter[tuple[int, int]] = Counter()  # pair of ranks -> consecutive steps with shared samples
+        self._common: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # pair -> the shared samples
         self._forget()
 
     def _forget(self) -> None:
         self._of: list[set[int]] = [set() for _ in range(self.size)]
-        self._owner: dict[int, int] = {}  # sample -> the rank that has seen it first
-        self._twice: Counter[tuple[int, int]] = Counter()  # two ranks -> samples that both have seen
+        self._owner: dict[int, int] = {}  # sample -> the rank that used it first
+        self._twice: Counter[tuple[int, int]] = Counter()  # pair of ranks -> number of samples that both used
 
     def add(self, of_ranks: Sequence[Steps]) -> tuple[tuple[int, ...], str] | None:
-        """Some steps more, of each rank. Returns ranks and a sentence once it is sure that they overlap."""
+        """Add the samples of some steps for each rank. Return the ranks and a message if they overlap."""
         for steps in zip(*of_ranks, strict=False):
             for pair in combinations(range(self.size), 2):
                 if self._share_a_step(pair, steps):
@@ -163,33 +178,41 @@ class Epoch:
 
 
 class SameRandomNumbers(Detector):
-    """Do two ranks draw the same random numbers in forward, as for dropout? Looked at where forward draws any, in the
-    first three steps and then in each tenth: what draws alike does so in every step."""
+    """Detects ranks that draw the same random numbers in the forward pass, for example for dropout.
+
+    The detector compares the states of the random number generator in the first three steps and then in every tenth
+    step, if the forward pass draws random numbers. Ranks with the same state draw the same numbers in every step.
+    """
 
     name: ClassVar[str] = "same_random"
     size: ClassVar[int] = 1
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._before = self._drawn = 0
         self._first = program.step
         self._has_told = False
 
     def before_forward(self, inputs: tuple[Any, ...]) -> None:
+        """Record the state of the random number generator if a comparison is due."""
         step = self.program.step
         if step < self._first + _STEPS or step % 10 == 0:
             self._before = self._state()
 
     def after_forward(self, output: Any) -> None:
+        """Keep the recorded state if the forward pass has drawn random numbers."""
         if not self._drawn and self._before and self._state() != self._before:
             self._drawn = self._before
         self._before = 0
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return the checksum of the state, or 0 if no random numbers were drawn."""
         drawn, self._drawn = self._drawn, 0
         return [float(drawn)]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Return a finding, once, if two ranks had the same state."""
         by_state: defaultdict[float, list[int]] = defaultdict(list)
         for rank, [state] in enumerate(reports):
             if state:
@@ -207,22 +230,22 @@ class SameRandomNumbers(Detector):
     def _state(self) -> int:
         device = self.program.world.device
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        return crc32(state.numpy().data) + 1  # 0 is for none
+        return crc32(state.numpy().data) + 1  # 0 means that no numbers were drawn
 
 
 def rows_hashed(inputs: Any) -> torch.Tensor:
-    """A number of 64 bits for each row of a batch [rows], made from that row of all its tensors; empty without any."""
+    """Return a 64-bit hash of each row of a batch [rows], over all of its tensors, or an empty tensor without tensors."""
     if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):
         [leaf] = inputs
         if leaf.dtype is torch.int64 and leaf.dim() == 2 and leaf.is_cpu and 0 < leaf.shape[1] <= _NUMBERS:
-            # Most often it is numbers of tokens. The same sum, in a third of the time: numpy has less to do around it.
+            # Batches are usually token ids. NumPy computes the same sum in a third of the time.
             return torch.from_numpy(leaf.numpy() @ numpy_hash_weights(leaf.shape[1]))
     return _rows_hashed(inputs)
 
 
 @torch.no_grad()
 def _rows_hashed(inputs: Any) -> torch.Tensor:
-    if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):  # most often, so it is made short
+    if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):  # a fast path for the most common case
         leaves = [inputs[0].detach()] if inputs[0].dim() else []
     else:
         leaves = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -234,12 +257,12 @@ def _rows_hashed(inputs: Any) -> torch.Tensor:
         words = words[:, :: -(-words.shape[1] // _NUMBERS)]
     weights = hash_weights(words.shape[1], words.device)
     if words.device.type == "cpu":
-        return torch.mv(words, weights)  # the same sum; not for whole numbers on a GPU
+        return torch.mv(words, weights)  # the same sum; GPUs lack it for integers
     return (words * weights).sum(1)
 
 
 def _words(leaf: torch.Tensor) -> torch.Tensor:
-    """[rows, ...] of any type -> [rows, numbers of 64 bits], the same bits."""
+    """Reinterpret the bits of a tensor [rows, ...] of any type as 64-bit integers [rows, words]."""
     rows = leaf.reshape(len(leaf), -1).contiguous()
     if rows.element_size() == 8 and not rows.is_complex():
         return rows.view(torch.int64)

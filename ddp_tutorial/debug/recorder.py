@@ -1,7 +1,8 @@
-"""Which collectives has this rank entered, and from which line of the program? torch's flight recorder, read.
+"""Read PyTorch's flight recorder: the collectives that this rank has entered, and the lines that called them.
 
-torch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE), gloo's too, those that DDP starts in C++
-included, each with its number in its group, its sizes and the Python stack it was called from.
+PyTorch keeps the last 2,000 collectives of a process (TORCH_FR_BUFFER_SIZE). This includes gloo's collectives, and
+those that DDP starts in C++. Each record contains the number of the collective in its group, the sizes and the Python
+stack.
 """
 
 import sys
@@ -22,48 +23,64 @@ from ddp_tutorial.processes import rank as rank_module
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 _OURS = str(Path(__file__).parent.parent)  # this package
-_RANK = rank_module.__file__  # what is further out than this has only started the rank
+_RANK = rank_module.__file__  # outer frames only start the rank
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the program: where a rank called torch, or stands."""
+    """A line of the program that called a collective, or that is being executed."""
 
     file: str
     number: int
     function: str
 
     def __str__(self) -> str:
+        """Return the line in the format of a traceback."""
         return f'File "{self.file}", line {self.number}, in {self.function}'
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, as one rank has entered it. Ranks that are in step give it the same number in its group."""
+    """A collective as one rank has entered it. Ranks in step give it the same number in its group.
+
+    Attributes:
+        group: The name of the process group.
+        number: The number of the collective in its group.
+        op: The operation, such as "all_reduce" or "broadcast".
+        sizes: The sizes of the inputs.
+        dtypes: The types of the inputs.
+        lines: The calling lines: first in this package, if there is one, then in the user's program.
+        done: Whether the collective has completed.
+    """
 
     group: str
     number: int
-    op: str  # "all_reduce", "broadcast", ...
-    sizes: tuple[tuple[int, ...], ...]  # of its inputs
+    op: str
+    sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    lines: tuple[Line, ...]  # where it was called: in this package first, if it was there, then in the user's program
+    lines: tuple[Line, ...]
     done: bool
 
     @property
     def what(self) -> str:
-        """`all_reduce [3]`"""
+        """Operation and sizes as text, for example "all_reduce [3]"."""
         return " ".join([self.op, *(str(list(size)) for size in self.sizes)])
 
 
 def calls(last: int = 200, since: int = 0) -> list[Call]:
-    """The last collectives that this rank has entered, in that order; those of the groups number `since` and later, as
-    the recorder numbers the groups of a process: one that was made anew has the name of the old one."""
+    """Return the last collectives that this rank has entered, oldest first.
+
+    Args:
+        last: The number of records to read.
+        since: The recorder's number of the first process group to include. Group names are not unique, because a group
+            that is created again has the same name.
+    """
     entries = flight_record().get("entries", [])
     return [_call(entry) for entry in entries[-last:] if not entry["is_p2p"] and entry["pg_id"] >= since]
 
 
 def progress() -> dict[str, tuple[int, int]]:
-    """Group -> the number of the last collective that this rank has entered there, and of the last that has ended."""
+    """Return the numbers of the last entered and the last completed collective of each group."""
     status = flight_record(entries=False).get("pg_status", {})
     return {
         str(group): (each["last_enqueued_collective"], each["last_completed_collective"])
@@ -72,13 +89,17 @@ def progress() -> dict[str, tuple[int, int]]:
 
 
 def standing_lines(thread: int | None = None) -> tuple[Line, ...]:
-    """Where the main thread, or another one, is at this moment: as the lines of a `Call`."""
+    """Return the line that a thread is executing, in the format of `Call.lines`.
+
+    Args:
+        thread: The identifier of the thread. None means the main thread.
+    """
     frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
     return lines_of(frame) if frame else ()
 
 
 def lines_of(frame: FrameType) -> tuple[Line, ...]:
-    """Where a frame and those that have called it are: as the lines of a `Call`."""
+    """Return the lines of a frame and its callers, in the format of `Call.lines`."""
     stack = traceback.walk_stack(frame)
     return _lines((each.f_code.co_filename, number, each.f_code.co_name) for each, number in stack)
 
@@ -97,8 +118,11 @@ def _call(entry: dict[str, Any]) -> Call:
 
 
 def _lines(stack: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:
-    """Of a stack, the innermost frame first: the first outside of torch and of Python's own library, and, where that is
-    in this package, the first outside of it too."""
+    """Select the relevant lines of a stack, which starts with the innermost frame.
+
+    The first line is the innermost one outside of PyTorch and the standard library. If this line is in this package,
+    the second line is the innermost one outside of this package.
+    """
     found: list[Line] = []
     for file, number, function in stack:
         if file == _RANK or (found and not found[0].file.startswith(_OURS)):

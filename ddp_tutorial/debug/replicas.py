@@ -1,9 +1,9 @@
-"""Do the ranks still have the same weights? Checksums of parameters, optimizer state and buffers, compared.
+"""Check that all ranks have the same weights, by checksums of parameters, optimizer state and buffers.
 
-Replicas begin equal and get the same gradient, so they stay equal, bit for bit: there is no tolerance here. Each rank
-sends one number that is made from all bits; only where those differ, the ranks compare tensor by tensor. Reading all
-bits takes longer than all else that is checked, so that is done now and then, and at once where the ranks have told
-one another of averaged gradients that differ.
+Replicas start with equal weights and get the same gradients, so they stay bitwise identical. The check therefore has no
+tolerance. Each rank sends one number that depends on all bits. If the numbers differ, the ranks compare the tensors one
+by one. Reading all bits is the most expensive check. It therefore runs only occasionally, and at once if the ranks have
+exchanged averaged gradients that differ.
 """
 
 import zlib
@@ -21,32 +21,42 @@ from ddp_tutorial.debug.hash_weights import hash_weights, numpy_hash_weights
 from ddp_tutorial.debug.instrumentation import StepObservation
 from ddp_tutorial.zero.pieces import is_piece
 
-# Tensors with fewer bytes are faster read by zlib than by torch.
+# For tensors of at most this many bytes, zlib is faster than PyTorch.
 _SMALL = 4096
-_ROW = 1024  # numbers of 64 bits
-_WHOLE = 1 << 48  # below it, a float64 is an exact whole number
+_ROW = 1024  # 64-bit numbers in a row
+_WHOLE = 1 << 48  # a float64 represents every integer below this value exactly
 
 
 class ReplicaDrift(Detector):
-    """Parameters, optimizer state and options such as the learning rate: after the first step, and then before the
-    update of each `every`-th, of which all hear with the other numbers; with `every=1`, after each step. Buffers at the
-    beginning of such a step's first forward, where DDP has just broadcast them.
+    """Compares the parameters, the buffers, and the optimizer's state and options (such as the learning rate).
 
-    What comes by the gradient is found when the ranks next exchange their numbers, and told with its own step: an
-    averaged gradient that differs has another sum on each rank, and these sums are compared for each step. What comes
-    otherwise, as by an option or an update that one rank alone has changed, is found up to `every - 1` steps later; the
-    step that is named is the one in which it was found, and the message says after which step all was the same.
+    Parameters and optimizer are compared after the first step, and then before the update of every `every`-th step,
+    together with the other exchanged numbers. With `every=1`, they are compared after each step. Buffers are compared
+    at the start of the first forward pass of these steps, just after DDP has broadcast them.
 
-    Parameters and optimizer differing is an error, buffers only a warning: training goes on right, but what is saved is
-    rank 0's. `ignore` has patterns for names of what may differ. What each rank has a part of is left out: DTensors,
-    the pieces of `zero`, and the state of a `ZeroRedundancyOptimizer` or a `ShardedOptimizer`. Where ranks step by
-    themselves for a round, as with local SGD, they are meant to differ: name the other detectors there.
+    Differences that are caused by a gradient are found at the next exchange and reported with the step of the gradient.
+    For this purpose, the ranks compare a sum of the averaged gradients for each step. Other differences are found up to
+    `every - 1` steps later, for example if one rank changes an option. They are reported with the step in which they
+    were found, and the message contains the last step without a difference.
+
+    A difference in the parameters or the optimizer is an error. A difference in the buffers is only a warning, because
+    training remains correct, but a checkpoint contains rank 0's buffers. State that is sharded is not compared:
+    DTensors, pieces of `zero`, and the state of `ZeroRedundancyOptimizer` and `ShardedOptimizer`. Do not use this
+    detector if ranks update their weights independently, as with local SGD.
+
+    Args:
+        every: The number of steps between two comparisons.
+        ignore: Patterns of the names that may differ.
+
+    Raises:
+        ValueError: If `every` is below 1.
     """
 
     name: ClassVar[str] = "drift"
     size: ClassVar[int] = 3
 
     def __init__(self, every: int = 20, ignore: Sequence[str] = ()) -> None:
+        """Store the arguments; see the class docstring."""
         if every < 1:
             raise ValueError(f"every={every}: should be 1 step or more")
         self.every, self.ignore = every, tuple(ignore)
@@ -54,36 +64,40 @@ class ReplicaDrift(Detector):
         self._told: set[str] = set()
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._first, self._buffers = program.step, {}
         self._said = float(combine_checksums(self._buffers))
         self._has_begun, self._is_telling = False, True
-        self._sizes: dict[int, Sequence[float | torch.Tensor]] = {}  # of a step's gradients, until they are judged
-        self._sums: dict[int, dict[str, int]] = {}  # the checksums that were said in a step, until they are judged
-        self._doubts: tuple[int, dict[str, str]] | None = None  # a step in which gradients differ, and their sizes
+        self._sizes: dict[int, Sequence[float | torch.Tensor]] = {}  # step -> gradient sizes, until exchanged
+        self._sums: dict[int, dict[str, int]] = {}  # step -> checksums, until exchanged
+        self._doubts: tuple[int, dict[str, str]] | None = None  # a step with different gradients, and their sizes
         self._same_after: int | None = None
-        self._compared: tuple[float, ...] = ()  # what was said of buffers when they were last compared
+        self._compared: tuple[float, ...] = ()  # combined buffer checksums of the last comparison
 
     def _is_due(self, step: int) -> bool:
         return step == self._first or step % self.every == 0
 
     def before_forward(self, inputs: tuple[Any, ...]) -> None:
+        """Compute the checksums of the buffers if a comparison is due."""
         if not self._has_begun and self.program.module.training and self._is_due(self.program.step):
             self._has_begun = True
             self._buffers = checksums(self._kept(dict(self.program.module.named_buffers())))
             self._said = float(combine_checksums(self._buffers))
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return the combined checksums of the buffers, the gradients, and the parameters and optimizer if due."""
         self._has_begun, step, state = False, self.program.step, 0.0
         if self._is_telling:
             self._sizes[step] = self.program.gradient_sizes()
         is_due = step != self._first and step % self.every == 0
-        if is_due and self.every > 1 and self.program.world.size > 1:  # with every=1, after the update
+        if is_due and self.every > 1 and self.program.world.size > 1:  # with every=1, `after_update` compares
             self._sums[step] = checksums(self._kept(dict(self._state())))
             state = float(combine_checksums(self._sums[step]))
         return [self._said, self.program.gradient(), state]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Return the findings from the checksums of all ranks. Collective."""
         sizes, sums = self._sizes.pop(step, []), self._sums.pop(step, {})
         buffers, gradients, states = zip(*reports, strict=True)
         found = list[Finding]()
@@ -94,12 +108,12 @@ class ReplicaDrift(Detector):
         if self._doubts is None and self._is_telling and len({each.hex() for each in gradients}) > 1:
             values = [float(each).hex() for each in sizes]
             self._doubts = step, dict(zip(self.program.named_gradients(), values, strict=False))
-            if step < self.program.step:  # else the weights do not have it yet
+            if step < self.program.step:  # otherwise the update has not used the gradients yet
                 found += self._compare(self.program.step, self.program.step - 1)
         return found
 
     def _compare_buffers(self, step: int) -> list[Finding]:
-        """Those that differ, each told once. Collective."""
+        """Return a finding for the first buffer that differs, once for each buffer. Collective."""
         found = first_drift(self.program.gather(self._buffers))
         if found is None or found[0] in self._told:
             return []
@@ -113,26 +127,39 @@ class ReplicaDrift(Detector):
         return [Finding(self.name, step, ranks, message, "warning", name)]
 
     def after_update(self, step: int) -> list[Finding]:
+        """Compare parameters and optimizer if a comparison is due or the gradients differed. Collective."""
         is_due = step == self._first or self.every == 1
         return self._compare(step, step) if is_due or self._doubts else []
 
     def _compare(self, step: int, after: int) -> list[Finding]:
-        """All bits of parameters and optimizer, as they are in `step`, after the update of `after`. Collective."""
+        """Compare all bits of the parameters and the optimizer. Collective.
+
+        Args:
+            step: The current step.
+            after: The last step whose update has been applied.
+        """
         sums = checksums(self._kept(dict(self._state())))
         of_ranks = self.program.gather_numbers(torch.tensor([combine_checksums(sums)])).tolist()
         return self._verdict(step, after, sums, of_ranks)
 
     def _verdict(self, step: int, after: int, sums: dict[str, int], of_ranks: Sequence[object]) -> list[Finding]:
-        """What it comes to that `of_ranks` were made from these `sums`, on each rank from its own. Collective."""
+        """Return a finding if the combined checksums `of_ranks` differ. Collective.
+
+        Args:
+            step: The step of the comparison.
+            after: The last step whose update has been applied.
+            sums: The checksums on this rank.
+            of_ranks: The combined checksum of each rank.
+        """
         if all(each == of_ranks[0] for each in of_ranks):
-            # Each rank may have gradients of its own, where it is the weights that are averaged.
+            # Gradients may differ without a problem if the ranks average their weights instead.
             self._is_telling = self._is_telling and not self._doubts
             self._doubts, self._same_after = None, after
             return []
         found = first_drift(self.program.gather(sums))
         assert found is not None, "a checksum of them all differs, so that of one does"
         since = ""
-        if self._doubts and self._doubts[0] < step:  # by now all may differ: which gradient did in that step?
+        if self._doubts and self._doubts[0] < step:  # by now all tensors may differ, so compare that step's gradients
             step, sizes = self._doubts
             found = first_drift(self.program.gather(self._kept(sizes))) or found
         elif self._same_after is not None and self._same_after < after - 1:
@@ -143,14 +170,17 @@ class ReplicaDrift(Detector):
         return [Finding(self.name, step, ranks, message, "error", name)]
 
     def _state(self) -> Iterator[tuple[str, Any]]:
-        """All that an update reads and writes, by name; options first, since parameters differ where they do."""
+        """Yield all values that an update reads and writes, by name.
+
+        Options are first, because a different option makes the parameters differ.
+        """
         names, optimizer = self.program.names, self.program.optimizer
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
                     yield f"{key} of the optimizer's group {number}", value
         yield from ((name, p) for name, p in self.program.module.named_parameters() if not is_piece(p))
-        # Not imported: torch's warns.
+        # Compared by name, because importing ZeroRedundancyOptimizer logs a warning.
         if {"ZeroRedundancyOptimizer", "ShardedOptimizer"} & {each.__name__ for each in type(optimizer).__mro__}:
             return
         for parameter, state in optimizer.state.items():
@@ -188,7 +218,10 @@ def _differ(ranks: Sequence[int], size: int) -> str:
 
 @torch.no_grad()
 def checksums(named: Mapping[str, Any]) -> dict[str, int]:
-    """A number below 2**48 for each tensor and each plain value, from all its bits and, by and large, their places."""
+    """Return a number below 2**48 for each tensor and each plain value.
+
+    The number depends on all bits and, with rare exceptions, on their positions.
+    """
     sums: dict[str, int | torch.Tensor] = {}
     for name, value in named.items():
         if isinstance(value, torch.Tensor):
@@ -203,13 +236,16 @@ def checksums(named: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
-    """The same bits give the same number. Rows of 1,024 numbers are added up, and those sums weighted by their
-    place, so it is as fast as memory is read, and yet sees what has moved, but by a multiple of a row."""
-    if tensor.dtype is torch.float32 and tensor.is_cpu:  # most are
+    """Return a hash of all bits of the tensor.
+
+    The hash sums rows of 1,024 numbers and weights these sums by their position in the row. It is as fast as memory can
+    be read. It detects values that have moved, unless they have moved by a multiple of a row.
+    """
+    if tensor.dtype is torch.float32 and tensor.is_cpu:  # the most common case
         values = tensor.detach().contiguous().numpy()
         if values.nbytes <= _SMALL:
             return zlib.crc32(values.data)
-        if values.nbytes % (8 * _ROW) == 0:  # the same sum, with less around it
+        if values.nbytes % (8 * _ROW) == 0:  # the same hash, with less overhead
             sums = np.add.reduce(values.reshape(-1).view(np.int64).reshape(-1, _ROW))
             return int(np.dot(sums, numpy_hash_weights(_ROW)))
     flat = tensor.detach().contiguous().reshape(-1)
@@ -228,6 +264,6 @@ def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
 
 
 def combine_checksums(sums: Mapping[str, int]) -> int:
-    """One number below 2**48 from those of `checksums`, their names and their order."""
+    """Combine the results of `checksums` into one number below 2**48 that depends on their names and their order."""
     text = repr(list(sums.items())).encode()
     return zlib.crc32(text) | zlib.adler32(text) % (1 << 16) << 32

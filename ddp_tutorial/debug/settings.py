@@ -1,4 +1,4 @@
-"""What a config says for a run that is looked at from outside: the run, and what is to go wrong in it on purpose.
+"""The config of a run with injected faults.
 
     # my.yaml
     extends: 2proc
@@ -6,8 +6,8 @@
       - kill rank=1 step=3 phase=backward
       - {action: delay, rank: 0, step: 5, seconds: 2}
 
-Training knows nothing of it: whoever starts the ranks puts `inject_faults` around the training (see
-`commands.training`).
+The training code does not know about faults. The caller that starts the ranks wraps the training in `inject_faults`
+(see `commands.training`).
 """
 
 from typing import Any
@@ -19,10 +19,11 @@ from ddp_tutorial.training.config import TaskConfig
 
 
 class FaultyConfig(TaskConfig):
-    """A run, and its `faults`, each of the form that `parse` reads or with a line for each setting.
+    """The config of a run with `faults`. Each fault is a string in the format of `parse`, or a mapping of its settings.
 
-    They are no part of what the run is: they are not in its config.json or its checkpoints, and a run is resumed with
-    others, or without, as if they were not there. They strike in every life of a run, at the steps of that life.
+    Faults are not part of the run's identity: config.json and the checkpoints do not contain them. A run can be resumed
+    with different faults or without faults. After a restart, the faults occur again, with steps counted from the
+    restart.
     """
 
     faults: tuple[Fault, ...] = Field(
@@ -38,4 +39,5 @@ class FaultyConfig(TaskConfig):
 
     @property
     def remarks(self) -> list[str]:
+        """Remarks of the config, including one for each fault."""
         return [*super().remarks, *(f"a fault on purpose: {fault}" for fault in self.faults)]
