@@ -1,8 +1,8 @@
-"""Does a rank keep more memory after every step, and of what? A leak ends a run after hours; its slope shows after a
-minute.
+"""Detect ranks that keep more memory after each step, and the tensors responsible.
 
-To list all tensors that live takes about a tenth of a second, so that is done twice only, once a slope has shown: what
-has become more from one list to the other is what grows.
+A memory leak ends a run after hours, but its slope is visible after a minute. Listing all live tensors takes about a
+tenth of a second. The detector therefore lists them only twice, after it has found a slope. The tensors that have
+increased in number between the two lists are the leak.
 """
 
 import gc
@@ -23,42 +23,56 @@ from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program,
 from ddp_tutorial.debug.instrumentation import StepObservation
 
 MB = 1e6
-# The first steps allocate what is then used again.
+# The first steps allocate memory that later steps reuse.
 _WARM_UP = 10
-# A rank works out its slope once in so many steps, and looks again so many later at what lives.
+# Number of steps between two calculations of the slope, and between the two lists of live tensors.
 _EVERY = 10
 _MOST_TOLD = 3
 
 
 class MemoryGrowth(Detector):
-    """Ranks whose own memory grows by more than `mb_per_step`, in each quarter of the last `window` steps. On a GPU,
-    that which torch has allocated there is looked at as well. It is told ten steps after it was seen, with the tensors
-    that have become more in these steps, by shape and type, as Python's garbage collector knows them (`live_tensors`).
+    """Detects ranks whose private memory grows by more than `mb_per_step`, in each quarter of the last `window` steps.
 
-    Memory that is shared, such as a mapped file, does not count. `peak_mb` has the most of each rank so far.
+    On a GPU, PyTorch's allocated memory is checked as well. A finding is reported ten steps after it was detected. It
+    lists the tensors that have increased in number during these steps, by shape and type, as reported by Python's
+    garbage collector (see `live_tensors`). Shared memory, such as a memory-mapped file, does not count.
+
+    Attributes:
+        peak_mb: The peak memory of each rank so far.
     """
 
     name: ClassVar[str] = "memory"
     size: ClassVar[int] = 2
 
     def __init__(self, mb_per_step: float = 0.5, window: int = 40) -> None:
+        """Store the arguments.
+
+        Args:
+            mb_per_step: The growth in MB per step above which a rank is reported.
+            window: The number of steps over which growth is measured.
+
+        Raises:
+            ValueError: If `mb_per_step` is not positive, or `window` is below 8.
+        """
         if mb_per_step <= 0 or window < 8:
             raise ValueError(f"mb_per_step={mb_per_step}, window={window}: should be above 0, and 8 steps or more")
         self.mb_per_step, self.window = mb_per_step, window
         self.peak_mb: list[float] = []
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._own = ProcessMemory()
         self._from = program.step + _WARM_UP
         self._used = [deque[float](maxlen=self.window), deque[float](maxlen=self.window)]
         self.peak_mb = [0.0] * program.world.size
         self._told: set[int] = set()
-        self._before: dict[Kind, LiveTensors] = {}  # what lived when a slope had shown
-        self._slopes: dict[int, float] = {}  # of the ranks that are looked at: MB a step
+        self._before: dict[Kind, LiveTensors] = {}  # the tensors when the slope was detected
+        self._slopes: dict[int, float] = {}  # suspected rank -> growth in MB per step
         self._listed_at = 0
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return this rank's memory and its growth per step, in MB."""
         device = self.program.world.device
         on_gpu = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         values = [self._own() / MB, on_gpu / MB]
@@ -71,6 +85,7 @@ class MemoryGrowth(Detector):
         return [max(values), growth]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Return the findings if the second list of live tensors is due. Collective."""
         self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, reports, strict=True)]
         if self._slopes:
             return self._look_again(step)
@@ -82,7 +97,7 @@ class MemoryGrowth(Detector):
         return []
 
     def _look_again(self, step: int) -> list[Finding]:
-        """What grows, when there has been some time for it. The same on all ranks, but for what lives."""
+        """Compare the lists of live tensors, `_EVERY` steps after the slope was detected. Collective."""
         between = self.program.step - self._listed_at
         if between < _EVERY:
             return []
@@ -104,7 +119,14 @@ class MemoryGrowth(Detector):
 
 
 class Kind(NamedTuple):
-    """What tensors have in common that are counted together. `has_graph`: they are the end of what autograd keeps."""
+    """The properties by which tensors are counted together.
+
+    Attributes:
+        shape: The shape.
+        dtype: The type.
+        device: The device.
+        has_graph: Whether the tensors are the outputs of an autograd graph.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -112,30 +134,33 @@ class Kind(NamedTuple):
     has_graph: bool
 
     def __str__(self) -> str:
+        """Return the properties as text."""
         where = "" if self.device == "cpu" else f" on {self.device}"
         graph = ", with the graph that has made it" if self.has_graph else ""
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{where}{graph}"
 
 
 class LiveTensors(NamedTuple):
-    """How many tensors of a kind there are, and their bytes; memory that several share counts for the largest."""
+    """The number of tensors of one kind and their bytes. Shared memory counts for the largest tensor that uses it."""
 
     number: int = 0
     nbytes: int = 0
 
 
 def live_tensors() -> dict[Kind, LiveTensors]:
-    """All tensors that Python objects hold on this rank, as the garbage collector lists them. What only C++ holds, such
-    as the activations of a graph, is not among them; the tensor at the end of that graph is."""
+    """Return all tensors on this rank that are held by Python objects, as listed by the garbage collector.
+
+    Tensors that are held only by C++ are not included, such as the activations of a graph. The output of the graph is.
+    """
     numbers: Counter[Kind] = Counter()
-    largest: dict[int, tuple[int, int, Kind]] = {}  # of each storage: the bytes that a tensor shows, and its own
+    largest: dict[int, tuple[int, int, Kind]] = {}  # storage -> bytes of the largest tensor, bytes of the storage, kind
     for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):  # isinstance would ask a proxy for its class
+        if not issubclass(type(thing), torch.Tensor):  # isinstance would query the class of a proxy
             continue
         try:
             kind = Kind(tuple(thing.shape), thing.dtype, str(thing.device), thing.grad_fn is not None)
             storage, size, shown = storage_id(thing), thing.untyped_storage().nbytes(), thing.nbytes
-        except (RuntimeError, NotImplementedError):  # a kind of tensor without memory of its own
+        except (RuntimeError, NotImplementedError):  # a tensor type without its own storage
             continue
         numbers[kind] += 1
         if storage not in largest or shown > largest[storage][0]:
@@ -147,7 +172,7 @@ def live_tensors() -> dict[Kind, LiveTensors]:
 
 
 def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveTensors]) -> list[str]:
-    """The kinds of which there are more, those first that have grown by most bytes: "10 of [3, 4] float32 (1.2 MB)"."""
+    """Return the kinds that have increased in number, sorted by bytes, such as "10 of [3, 4] float32 (1.2 MB)"."""
     nothing = LiveTensors()
     grown = {
         kind: LiveTensors(number - before.get(kind, nothing).number, nbytes - before.get(kind, nothing).nbytes)
@@ -159,18 +184,20 @@ def describe_growth(before: Mapping[Kind, LiveTensors], now: Mapping[Kind, LiveT
 
 
 class ProcessMemory:
-    """The bytes of this process that it shares with no other, each time it is called.
+    """Returns the number of bytes that only this process uses, on each call.
 
-    On Linux, /proc/self/statm stays open: to read it takes a microsecond, and psutil takes 70.
+    On Linux, /proc/self/statm stays open, because reading it takes 1 microsecond and psutil takes 70.
     """
 
     def __init__(self) -> None:
+        """Open /proc/self/statm if it exists."""
         self._statm: int | None = None
         with suppress(OSError):
             self._statm = os.open("/proc/self/statm", os.O_RDONLY)
             weakref.finalize(self, os.close, self._statm)
 
     def __call__(self) -> int:
+        """Return the resident memory minus the shared memory, in bytes."""
         if self._statm is None:
             used = psutil.Process().memory_info()
             return int(used.rss - getattr(used, "shared", 0))
@@ -179,9 +206,12 @@ class ProcessMemory:
 
 
 def growth_per_step(used: Sequence[float]) -> float:
-    """By how much `used` grows from one value to the next: the median of the slopes between all pairs of values (Theil
-    and Sen), which single jumps do not move. 0 where it has not grown in each quarter: it has been growing then, or it
-    will go down again, but it does not leak."""
+    """Return the growth of `used` per value, or 0 if `used` has not grown in each quarter.
+
+    The growth is the median of the slopes between all pairs of values (the Theil-Sen estimator), which is robust
+    against single jumps. Without growth in each quarter, the memory has grown temporarily or only once, which is not a
+    leak.
+    """
     length = len(used)
     quarters = [statistics.median(used[i * length // 4 : (i + 1) * length // 4]) for i in range(4)]
     rises = [b - a for a, b in pairwise(quarters)]

@@ -1,11 +1,14 @@
-"""Where does the first NaN or infinity come from: which rank, which phase, which module or parameter?
+"""Locate the first NaN or infinity: its rank, its phase, and its module or parameter.
 
-Once gradients are added up, all ranks have the NaN of one. So each notes the norms of loss and gradients before that.
-An infinity on the way (a mask, or float16 overflowing under a `GradScaler`) is nothing wrong as long as it does not
-reach an update: only there an alarm is raised, and the notes say where it began. Outputs of modules are not noted:
-after an alarm, each rank computes its forwards of this step once more, with the same inputs, weights and random
-numbers, and looks at all outputs of that. The weights are still those of the step, for the alarm comes before the
-update. Where only some ranks have such a gradient, the alarm comes later, and the notes alone say where it began.
+After the gradients have been reduced, a NaN on one rank is on all ranks. Each rank therefore records the norms of the
+losses and gradients before the reduction. An infinity is not a problem unless it reaches an update. For example, masks
+contain infinities, and float16 overflows under a `GradScaler`. An alarm is therefore set only before an update, and the
+recorded norms then show the origin.
+
+The outputs of modules are not recorded. After an alarm, each rank repeats its forward passes of this step, with the
+same inputs, weights and random numbers, and checks all outputs. The weights are still those of the step, because the
+alarm precedes the update. If only some ranks have a non-finite gradient, the alarm is later, and only the recorded
+norms show the origin.
 """
 
 import math
@@ -15,18 +18,19 @@ from typing import ClassVar
 from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.instrumentation import OUTPUT, Observable, StepObservation
 
-# In this order within a step: of ranks that see one in the same step, those where it came first have it of their own.
+# In chronological order. If several ranks report an origin, the ranks with the earliest phase are at fault.
 _PHASES = ("update", "forward", "loss", "backward")
 
 
 class NonFinite(Detector):
-    """Is the gradient finite that the weights are about to be updated with? Asked in each step; no rank updates its
-    weights with one that is not. The error comes before that update where all ranks have such a gradient, as they do
-    once it is averaged; and when the ranks exchange their numbers where only some have.
+    """Checks in each step that the gradient is finite; no rank updates its weights with a non-finite gradient.
 
-    Until then the inputs of a step's forwards are kept. A model whose forward is another one the second time (it draws
-    from Python's random numbers, or remembers its last batch) may be told of with its loss or a gradient instead of
-    the module where it began; the rank is right all the same.
+    If the gradient is non-finite on all ranks, as it is after averaging, the error is raised before the update. If it
+    is non-finite on some ranks only, the error is raised when the ranks exchange their numbers.
+
+    The inputs of the forward passes are kept until the update. If a repeated forward pass differs, the reported origin
+    may be the loss or a gradient instead of the module, but the rank is correct. This happens if the model uses
+    Python's random numbers or depends on its last batch.
     """
 
     name: ClassVar[str] = "nonfinite"
@@ -34,13 +38,15 @@ class NonFinite(Detector):
     observes: ClassVar[frozenset[Observable]] = frozenset({"forwards", "losses", "gradients"})
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._seen, self._is_finite = StepObservation(), True
-        self._noted: dict[int, tuple[str, str] | None] = {}  # step -> phase and name of the first, by the notes
+        self._noted: dict[int, tuple[str, str] | None] = {}  # step -> phase and name of the first non-finite norm
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return 1 if the gradient is not finite, otherwise 0."""
         self._seen = observation
-        # Numbers may be finite, and their sum or norm too large.
+        # The sum or the norm of finite numbers may overflow.
         self._is_finite = math.isfinite(self.program.gradient()) or all(
             bool(each.isfinite().all()) for each in self.program.gradients()
         )
@@ -49,13 +55,16 @@ class NonFinite(Detector):
         return [0.0 if self._is_finite else 1.0]
 
     def is_urgent(self) -> bool:
+        """Return whether the gradient of this step is not finite."""
         return not self._is_finite
 
     def after_update(self, step: int) -> list[Finding]:
-        self._seen = StepObservation()  # its inputs are not kept through the next step
+        """Release the inputs of the step."""
+        self._seen = StepObservation()  # do not keep its inputs during the next step
         return []
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Return an error with the origin if the gradient of a rank is not finite. Collective."""
         noted = self._noted.pop(step, None)
         if not any(numbers[0] for numbers in reports):
             return []
@@ -76,13 +85,13 @@ class NonFinite(Detector):
         return [Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {told}", "error", where)]
 
     def _origin(self, seen: StepObservation) -> tuple[str, str] | None:
-        """Phase and name of the first on this rank."""
-        # All ranks compute forward, whatever they find: there may be collectives in it.
+        """Return phase and name of the first non-finite value on this rank. Collective if the forward pass is."""
+        # All ranks repeat the forward pass, because it may contain collectives.
         trace = seen.in_full(self.program.module, self.program.world.device)
         return self._spoilt() or next(((phase, name) for phase, name, norm in trace if not math.isfinite(norm)), None)
 
     def _spoilt(self) -> tuple[str, str] | None:
-        """Weights that were not finite when the step began are the fault of the update before."""
+        """Return the first parameter that was not finite at the start of the step, due to the previous update."""
         names = self.program.names.items()
         return next((("update", name) for parameter, name in names if not bool(parameter.isfinite().all())), None)
 

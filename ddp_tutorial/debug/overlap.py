@@ -234,7 +234,11 @@ class SameRandomNumbers(Detector):
 
 
 def rows_hashed(inputs: Any) -> torch.Tensor:
-    """Return a 64-bit hash of each row of a batch [rows], over all of its tensors, or an empty tensor without tensors."""
+    """Return a 64-bit hash of each row of a batch, over all of its tensors.
+
+    Returns:
+        A tensor [rows], which is empty if the batch contains no tensors.
+    """
     if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor):
         [leaf] = inputs
         if leaf.dtype is torch.int64 and leaf.dim() == 2 and leaf.is_cpu and 0 < leaf.shape[1] <= _NUMBERS:

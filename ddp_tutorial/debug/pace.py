@@ -1,4 +1,4 @@
-"""Who holds up the others, and who waits for data?"""
+"""Detect stragglers, and ranks that wait for data."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -9,22 +9,31 @@ from ddp_tutorial.runs.summaries import straggler
 
 # The first steps open files and allocate memory.
 _WARM_UP = 2
-# Waiting for less than this in a step is not worth a word.
+# Shorter waits in a step, in seconds, are not reported.
 _WORTH_TELLING = 0.005
 
 
 class _OverAWindow(Detector):
-    """Adds up the seconds of all ranks by phase, and asks once in `window` steps what they come to."""
+    """Sums the seconds of all ranks by phase, and evaluates the sums once in `window` steps."""
 
     observes: ClassVar[frozenset[Observable]] = frozenset({"seconds"})
     phases: ClassVar[tuple[str, ...]]
 
     def __init__(self, window: int) -> None:
+        """Store the arguments.
+
+        Args:
+            window: The number of steps in a window.
+
+        Raises:
+            ValueError: If `window` is below 1.
+        """
         if window < 1:
             raise ValueError(f"window={window}: should be 1 step or more")
         self.window = window
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._from = program.step + _WARM_UP
         self._steps = 0
@@ -32,9 +41,11 @@ class _OverAWindow(Detector):
         self._has_told = False
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return the seconds of each phase on this rank."""
         return [observation.seconds.get(name, 0.0) for name in self.phases]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Add the seconds of all ranks, and evaluate them at the end of a window until there is a finding."""
         if self._has_told or step < self._from:
             return []
         self._sums = [[a + b for a, b in zip(*each, strict=True)] for each in zip(self._sums, reports, strict=True)]
@@ -48,14 +59,20 @@ class _OverAWindow(Detector):
         return [found] if found else []
 
     def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
-        """What the seconds of a window come to: of each phase, those of each rank."""
+        """Return a finding for a window, or None.
+
+        Args:
+            step: The last step of the window.
+            seconds: The seconds of each rank, by phase.
+        """
         raise NotImplementedError
 
 
 class Straggler(_OverAWindow):
-    """The rank that the others wait for, and the phase in which it takes longer, in two windows in a row.
+    """Detects a rank that is slow in the same phase in two consecutive windows, so that the other ranks wait.
 
-    Measured is what a rank does by itself: waiting for data, forward, and backward until its own last gradient.
+    The detector measures the time that a rank spends on its own work: waiting for data, the forward pass, and the
+    backward pass up to its own last gradient.
     """
 
     name: ClassVar[str] = "straggler"
@@ -63,13 +80,20 @@ class Straggler(_OverAWindow):
     phases: ClassVar[tuple[str, ...]] = ("data", "forward", "backward", "step")
 
     def __init__(self, window: int = 10) -> None:
+        """Store the arguments.
+
+        Args:
+            window: The number of steps in a window.
+        """
         super().__init__(window)
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._suspect: tuple[int, str] | None = None
 
     def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
+        """Return a finding if the same rank and phase are slow as in the window before."""
         found = slow_rank(seconds)
         suspect, self._suspect = self._suspect, found and found[:2]
         if found is None or suspect != found[:2]:
@@ -83,8 +107,11 @@ class Straggler(_OverAWindow):
 
 
 def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
-    """Rank, phase and seconds lost, as `runs.summaries` judges, for whom backward is where ranks wait for one another;
-    here it is a rank's own part of it, so it counts with forward."""
+    """Return the rank, phase and lost seconds according to `runs.summaries.straggler`, or None.
+
+    In `runs.summaries`, the backward pass includes waits for other ranks. Here it contains only the rank's own work, so
+    it is added to the forward pass.
+    """
     own = [sum(each) for each in zip(seconds["forward"], seconds["backward"], strict=True)]
     rest = [whole - data for whole, data in zip(seconds["step"], seconds["data"], strict=True)]
     found = straggler({"data": seconds["data"], "forward": own, "grads": rest})
@@ -97,20 +124,32 @@ def slow_rank(seconds: dict[str, list[float]]) -> tuple[int, str, float] | None:
 
 
 class DataStarvation(_OverAWindow):
-    """A rank that spends more than `limit` of its time in waiting for data: for the next batch of a `DataLoader`, or
-    in the phase "data"."""
+    """Detects ranks that spend more than `limit` of their time waiting for data.
+
+    A wait is the time until a `DataLoader` returns the next batch, or the time of the phase "data".
+    """
 
     name: ClassVar[str] = "starvation"
     size: ClassVar[int] = 2
     phases: ClassVar[tuple[str, ...]] = ("data", "step")
 
     def __init__(self, limit: float = 0.25, window: int = 20) -> None:
+        """Store the arguments.
+
+        Args:
+            limit: The fraction of the time above which a rank is reported.
+            window: The number of steps in a window.
+
+        Raises:
+            ValueError: If `limit` is not between 0 and 1, or `window` is below 1.
+        """
         super().__init__(window)
         if not 0 < limit < 1:
             raise ValueError(f"limit={limit}: should be a share between 0 and 1")
         self.limit = limit
 
     def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
+        """Return a finding if ranks spent too much time waiting for data."""
         shares = [data / whole if whole else 0.0 for data, whole in zip(*seconds.values(), strict=True)]
         ranks = tuple(
             rank

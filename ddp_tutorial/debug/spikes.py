@@ -1,4 +1,4 @@
-"""Gradients that jump, and a loss that goes up for good."""
+"""Detect sudden jumps of the gradient and a diverging loss."""
 
 import math
 import statistics
@@ -9,15 +9,16 @@ from typing import ClassVar
 from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 
-# Before there are so many values, it is not known what is usual.
+# Number of values that a median requires.
 _KNOWN = 10
 
 
 class GradientSpike(Detector):
-    """A rank whose gradient is more than `times` as long as it has been, in the median of its last `window` steps.
+    """Detects ranks whose gradient norm is more than `times` the median of their last `window` steps.
 
-    Each rank's own gradient is looked at, before it is averaged and clipped, so the rank with the odd samples is known.
-    Where loss and gradient of all ranks have jumped alike, it is their scale that has changed.
+    The detector uses each rank's own gradient, before averaging and clipping, so the finding identifies the rank with
+    the unusual samples. If the loss and the gradient have jumped by about the same factor on all ranks, their scale has
+    changed. This is not reported.
     """
 
     name: ClassVar[str] = "spike"
@@ -25,16 +26,27 @@ class GradientSpike(Detector):
     observes: ClassVar[frozenset[Observable]] = frozenset({"gradients", "losses"})
 
     def __init__(self, times: float = 10.0, window: int = 50) -> None:
+        """Store the arguments.
+
+        Args:
+            times: The factor above which a norm is reported.
+            window: The number of steps in the median.
+
+        Raises:
+            ValueError: If `times` is not above 1, or `window` is below 10.
+        """
         if times <= 1 or window < _KNOWN:
             raise ValueError(f"times={times}, window={window}: should be above 1, and {_KNOWN} steps or more")
         self.times, self.window = times, window
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._norms, self._losses = deque[float](maxlen=self.window), deque[float](maxlen=self.window)
-        self._largest: dict[int, str] = {}  # step in which the gradient has jumped -> the parameter with most of it
+        self._largest: dict[int, str] = {}  # step with a jump -> the parameter with the largest norm
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return the ratios of the gradient norm and of the loss to their medians."""
         norm, loss = math.hypot(*observation.gradients.values()), abs(observation.loss)
         higher = [ratio_to_median(norm, self._norms), ratio_to_median(loss, self._losses)]
         if higher[0] > self.times:
@@ -45,6 +57,7 @@ class GradientSpike(Detector):
         return higher
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Return a finding if the gradient of a rank has jumped. Collective."""
         higher, losses_higher = zip(*reports, strict=True)
         mine = self._largest.pop(step, "")
         ranks = tuple(rank for rank, ratio in enumerate(higher) if ratio > self.times)
@@ -59,7 +72,10 @@ class GradientSpike(Detector):
 
 
 def ratio_to_median(value: float, before: Sequence[float]) -> float:
-    """How many times the median of those before; 0 where that is not known, or is nothing."""
+    """Return `value` divided by the median of `before`.
+
+    The result is 0 if there are too few values, if `value` is not finite, or if the median is 0.
+    """
     if len(before) < _KNOWN or not math.isfinite(value):
         return 0.0
     median = sorted(before)[len(before) // 2]
@@ -67,15 +83,16 @@ def ratio_to_median(value: float, before: Sequence[float]) -> float:
 
 
 def _is_another_scale(higher: Sequence[float], losses_higher: Sequence[float]) -> bool:
-    """Have gradient and loss of all ranks jumped by about the same factor?"""
+    """Return whether the gradients and losses of all ranks have jumped by about the same factor."""
     both = [*higher, *losses_higher]
     return min(both) > 0 and max(both) < 2 * min(both)
 
 
 class LossDivergence(Detector):
-    """The loss over all ranks is `times` what it was at the beginning, in the median of `window` steps: a stop.
+    """Raises an error if the mean loss over all ranks is `times` its initial value.
 
-    The loss is what backward is called on, without the scale of a `GradScaler`.
+    Both values are medians over `window` steps. The loss is the tensor on which `backward` is called, without the scale
+    of a `GradScaler`.
     """
 
     name: ClassVar[str] = "divergence"
@@ -83,19 +100,31 @@ class LossDivergence(Detector):
     observes: ClassVar[frozenset[Observable]] = frozenset({"losses"})
 
     def __init__(self, times: float = 2.0, window: int = 10) -> None:
+        """Store the arguments.
+
+        Args:
+            times: The factor above which the loss is reported.
+            window: The number of steps in each median.
+
+        Raises:
+            ValueError: If `times` is not above 1, or `window` is below 1.
+        """
         if times <= 1 or window < 1:
             raise ValueError(f"times={times}, window={window}: should be above 1, and 1 step or more")
         self.times, self.window = times, window
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._first: list[float] = []
         self._last = deque[float](maxlen=self.window)
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return the loss of this rank."""
         return [observation.loss]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Return an error if the loss has diverged."""
         values = [value for [value] in reports if math.isfinite(value)]
         if not values:
             return []
@@ -112,6 +141,10 @@ class LossDivergence(Detector):
 
 
 def has_diverged(first: Sequence[float], now: Sequence[float], times: float) -> bool:
-    """Is the median of `now` above that of `first` by `times - 1` of its size, and of the range of `first`?"""
+    """Return whether the loss has increased by `times - 1` times its initial size.
+
+    The initial size is the absolute median of `first` or the range of `first`, whichever is larger. The increase is the
+    difference between the medians of `now` and `first`.
+    """
     began = statistics.median(first)
     return statistics.median(now) > began + (times - 1) * max(abs(began), max(first) - min(first))

@@ -1,4 +1,4 @@
-"""Which parameters get no gradient in a step, and on which ranks? The loss does not depend on them there."""
+"""Detect parameters that get no gradient in a step because the loss does not depend on them."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -7,16 +7,15 @@ from zlib import crc32
 from ddp_tutorial.debug.detector import Detector, Finding, LocalReport, Program
 from ddp_tutorial.debug.instrumentation import Observable, StepObservation
 
-# So often the ranks tell one another names, at most: which parameters are used may change with every step.
+# Maximum number of times that the ranks exchange names, because the unused parameters may change in every step.
 _MOST = 20
 
 
 class UnusedParameters(Detector):
-    """Parameters without a gradient in a step, by name, each told once. A model that is wrapped with
-    `find_unused_parameters=True` is let pass.
+    """Reports parameters without a gradient by name, once for each parameter.
 
-    Where only some ranks have not used a parameter, torch's DDP may never come to the end of backward on the others,
-    and so to no optimizer step: `watching` tells that.
+    Models with `find_unused_parameters=True` are not checked. If only some ranks use a parameter, PyTorch's DDP may
+    block in the backward pass on these ranks, before the optimizer step. Use `watching` to detect this.
     """
 
     name: ClassVar[str] = "unused"
@@ -24,14 +23,16 @@ class UnusedParameters(Detector):
     observes: ClassVar[frozenset[Observable]] = frozenset({"gradients"})
 
     def attach(self, program: Program) -> None:
+        """Reset the detector for a new block."""
         super().attach(program)
         self._trained = {name: p for p, name in program.names.items() if p.requires_grad}
         self._is_allowed = bool(getattr(program.model, "find_unused_parameters", False))
         self._known: set[tuple[float, ...]] = set()
         self._told: set[str] = set()
-        self._mine: dict[float, list[str]] = {}  # what was said -> the names
+        self._mine: dict[float, list[str]] = {}  # checksum -> the names
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
+        """Return a checksum of the names of the unused parameters, or 0 if there are none."""
         arrived = observation.gradients.keys()
         if self._is_allowed or not arrived or self._trained.keys() <= arrived:
             return [0.0]
@@ -41,6 +42,7 @@ class UnusedParameters(Detector):
         return [said]
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        """Return a finding for new unused parameters. Collective if the checksums have not occurred before."""
         key = tuple(number for [number] in reports)
         if not any(key) or key in self._known or len(self._known) == _MOST:
             return []
