@@ -257,8 +257,8 @@ class Checks:
         Args:
             steps: The step of each rank's next update. 0 stands for a rank without a row.
         """
-        told = ", ".join(f"rank {rank} in step {step:.0f}" for rank, step in enumerate(steps) if step)
-        message = f"the ranks do not update their weights in the same steps: {told}"
+        description = ", ".join(f"rank {rank} in step {step:.0f}" for rank, step in enumerate(steps) if step)
+        message = f"the ranks do not update their weights in the same steps: {description}"
         finding = Finding("steps", int(min(filter(None, steps))), tuple(range(len(steps))), message, "error")
         self.findings.append(finding)
         raise CheckError(finding)
@@ -356,8 +356,8 @@ class Checks:
                 if self._store is not None and self._store.check([str(rank)]):
                     gone[rank] = int(self._store.get(str(rank)))
         if gone:
-            told = ", ".join(f"rank {rank} after step {step}" for rank, step in gone.items())
-            message = f"the ranks take different numbers of steps: {told} has left the block that is checked"
+            description = ", ".join(f"rank {rank} after step {step}" for rank, step in gone.items())
+            message = f"the ranks take different numbers of steps: {description} has left the block that is checked"
             finding = Finding("steps", self.program.step, tuple(gone), message, "error")
             self.findings.append(finding)
             raise CheckError(finding) from error

@@ -105,8 +105,8 @@ class _Fingerprints(TorchDispatchMode):
         key = f"{call.group} {call.number}"
         self._store.set(f"{key} {self._world.rank}", as_json.dump_json(mine).decode())
         here = [rank for rank in ranks if rank == self._world.rank or self._store.check([f"{key} {rank}"])]
-        told = {rank: as_json.validate_json(self._store.get(f"{key} {rank}")) for rank in here}
-        found = diagnose(told)
+        statuses = {rank: as_json.validate_json(self._store.get(f"{key} {rank}")) for rank in here}
+        found = diagnose(statuses)
         if found.kind in {"order", "shape"}:
             raise CollectiveError(str(found))
         before.append(replace(call, done=True))

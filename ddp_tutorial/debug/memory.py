@@ -107,11 +107,11 @@ class MemoryGrowth(Detector):
         mine = describe_growth(self._before, live_tensors()) if self.program.world.rank in ranks else []
         self._before = {}
         of_ranks = self.program.gather(mine)
-        told = ", ".join(f"{slopes[rank]:.1f} MB a step on rank {rank}" for rank in ranks)
+        description = ", ".join(f"{slopes[rank]:.1f} MB a step on rank {rank}" for rank in ranks)
         kinds = "; ".join(f"on rank {rank}, {', '.join(of_ranks[rank]) or 'none'}" for rank in ranks)
         where = next((of_ranks[rank][0] for rank in ranks if of_ranks[rank]), "memory")
         message = (
-            f"{named(ranks)} {'keeps' if len(ranks) == 1 else 'keep'} more memory after each step: {told}, over "
+            f"{named(ranks)} {'keeps' if len(ranks) == 1 else 'keep'} more memory after each step: {description}, over "
             f"{self.window} steps. Of the tensors that Python's garbage collector knows there are more than {between} "
             f"steps ago: {kinds}. Often it is a loss that is kept with its graph: keep loss.item() or loss.detach()"
         )

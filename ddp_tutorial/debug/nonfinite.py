@@ -80,9 +80,11 @@ class NonFinite(Detector):
             return [Finding(self.name, step, everyone, message, "error", "reduction")]
         first = phases[0]
         at_fault = {rank: origin[1] for rank, origin in enumerate(origins) if origin and origin[0] == first}
-        told = "; ".join(f"on rank {rank}, {_describe_origin(first, name)}" for rank, name in at_fault.items())
+        description = "; ".join(f"on rank {rank}, {_describe_origin(first, name)}" for rank, name in at_fault.items())
         where = next(iter(at_fault.values())) or first
-        return [Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {told}", "error", where)]
+        return [
+            Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {description}", "error", where)
+        ]
 
     def _origin(self, seen: StepObservation) -> tuple[str, str] | None:
         """Return phase and name of the first non-finite value on this rank. Collective if the forward pass is."""

@@ -158,9 +158,9 @@ class DataStarvation(_OverAWindow):
         )
         if not ranks:
             return None
-        told = ", ".join(f"{shares[rank]:.0%} of the time on rank {rank}" for rank in ranks)
+        description = ", ".join(f"{shares[rank]:.0%} of the time on rank {rank}" for rank in ranks)
         message = (
-            f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for data: {told}. Let workers read ahead "
+            f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for data: {description}. Let workers read ahead "
             "(num_workers=2 or more, persistent_workers=True), or make each sample cheaper to read"
         )
         return Finding(self.name, step, ranks, message, "warning", "data")

@@ -64,10 +64,10 @@ class GradientSpike(Detector):
         if not ranks or (len(reports) > 1 and _is_another_scale(higher, losses_higher)):
             return []
         largest = self.program.gather(mine)
-        told = "; ".join(
+        description = "; ".join(
             f"on rank {rank} {higher[rank]:.0f} times its median, most of it in {largest[rank]!r}" for rank in ranks
         )
-        message = f"the norm of the gradient jumps, before it is averaged and clipped: {told}"
+        message = f"the norm of the gradient jumps, before it is averaged and clipped: {description}"
         return [Finding(self.name, step, ranks, message, "warning", largest[ranks[0]])]
 
 
