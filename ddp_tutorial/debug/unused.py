@@ -53,9 +53,9 @@ class UnusedParameters(Detector):
             return []
         self._told |= set(names)
         ranks = tuple(rank for rank, each in enumerate(of_ranks) if set(each) & set(names))
-        description = ", ".join(f"{name!r}{_on(name, of_ranks)}" for name in names)
+        unused = ", ".join(f"{name!r}{_on(name, of_ranks)}" for name in names)
         message = (
-            f"parameters that got no gradient: {description}. The loss does not depend on them. Use them, freeze them with "
+            f"parameters that got no gradient: {unused}. The loss does not depend on them. Use them, freeze them with "
             "requires_grad_(False), or allow it with find_unused_parameters=True"
         )
         return [Finding(self.name, step, ranks, message, "warning", names[0])]
