@@ -1,9 +1,10 @@
-"""How do ranks start, end, fail and speak?
+"""Launch ranks, and report their output, results and errors.
 
-`run` (in `starting`) is for scripts: it joins the ranks that torchrun or Slurm started, or else starts some here.
-`launch` starts ranks on this machine for any function; `rank` is the other side of it, `transport` carries calls and
-results between the two, `errors` says what went wrong on a rank, and `console` shows what ranks print, log (`logs`) and
-draw (`figures`). `doctor` tries what will work on this machine.
+Scripts call `run` (in `starting`). It joins the ranks that torchrun or Slurm started, and otherwise launches ranks on
+this machine. `launch` runs any function on several local ranks. `rank` contains the code on the rank's side of a
+launch, `transport` sends calls and results between processes, and `errors` describes the failure of a rank. `console`
+shows the ranks' output, `logs` copies the parent's logging setup, and `figures` sends matplotlib figures to the parent.
+`doctor` checks which features work on this machine.
 """
 
 import lazy_loader

@@ -1,8 +1,8 @@
-"""What a person sees of the ranks while they run: their output in order, and one progress bar.
+"""Show the ranks' output and one progress bar while the ranks run.
 
-In a terminal, lines appear as they come, each marked with its rank. In a notebook they are printed when the
-ranks have ended, grouped by rank: a cell's output is then the same each time it runs, so that it can be
-compared in a test, and nothing lands in another cell.
+In a terminal, each line appears as soon as a rank prints it, prefixed with the rank. In a notebook, the lines appear
+after the ranks have exited, grouped by rank. The output of a cell is then the same in every run, so a test can compare
+it, and no line appears under a different cell.
 """
 
 import base64
@@ -13,20 +13,27 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TextIO
 
-# Lines of one rank that are kept for the notebook and for error messages; a runaway print must not fill memory.
+# Maximum number of lines kept per rank for the notebook and for error messages. It bounds the memory use.
 KEPT_LINES = 2_000
-# Characters of a line; what has no newline for longer is shown, and kept, as several lines.
+# Maximum number of characters in a line. Longer lines are split.
 LONGEST_LINE = 1 << 14
-# Of the output that is a notebook's progress bar: whoever saves a notebook without what differs each time can find it.
+# Metadata of the progress bar's output, so that a tool can remove the bar when it saves a notebook.
 PROGRESS = {"ddp_tutorial": "progress"}
 
 
 class RankLog:
-    """Turns the bytes that one rank writes into lines, each of them passed through `edit`, and keeps the last."""
+    """Line buffer for the output of one rank. It shows every line, and keeps the last `KEPT_LINES` lines."""
 
     def __init__(
         self, rank: int, show: Callable[[int, str], None], edit: Callable[[str], str] = lambda line: line
     ) -> None:
+        """Create an empty log.
+
+        Args:
+            rank: Rank that writes the output.
+            show: Called as `show(rank, line)` for each line.
+            edit: Applied to each line before the line is shown and kept.
+        """
         self.rank = rank
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.dropped = 0
@@ -35,7 +42,12 @@ class RankLog:
         self._partial = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Take bytes that the rank has written, and show the lines that are whole; with `final` also what is left."""
+        """Decode `data`, and show the complete lines.
+
+        Args:
+            data: Bytes that the rank has written.
+            final: Also show the unfinished last line.
+        """
         text = self._partial + self._decoder.decode(data, final)
         *lines, rest = text.split("\n")
         if final and rest:
@@ -44,7 +56,8 @@ class RankLog:
             self._take(_pieces(line))
         *full, unfinished = _pieces(rest)
         self._take(full)
-        # what a carriage return has overwritten is not needed, except that this might be half of "\r\n"
+        # Text before a carriage return is overwritten, so it is dropped. A trailing "\r" may be the first half of
+        # "\r\n".
         self._partial = unfinished + ("\r" if rest.endswith("\r") else "")
 
     def _take(self, lines: list[str]) -> None:
@@ -54,60 +67,73 @@ class RankLog:
             self._show(self.rank, line)
 
     def tail(self, count: int = 20) -> str:
-        """The last `count` lines, as one text."""
+        """Return the last `count` lines as one string."""
         return "\n".join(list(self.lines)[-count:])
 
 
 def _pieces(line: str) -> list[str]:
-    """What a terminal would show at last of a line that was redrawn in place with carriage returns, in pieces of
-    `LONGEST_LINE`; before it, the pieces of earlier states that were full, and so shown, before they were redrawn."""
+    """Split a line into pieces of at most `LONGEST_LINE` characters, as a terminal would show it.
+
+    A carriage return overwrites the last piece of the text before it. The full pieces before that piece are kept,
+    because they have already been shown.
+    """
     pieces: list[str] = []
     for state in line.removesuffix("\r").split("\r"):
-        pieces = pieces[:-1]  # drawn over
+        pieces = pieces[:-1]  # overwritten
         pieces += [state[start : start + LONGEST_LINE] for start in range(0, len(state) or 1, LONGEST_LINE)]
     return pieces
 
 
 class Console:
-    """Where the output and the progress of ranks go. This base class shows nothing."""
+    """Base class of the consoles, which show the ranks' output and progress. This class shows nothing."""
 
-    environment: ClassVar[dict[str, str]] = {}  # variables for ranks that are shown here
+    environment: ClassVar[dict[str, str]] = {}  # variables to set in the ranks
 
     def line(self, rank: int, text: str) -> None:
-        """One line that a rank printed."""
+        """Show one line that a rank printed."""
 
     def message(self, text: str) -> None:
-        """One line from the launcher itself."""
+        """Show one line from the launcher itself."""
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
-        """Rank 0 says how far it is."""
+        """Show the progress that rank 0 reports.
+
+        Args:
+            done: Number of finished steps.
+            total: Number of all steps.
+            numbers: Values to show beside the bar, by name.
+        """
 
     def figure(self, rank: int, png: bytes) -> None:
-        """A rank shows a picture."""
+        """Show a PNG image that a rank sent."""
 
     def close(self, logs: Iterable[RankLog]) -> None:
-        """All ranks have ended."""
+        """Finish the output after all ranks have exited."""
 
 
 class TerminalConsole(Console):
-    """Live lines with the rank in front; a bar on stderr where that is a terminal."""
+    """Console that prints lines immediately, and shows a progress bar on stderr if that is a terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
+        """Create a console that prints to `out`, by default to `sys.stdout`."""
         self.out = out or sys.stdout
         self.bar: Any = None
 
     def line(self, rank: int, text: str) -> None:
+        """Print one line, prefixed with the rank."""
         self.message(f"[rank {rank}] {text}")
 
     def message(self, text: str) -> None:
+        """Print one line above the progress bar."""
         if self.bar is not None:
             self.bar.write(text, file=self.out)
         else:
             print(text, file=self.out, flush=True)
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
+        """Update the progress bar. The first call creates it."""
         if self.bar is None:
-            from tqdm import tqdm  # only where a bar is shown
+            from tqdm import tqdm  # imported only if a bar is shown
 
             self.bar = tqdm(total=total, disable=None, file=sys.stderr, leave=True, dynamic_ncols=True)
         self.bar.total = total
@@ -115,41 +141,47 @@ class TerminalConsole(Console):
         self.bar.update(done - self.bar.n)
 
     def close(self, logs: Iterable[RankLog]) -> None:
+        """Close the progress bar."""
         if self.bar is not None:
             self.bar.close()
 
 
 class NotebookConsole(Console):
-    """A bar while the ranks run; their lines, and then their figures, grouped by rank, at the end.
+    """Console that shows a progress bar while the ranks run, then their lines and figures, grouped by rank.
 
-    The bar is HTML and no widget: a widget's state is not saved with a notebook, which would show an error in its place
-    when it is opened again.
+    The bar is plain HTML and not a widget. Jupyter does not save the state of a widget with the notebook, so a reopened
+    notebook would show an error in its place.
     """
 
     environment: ClassVar[dict[str, str]] = {"MPLBACKEND": "module://ddp_tutorial.processes.figures"}
 
     def __init__(self) -> None:
+        """Create a console without lines and figures."""
         self.said: list[str] = []
         self.figures: list[tuple[int, bytes]] = []
         self.bar: Any = None
 
     def message(self, text: str) -> None:
+        """Keep a line of the launcher until `close` prints it."""
         self.said.append(text)
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
+        """Update the progress bar. The first call displays it."""
         if self.bar is None:
             from IPython.display import display
 
-            # Empty at first: nbval compares what is displayed, but reads no updates of it.
+            # The first display is empty, because nbval compares it but ignores later updates.
             self.bar = display({}, raw=True, display_id=True)
         text = f"{done}/{total}  {describe(numbers)}"
         bar = f'<progress value="{done}" max="{total}"></progress> {html.escape(text)}'
         self.bar.update({"text/plain": text, "text/html": bar}, raw=True, metadata=PROGRESS)
 
     def figure(self, rank: int, png: bytes) -> None:
+        """Keep a figure until `close` displays it."""
         self.figures.append((rank, png))
 
     def close(self, logs: Iterable[RankLog]) -> None:
+        """Print the launcher's messages and the ranks' lines, then display the figures in rank order."""
         lines = list(self.said)
         for log in logs:
             if log.dropped:
@@ -166,7 +198,11 @@ class NotebookConsole(Console):
 
 
 def describe(numbers: dict[str, Any]) -> str:
-    """`{"loss": 2.1234, "tokens_per_second": 31234.5}` -> `"loss 2.123, 31,234 tokens/s"`."""
+    """Format metrics as one line.
+
+    Example:
+        `{"loss": 2.1234, "tokens_per_second": 31234.5}` becomes `"loss 2.123, 31,234 tokens/s"`.
+    """
     rates = {name.removesuffix("_per_second"): numbers[name] for name in numbers if name.endswith("_per_second")}
     others = {name: value for name, value in numbers.items() if name.removesuffix("_per_second") not in rates}
     parts = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in others.items() if value is not None]
@@ -174,17 +210,21 @@ def describe(numbers: dict[str, Any]) -> str:
 
 
 def in_notebook() -> bool:
-    """True inside a Jupyter kernel (JupyterLab, papermill, nbval), false in a terminal, IPython's too."""
+    """Return whether this process is a Jupyter kernel (JupyterLab, papermill, nbval).
+
+    IPython in a terminal is not a Jupyter kernel.
+    """
     return getattr(ipython_shell(), "kernel", None) is not None
 
 
 def ipython_shell() -> Any:
-    """The IPython that this process runs cells in, in a Jupyter kernel or a terminal; None where it is neither."""
+    """Return the IPython shell that runs the cells of this process, or None outside IPython."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None
 
 
 def make_console(echo: bool) -> Console:
+    """Return the console for this environment: a notebook, a terminal, or no output if `echo` is false."""
     if not echo:
         return Console()
     return NotebookConsole() if in_notebook() else TerminalConsole()

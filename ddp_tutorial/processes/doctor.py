@@ -1,6 +1,7 @@
-"""What this machine has for distributed training, and what will work on it: `python -m ddp_tutorial doctor`.
+"""Check what this machine supports for distributed training: `python -m ddp_tutorial doctor`.
 
-Each check tries the thing itself: two ranks are started, a port is opened, a file is written to shared memory.
+Each check performs the actual operation. For example, the checks launch two ranks, open a port, and write a file to
+shared memory.
 """
 
 import os
@@ -25,13 +26,20 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 GIB = 2**30
-Probe = Callable[[], tuple[bool | None, str, str]]  # what a `Finding` says besides its name
+Probe = Callable[[], tuple[bool | None, str, str]]  # the fields of a `Finding` after its name
 PACKAGES = ("torch", "numpy", "datasets", "papermill", "jupyterlab", "nbval")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found. `ok` is None for information that is neither good nor bad."""
+    """Result of one check.
+
+    Attributes:
+        name: Name of the check.
+        ok: Whether the check passed; None if the result is neither good nor bad.
+        text: The result in words.
+        advice: What to do about it, or an empty string.
+    """
 
     name: str
     ok: bool | None
@@ -40,11 +48,15 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Run every check. One that raises gives a finding that is not ok, with the error as its text."""
+    """Run every check and return the results.
+
+    A check that raises an exception returns a failed `Finding` with the error as its text.
+    """
     return [_careful(name, look) for name, look in _PROBES.items()]
 
 
 def _careful(name: str, look: Probe) -> Finding:
+    """Run one check, and turn an exception into a failed `Finding`."""
     try:
         return Finding(name, *look())
     except Exception as error:
@@ -115,7 +127,7 @@ def _hostname() -> tuple[bool | None, str, str]:
 
 
 def _port() -> tuple[bool | None, str, str]:
-    """Whether torchrun's default port, 29500, is free on this machine."""
+    """Check whether port 29500, torchrun's default, is free."""
     try:
         with socket.create_server(("127.0.0.1", 29500)):
             return True, "29500, torchrun's, is free", ""
@@ -168,7 +180,7 @@ _PROBES: dict[str, Probe] = {
 
 
 def verdict(findings: list[Finding]) -> str:
-    """One line that says what will work on this machine, or which checks have failed."""
+    """Return one line that states what will work on this machine, or which checks have failed."""
     broken = [finding.name for finding in findings if finding.ok is False]
     if broken:
         return f"will not work as it is: {', '.join(broken)}"

@@ -1,4 +1,7 @@
-"""What has gone wrong on a rank, as its parent tells it. Loads no torch, so that a command may ask what an error is."""
+"""Errors that describe the failure of a rank to its parent.
+
+This module does not import torch, so a command can check the type of an error cheaply.
+"""
 
 import re
 from dataclasses import dataclass
@@ -6,22 +9,24 @@ from typing import Any
 
 from ddp_tutorial.config import FailedError
 
-# What gloo, NCCL and torch's store say when the process at the other end is gone. They raise it as a RuntimeError among
-# others, so here the text has to be looked at. It is an effect, hardly ever a cause.
+# Messages of gloo, NCCL and torch's store when the peer process has exited. They raise RuntimeError and other general
+# types, so only the text identifies the error. A lost connection is usually an effect and not the cause of a failure.
 _LOST_CONNECTION = re.compile(r"by peer|broken pipe|connection was likely closed|connection refused", re.IGNORECASE)
 
 
 def lost_connection(error: BaseException | str) -> bool:
-    """Does this error, or its message, say that the process at the other end of a connection is gone?"""
+    """Return whether an error or its message reports that the peer process of a connection has exited."""
     return _LOST_CONNECTION.search(str(error)) is not None
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that a rank raised, as plain text: its class need not exist in the process that is told of it.
+    """Plain-text copy of a rank's exception. The process that receives it does not need the exception's class.
 
-    `types` are the full names of its class and of all bases of that, such as "ddp_tutorial.config.ConfigError" and
-    "builtins.ValueError"; its own comes first.
+    Attributes:
+        types: Full names of the exception's class and of all its base classes, in method resolution order, such as
+            "ddp_tutorial.config.ConfigError" and "builtins.ValueError".
+        message: The exception's message.
     """
 
     types: tuple[str, ...]
@@ -29,34 +34,37 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException) -> "Raised":
+        """Return the description of `error`."""
         return cls(tuple(map(_full_name, type(error).__mro__)), str(error))
 
     def is_a(self, kind: type[BaseException]) -> bool:
-        """As `isinstance` where it was raised: true for its class, and for every base of that."""
+        """Return whether the exception is an instance of `kind`, as `isinstance` would on the rank."""
         return _full_name(kind) in self.types
 
     def __str__(self) -> str:
+        """Return the class name and the message, such as "ValueError: no disk"."""
         return f"{self.types[0].rpartition('.')[2]}: {self.message}"
 
 
 def _full_name(kind: type) -> str:
-    """Return module and name. Not `__qualname__`: of a class inside a function, which travels by value, that is lost.
+    """Return the module and name of a class, such as "builtins.ValueError".
 
+    `__qualname__` is not used, because cloudpickle does not preserve it for a class that is defined inside a function.
     The script that is `__main__` in the parent is `__mp_main__` in its ranks.
     """
     return f"{kind.__module__.replace('__mp_main__', '__main__')}.{kind.__name__}"
 
 
 class RankError(FailedError):
-    """A rank failed, and all ranks have been ended.
+    """A rank failed, and all ranks were terminated.
 
-    - `rank`: the one that failed first.
-    - `reason`: how, in words for people: "raised ValueError: no disk", "was killed by SIGKILL".
-    - `raised`: the exception, where it was one. Ask `error.is_a(ConfigError)` for its type; `error.message` is its bare
-      message.
-    - `traceback`: the rank's own, with the lines of the notebook's cells.
-    - `log`: the last lines that the rank printed.
-    - `others`: what the other ranks did meanwhile.
+    Attributes:
+        rank: The first rank that failed.
+        reason: How the rank failed, such as "raised ValueError: no disk" or "was killed by SIGKILL".
+        raised: The rank's exception, or None if the rank raised none. Use `is_a` to check its type.
+        traceback: The rank's traceback, including the source lines of notebook cells.
+        log: The last lines that the rank printed.
+        others: The state of the other ranks at the time of the failure.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class RankError(FailedError):
         others: str = "",
         raised: Raised | None = None,
     ) -> None:
+        """Store the arguments, and build the error message from them. See the class for their meaning."""
         self.rank, self.reason, self.traceback, self.log, self.others = rank, reason, traceback, log, others
         self.raised = raised
         printed = f"Last lines that rank {rank} printed:\n{_indent(log)}" if log else ""
@@ -75,24 +84,32 @@ class RankError(FailedError):
         super().__init__("\n\n".join(part for part in story if part))
 
     def is_a(self, kind: type[BaseException]) -> bool:
-        """Was what the rank raised an exception of this type? False where it was killed, or left, or was late."""
+        """Return whether the rank raised an exception of this type.
+
+        Returns:
+            False if the rank raised no exception, for example because it was killed or timed out.
+        """
         return self.raised is not None and self.raised.is_a(kind)
 
     @property
     def message(self) -> str:
-        """The message of what the rank raised, without the type in front; empty where it raised nothing."""
+        """The rank's error message without the exception type; empty if the rank raised no exception."""
         return self.raised.message if self.raised else ""
 
     def __reduce__(self) -> tuple[type["RankError"], tuple[Any, ...]]:
+        """Pickle the error by the arguments of its constructor."""
         return type(self), (self.rank, self.reason, self.traceback, self.log, self.others, self.raised)
 
     def _render_traceback_(self) -> list[str]:
-        """For IPython: the rank's story. The parent's frames inside `launch` say nothing about the fault."""
+        """Return the lines that IPython shows.
+
+        They omit the parent's frames inside `launch`, which do not explain the failure.
+        """
         return "\n".join([f"{type(self).__name__}: {self}", *getattr(self, "__notes__", [])]).split("\n")
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """The time was up. The message shows where each rank stood: its stack, and its last collective."""
+    """The ranks did not finish within the timeout. The message contains each rank's stack and its last collective."""
 
 
 def _indent(text: str) -> str:

@@ -1,7 +1,8 @@
-"""A matplotlib backend for ranks that are started from a notebook: `plt.show()` sends the figures to the parent, which
-shows them below the cell. A rank has no notebook: matplotlib's own backend would print `Figure(640x480)` there.
+"""A matplotlib backend for ranks that are launched from a notebook.
 
-It is named by MPLBACKEND, so that matplotlib is imported only on ranks that draw.
+`plt.show()` sends the open figures to the parent, which displays them under the cell. Matplotlib's default backend has
+no notebook to draw in on a rank, and would print `Figure(640x480)`. The environment variable MPLBACKEND names this
+module, so only ranks that draw import matplotlib.
 """
 
 import io
@@ -14,12 +15,12 @@ from ddp_tutorial.processes.rank import send_figure
 
 
 class FigureManager(FigureManagerBase):
-    """What pyplot asks to show its figures."""
+    """Figure manager that sends figures to the parent process."""
 
     @classmethod
     def pyplot_show(cls, *, block: bool | None = None) -> None:
-        """Show all open figures, and close them, as in a notebook."""
-        from matplotlib import pyplot  # which imports this module
+        """Send all open figures to the parent, and close them."""
+        from matplotlib import pyplot  # pyplot imports this module
 
         for number in pyplot.get_fignums():
             cls.show_in_parent(pyplot.figure(number))
@@ -27,18 +28,18 @@ class FigureManager(FigureManagerBase):
 
     @staticmethod
     def show_in_parent(figure: Figure) -> None:
-        """Send it to the parent."""
+        """Send one figure to the parent."""
         send_figure(png_of(figure))
 
 
 class FigureCanvas(FigureCanvasAgg):
-    """What pyplot draws on."""
+    """Canvas that renders figures with Agg."""
 
     manager_class = FigureManager
 
 
 def png_of(figure: Figure) -> bytes:
-    """The figure as a notebook draws it."""
+    """Return the figure as PNG, with the size and resolution of a notebook figure."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", bbox_inches="tight", dpi=72)
     return picture.getvalue()

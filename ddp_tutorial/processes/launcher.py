@@ -5,16 +5,17 @@
 
     launch(hello, 2)   # [(0, 2), (1, 2)]
 
-The processes are started by `torch.multiprocessing.spawn`. This module adds what that lacks:
+`torch.multiprocessing.spawn` starts the processes. This module adds the following features:
 
-- `fn` and its arguments are sent by value, so lambdas, closures and functions of a cell work. A script is imported by
-  every rank instead, as torchrun's ranks run it; see `script`.
-- The parent hosts the store where ranks meet, on a port that the system chose and on the loopback interface only,
-  and sets the variables that torchrun sets. A rank runs the same code here and on a cluster.
-- Each rank has two pipes to the parent. One takes file descriptors 1 and 2, so that whatever the rank, its
-  children or C++ code print stays in order and has a name on it; the other carries progress, result and error.
-- The parent waits on all ranks at once. When one raises, dies or leaves, all are ended; also when the time limit is
-  reached (each rank reports first where it stands) and on an interrupt.
+- `fn` and its arguments are pickled by value, so lambdas, closures and functions from a notebook cell work. A script is
+  different: every rank imports it, as torchrun's ranks run it; see `script`.
+- The parent hosts the rendezvous store on the loopback interface, on a port that the operating system chooses, and sets
+  the same environment variables as torchrun. The same code therefore runs here and on a cluster.
+- Two pipes connect each rank to the parent. The first replaces file descriptors 1 and 2. It captures the output of the
+  rank, its child processes and C++ code in order, and the parent knows which rank printed it. The second carries
+  progress, the result and errors.
+- The parent watches all ranks at once. If a rank raises an exception, crashes or exits early, the parent terminates all
+  ranks. It does the same on an interrupt and after the timeout; after a timeout, each rank first reports its stack.
 - A rank never outlives its parent.
 """
 
@@ -68,16 +69,17 @@ from ddp_tutorial.world import COLLECTIVE_TIMEOUT, World, choose_backend, choose
 
 Result = TypeVar("Result")
 
-# When one rank has failed, the others are given this long to fail too, so that cause and effect can be told apart.
+# After the first failure, the parent waits this long for failures of other ranks, to distinguish cause from effect.
 GRACE_SECONDS = 0.3
-# When ranks have only heard that rank 0 has failed, it has this long to say how. It may still be closing files.
+# If ranks report only that rank 0 failed, the parent waits this long for rank 0's own error. Rank 0 may still be
+# closing files.
 RANK_ZERO_SECONDS = 5.0
-# How long ranks have to start, beside their time limit: Python has to import torch, on a machine that may be busy.
+# Seconds that ranks may take to start, in addition to the timeout. Importing torch is slow on a busy machine.
 START_SECONDS = 120.0
-# How long ranks have to say where they stand when the time is up.
+# Seconds that ranks have to report their stacks after a timeout.
 REPORT_SECONDS = 2.0
-# A pipe holds 64 KiB on Linux; what is left in that of a rank that has ended is read in a few pieces of that size. More
-# can only come from a process that it has started, and which still writes.
+# Number of 64 KiB reads from the output pipe of a rank that has exited. A pipe holds 64 KiB on Linux, so more output
+# can only come from a child process of the rank that still writes.
 _PIPE_PIECES = 16
 
 
@@ -94,38 +96,51 @@ def launch(
     in_process: bool = False,
     forward_signals: Sequence[signal.Signals] = (),
 ) -> list[Result]:
-    """Run `fn(world, *args)` on `nprocs` ranks and return their results, rank 0's first.
+    """Run `fn(world, *args)` on `nprocs` ranks, and return their results in rank order.
 
-    Call it from the main thread, the only one that Python interrupts; launches of other threads, several at a time,
-    run to their end. Inside `fn` the process group is up (a single rank has none), and `progress` moves the bar that
-    the parent shows.
+    Inside `fn`, the process group is initialized (a single rank has none), and `progress` updates the progress bar that
+    the parent shows. Call `launch` from the main thread, because Python delivers interrupts to the main thread only.
+    Several threads may call `launch` at the same time; an interrupt does not stop launches in threads other than the
+    main thread.
 
-    In a script, call it under `if __name__ == "__main__":`. Every rank imports the script first, so what the script
-    does at its top level, such as `torch.manual_seed(0)`, holds in every rank, as under torchrun. What it does under
-    the guard happens in this process only: pass on as `args` what ranks need of it. The functions of a notebook, of
-    `python -c` and of an interactive session are sent by value, with the global variables that they use.
+    In a script, call `launch` under `if __name__ == "__main__":`. Every rank first imports the script. Top-level
+    statements such as `torch.manual_seed(0)` therefore take effect in every rank, as under torchrun. Statements under
+    the guard run in the parent only, so pass their results to the ranks as `args`. Functions from a notebook, from
+    `python -c` or from an interactive session are pickled by value, together with the global variables that they use.
 
-    - `device`: "cpu", "cuda" or "auto": a GPU for each rank with NCCL if there are enough, else CPU and gloo.
-    - `backend`: "gloo", "nccl" or "auto": what fits the device. With device "cuda" and gloo, ranks may share a GPU.
-    - `timeout`: seconds until every rank must have returned, counted from when all have started, for which they have
-      two minutes. By default there is no limit, as training takes as long as it takes. With one, a launch that hangs
-      raises `RankTimeoutError`, which reports the line that each rank is executing.
-    - `collective_timeout`: seconds that a rank waits in a collective for the others, ten minutes by default. Then it
-      raises, with and without `timeout`.
-    - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
-    - `echo`: show what the ranks print, their progress, and which device was chosen.
-    - `in_process`: with `nprocs=1`, call `fn` in this process. Its exceptions then arrive as they were raised;
-      `timeout` and `threads` have no effect.
-    - `forward_signals`: signals, such as SIGTERM, that this process sends on to the ranks instead of ending at once.
+    When `launch` returns or raises, it has also terminated all processes that the ranks started. There is one
+    exception: if this process is killed by SIGKILL, the ranks die with it, but processes that they started may survive.
+    (DataLoader workers exit by themselves.)
 
-    Processes that the ranks have started are ended with them, after a success too: a launch leaves none behind. Only
-    where this process is killed by SIGKILL, the ranks die with it, but nobody is left to end what they have started
-    (workers of a DataLoader end by themselves).
+    Args:
+        fn: Function to run on every rank. Its first argument is the rank's `World`.
+        nprocs: Number of ranks.
+        *args: Further arguments of `fn`.
+        device: "cpu", "cuda" or "auto". "auto" uses one GPU per rank with NCCL if there are enough GPUs, and otherwise
+            the CPU with gloo.
+        backend: "gloo", "nccl" or "auto". "auto" chooses the backend for the device. With `device="cuda"` and gloo,
+            several ranks may share a GPU.
+        timeout: Seconds within which every rank must return, counted from the time when all ranks have started. Ranks
+            have two additional minutes to start. `None` means no timeout. After a timeout, `launch` raises a
+            `RankTimeoutError` that reports the line each rank is executing.
+        collective_timeout: Seconds after which a rank that waits in a collective raises an error. It applies whether or
+            not `timeout` is set. The default is ten minutes.
+        threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
+        echo: Show the ranks' output and progress, and the chosen device.
+        in_process: Call `fn` in this process. Requires `nprocs=1`. Exceptions are not wrapped, and `timeout` and
+            `threads` have no effect.
+        forward_signals: Signals, such as SIGTERM, that this process forwards to the ranks instead of handling them.
 
-    Raises `RankError` (`RankTimeoutError` at the limit) when a rank fails, after all have been ended; `StoppedError`
-    where a signal that was passed on has ended ranks, because they did not handle it or not yet; and `ValueError` or
-    `TypeError` for arguments that cannot be used, before anything is started. Raises `MissingGuardError` if a script
-    calls `launch` at its top level.
+    Returns:
+        The results of `fn`, rank 0's first. Their tensors are moved to the CPU, except with `in_process`.
+
+    Raises:
+        RankError: A rank failed. All ranks have been terminated.
+        RankTimeoutError: The ranks did not return within `timeout`.
+        StoppedError: A forwarded signal terminated ranks that did not handle it, or did not handle it yet.
+        ValueError: An argument is invalid. No process has been started.
+        TypeError: `fn` cannot be called with these arguments, or they cannot be pickled. No process has been started.
+        MissingGuardError: A script calls `launch` at its top level.
     """
     require_guard("launch")
     _check(fn, nprocs, timeout, collective_timeout, threads, in_process)
@@ -152,9 +167,9 @@ def launch(
         if error.is_a(MissingGuardError):
             raise MissingGuardError(error.message) from None
         raise
-    except KeyboardInterrupt as interrupt:  # a notebook shows this, and none of the frames in here
-        told = ["KeyboardInterrupt: interrupted; all ranks have been ended", *getattr(interrupt, "__notes__", [])]
-        interrupt._render_traceback_ = lambda: told  # type: ignore[attr-defined]
+    except KeyboardInterrupt as interrupt:  # notebooks show this text without the frames of this module
+        lines = ["KeyboardInterrupt: interrupted; all ranks have been ended", *getattr(interrupt, "__notes__", [])]
+        interrupt._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
         raise
 
 
@@ -183,7 +198,7 @@ def _check(
 def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of some built-in functions nobody knows it
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(None, *args)
@@ -198,7 +213,7 @@ def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
 
 @dataclass
 class _Rank:
-    """One rank as its parent sees it: its process, its two pipes, and its result or error."""
+    """A rank as the parent sees it: its process, its two pipes, and its result or error."""
 
     rank: int
     process: Any
@@ -211,33 +226,39 @@ class _Rank:
     result: bytes | None = None
     raised: Raised | None = None
     traceback: str = ""
-    raised_at: float = 0.0  # on the machine's monotonic clock
+    raised_at: float = 0.0  # time.monotonic(), which all processes of a machine share
     report: str | None = None
     exit_code: int | None = None
 
     @property
     def failed(self) -> bool:
+        """Whether the rank raised an exception, or exited without a result."""
         return self.raised is not None or (self.exit_code is not None and self.result is None)
 
     @property
     def repeats_rank_zero_error(self) -> bool:
-        """It has raised because rank 0 told it of its own failure: the cause is rank 0's."""
+        """Whether the rank raised only because rank 0 reported its own failure."""
         return self.raised is not None and self.raised.is_a(RankZeroFailedError)
 
     @property
     def lost_connection(self) -> bool:
+        """Whether the rank raised because it lost the connection to a different rank."""
         return self.raised is not None and lost_connection(self.raised.message)
 
     @property
     def cause_order(self) -> tuple[int, float]:
-        """For finding the cause among several failures: what a rank raised by itself, in order of time; then ranks that
-        died without an error; then those that lost the connection to another; last those that heard of rank 0."""
+        """Sort key that finds the cause among several failures. The smallest key is the most likely cause.
+
+        The order is: exceptions that a rank raised by itself, by time; ranks that exited without an exception; lost
+        connections; repetitions of rank 0's error.
+        """
         if self.raised is None:
             return 1, 0.0
         return (3 if self.repeats_rank_zero_error else 2 if self.lost_connection else 0), self.raised_at
 
     @property
     def reason(self) -> str:
+        """The state of the rank in words, such as "raised ValueError: no disk"."""
         if self.raised is not None:
             return f"raised {strip_noise(str(self.raised))}"
         if self.result is not None:
@@ -251,34 +272,36 @@ class _Rank:
 
 
 class _Ranks:
-    """All ranks of one launch: started, listened to, and ended when the block ends, however it does."""
+    """All ranks of one launch. As a context manager, it terminates the ranks when the block exits."""
 
     def __init__(self, nprocs: int, console: Console) -> None:
+        """Store the arguments. `start` starts the ranks."""
         self.nprocs = nprocs
         self.console = console
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
         self.store: dist.TCPStore | None = None
-        self.reading = ExitStack()  # our ends of the ranks' pipes
+        self.reading = ExitStack()  # the parent's ends of the ranks' pipes
         self.mark = secrets.token_hex(8)
-        # The ranks hold the other end; when this one is closed, they report where they stand.
+        # The ranks hold the other end. When the parent closes this end, they report their stacks.
         self.lifeline: int | None = None
-        self.signalled: int | None = None  # the last signal that was passed on
+        self.signalled: int | None = None  # the last forwarded signal
 
     def __enter__(self) -> None:
-        pass
+        """Do nothing. `start` starts the ranks, and `__exit__` terminates them."""
 
     def start(
         self, call: bytes, script: Script | None, device: str, backend: str, collective_timeout: float, threads: int
     ) -> None:
-        self.store = store = loopback_store(self.nprocs)  # it has to live as long as the ranks
+        """Start the ranks, and register their pipes and exits with the selector."""
+        self.store = store = loopback_store(self.nprocs)  # kept open for as long as the ranks run
         environ = {**rank_environment(self.nprocs, threads, store.port if store else 0), MARK: self.mark}
         environ |= self.console.environment
         with ExitStack() as parents_copies, interrupts_deferred(), main_module_hidden(), environment(environ):
             outputs, messages = ([self._pipe(parents_copies) for _ in range(self.nprocs)] for _ in range(2))
             lifeline, self.lifeline = os.pipe()
             parents_copies.callback(os.close, lifeline)
-            call_file = parents_copies.enter_context(TemporaryFile())  # nameless: it vanishes with its last user
+            call_file = parents_copies.enter_context(TemporaryFile())  # deleted when its last user closes it
             call_file.write(call)
             call_file.flush()
             job = RankJob(
@@ -294,20 +317,23 @@ class _Ranks:
                 sources=cell_sources(),
                 logs=current_logging(),
                 parent=os.getpid(),
-                # the signal of a parent's death is bound to the thread that started the child
+                # The parent-death signal is sent when the thread that started the child exits.
                 dies_with_thread=threading.current_thread() is threading.main_thread(),
             )
             processes = torch.multiprocessing.spawn(run_rank, (job,), self.nprocs, join=False).processes
             for rank, process in enumerate(processes):
-                log = RankLog(rank, self.console.line, rename_cells)  # a warning may name lines of a cell
+                log = RankLog(rank, self.console.line, rename_cells)  # warnings may contain the file names of cells
                 exit_fd = exit_descriptor(process)
                 self.reading.callback(os.close, exit_fd)
                 self._listen(_Rank(rank, process, exit_fd, outputs[rank][0], messages[rank][0], log))
-        if self.signalled:  # meanwhile
+        if self.signalled:  # a signal arrived while the ranks were starting
             self.forward_signal(self.signalled, None)
 
     def _pipe(self, parents_copies: ExitStack) -> tuple[int, int]:
-        """Its end for reading, open until all is over, and for writing, which ranks inherit."""
+        """Create a pipe, and return its read end and its write end.
+
+        The read end stays open until the launch is over. The ranks inherit the write end.
+        """
         read, write = os.pipe()
         os.set_blocking(read, False)
         self.reading.callback(os.close, read)
@@ -324,7 +350,7 @@ class _Ranks:
             self.selector.register(fd, selectors.EVENT_READ, partial(handle, rank))
 
     def wait(self, timeout: float | None) -> None:
-        """Listen until all ranks have returned and ended; raise for the first that fails."""
+        """Handle events until all ranks have returned and exited. Raise the error of the first rank that failed."""
         deadline = None if timeout is None else time.monotonic() + START_SECONDS + timeout
         are_up = False
         while self._running() and not any(rank.failed for rank in self.ranks):
@@ -346,18 +372,18 @@ class _Ranks:
             pass
 
     def _cause_is_missing(self) -> bool:
-        """Ranks have failed, but only because rank 0 has, and that one has not said how."""
+        """Return whether all failures only repeat rank 0's failure, which rank 0 itself has not reported yet."""
         return all(rank.repeats_rank_zero_error for rank in self.ranks if rank.failed)
 
     def forward_signal(self, number: int, frame: object) -> None:
-        """Send every rank the signal that this process has been sent."""
+        """Send a signal that this process received to every running rank."""
         self.signalled = number
         for rank in self._running():
-            with suppress(ProcessLookupError):  # it is just being reaped
+            with suppress(ProcessLookupError):  # it has just exited
                 os.kill(rank.process.pid, number)
 
     def results(self) -> list[Any]:
-        """What the ranks returned, rebuilt in this process."""
+        """Unpickle and return the ranks' results."""
         values = []
         for rank in self.ranks:
             if rank.exit_code:
@@ -370,9 +396,10 @@ class _Ranks:
         return values
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End what still runs, then show what was printed. An interrupt waits: cut short, this would leave ranks.
+        """Terminate the remaining processes, then show the output.
 
-        The error that ends the launch gets a note for each process that cannot be killed.
+        Interrupts are deferred, because an interrupted cleanup would leave ranks running. If `launch` raises, its error
+        gets a note for each process that cannot be killed.
         """
         with interrupts_deferred():
             stuck = terminate_all([rank.process for rank in self.ranks], self.mark)
@@ -390,7 +417,7 @@ class _Ranks:
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def _listen_until(self, deadline: float | None) -> bool:
-        """Handle what has arrived, or wait for it. False when the deadline has passed."""
+        """Wait for events, and handle them. Return false if the deadline has passed."""
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
             return False
@@ -415,28 +442,33 @@ class _Ranks:
                     rank.result = content[0]
                 case "raised":
                     raised, trace, rank.raised_at = content
-                    rank.raised = replace(raised, message=rename_cells(raised.message))  # it may name lines of a cell
+                    # The message may contain the file names of cells.
+                    rank.raised = replace(raised, message=rename_cells(raised.message))
                     rank.traceback = rename_cells(trace)
                 case "report":
                     rank.report = rename_cells(content[0])
         return more
 
     def _drain(self, fd: int, take: Callable[[bytes], object]) -> bool:
-        """Read one piece; a flood of output must not keep the parent from all else. False if there was nothing."""
+        """Read at most 64 KiB, so that a flood of output cannot block the parent.
+
+        Returns:
+            False if there was nothing to read.
+        """
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return False
-        if not data:  # the other side has closed it: stop watching
+        if not data:  # the other side has closed the pipe
             with suppress(KeyError):
                 self.selector.unregister(fd)
         take(data)
         return bool(data)
 
     def _reap(self, rank: _Rank) -> None:
-        """Record the exit of the rank's process, and read what is left in its pipes.
+        """Record the exit of the rank's process, and read the rest of its pipes.
 
-        Does not wait for the pipes to be closed: children of the rank may hold them open.
+        The method does not wait until the pipes are closed, because child processes of the rank may hold them open.
         """
         if rank.exit_code is not None:
             return
@@ -445,7 +477,7 @@ class _Ranks:
         for _ in range(_PIPE_PIECES):
             if not self._read_output(rank):
                 break
-        if not has_exited(rank.process):  # a debugger or strace may hold the exit code back for a while
+        if not has_exited(rank.process):  # a debugger or strace may delay the exit code
             time.sleep(0.01)
             return
         rank.log.feed(b"", final=True)
@@ -474,7 +506,7 @@ class _Ranks:
             silent = "  no answer: not up yet, stopped, or busy in native code"
             stood = (rank.report or silent).rstrip() if rank in late else ""
             stories.append(f"rank {rank.rank} {rank.reason}\n{stood}".rstrip())
-        # the rank to name is one that is not waiting for the others
+        # Prefer a rank that has not returned and is not waiting in a collective.
         first = min(late, key=lambda rank: (rank.result is not None, ": waiting" in (rank.report or "")))
         running = ", ".join(str(rank.rank) for rank in late)
         reason = f"did not end within {timeout:g} s (still running: rank {running})"

@@ -1,29 +1,40 @@
-"""What a notebook or script has told Python's `logging` holds in its ranks too, which are new processes."""
+"""Copy the `logging` setup of a notebook or script to its ranks, which are new processes."""
 
 import logging
 from typing import NamedTuple
 
 
 class Logs(NamedTuple):
-    """From which level on messages are shown, and how they are written (None: as `basicConfig` does by default)."""
+    """The logging setup of a process.
+
+    Attributes:
+        level: Lowest level that is shown.
+        formatter: Formatter of the log lines; None for the default of `logging.basicConfig`.
+    """
 
     level: int
     formatter: logging.Formatter | None
 
 
 def current_logging() -> Logs | None:
-    """What goes to this process's terminal or cell, as `logging.basicConfig(level=logging.INFO)` sets it up; None where
-    nobody has, and Python shows warnings and errors. Levels of single loggers and handlers for files do not count."""
+    """Return the logging setup of this process, which is that of the root logger's first stream handler.
+
+    `logging.basicConfig(level=logging.INFO)` installs such a handler. Levels of individual loggers and other kinds of
+    handlers, such as file handlers, are ignored.
+
+    Returns:
+        None if the root logger has no stream handler. Python then shows warnings and errors.
+    """
     root = logging.getLogger()
     for handler in root.handlers:
-        if type(handler) is logging.StreamHandler:  # a subclass may write elsewhere
-            known = type(handler.formatter) is logging.Formatter  # a subclass may be one of the script's own
+        if type(handler) is logging.StreamHandler:  # a subclass may not write to a stream
+            known = type(handler.formatter) is logging.Formatter  # a subclass may be defined in the script
             return Logs(max(root.level, handler.level), handler.formatter if known else None)
     return None
 
 
 def configure(logs: Logs | None) -> None:
-    """In a rank: write what is logged to stderr, which the parent shows under the rank's name."""
+    """Set up logging in a rank. Log lines go to stderr, which the parent shows with the rank's number."""
     if logs is None:
         return
     logging.basicConfig(level=logs.level)

@@ -1,8 +1,8 @@
-"""Processes that are found by a mark which they have inherited, and ended: whatever they have started, too.
+"""Find and kill processes by an environment variable that they inherit.
 
-torchrun puts each rank into a session of its own, and whatever outlives its parent is anybody's child: neither children
-nor process groups have them all. But each has the environment of the process that was started first, and a variable
-in that is its mark.
+torchrun starts each rank in a new session, and a process that outlives its parent is adopted by a different process.
+Neither child processes nor process groups therefore cover all descendants. All descendants do inherit the environment
+of the first process, so a variable in that environment identifies them.
 """
 
 import os
@@ -14,12 +14,17 @@ from typing import Any
 
 import psutil
 
-TORCHRUN = "DDP_TUTORIAL_TORCHRUN"  # the variable that marks a torchrun and its ranks
+TORCHRUN = "DDP_TUTORIAL_TORCHRUN"  # the variable that tags a torchrun agent and its ranks
 _END_SECONDS = 10.0
 
 
 def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psutil.Process]:
-    """All processes but this one whose environment has `variable`, with a value that is ours."""
+    """Return all processes, except this one, whose environment contains `variable` with a matching value.
+
+    Args:
+        variable: Name of the environment variable.
+        is_ours: Returns whether a value of the variable matches.
+    """
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -30,8 +35,15 @@ def tagged_processes(variable: str, is_ours: Callable[[str], bool]) -> list[psut
 
 
 def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
-    """Kill them, again and again until there are none: one may have been starting another. Gives up after ten seconds,
-    with those that the system does not let go of."""
+    """Kill all matching processes, and repeat until none is left.
+
+    Repeating is necessary because a process may start a new one just before it is killed. The function gives up after
+    ten seconds if the operating system does not release some of the processes.
+
+    Args:
+        variable: Name of the environment variable.
+        is_ours: Returns whether a value of the variable matches.
+    """
     deadline = time.monotonic() + _END_SECONDS
     while (left := tagged_processes(variable, is_ours)) and time.monotonic() < deadline:
         for process in left:
@@ -41,8 +53,14 @@ def kill_tagged(variable: str, is_ours: Callable[[str], bool]) -> None:
 
 
 def kill_torchrun(agent: "subprocess.Popen[Any] | psutil.Popen", tag: str) -> None:
-    """Kill a torchrun that was started with `TORCHRUN=mark` in its environment, and all that it has started; the agent
-    first, for it would start others. Waits for it."""
+    """Kill a torchrun agent and all processes that it started, then wait for the agent to exit.
+
+    The agent is killed first, because it would restart its ranks.
+
+    Args:
+        agent: The process that was started with `TORCHRUN=tag` in its environment.
+        tag: Value of the environment variable.
+    """
     with suppress(psutil.Error, OSError):
         agent.kill()
     kill_tagged(TORCHRUN, tag.__eq__)

@@ -1,4 +1,4 @@
-"""The rank's side of a launch: make a spawned process a rank, run the call, send back its result or error."""
+"""The rank's side of a launch: initialize the spawned process, run the function, and send its result or error."""
 
 import atexit
 import faulthandler
@@ -32,20 +32,27 @@ from ddp_tutorial.processes.signals import die_with_parent
 from ddp_tutorial.processes.transport import Descriptor, Sender, dump_result
 from ddp_tutorial.world import World, process_group
 
-_send: Sender | None = None  # set once, when this process becomes a rank
+_send: Sender | None = None  # set by `initialize_rank`
 _exit_code = 1
 
 
 def progress(done: int, total: int, **numbers: float) -> None:
-    """Report that `done` of `total` is done. The parent shows rank 0's as a bar; outside `launch` it has no effect."""
+    """Report progress to the parent, which shows rank 0's progress as a bar. Has no effect outside `launch`.
+
+    Args:
+        done: Number of finished steps.
+        total: Number of all steps.
+        **numbers: Values to show beside the bar, such as `loss`.
+    """
     if _send is not None:
         _send("progress", done, total, numbers)
 
 
 def exit_with(error: BaseException) -> NoReturn:
-    """End this rank with `error`, from any thread: for when the main one waits in native code, which nothing wakes.
+    """Exit this process with `error`, from any thread.
 
-    Under `launch` the parent raises it as a `RankError`; elsewhere it goes to stderr, and the exit code is 1.
+    Use it if the main thread is blocked in native code, where no exception can reach it. Under `launch`, the parent
+    raises the error as a `RankError`. Otherwise, the error is printed to stderr, and the exit code is 1.
     """
     if _send is not None:
         _send("raised", Raised.of(error), "", time.monotonic())
@@ -55,17 +62,17 @@ def exit_with(error: BaseException) -> NoReturn:
 
 
 def send_figure(png: bytes) -> None:
-    """Let the parent show a picture under this rank's name, below the cell that has started it."""
+    """Send a PNG image to the parent, which displays it under the cell with this rank's number."""
     if _send is not None:
         _send("figure", png)
 
 
 @dataclass
 class RankJob:
-    """What a rank is given when it is spawned; one object for all ranks.
+    """The arguments of all ranks of a launch.
 
-    The call itself waits in a file. Passed along here, a large one would make the ranks start one after
-    another, because spawn writes to each until that one has read everything.
+    The pickled call is stored in a file and not in this object. `spawn` writes its arguments to each process and waits
+    until that process has read them, so a large call would make the ranks start one after another.
     """
 
     outputs: list[Descriptor]
@@ -84,9 +91,9 @@ class RankJob:
 
 
 def run_rank(rank: int, job: RankJob) -> None:
-    """The function that `torch.multiprocessing.spawn` calls in each new process."""
+    """Run the job in a new process. `torch.multiprocessing.spawn` calls this function."""
     global _exit_code
-    atexit.register(_end_without_finalising)  # first in, so last to be called
+    atexit.register(_end_without_finalising)  # registered first, so it is called last
     send = initialize_rank(rank, job.outputs[rank], job.messages[rank], job)
     for other, (output, messages) in enumerate(zip(job.outputs, job.messages, strict=True)):
         if other != rank:
@@ -102,16 +109,24 @@ def run_rank(rank: int, job: RankJob) -> None:
             world = World.detect(device=job.device, backend=job.backend, timeout=job.collective_timeout)
             stack.enter_context(process_group(world))
             outcome: tuple[Any, ...] = ("result", dump_result(fn(world, *args)))
-        except (Exception, SystemExit) as error:  # a rank that leaves has failed: the others count on it
+        except (Exception, SystemExit) as error:  # sys.exit() is a failure too, because the other ranks wait
             outcome = ("raised", Raised.of(error), user_traceback(error), time.monotonic())
-        # Told before the group is torn down: when that breaks the others' connections, the cause is known already.
+        # Send the outcome before the process group is destroyed. Destroying it may break the other ranks' connections,
+        # and the parent should know the cause by then.
         send(*outcome)
     _exit_code = int(outcome[0] == "raised")
 
 
 class ParentInfo(Protocol):
-    """What a process has to know to become a rank: `sources` are the lines of notebook cells by file name, `logs` what
-    its parent's `logging` shows, `parent` the process that has started it, which dies with it or with its thread."""
+    """The information about its parent that a process needs to become a rank.
+
+    Attributes:
+        threads: Number of torch threads.
+        sources: Source lines of notebook cells, by file name.
+        logs: The parent's logging setup.
+        parent: Process ID of the parent.
+        dies_with_thread: Whether the process is killed when the parent's thread that started it exits.
+    """
 
     threads: int
     sources: dict[str, list[str]]
@@ -121,14 +136,25 @@ class ParentInfo(Protocol):
 
 
 def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin: ParentInfo) -> Sender:
-    """Make this process a rank: it ends with its parent and leaves interrupts to it, prints into `output`, and talks
-    through the sender that is returned, as `progress` does."""
+    """Turn this process into a rank.
+
+    The rank exits with its parent, ignores interrupts, and writes its output into a pipe.
+
+    Args:
+        rank: Number of the rank.
+        output: Pipe for stdout and stderr.
+        messages: Pipe for progress, results and errors.
+        origin: Information about the parent.
+
+    Returns:
+        The sender of messages to the parent. `progress` uses it too.
+    """
     global _send
     _keep_descriptors_from_children()
-    gc.freeze()  # torch, and what else is imported by now, stays: no search for garbage need look at it again
+    gc.freeze()  # exclude torch and everything else imported so far from garbage collection
     _never_outlive_the_parent(origin)
     _redirect_output(output.fd)
-    local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])  # the other variables were set when it was started
+    local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])  # the parent has set the other variables
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
     torch.set_num_threads(origin.threads)
     register_sources(origin.sources)
@@ -138,17 +164,16 @@ def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin:
 
 
 def register_sources(sources: Mapping[str, list[str]]) -> None:
-    """Let tracebacks show the lines of cells."""
+    """Register the source lines of notebook cells, so that tracebacks can show them."""
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
 def _end_without_finalising() -> None:
-    """End this process before Python takes its interpreter apart.
+    """Exit before Python finalizes the interpreter.
 
-    torch's threads can outlive the process group (see `process_group`). One that lets go of a tensor while the
-    interpreter is being torn down aborts a rank that has done its work: "terminate called without an active
-    exception".
+    torch's threads can outlive the process group (see `process_group`). If such a thread releases a tensor during
+    finalization, it aborts a rank that has finished its work: "terminate called without an active exception".
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -156,41 +181,43 @@ def _end_without_finalising() -> None:
 
 
 def _never_outlive_the_parent(origin: ParentInfo) -> None:
-    """Ignore interrupts, which are for the parent to handle, and be killed when it ends."""
+    """Ignore interrupts, which the parent handles, and have this process killed when the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if origin.dies_with_thread:
-        die_with_parent()  # torch.multiprocessing.spawn asked for SIGINT here, which we have just decided to ignore
-    if os.getppid() != origin.parent:  # it died before we asked to be told
+        die_with_parent()  # replaces the SIGINT that torch.multiprocessing.spawn requested, which this rank ignores
+    if os.getppid() != origin.parent:  # the parent exited before `die_with_parent` took effect
         os._exit(1)
 
 
 def _keep_descriptors_from_children() -> None:
-    """Close the descriptors of this rank in the programs that it starts.
+    """Close this rank's file descriptors in the programs that it starts.
 
-    `multiprocessing` hands them down in a way that makes them inheritable. A program that a rank leaves behind would
-    keep the other ends open: its parent would read on, and would not notice that the rank is gone.
+    `multiprocessing` makes the descriptors inheritable. If a program outlived the rank, it would keep the pipes open,
+    and the parent would not see their end.
     """
     for path in Path("/dev/fd").iterdir():
         if int(path.name) > 2:
-            with suppress(OSError):  # that of the listing itself
+            with suppress(OSError):  # the descriptor of the directory listing is closed by now
                 os.set_inheritable(int(path.name), False)
 
 
 def _redirect_output(fd: int) -> None:
-    """Send all that this process, its children and C++ code print down one pipe, a line at a time."""
+    """Redirect the output of this process, its child processes and C++ code into one pipe, line by line."""
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    faulthandler.enable(all_threads=False)  # a crash in native code leaves its stack in the log
+    faulthandler.enable(all_threads=False)  # print the stack after a crash in native code
 
 
 def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
-    """Wait until the parent closes the lifeline: at the time limit, or because it has died. Report where this rank
-    stands, and end when the parent does."""
+    """Wait until the parent closes the lifeline, report this rank's stack, and exit together with the parent.
+
+    The parent closes the lifeline after a timeout, or because it exits.
+    """
     connection.wait([lifeline])
     with suppress(OSError):
         send("report", _where(main_thread))
@@ -201,7 +228,15 @@ def _answer(lifeline: int, send: Sender, main_thread: int) -> None:
 
 
 def user_traceback(error: BaseException, *files: str) -> str:
-    """The traceback without the frames of this package's launching, and of `files`; empty where there are no others."""
+    """Format the traceback of an error without the frames of this package's launcher.
+
+    Args:
+        error: The exception.
+        *files: Further source files whose frames are omitted.
+
+    Returns:
+        An empty string if no frames remain.
+    """
     story = traceback.TracebackException.from_exception(error)
     ours = {__file__, *(ours.__code__.co_filename for ours in (Script.run, dump_result)), *files}
     story.stack = traceback.StackSummary.from_list([f for f in story.stack if f.filename not in ours])
@@ -209,8 +244,10 @@ def user_traceback(error: BaseException, *files: str) -> str:
 
 
 def _where(thread: int) -> str:
-    """The stack of a thread inside the user's function, down to where it calls torch, and the last collective that
-    this rank entered."""
+    """Return the stack of a thread and the last collective of this rank.
+
+    The stack starts in the user's function, and omits the frames inside torch.
+    """
     stack = traceback.extract_stack(sys._current_frames().get(thread))
     ours = max((i for i, frame in enumerate(stack) if frame.filename == __file__), default=-1)
     torchs = str(Path(torch.__file__).parent)
@@ -219,7 +256,10 @@ def _where(thread: int) -> str:
 
 
 def _last_collective() -> str:
-    """From torch's flight recorder. Ranks in step number their collectives alike."""
+    """Describe the last collective from torch's flight recorder.
+
+    Ranks that run the same sequence of collectives number them identically.
+    """
     if not dist.is_initialized():
         return ""
     entries = flight_record(stacks=False).get("entries", [])

@@ -1,12 +1,12 @@
-"""The script that a launch is called from. Every rank imports it, as every rank of torchrun runs it.
+"""Import the script that calls `launch` in every rank, as each rank of torchrun runs it.
 
-What a script does at its top level, such as `torch.manual_seed(0)` or `torch.set_default_dtype(...)`, has then been
-done in every rank, and the functions and classes of the script are those of that module. The mechanism is that of
-`multiprocessing`: in a rank, the script's `__name__` is `__mp_main__`, so that `if __name__ == "__main__":` guards what
-only the parent should do, such as starting ranks.
+Top-level statements of the script, such as `torch.manual_seed(0)` or `torch.set_default_dtype(...)`, therefore take
+effect in every rank, and the functions and classes of the script belong to the imported module. As in
+`multiprocessing`, the script's `__name__` is `__mp_main__` in a rank. Code under `if __name__ == "__main__":`, such as
+the call of `launch`, runs only in the parent.
 
-`multiprocessing` would import the script before the rank knows its number and prints into its pipe. So it is kept from
-doing that (`main_module_hidden`), and `Script.run` does it when the process is a rank.
+`multiprocessing` would import the script before the process knows its rank and before its output is redirected.
+`main_module_hidden` prevents that import, and `Script.run` imports the script later.
 """
 
 import importlib.util
@@ -17,16 +17,21 @@ from pathlib import Path
 
 from ddp_tutorial.config import ConfigError
 
-_running: "Script | None" = None  # the script that this rank is importing
+_running: "Script | None" = None  # the script that this rank is importing now
 
 
 class MissingGuardError(ConfigError):
-    """A script starts ranks at its top level, so that every rank would start ranks again."""
+    """A script launches ranks at its top level, so every rank would launch ranks again."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """The file that Python was started with: `python train.py`, or `python -m project.train` with its module's name."""
+    """The file that Python was started with.
+
+    Attributes:
+        path: Absolute path of the file, as in `python train.py`.
+        module: Name of the module, as in `python -m project.train`; None if Python was started with a path.
+    """
 
     path: str
     module: str | None = None
@@ -36,8 +41,9 @@ class Script:
         """Return the script of this process.
 
         Returns:
-            None in a notebook, an interactive session and under `python -c`, which have no file; and for the
-            `__main__.py` of a package, such as pytest's: `multiprocessing` does not import those either.
+            None in a notebook, in an interactive session and under `python -c`, which have no script file. Also None
+            for the `__main__.py` of a package, such as pytest's, because `multiprocessing` does not import such files
+            either.
         """
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -47,7 +53,7 @@ class Script:
         return Script(str(Path(path).absolute()), module)
 
     def defines(self, value: object) -> bool:
-        """Return whether `value` is a function or class that a rank finds in the script by its name."""
+        """Return whether `value` is a function or class that a rank can import from the script by name."""
         if not isinstance(value, (types.FunctionType, type)) or value.__module__ not in {"__main__", "__mp_main__"}:
             return False
         found: object = sys.modules["__main__"]
@@ -56,7 +62,7 @@ class Script:
         return found is value
 
     def run(self) -> None:
-        """Run the script in this rank, as its `__main__` module."""
+        """Execute the script in this rank, as its `__main__` module."""
         global _running
         module = types.ModuleType("__mp_main__")
         module.__file__ = self.path
@@ -72,7 +78,11 @@ class Script:
 
 
 def require_guard(call: str) -> None:
-    """Raise `MissingGuardError` where a rank is importing the script: `call` is at its top level."""
+    """Raise `MissingGuardError` if a rank is importing the script.
+
+    Args:
+        call: Name of the function that the script calls at its top level.
+    """
     if _running is not None:
         raise MissingGuardError(
             f"{_running.path} calls {call} at its top level. Every rank imports the script, and would start ranks "

@@ -1,4 +1,4 @@
-"""The signals that ask a process to end in good time, and how to handle them for the length of a block."""
+"""Handle the signals that ask a process to stop, such as SIGTERM, for the duration of a block."""
 
 import ctypes
 import os
@@ -10,22 +10,27 @@ from contextlib import ExitStack, contextmanager
 
 from ddp_tutorial.config import FailedError
 
-# What a cluster sends to a job that has to go: Slurm and torchrun SIGTERM, many a batch script SIGUSR1.
+# Signals that a cluster sends before it stops a job: Slurm and torchrun send SIGTERM, many batch scripts request
+# SIGUSR1.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-EXIT_CODE = 75  # sysexits.h's EX_TEMPFAIL, "try again later": the same command carries on
+EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h; the same command resumes the run
 _PR_SET_PDEATHSIG = 1
-_SIGACTION_BYTES = 256  # at least the size of the C library's struct: 152 bytes with glibc on Linux, 16 on macOS
+_SIGACTION_BYTES = 256  # at least sizeof(struct sigaction): 152 bytes with glibc on Linux, 16 on macOS
 
 
 class StoppedError(FailedError):
-    """This process was asked to end, before there was anything to save. What was saved earlier is as it was."""
+    """A signal stopped this process before it had anything to save. Earlier checkpoints are unchanged."""
 
     def __init__(self, number: int) -> None:
+        """Create the error for the signal with this number."""
         super().__init__(f"stopped by {signal.Signals(number).name} before there was anything to save")
 
 
 class _Signalled(BaseException):
-    """Not an `Exception`: torch, while it is imported, has `except Exception` around much of what it tries."""
+    """A signal arrived inside `stopped_by_signals`.
+
+    The class derives from `BaseException`, because torch catches `Exception` in many places while it is imported.
+    """
 
 
 def _raise(number: int, frame: object) -> None:
@@ -33,11 +38,17 @@ def _raise(number: int, frame: object) -> None:
 
 
 def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True) -> int:
-    """The exit code of a run that was asked to stop: `EXIT_CODE`, which means that the same command carries on with it.
+    """Return the exit code of a run that was asked to stop.
 
-    It is 0 where `EXIT_CODE` would have the run started again at once: under torchrun, which takes any code but 0 for a
-    failure and, with `--max-restarts`, starts the ranks again; and inside `srun` where no signal stopped the run
-    (`by_signal=False`), since the batch script requeues jobs that end with `EXIT_CODE`.
+    The code is `EXIT_CODE`, which means that the same command resumes the run. It is 0 if `EXIT_CODE` would restart the
+    run immediately, which happens in two cases:
+
+    - under torchrun, which treats every nonzero code as a failure and restarts the ranks with `--max-restarts`;
+    - under `srun` if no signal stopped the run, because the batch script requeues jobs that exit with `EXIT_CODE`.
+
+    Args:
+        environ: Environment variables of the run.
+        by_signal: Whether a signal stopped the run.
     """
     if "TORCHELASTIC_RUN_ID" in environ or ("SLURM_STEP_ID" in environ and not by_signal):
         return 0
@@ -46,9 +57,9 @@ def exit_code(environ: Mapping[str, str] = os.environ, *, by_signal: bool = True
 
 @contextmanager
 def handling(signals: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Call `handler(number, frame)` for these signals inside the block. Afterwards, restore what was there before.
+    """Call `handler(number, frame)` for these signals inside the block, then restore the previous handlers.
 
-    Python allows handlers in the main thread only; in another thread the block runs without them.
+    Python allows signal handlers in the main thread only. In other threads, the block runs without the handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -62,10 +73,10 @@ def handling(signals: Sequence[signal.Signals], handler: Callable[[int, object],
 
 @contextmanager
 def _restored(number: signal.Signals) -> Iterator[None]:
-    """Restore a signal's handler at the end of the block.
+    """Restore a signal's handler when the block exits.
 
-    Python knows the handlers that were set from Python. Those that C code has set, such as `faulthandler.register`, are
-    known to the kernel only.
+    Python knows only handlers that were set from Python. Handlers set by C code, for example by
+    `faulthandler.register`, are restored with `sigaction`.
     """
     libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
     libc.sigaction(int(number), None, action)
@@ -78,14 +89,17 @@ def _restored(number: signal.Signals) -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """Have this process killed by SIGKILL when the thread that started it ends. Linux only; elsewhere nothing."""
+    """Have the kernel kill this process with SIGKILL when the thread that started it exits.
+
+    Has no effect on systems other than Linux.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Inside, a signal to end raises `StoppedError`, wherever the main thread is."""
+    """Raise `StoppedError` from the block if SIGTERM or SIGUSR1 arrives."""
     with handling(SIGNALS, _raise):
         try:
             yield

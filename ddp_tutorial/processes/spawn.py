@@ -1,4 +1,4 @@
-"""What it takes to start processes as ranks and to end them, whoever does: `launch`, or a pool of ranks that stay."""
+"""Start and terminate the processes of ranks. `launch` and the pool of live ranks share these functions."""
 
 import linecache
 import os
@@ -23,19 +23,20 @@ from ddp_tutorial.processes.console import ipython_shell
 from ddp_tutorial.processes.process_tags import kill_tagged
 from ddp_tutorial.processes.signals import handling
 
-# How long ranks have to end when they are asked to.
+# Seconds that ranks have to exit after SIGTERM, and again after SIGKILL.
 END_SECONDS = 1.0
-# The environment variable by which the processes that ranks have started are found.
+# Environment variable that identifies the processes that ranks have started.
 MARK = "DDP_TUTORIAL_LAUNCH"
-# What children inherit, environment and main module, there is once in a process: one thread at a time may change
-# it. Else ranks took on the variables of another thread's launch, its mark too, and were killed when that one ended.
+# Child processes inherit the environment and the main module, which all threads share, so only one thread at a time may
+# change them. Otherwise, ranks would inherit the variables of a launch in a different thread, including its mark, and
+# would be killed when that launch finishes.
 _INHERITED = threading.RLock()
-# From so many ranks for each core on, a person is told.
+# Ranks per core above which `oversubscription_warning` returns a warning.
 _CROWD = 8
 
 
 def announce(nprocs: int, device: str, backend: str) -> str:
-    """One line that says how many ranks are started, on which device and with which backend."""
+    """Return one line that states the number of ranks, the device and the backend."""
     ranks = "1 rank" if nprocs == 1 else f"{nprocs} ranks"
     if device == "cuda":
         return f"{ranks} on cuda, {backend}"
@@ -44,7 +45,7 @@ def announce(nprocs: int, device: str, backend: str) -> str:
 
 
 def oversubscription_warning(nprocs: int, device: str, cores: int) -> str | None:
-    """One line that warns where so many ranks share `cores` cores that starting them takes minutes; else None."""
+    """Return a warning if so many ranks share the CPU cores that starting them takes minutes; otherwise None."""
     if device != "cpu" or nprocs <= _CROWD * cores:
         return None
     several = "1 core" if cores == 1 else f"{cores} cores"
@@ -52,14 +53,15 @@ def oversubscription_warning(nprocs: int, device: str, cores: int) -> str | None
 
 
 def exit_descriptor(process: Any) -> int:
-    """Return a new descriptor that becomes readable when `process` exits. The caller closes it.
+    """Return a new file descriptor that becomes readable when `process` exits. The caller closes it.
 
-    `Process.sentinel` is a pipe whose other end leaks into the programs that the process starts: it becomes readable
-    only when those have exited too. It is the fallback where the system has no pidfd.
+    The descriptor is a pidfd if the system supports it, and otherwise a duplicate of `Process.sentinel`. The sentinel
+    is a pipe whose other end leaks into the programs that the process starts, so it becomes readable only after those
+    programs have exited too.
     """
     try:
         return os.pidfd_open(process.pid)
-    except (AttributeError, OSError, TypeError):  # not Linux, an old kernel, a sandbox; or the process has no number
+    except (AttributeError, OSError, TypeError):  # not Linux, an old kernel, a sandbox, or a process without an ID
         return os.dup(process.sentinel)
 
 
@@ -70,25 +72,29 @@ def has_exited(process: Any) -> bool:
 
 
 def terminate_all(processes: list[Any], mark: str) -> list[Any]:
-    """Terminate the ranks' processes, and every process that has `mark` in its environment because a rank started it.
+    """Terminate the ranks' processes, and all processes that the ranks started.
 
-    Each rank gets SIGTERM, then SIGKILL after `END_SECONDS`.
+    Each rank receives SIGTERM, then SIGKILL after `END_SECONDS`.
+
+    Args:
+        processes: The ranks' processes.
+        mark: Value of the environment variable `MARK`, which the descendants of the ranks inherit.
 
     Returns:
-        The processes that are still there `END_SECONDS` after SIGKILL, such as one that waits for a dead NFS server.
+        The processes that still exist `END_SECONDS` after SIGKILL, such as a process that waits for a dead NFS server.
     """
     for process in processes:
         process.terminate()
     for process in wait_for_exit(processes):
         process.kill()
     stuck = wait_for_exit(processes)
-    # A process that a rank has started may have outlived the rank, and is no child of it any more.
+    # A process that a rank started may have outlived the rank, and is then no longer its child.
     kill_tagged(MARK, mark.__eq__)
     return stuck
 
 
 def cannot_be_killed(rank: int, pid: int) -> str:
-    """Return the sentence that names a process which SIGKILL does not end."""
+    """Return a message that names a process which still exists after SIGKILL."""
     return (
         f"rank {rank}'s process {pid} is still there after SIGKILL: it waits in the kernel, for a disk or network file "
         f"system that does not answer, or a debugger holds it. Look at it with: ps -o pid,stat,wchan -p {pid}"
@@ -96,7 +102,7 @@ def cannot_be_killed(rank: int, pid: int) -> str:
 
 
 def wait_for_exit(processes: list[Any]) -> list[Any]:
-    """Wait at most `END_SECONDS`. Returns the processes that have not exited."""
+    """Wait at most `END_SECONDS`, and return the processes that have not exited."""
     deadline = time.monotonic() + END_SECONDS
     while (left := [process for process in processes if not has_exited(process)]) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -104,9 +110,14 @@ def wait_for_exit(processes: list[Any]) -> list[Any]:
 
 
 def loopback_store(nprocs: int) -> dist.TCPStore | None:
-    """The store at which `nprocs` ranks meet, hosted by this process; None for one rank. Its socket is opened here:
-    nobody can take the port in between, and it listens on the loopback interface only, where TCPStore by itself listens
-    on all."""
+    """Create the store through which `nprocs` ranks rendezvous, hosted by this process.
+
+    The function opens the listening socket itself. No other process can then take the port first, and the store listens
+    on the loopback interface only; a `TCPStore` would listen on all interfaces by default.
+
+    Returns:
+        None for a single rank, which needs no store.
+    """
     if nprocs == 1:
         return None
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(nprocs, 16))
@@ -131,25 +142,26 @@ def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nprocs),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client; the parent is the server
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent hosts the store, and every rank is a client
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(threads),
-        # Threads of a matrix product wait for one another. By default they spin, and where another process has one of
-        # the cores, two threads are several times slower than one.
+        # The threads of a matrix product wait for one another. By default, they spin. If a different process occupies
+        # one of the cores, two spinning threads are several times slower than one thread.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     }
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let interrupts wait until the end of the block, here and in the children that are started inside.
+    """Defer interrupts until the block exits, in this process and in child processes that start inside the block.
 
-    Two things are needed. Children inherit the signal mask, so none of them is hit before it has learnt to ignore
-    interrupts. But the mask is the thread's own, and a process with several threads, such as a Jupyter kernel, is hit
-    all the same; hence the handler, which takes a note.
+    Two mechanisms are needed. Child processes inherit the blocked signal mask, so no child is interrupted before it
+    ignores SIGINT. The mask applies to one thread only, however, and in a process with several threads, such as a
+    Jupyter kernel, a different thread receives the signal. The handler therefore records the interrupt until the block
+    exits.
     """
-    resource_tracker.ensure_running()  # else spawn starts it inside, which unblocks SIGINT (Python 3.11)
+    resource_tracker.ensure_running()  # spawn would start it inside the block and unblock SIGINT (3.11)
     noted: list[int] = []
     try:
         with handling([signal.SIGINT], lambda number, _: noted.append(number)):
@@ -165,7 +177,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set for the children that start inside, from their first moment on, and put back for this process."""
+    """Set environment variables for child processes that start inside the block, then restore the previous values."""
     with _INHERITED, variables_restored(*variables):
         os.environ.update(variables)
         yield
@@ -173,9 +185,10 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def main_module_hidden() -> Iterator[None]:
-    """Keep `multiprocessing` from importing the caller's script in the processes that start inside: see `script`.
+    """Prevent `multiprocessing` from importing the caller's script in new processes.
 
-    It looks at `__main__.__spec__`, and imports nothing where that is the `__main__.py` of a package or folder.
+    The block applies to processes that start inside it; see `script`. `multiprocessing` checks `__main__.__spec__`, and
+    imports nothing if the module is the `__main__.py` of a package or directory.
     """
     with _INHERITED:
         main = sys.modules["__main__"]
@@ -187,7 +200,10 @@ def main_module_hidden() -> Iterator[None]:
 
 
 def cell_sources() -> dict[str, list[str]]:
-    """The source lines of notebook cells, by file name: entries of linecache with no time of change and no file."""
+    """Return the source lines of notebook cells by file name.
+
+    Cells are the entries of `linecache` that have no modification time and no file.
+    """
     return {
         name: entry[2]
         for name, entry in linecache.cache.items()
@@ -196,12 +212,16 @@ def cell_sources() -> dict[str, list[str]]:
 
 
 def rename_cells(trace: str) -> str:
-    """Call a cell what the notebook calls it: `File "ipykernel_7/3.py", line 2` -> `Cell In[4], line 2`."""
+    """Replace the file names of cells by the notebook's names.
+
+    Example:
+        `File "ipykernel_7/3.py", line 2` becomes `Cell In[4], line 2`.
+    """
     known_as = getattr(getattr(ipython_shell(), "compile", None), "format_code_name", lambda name: None)
     return re.sub(r'File "([^"]+)"', lambda match: " ".join(known_as(match[1]) or [match[0]]), trace)
 
 
 def strip_noise(text: str) -> str:
-    """gloo's messages without the line of its C++ source in front and the general advice at the end."""
+    """Remove the C++ source location and the general advice from gloo's error messages."""
     text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text)
     return re.sub(r"\. This is typically caused by .*", "", text)

@@ -1,14 +1,16 @@
-"""One function to start a script's ranks with, wherever the script is started.
+"""Start a script's ranks with one function, under any launcher.
 
-def main(world):
-    ...
+    def main(world):
+        ...
 
-if __name__ == "__main__":
-    run(main, nprocs=2)
+    if __name__ == "__main__":
+        run(main, nprocs=2)
 
-python train.py                               # starts two ranks on this machine
-torchrun --nproc-per-node 4 train.py          # torchrun has started four; each of them is a rank
-srun --ntasks 8 python train.py               # and so with Slurm
+The same script supports three launchers:
+
+    python train.py                               # starts two ranks on this machine
+    torchrun --nproc-per-node 4 train.py          # torchrun starts four processes, and each process is a rank
+    srun --ntasks 8 python train.py               # Slurm starts eight processes
 """
 
 import gc
@@ -38,19 +40,30 @@ def run(
     collective_timeout: float = COLLECTIVE_TIMEOUT.total_seconds(),
     **launch_options: Any,
 ) -> Result:
-    """Call `main(world, *args)` on every rank, with the process group up, and return its result.
+    """Call `main(world, *args)` on every rank with an initialized process group, and return the result.
 
-    Where torchrun or Slurm's `srun` started this process, it is one of the ranks: it joins the others, and returns what
-    `main` returned here. Else `nprocs` ranks are started on this machine, and rank 0's result is returned.
+    If torchrun or Slurm's `srun` started this process, the process is one of the ranks. It joins the process group, and
+    `run` returns this rank's result. Otherwise, `run` launches `nprocs` ranks on this machine and returns rank 0's
+    result.
 
-    `device` is "cpu", "cuda" or "auto", `backend` "gloo", "nccl" or "auto", and `collective_timeout` how many seconds a
-    rank waits in a collective for the others. `launch_options` are those of `launch`, and of use only where ranks are
-    started here: `threads`, `echo`, and so on. Unlike `launch`, it passes SIGTERM and SIGUSR1 on to the ranks, so that
-    training may save before it ends; ranks that do not handle them, or not yet, end, and `StoppedError` is raised.
+    Unlike `launch`, `run` forwards SIGTERM and SIGUSR1 to the ranks, so that training can save a checkpoint before it
+    exits. If a rank does not handle the signal, or does not handle it yet, `run` raises `StoppedError`.
 
-    Raises `ConfigError` where a setting or the environment cannot be used, also if that is found on a rank. Whatever
-    else goes wrong on a rank arrives as it was raised where this process is that rank, and as a `RankError` where the
-    ranks were started here.
+    Args:
+        main: Function to run on every rank. Its first argument is the rank's `World`.
+        *args: Further arguments of `main`.
+        nprocs: Number of ranks to launch if no launcher started this process.
+        device: "cpu", "cuda" or "auto".
+        backend: "gloo", "nccl" or "auto".
+        collective_timeout: Seconds after which a rank that waits in a collective raises an error.
+        **launch_options: Further arguments of `launch`, such as `threads` and `echo`. They have no effect under
+            torchrun and Slurm.
+
+    Raises:
+        ConfigError: A setting or the environment is invalid. The error may originate on any rank.
+        RankError: A rank that was launched here failed. Under torchrun and Slurm, this rank's exception is raised
+            unchanged.
+        StoppedError: A signal stopped ranks that were launched here and did not handle it.
     """
     require_guard("run")
     if is_launched_rank():
@@ -61,16 +74,16 @@ def run(
     try:
         return launch(main, nprocs, *args, **options)[0]
     except RankError as error:
-        if error.is_a(ConfigError):  # one line for the person who set it; the ranks' tracebacks would hide it
+        if error.is_a(ConfigError):  # a one-line message; the ranks' tracebacks would hide it
             raise ConfigError(error.message) from None
-        # without the frames inside `launch`, which say nothing about the fault
+        # omit the frames inside `launch`, which do not explain the failure
         raise error.with_traceback(None) from error.__cause__
 
 
 def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Result:
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # else a killed agent's ranks train on, with nobody to start them again
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise the ranks of a killed agent would keep training
         die_with_parent()
-    import_dynamo()  # before the process group, which it would otherwise keep alive: see `process_group`
+    import_dynamo()  # an import after `process_group` would keep the group alive; see there
 
     with process_group(here) as world:
         try:
@@ -79,14 +92,14 @@ def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Re
             _let_go_of_frames(error)
             raise
         finally:
-            gc.collect()  # what is held by a cycle, such as a Trainer's
+            gc.collect()  # free objects in reference cycles, such as a Trainer
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Clear the variables that an error's traceback keeps alive, in functions that it has ended.
+    """Clear the local variables in the frames of an error's traceback.
 
-    A `DistributedDataParallel` among them would outlive its group, and gloo's threads with it; those can abort or hang
-    a process that ends by itself; torch 2.13. Ranks of `launch` do not: see `rank`.
+    A `DistributedDataParallel` among those variables would outlive its process group, and so would gloo's threads,
+    which can then abort or hang the process on exit (torch 2.13). Ranks of `launch` are not affected; see `rank`.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

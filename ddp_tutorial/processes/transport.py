@@ -1,6 +1,6 @@
-"""What travels between a parent and its ranks: calls and results by value, framed messages, file descriptors.
+"""Send calls, results, messages and file descriptors between a parent and its ranks.
 
-Something that cannot travel is reported by the name that its author gave it, not by pickle's.
+Calls and results are pickled by value. If an object cannot be pickled, the error names the variable that holds it.
 """
 
 import inspect
@@ -27,12 +27,12 @@ _PIECE = 1 << 16
 
 
 def dump_call(fn: Callable[..., object], args: tuple[object, ...], script: Script | None = None) -> bytes:
-    """Serialize `fn` and `args` by value: also lambdas, closures, and functions and classes of a cell.
+    """Pickle `fn` and `args` by value, including lambdas, closures, and functions and classes from notebook cells.
 
-    Functions and classes that `script` defines are sent by name: the rank has imported the script.
+    Functions and classes that `script` defines are pickled by name, because the rank imports the script.
 
     Raises:
-        TypeError: Names the argument or variable that cannot be sent.
+        TypeError: An argument or variable cannot be pickled. The message names it.
     """
     buffer = io.BytesIO()
     try:
@@ -46,7 +46,11 @@ def dump_call(fn: Callable[..., object], args: tuple[object, ...], script: Scrip
 
 
 def dump_result(result: object) -> bytes:
-    """A result by value, its tensors moved to the CPU. Raises `TypeError` that names what cannot be sent."""
+    """Pickle a result by value, with its tensors moved to the CPU.
+
+    Raises:
+        TypeError: A part of the result cannot be pickled. The message names it.
+    """
     buffer = io.BytesIO()
     try:
         _ResultPickler(buffer).dump(result)
@@ -57,7 +61,10 @@ def dump_result(result: object) -> bytes:
 
 
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends by name what the rank's script defines. cloudpickle sends everything in `__main__` by value."""
+    """Pickler that pickles the definitions of the rank's script by name.
+
+    cloudpickle by itself pickles everything in `__main__` by value.
+    """
 
     def __init__(self, buffer: io.BytesIO, script: Script | None) -> None:
         super().__init__(buffer)
@@ -65,13 +72,15 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if self._script is not None and self._script.defines(value):
-            return NotImplemented  # as pickle does: module and name
+            return NotImplemented  # pickle by module and name
         return super().reducer_override(value)
 
 
 class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Tensors leave the GPU before they travel, as the parent may have none and should not wake it up; and of a view
-    of a large tensor only the view travels, not all of its storage."""
+    """Pickler that copies tensors to the CPU, because the parent may have no GPU and should not initialize one.
+
+    Only the elements of a view are copied, and not its whole storage.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor:
@@ -82,6 +91,7 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def name_of(fn: object) -> str:
+    """Return a function's name for error messages, such as "train()"."""
     return f"{getattr(fn, '__qualname__', None) or repr(fn)}()".replace("<locals>.", "")
 
 
@@ -106,7 +116,12 @@ def _culprit_in_call(fn: Callable[..., object], args: tuple[object, ...]) -> str
 
 
 def _culprit(value: object, label: str) -> str | None:
-    """`label`, narrowed down to the item of a dict, list or tuple that cannot be pickled; None if all can."""
+    """Return the label of the value that cannot be pickled, or None if `value` can be pickled.
+
+    Args:
+        value: Object to check.
+        label: Name of `value` in the error message. The item of a dict, list or tuple is appended to it.
+    """
     try:
         cloudpickle.dumps(value)
         return None
@@ -121,13 +136,18 @@ def _culprit(value: object, label: str) -> str | None:
 
 
 class Sender:
-    """The writing end of a pipe of messages. Any thread may send; a message arrives whole, and an interrupt waits."""
+    """Blocking writer of a message pipe.
+
+    Any thread may send. Messages are never interleaved, and interrupts are deferred while a message is written.
+    """
 
     def __init__(self, fd: int) -> None:
+        """Create a sender that writes to file descriptor `fd`."""
         self._fd = fd
         self._lock = threading.Lock()
 
     def __call__(self, *message: Any) -> None:
+        """Send one message. Blocks while the pipe is full."""
         data = memoryview(_framed(message))
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -139,14 +159,18 @@ class Sender:
 
 
 class Outbox:
-    """The writing end of a pipe of messages, which never blocks. A selector sends them, as fast as they are read."""
+    """Non-blocking writer of a message pipe. A selector writes the queued messages when the pipe has room."""
 
     def __init__(self, fd: int) -> None:
+        """Create an outbox that writes to file descriptor `fd`."""
         self._fd = fd
         self._unsent = bytearray()
 
     def put(self, message: Message, selector: selectors.BaseSelector) -> None:
-        """Have `selector` send a message. It calls what is registered with a file, and passes itself."""
+        """Queue a message for `selector` to send.
+
+        The loop that runs the selector must call the registered callback with the selector as its argument.
+        """
         if not self._unsent:
             selector.register(self._fd, selectors.EVENT_WRITE, self._send)
         self._unsent += _framed(message)
@@ -160,7 +184,7 @@ class Outbox:
             selector.unregister(self._fd)
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Send nothing more. The file itself stays open."""
+        """Discard queued messages. The file descriptor stays open."""
         if self._unsent:
             self._unsent.clear()
             selector.unregister(self._fd)
@@ -172,7 +196,7 @@ def _framed(message: Message) -> bytes:
 
 
 def take_messages(inbox: bytearray) -> Iterator[Message]:
-    """The whole messages at the front of `inbox`, which are taken out of it."""
+    """Remove the complete messages from the front of `inbox`, and yield them."""
     while len(inbox) >= _LENGTH.size:
         end = _LENGTH.size + _LENGTH.unpack_from(inbox)[0]
         if len(inbox) < end:
@@ -183,12 +207,14 @@ def take_messages(inbox: bytearray) -> Iterator[Message]:
 
 
 class Descriptor:
-    """A file descriptor that arrives, as a duplicate, in a child that is being spawned."""
+    """File descriptor that can be pickled while a child process is spawned. The child receives a duplicate."""
 
     def __init__(self, fd: int) -> None:
+        """Wrap file descriptor `fd`."""
         self.fd = fd
 
     def __reduce__(self) -> tuple[Callable[[Any], "Descriptor"], tuple[Any]]:
+        """Pickle the descriptor as a duplicate for the child process."""
         return Descriptor._arrived, (reduction.DupFd(self.fd),)
 
     @staticmethod
