@@ -1,6 +1,5 @@
 """Describe the settings of a config class as a Markdown table, and all settings as the page `configuration.md`."""
 
-import inspect
 import re
 from collections.abc import Iterator
 from types import NoneType
@@ -74,7 +73,7 @@ def _sections(fields: dict[str, FieldInfo]) -> Iterator[str]:
     groups = {name: group for name, field in fields.items() if (group := group_of(field))}
     yield settings_table({name: field for name, field in fields.items() if name not in groups})
     for name, group in groups.items():
-        yield f"### `{name}`\n\n{inspect.getdoc(group)}\n"
+        yield f"### `{name}`\n\n{fields[name].description}\n"
         yield from _group_tables(name, group)
 
 

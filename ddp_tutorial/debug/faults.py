@@ -59,7 +59,7 @@ class Fault(Config):
     - `fill_disk`: From now on, every durable write of this rank fails.
     """
 
-    action: Action = Field(description="What happens; see the list above.")
+    action: Action = Field(description="What happens; see the user guide.")
     rank: int = Field(0, ge=0, description="Rank on which the fault occurs.")
     step: int = Field(1, ge=1, description="Step in which the fault occurs, from 1.")
     phase: PhaseName = Field("grads", description="Phase at whose start the fault occurs.")

@@ -27,7 +27,11 @@ class FaultyConfig(TaskConfig):
     """
 
     faults: tuple[Fault, ...] = Field(
-        (), strict=False, exclude=True, examples=[["kill rank=1 step=3"]], description="Faults to inject."
+        (),
+        strict=False,
+        exclude=True,
+        examples=[["kill rank=1 step=3"]],
+        description="Faults to inject, as text or with these settings.",
     )
 
     @field_validator("faults", mode="before")

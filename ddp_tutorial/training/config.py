@@ -91,15 +91,25 @@ class TrainConfig(Config):
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the weights, the sample order and dropout.")
     strategy: Kind = Field("ddp", description="How the ranks train one model together.")
-    ddp: DDPConfig = DDPConfig()
+    ddp: DDPConfig = Field(
+        DDPConfig(),
+        description="The DDP implementation and its options; PyTorch's options keep their names.",
+    )
     micro_batches: int = Field(4, ge=1, description="Strategy invariant only: micro-batches of a step over all ranks.")
     accumulation: int = Field(
         1, ge=1, description="Micro-batches of a step on each rank; not for strategies invariant and pipeline."
     )
-    local: LocalConfig = LocalConfig()
-    mesh: MeshConfig = MeshConfig()
-    pipeline: StagesConfig = StagesConfig()
-    precision: PrecisionConfig = PrecisionConfig()
+    local: LocalConfig = Field(
+        LocalConfig(),
+        description="Length of a round, and the outer optimizer, for strategies local_sgd, post_local_sgd and diloco.",
+    )
+    mesh: MeshConfig = Field(
+        MeshConfig(), description="Number of replicas and ranks per replica; by default, all ranks share one replica."
+    )
+    pipeline: StagesConfig = Field(StagesConfig(), description="Stages and their schedule, for strategy pipeline.")
+    precision: PrecisionConfig = Field(
+        PrecisionConfig(), description="Type of matrix products, and loss scaling for float16."
+    )
 
     steps: int = Field(200, ge=1, description="Number of optimizer steps.")
     optimizer: Literal["adamw", "sgd"] = Field(
@@ -122,7 +132,9 @@ class TrainConfig(Config):
         description="Maximum consecutive batches that all ranks skip if one runs out of memory in the forward pass.",
     )
 
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: CheckpointConfig = Field(
+        CheckpointConfig(), description="When checkpoints are saved, and how many are kept."
+    )
     resume: str = Field(
         "never",
         description="`never`, `auto` (newest checkpoint of the same name), or the path of a checkpoint or a run.",
@@ -143,8 +155,13 @@ class TrainConfig(Config):
     log_every: int = Field(10, ge=1, description="Steps between writes to the log; the log contains every step.")
     eval_every: int = Field(50, ge=1, description="Steps between evaluations.")
     eval_samples: int = Field(256, ge=1, description="Validation samples in one evaluation, over all ranks.")
-    best: BestConfig = BestConfig()
-    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    best: BestConfig = Field(
+        BestConfig(),
+        description="The metric that decides which evaluation is the best, for `early_stopping` and `best_model`.",
+    )
+    early_stopping: EarlyStoppingConfig = Field(
+        EarlyStoppingConfig(), description="When a run stops early because the metric no longer improves."
+    )
     best_model: bool = Field(False, description="Keep the weights of the best evaluation in the directory `best`.")
     tensorboard: bool = Field(True, description="Write TensorBoard events next to `metrics.jsonl`.")
     private: bool = Field(
@@ -153,7 +170,7 @@ class TrainConfig(Config):
     memory_limit_mb: float = Field(
         0, ge=0, description="Log a warning if a rank uses more memory than this; 0 disables it."
     )
-    profile: ProfileConfig = ProfileConfig()
+    profile: ProfileConfig = Field(ProfileConfig(), description="Steps that PyTorch's profiler records on every rank.")
 
     @property
     def peak_learning_rate(self) -> float:
@@ -253,8 +270,8 @@ class TaskConfig(TrainConfig):
     corpus: str = Field(
         "python", description="Text to train on: python, stories, text:PATH, json:PATH, parquet:PATH or hub:OWNER/NAME."
     )
-    model: ModelConfig = ModelConfig()
-    source: SourceConfig = SourceConfig()
+    model: ModelConfig = Field(ModelConfig(), description="Size of the GPT that task gpt trains.")
+    source: SourceConfig = Field(SourceConfig(), description="How samples are read and distributed.")
     batch_size: int = Field(16, ge=1, description="Samples in one optimizer step, over all ranks.")
     learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field(
         "fixed", description="How the learning rate scales with `batch_size`."
@@ -271,7 +288,9 @@ class TaskConfig(TrainConfig):
         600, gt=0, description="Seconds that a rank waits for the other ranks in a collective."
     )
     # Where it runs, not what: no part of what a run writes down of itself, or a checkpoint holds on to.
-    slurm: SlurmConfig = Field(SlurmConfig(), exclude=True)
+    slurm: SlurmConfig = Field(
+        SlurmConfig(), exclude=True, description="Settings of a Slurm job. `nprocs` is the number of ranks."
+    )
 
     @property
     def peak_learning_rate(self) -> float:
