@@ -304,7 +304,7 @@ def test_sums_counts_and_votes_are_not_rounded(size: int, variant: str) -> None:
     count = sum(2**24 + 1 + rank + number for rank in range(size) for number in range(3))
     for rank in ranks_of(size):
         for totals, votes in zip(rank[variant, "large numbers"], (1, 0, 4), strict=True):
-            assert (totals.counts["loss"], totals.votes) == (count, votes * size)
+            assert (totals.counts["loss"], totals.stop_flags) == (count, votes * size)
             assert (totals.sums["large"], totals.counts["large"]) == (3 * size * (2**25 + 1), 21 * size)
 
 

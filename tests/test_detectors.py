@@ -545,11 +545,11 @@ class AtTheEnd(Detector):
     name: ClassVar[str] = "at_the_end"
     size: ClassVar[int] = 1
 
-    def say(self, seen: StepObservation) -> list[float]:
+    def local_report(self, observation: StepObservation) -> list[float]:
         return [float(self.program.step == 12)]
 
-    def judge(self, step: int, said: LocalReport) -> list[Finding]:
-        return [Finding(self.name, step, (0, 1), "something is wrong", "error")] if said[0][0] else []
+    def check(self, step: int, reports: LocalReport) -> list[Finding]:
+        return [Finding(self.name, step, (0, 1), "something is wrong", "error")] if reports[0][0] else []
 
 
 def alarmed_at_the_end(world: World) -> list[str]:
@@ -764,7 +764,7 @@ def test_the_error_of_a_rank_is_told_as_it_is() -> None:
 
 
 class InStepTen(AtTheEnd):
-    def say(self, seen: StepObservation) -> list[float]:
+    def local_report(self, observation: StepObservation) -> list[float]:
         return [float(self.program.step == 10)]
 
 

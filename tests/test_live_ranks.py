@@ -360,7 +360,7 @@ def test_waking_a_rank_leaves_its_other_connections_open(ranks):
         sessions = [stack.enter_context(database.accept()[0]) for _ in range(2)]
         with pytest.raises(CollectiveError, match="the order of collectives differs"):
             ranks.execute("dist.all_reduce(torch.ones(3)) if world.rank == 0 else dist.broadcast(torch.ones(2), 1)")
-        assert all(each.was_woken for each in ranks._people)
+        assert all(each.was_woken for each in ranks._workers)
         ranks.execute("database.sendall(b'still open')")
         for session in sessions:
             session.settimeout(20)
@@ -378,7 +378,7 @@ def unread(sender):
 def test_a_stopped_rank_does_not_block_the_pool(ranks, monkeypatch):
     """Not in a call of 400 looks, not where its pipes are full, and not in a request that is larger than a pipe."""
     monkeypatch.setattr(controller, "LOOK_SECONDS", 0.005)
-    control, pid, waiting = ranks._people[1]._control, ranks.status()[1]["pid"], []
+    control, pid, waiting = ranks._workers[1]._control, ranks.status()[1]["pid"], []
 
     def stop():
         time.sleep(0.2)
@@ -405,7 +405,7 @@ def test_a_stopped_rank_does_not_block_the_pool(ranks, monkeypatch):
 @pytest.mark.parametrize("what", ["wake", "interrupt"])
 def test_what_was_meant_for_an_earlier_call_does_no_harm_to_a_later_one(ranks, what):
     """As where a rank is so slow that it reads it only when the next call has begun."""
-    late = threading.Timer(0.3, lambda: ranks._people[0].control(what, ranks._number - 1))
+    late = threading.Timer(0.3, lambda: ranks._workers[0].control(what, ranks._number - 1))
     late.start()
     ranks.execute("time.sleep(0.6)")
     late.join()
