@@ -27,7 +27,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation, Remainder
-from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, Tree, write_arrow
+from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, Tree, as_shards, write_arrow
 from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceState, to_device
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
@@ -289,6 +289,11 @@ def test_streams_have_every_sample_once_an_epoch_and_go_on_from_every_step(
         resumed = fresh()
         resumed.load_state_dict(state)
         assert take(resumed, 2)[: len(steps) - k] == steps[k : k + 2], f"resumed after {k} steps"
+
+
+def test_a_corpus_is_written_to_four_files_by_default(tmp_path: Path) -> None:
+    """The number of files decides the order of a stream, so a saved run needs the same number."""
+    assert len(as_shards(blocks_of(SAMPLES), tmp_path)) == 4
 
 
 def test_a_stream_without_a_seed_comes_as_it_lies() -> None:
