@@ -106,8 +106,9 @@ def _section(title: str, text: str) -> str:
 
 
 def class_body(cls: type) -> str:
-    """Return the docstring of a class, the table of its settings if it is a config, and its methods."""
-    text = [doc_of(cls)]
+    """Return the docstrings of a class and its constructor, the settings if it is a config, and the methods."""
+    constructor = vars(cls).get("__init__")
+    text = [doc_of(cls), doc_of(constructor) if inspect.isfunction(constructor) else ""]
     if issubclass(cls, Config):
         text.append(settings_table(cls.model_fields))
     for name, member in members(cls):
