@@ -118,17 +118,17 @@ def decide_on_rank_zero(world: World, decide: Callable[[], T]) -> T:
     Use it for anything that depends on a disk: nodes may not share one. If `decide` raises, every rank raises the same
     exception, or `RankZeroFailedError` if it cannot be pickled.
     """
-    found: T | None = None
+    result: T | None = None
     error: Exception | None = None
     if world.is_main:
         try:
-            found = decide()
+            result = decide()
         except Exception as caught:
             error = caught
-    found, sent = from_rank_zero(world, (found, None if error is None else _picklable(error)))
+    result, sent = from_rank_zero(world, (result, None if error is None else _picklable(error)))
     if sent is not None:
         raise sent if error is None else error
-    return found  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
 def run_on_all_ranks(world: World, function: Callable[[], T], error_type: type[Exception] = FailedError) -> T:
@@ -148,8 +148,8 @@ def run_on_all_ranks(world: World, function: Callable[[], T], error_type: type[E
     problems = all_gather(world, problem)
     if len(set(problems)) == 1 and problems[0]:
         raise error_type(problems[0])
-    if found := "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(problems) if each):
-        raise error_type(found)
+    if failures := "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(problems) if each):
+        raise error_type(failures)
     return result  # type: ignore[return-value]
 
 
@@ -230,9 +230,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
     digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
     if not any(digests):
         raise ValueError(f"assert_same was given no {what} to compare, so it would pass whatever happened")
-    if all(
-        list(each.items()) == list(digests[0].items()) for each in digests
-    ):  # comparing dicts would ignore the order
+    if all(list(each.items()) == list(digests[0].items()) for each in digests):  # == of dicts ignores the order
         return
     if found := first_difference(digests):
         raise RuntimeError(f"{what} {found[0]!r} is not the same on all ranks: {found[1]}")

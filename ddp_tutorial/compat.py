@@ -186,9 +186,7 @@ def flight_record(*, entries: bool = True, stacks: bool = True) -> dict[str, Any
     """
     name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name)
-    record: dict[str, Any] = pickle.loads(
-        dump(entries, entries and stacks, False)
-    )  # False: include completed collectives
+    record: dict[str, Any] = pickle.loads(dump(entries, entries and stacks, False))  # False: with completed ones
     return record
 
 

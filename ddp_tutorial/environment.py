@@ -20,11 +20,11 @@ def cores() -> int:
 
 def memory() -> int:
     """Return the bytes of main memory of this machine or, if lower, the limit of this container."""
-    there = psutil.virtual_memory().total
+    total = psutil.virtual_memory().total
     try:
-        return min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # there is no such file, or it contains "max"
-        return there
+        return total
 
 
 def describe_environment() -> dict[str, Any]:

@@ -409,11 +409,11 @@ def _write_owner(fd: int) -> None:
     owner = _Owner(_machine(), os.getpid(), _started(os.getpid()) or 0.0, os.fstat(fd).st_ino)
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps(owner._asdict()).encode(), 0)
-    os.fsync(fd)  # so that other hosts see it
+    os.fsync(fd)  # make the owner visible to other hosts
 
 
 def _read_owner(fd: int) -> _Owner | None:
-    """Return the owner in a lock file, None if the file is empty or a copy of another."""
+    """Return the owner stored in a lock file, or None if the file is empty or was copied from a different folder."""
     content = os.pread(fd, 4096, 0)
     try:
         owner = _Owner(**json.loads(content))

@@ -125,11 +125,11 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     others = {peer.host: peer.address for peer in peers if peer.host != here.host}
     with ThreadPoolExecutor(max(1, len(others))) as pool:
         answers = dict(zip(others, pool.map(_answers, others.values()), strict=True))
-    gone = [host for host, answered in answers.items() if not answered]
-    named = ", ".join(_described(host, peers) for host in gone or others)
-    if not gone:
+    lost = [host for host, answered in answers.items() if not answered]
+    named = ", ".join(_described(host, peers) for host in lost or others)
+    if not lost:
         story = f"the other hosts ({named}) answer, so a rank there has ended, or hangs; its own log says more"
-    elif len(gone) == len(others) > 1:
+    elif len(lost) == len(others) > 1:
         story = f"no other host answers ({named}): {here.host}, this one, is cut off"
     else:
         story = f"lost {named}: no answer within {_PROBE_SECONDS:g} s"
@@ -137,9 +137,9 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
 
 
 def _described(host: str, peers: Iterable[Peer]) -> str:
-    there = [peer for peer in peers if peer.host == host]
-    ranks = ", ".join(str(peer.rank) for peer in there)
-    return f"{host} at {there[0].address} with rank{'s' if len(there) > 1 else ''} {ranks}"
+    on_host = [peer for peer in peers if peer.host == host]
+    ranks = ", ".join(str(peer.rank) for peer in on_host)
+    return f"{host} at {on_host[0].address} with rank{'s' if len(on_host) > 1 else ''} {ranks}"
 
 
 def _answers(address: str) -> bool:

@@ -70,7 +70,7 @@ def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
     """
     span = config.shard if along == "shard" else config.pipeline
     given = {"replicate": config.replicate, along: span}
-    told = " x ".join(f"{name} {number}" for name, number in given.items() if number)
+    sizes = " x ".join(f"{name} {number}" for name, number in given.items() if number)
     copies, each = config.replicate or 0, span or 0
     if not copies:
         copies = world_size // each if each else 1
@@ -80,7 +80,7 @@ def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
         wanted = (config.replicate or 1) * (span or 1)
         ranks = "rank" if world_size == 1 else "ranks"
         raise ConfigError(
-            f"the world has {world_size} {ranks}, and a mesh of {told} has {whole}{wanted}: start as many, or change "
+            f"the world has {world_size} {ranks}, and a mesh of {sizes} has {whole}{wanted}: start as many, or change "
             "'mesh'"
         )
     return mesh

@@ -118,11 +118,11 @@ def list_checkpoints(parent: Path) -> list[Path]:
     A folder without a manifest is not a checkpoint. No file is opened. If a run was killed while it replaced a
     checkpoint, the old one is listed as long as the new one is not in place.
     """
-    there = [path for path in (parent.iterdir() if parent.is_dir() else ()) if _has_manifest(path)]
-    found = {
-        int(match[1]): path for name in (_REPLACED, _NAME) for path in there if (match := name.fullmatch(path.name))
+    folders = [path for path in (parent.iterdir() if parent.is_dir() else ()) if _has_manifest(path)]
+    by_step = {
+        int(match[1]): path for name in (_REPLACED, _NAME) for path in folders if (match := name.fullmatch(path.name))
     }
-    return [found[step] for step in sorted(found)]
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _has_manifest(folder: Path) -> bool:

@@ -166,12 +166,12 @@ def _require_same_settings(
     Raises:
         ConfigError: If such a setting differs.
     """
-    found = differences(before, config).items()
-    differing = {key: values for key, values in found if not _covers((*_FREE, *allow), key)}
+    changed = differences(before, config).items()
+    differing = {key: values for key, values in changed if not _covers((*_FREE, *allow), key)}
     if differing:
-        told = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in differing.items())
+        changes = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in differing.items())
         raise ConfigError(
-            f"{folder} was made with other settings: {told}. Use the same, or allow them by name: "
+            f"{folder} was made with other settings: {changes}. Use the same, or allow them by name: "
             f"resume_allow=[{', '.join(differing)}]"
         )
 

@@ -78,18 +78,18 @@ class Retention:
             LOG.warning("%s cannot be looked through for old checkpoints: %s", self.folder, error)
 
     def _apply(self, written: Path) -> None:
-        there = list_checkpoints(self.folder)
-        for path in there:
+        checkpoints = list_checkpoints(self.folder)
+        for path in checkpoints:
             if path not in self._valid and path not in self._damaged:
                 self._look_at(path)
-        metrics = {path: self._valid[path] for path in there if path in self._valid}
-        gone = []
+        metrics = {path: self._valid[path] for path in checkpoints if path in self._valid}
+        renamed = []
         for path in checkpoints_to_remove(metrics, self.keep_last, self.keep_best, self.mode, excluded=[written]):
             try:  # rename all of them first, which is fast
-                gone.append(unpublish(path))
+                renamed.append(unpublish(path))
             except OSError as error:
                 LOG.warning("%s cannot be removed: %s", path, error)
-        for path in gone:
+        for path in renamed:
             remove(path)
 
     def _look_at(self, path: Path) -> None:

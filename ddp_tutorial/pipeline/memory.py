@@ -100,7 +100,7 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1) -> lis
     of_ranks: list[dict[int, int]] = [{} for _ in table]
     for number, cost in enumerate(costs):
         of_ranks[number % ranks] |= cost.parameters
-    found = []
+    result = []
     for place, row in enumerate(table):
         now = most = sent = 0
         for action in row:
@@ -113,5 +113,5 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1) -> lis
         sent += bytes_all_reduced(4 * sum(own.values()), copies)
         for tensor, count in own.items():
             sent += bytes_all_reduced(4 * count, sum(tensor in each for each in of_ranks))
-        found.append(RankCost(sum(own.values()), most, sent))
-    return found
+        result.append(RankCost(sum(own.values()), most, sent))
+    return result

@@ -123,9 +123,7 @@ def _read_python(argument: str) -> list[bytes]:
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = []
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = (
-            set(folders) - skipped
-        )  # skip these folders without listing them, because they contain most of the files
+        folders[:] = set(folders) - skipped  # do not list these folders, which contain most of the files
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     return [path.read_bytes() for path in sorted(paths)]
 

@@ -59,10 +59,10 @@ class DispatchedSource:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_open = False  # on rank 0: whether the other ranks wait for a step
-        told = from_rank_zero(world, first)
-        assert told is not None  # rank 0 sends a tuple
-        self.batch_size: int = told[0]
-        self._state: SourceState = told[1]
+        received = from_rank_zero(world, first)
+        assert received is not None  # rank 0 sends a tuple
+        self.batch_size: int = received[0]
+        self._state: SourceState = received[1]
 
     def __next__(self) -> LocalBatch:
         """Return this rank's samples of the next step as one batch. Collective."""
@@ -95,11 +95,11 @@ class DispatchedSource:
             work = self._serve if self.world.is_main else self._receive
             self._thread = threading.Thread(target=work, name="dispatch", daemon=True)
             self._thread.start()
-        found = self._ahead.get()
-        if isinstance(found, Exception):
+        step = self._ahead.get()
+        if isinstance(step, Exception):
             self._thread = None
-            raise found
-        return found
+            raise step
+        return step
 
     def _serve(self) -> None:
         try:
@@ -126,9 +126,9 @@ class DispatchedSource:
                 self._send((dealt(rank), state), rank)
             return [LocalBatch(*each) for each in dealt(0)], state
         except Exception as error:
-            told = f"rank 0 could not read on: {error}"
-            self._end_others(told)
-            raise SourceError(told) from error
+            message = f"rank 0 could not read on: {error}"
+            self._end_others(message)
+            raise SourceError(message) from error
 
     def _end_others(self, told: str | None = None) -> None:
         """Notify the other ranks that rank 0 stops sending, with an error message, or None if there is no error."""
@@ -139,10 +139,10 @@ class DispatchedSource:
 
     def _receive(self) -> None:
         try:
-            while (found := self._recv()) is not None:
-                if isinstance(found, str):
-                    return self._put(SourceError(found))
-                dealt, state = found
+            while (received := self._recv()) is not None:
+                if isinstance(received, str):
+                    return self._put(SourceError(received))
+                dealt, state = received
                 self._put(([LocalBatch(*each) for each in dealt], state))
         except Exception as error:  # the connection is lost; the main thread raises the error
             self._put(error)
@@ -215,8 +215,8 @@ def pack(thing: object) -> torch.Tensor:
     """Return an object, including its tensors, as bytes (uint8): the pickled structure, and then the raw tensors."""
     leaves, tree = tree_flatten(thing)
     tensors = [leaf.detach().cpu().resolve_conj().resolve_neg() for leaf in leaves if torch.is_tensor(leaf)]
-    told = [_Leaf(leaf.dtype, tuple(leaf.shape)) if torch.is_tensor(leaf) else leaf for leaf in leaves]
-    head = pickle.dumps(tree_unflatten(told, tree))
+    placeholders = [_Leaf(leaf.dtype, tuple(leaf.shape)) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+    head = pickle.dumps(tree_unflatten(placeholders, tree))
     parts = [torch.tensor([len(head)]).view(torch.uint8), torch.frombuffer(bytearray(head), dtype=torch.uint8)]
     for part in [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]:
         parts += [torch.zeros(-sum(map(len, parts)) % _ALIGN, dtype=torch.uint8), part]

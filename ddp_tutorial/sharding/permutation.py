@@ -82,15 +82,15 @@ class Permutation:
         assert self.seed is not None
         whole = self.samples // window
         windows, within = positions // window, positions % window
-        lies = np.empty_like(positions)
+        inner = np.empty_like(positions)
         for number in np.unique(windows):  # one or two windows per block, unless windows are small
             length = min(window, self.samples - number * window)  # the last may be smaller, and stays last
-            there = windows == number
-            lies[there] = permute(within[there], length, _keys(self.seed, epoch, 1, int(number)))
+            selected = windows == number
+            inner[selected] = permute(within[selected], length, _keys(self.seed, epoch, 1, int(number)))
         shuffled = permute(np.minimum(windows, whole - 1), whole, _keys(self.seed, epoch, 2))
         begins = np.where(windows < whole, shuffled, windows) * window
         offset = int(_keys(self.seed, epoch, 3)[0] % np.uint64(self.samples))
-        return (begins + lies + offset) % self.samples
+        return (begins + inner + offset) % self.samples
 
 
 @lru_cache(maxsize=16)
@@ -127,9 +127,7 @@ def _rounds(
     numbers: npt.NDArray[np.uint64], a: np.uint64, b: np.uint64, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     left, right = numbers // b, numbers % b
-    for key, other in zip(
-        keys[0::2], keys[1::2], strict=True
-    ):  # each half is shifted by a hash of the other half, which is invertible
+    for key, other in zip(keys[0::2], keys[1::2], strict=True):  # shifting a half by a hash of the other is invertible
         left = (left + _hash(right, key) % a) % a
         right = (right + _hash(left, other) % b) % b
     return left * b + right
@@ -185,9 +183,9 @@ class GlobalBatchSampler:
             raise ConfigError(f"{samples} samples are less than one batch of {batch}: remainder 'drop' leaves nothing")
 
     def step(self, cursor: int) -> GlobalBatch:
-        """The step after `cursor` samples."""
+        """Return the step that starts after the first `cursor` samples."""
         samples, batch = self.order.samples, self.batch_size
-        left = samples - cursor % samples  # in this epoch
+        left = samples - cursor % samples  # samples left in this epoch
         if self.remainder == "carry":
             return GlobalBatch(self.order.take(cursor, batch), cursor + batch)
         if self.remainder == "drop" and left < batch:
@@ -196,7 +194,7 @@ class GlobalBatchSampler:
         indices = self.order.take(cursor, count)
         if self.remainder == "pad" and (missing := -count % self.pad_to):
             first = self.order.take(cursor - cursor % samples, min(missing, samples))
-            indices = np.concatenate([indices, np.resize(first, missing)])  # as often as it takes
+            indices = np.concatenate([indices, np.resize(first, missing)])  # repeated if necessary
         return GlobalBatch(indices, cursor + count)
 
     def epoch(self, number: int) -> Iterator[Indices]:

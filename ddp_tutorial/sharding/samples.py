@@ -48,7 +48,7 @@ def as_batch(tree: Tree, count: int) -> Tree:
     Raises:
         ValueError: If `tree` is not such a batch. The message lists the leaves and their lengths.
     """
-    if type(tree) is dict and _are_rows(tree.values(), count):  # the common case, because torch's pytree is slow
+    if type(tree) is dict and _are_rows(tree.values(), count):  # fast path: torch's pytree is slow
         return tree
     leaves = tree_leaves(tree)
     if _are_rows(leaves, count):
@@ -70,7 +70,7 @@ _HINT = (
 
 def _contents(tree: Tree) -> str:
     """Describe the leaves of a batch: 'x' has 3 rows, 'y' has 4 rows, 'name' is a str, not a tensor."""
-    told: dict[str, None] = {}  # an ordered set
+    descriptions: dict[str, None] = {}  # an ordered set
     for path, leaf in tree_flatten_with_path(tree)[0]:
         name = ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
         if not torch.is_tensor(leaf):
@@ -79,8 +79,8 @@ def _contents(tree: Tree) -> str:
             what = f"has {len(leaf)} rows"
         else:
             what = "is a single number"
-        told[f"{name!r} {what}" if name else f"a tensor that {what}" if torch.is_tensor(leaf) else what] = None
-    return ", ".join(told) or f"an empty {type(tree).__name__}"
+        descriptions[f"{name!r} {what}" if name else f"a tensor that {what}" if torch.is_tensor(leaf) else what] = None
+    return ", ".join(descriptions) or f"an empty {type(tree).__name__}"
 
 
 # --------------------------------------------------------------------------------------------------------- samples
@@ -394,13 +394,13 @@ class ArrowShards:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
         chunk_of = np.searchsorted(self._starts, indices, side="right") - 1
-        found = {name: np.empty((len(indices), *c.shape[1:]), c.dtype) for name, c in self._like().items()}
+        columns = {name: np.empty((len(indices), *c.shape[1:]), c.dtype) for name, c in self._like().items()}
         for number in set(chunk_of.tolist()):
-            there = chunk_of == number
-            within = indices[there] - self._starts[number]
+            selected = chunk_of == number
+            within = indices[selected] - self._starts[number]
             for name, column in self._chunks[number].items():
-                found[name][there] = column[within]
-        return {name: torch.from_numpy(column) for name, column in found.items()}
+                columns[name][selected] = column[within]
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
 
     def _like(self) -> dict[str, np.ndarray[Any, Any]]:
         if not self._chunks:

@@ -137,9 +137,7 @@ class ShardedSource:
         self.workers, self.worker_timeout = workers, worker_timeout
         self.cursor = 0
         self._parts = 1  # micro-batches per step
-        self._planned: deque[tuple[list[Indices], int, int]] = (
-            deque()
-        )  # this rank's samples, the cursor, the global count
+        self._planned: deque[tuple[list[Indices], int, int]] = deque()  # this rank's samples, cursor, global count
         self._fetch = _Fetch(self.data, transform, sharding.order.seed or 0)
         self._options = worker_options(workers, prefetch, worker_timeout)
         self._batches: Iterator[list[Tree]] | None = None
@@ -184,12 +182,12 @@ class ShardedSource:
             turn = self._taken % max(1, self.workers)
             who, ahead = failed_worker(self._batches, turn, self.workers)
             where = _range(np.concatenate(self._planned[ahead][0])) if ahead < len(self._planned) else "reading ahead"
-            told = f"rank {self.world.rank}{who}, {where}: {error}"
-            again = self._revival.is_due(self._batches, self.cursor, told)
+            message = f"rank {self.world.rank}{who}, {where}: {error}"
+            again = self._revival.is_due(self._batches, self.cursor, message)
             self.close()  # so that the caller can retry the step
             if again:
                 return self.take(micro_batches)
-            raise SourceError(told) from error
+            raise SourceError(message) from error
         self._taken += 1
         mine, self.cursor, world_count = self._planned.popleft()
         counts = global_micro_batch_sizes(world_count, self.world.size, micro_batches)

@@ -167,12 +167,12 @@ class StreamedSource:
             except Exception as error:
                 who, _ = failed_worker(self._steps, worker, self.workers)
                 where = f"places {self.places} to {self.places + self.batch_size - 1} of epoch {self.epoch}"
-                told = f"rank {self.world.rank}{who}, {where}: {error}"
-                again = self._revival.is_due(self._steps, (self.epoch, self.places), told)
+                message = f"rank {self.world.rank}{who}, {where}: {error}"
+                again = self._revival.is_due(self._steps, (self.epoch, self.places), message)
                 self.close()  # so that the caller can retry the step
                 if again:
                     return self._next_here()
-                raise SourceError(told) from error
+                raise SourceError(message) from error
         return [self._joined(parts) for parts in zip(*of_workers, strict=True)]
 
     def _joined(self, parts: Iterable["_Part"]) -> tuple[Tree, int]:

@@ -134,9 +134,8 @@ class WorkerBatches(Iterator[Item]):
         """Start the workers of `loader`."""
         told, tell = multiprocessing.Pipe(duplex=False)
         loader.worker_init_fn = partial(_begin, told)
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _NOT_FOR_WORKERS
-        )  # workers inherit the mask until they have installed their handlers
+        # The workers inherit the mask, and unblock the signals when they have installed their handlers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
         try:
             self._batches: Any = iter(loader)
         finally:
