@@ -1,10 +1,11 @@
-"""How do I look inside ranks that are alive, change something, and go on?
+"""Inspect and change running ranks between calls.
 
-`pool` has `Ranks`: ranks that stay, keep their variables from call to call, and outlive an error, an interrupt and a
-hang. `crew` and `person` are how it keeps them, all and each; `places` where they are, on this machine or on hosts of a
-cluster (`hosted`); `member` is the other side of it, `moments` what the two sides tell one another, `shown` what a
-cell leaves on each rank, `figures` how a rank's plots come home, `script` the cells so far as a script for torchrun.
-`magics` is all of it in a notebook: `%load_ext ddp_tutorial`, `%ranks`, `%%ranks`.
+`pool` defines `Ranks`, ranks that keep their variables from call to call and recover from errors, interrupts and hangs.
+`controller` manages all ranks of a pool, and `worker_handle` one rank. `backends` starts the processes on this machine
+or on the hosts of a cluster (`hosted`). `worker` is the rank's side, and `messages` defines the messages between the
+two sides. `display` shows the output of a cell on each rank, `figures` sends matplotlib figures to the notebook, and
+`script` writes the cells as a script for torchrun. `magics` defines the notebook magics: `%load_ext ddp_tutorial`,
+`%ranks`, `%%ranks`.
 """
 
 import lazy_loader

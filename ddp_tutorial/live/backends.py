@@ -1,7 +1,7 @@
-"""Where the ranks of a pool are: on this machine, or on the hosts of a cluster, with a network between them.
+"""Start the ranks of a pool on this machine, or on the hosts of a cluster with a network between them.
 
-The pool talks to them in the same way, through pipes. A place starts them, says where they meet, and on which host each
-of them is.
+The pool communicates with the ranks through pipes in both cases. A backend starts the processes, provides the
+rendezvous port, and maps each rank to a host.
 """
 
 import os
@@ -28,53 +28,71 @@ from ddp_tutorial.processes.transport import Descriptor
 
 
 class Backend(Protocol):
-    """What a pool asks of it. `settings` are the fields of a `WorkerSpec` that are the same for all."""
+    """Interface of the backends."""
 
     nodes: int
 
     @property
     def description(self) -> str:
-        """To stand behind "2 ranks on cpu, gloo"."""
+        """Suffix for the pool's description, which begins with "2 ranks on cpu, gloo"."""
 
     @property
     def outage(self) -> str:
-        """Why the ranks do not reach one another, where that is known; empty where they do."""
+        """Why the ranks cannot reach one another; an empty string if they can or if the reason is unknown."""
 
-    def open(self) -> None: ...
-    def check(self, ranks: Sequence[int]) -> None: ...
-    def start(
-        self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]
-    ) -> None: ...
-    def new_port(self) -> int: ...
-    def pids(self, workers: Sequence[WorkerHandle]) -> list[int]: ...
-    def node_of(self, rank: int) -> str | None: ...
-    def close(self) -> None: ...
+    def open(self) -> None:
+        """Prepare to start ranks."""
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise `ConfigError` if these ranks cannot be restarted."""
+
+    def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+        """Start one process for each worker.
+
+        Args:
+            workers: Handles of the new ranks.
+            settings: Fields of `WorkerSpec` that are the same for all ranks.
+            environ: Additional environment variables.
+        """
+
+    def new_port(self) -> int:
+        """Return the port for the next rendezvous."""
+
+    def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:
+        """Return the ranks' process IDs, as the ranks see them."""
+
+    def node_of(self, rank: int) -> str | None:
+        """Return the name of a rank's node; None without a cluster."""
+
+    def close(self) -> None:
+        """Release the resources of the backend."""
 
 
 class LocalBackend:
-    """The ranks are children of this process. They meet at a store that it hosts, on the loopback interface."""
+    """Backend whose ranks are child processes. This process hosts their rendezvous store on the loopback interface."""
 
     nodes, description, outage = 1, "", ""
 
     def __init__(self, n: int) -> None:
+        """Create a backend for `n` ranks."""
         self.n = n
         self.store: dist.TCPStore | None = None
 
     def open(self) -> None:
-        """Host the store, which has to live as long as the ranks."""
+        """Create the store, which must exist for as long as the ranks."""
         self.store = loopback_store(self.n)
 
     def check(self, ranks: Sequence[int]) -> None:
-        """Does nothing: ranks of this machine can always be started."""
+        """Do nothing, because local ranks can always be restarted."""
 
     def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        """Spawn a process for each of `people`."""
+        """Spawn one process for each worker."""
         threads = settings["threads"]
         environ = {**rank_environment(self.n, threads, self.new_port()), **environ}
         with ExitStack() as theirs, main_module_hidden(), environment(environ):
             for each in workers:
                 output, messages, requests, control = map(Descriptor, each.open_pipes(theirs))
-                seat = WorkerSpec(
+                spec = WorkerSpec(
                     rank=each.rank,
                     output=output,
                     messages=messages,
@@ -84,34 +102,38 @@ class LocalBackend:
                     dies_with_thread=threading.current_thread() is threading.main_thread(),
                     **settings,
                 )
-                each.process = torch.multiprocessing.spawn(serve, (seat,), 1, join=False).processes[0]
+                each.process = torch.multiprocessing.spawn(serve, (spec,), 1, join=False).processes[0]
 
     def new_port(self) -> int:
-        """The store's port, which is always the same."""
+        """Return the port of the store, which never changes."""
         return self.store.port if self.store else 0
 
     def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:
-        """The ranks' process ids, as the ranks see them."""
+        """Return the ranks' process IDs, as the ranks see them."""
         return [each.process.pid for each in workers]
 
     def node_of(self, rank: int) -> str | None:
-        """None: there is one machine."""
+        """Return None, because there is only one machine."""
         return None
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Release the store."""
         self.store = None
 
 
 class ClusterBackend:
-    """The ranks are processes of a cluster's nodes, as many on each. They meet inside of its network, at rank 0, each
-    time at a new port.
+    """Backend whose ranks run on the nodes of a cluster, the same number on each node.
 
-    A cluster that is not up is brought up, and ended with the pool; one that is up is left as it is. Raises
-    `ConfigError` where its nodes cannot have as many ranks each.
+    The ranks rendezvous at rank 0, inside the cluster's network, and use a new port each time. If the cluster is not
+    running, the backend starts it and stops it with the pool. A running cluster is left as it is.
     """
 
     def __init__(self, n: int, cluster: Cluster) -> None:
+        """Create a backend for `n` ranks on `cluster`.
+
+        Raises:
+            ConfigError: `n` is not a multiple of the number of nodes, or `cluster` is not a `Cluster`.
+        """
         if not isinstance(cluster, Cluster):
             raise ConfigError(f"cluster={cluster!r}: should be a Cluster, such as Cluster(2, '1gbit')")
         self.cluster, self.n, self.nodes = cluster, n, len(cluster)
@@ -124,21 +146,27 @@ class ClusterBackend:
 
     @property
     def description(self) -> str:
+        """Number of nodes and speed of their links."""
         return f", on {self.nodes} node{'s' if self.nodes > 1 else ''}, {self.cluster.description}"
 
     @property
     def outage(self) -> str:
+        """The nodes whose cables are unplugged; an empty string if there are none."""
         out = sorted(self.cluster.unplugged)
         return f"the cable of {' and '.join(out)} is out" if out else ""
 
     def open(self) -> None:
-        """Bring the cluster up, unless it is."""
+        """Start the cluster if it is not running."""
         if self.is_ours:
             self.cluster.close()
             self.cluster.__enter__()
 
     def check(self, ranks: Sequence[int]) -> None:
-        """Raise `ConfigError` where these ranks cannot be started again; bring our cluster up if it is gone."""
+        """Check that these ranks can be restarted. Restart the pool's own cluster if it has stopped.
+
+        Raises:
+            ConfigError: A node has been killed, or a cluster that the pool did not start has stopped.
+        """
         if not self.cluster.is_up:
             if not self.is_ours:
                 raise ConfigError("the cluster of these ranks has ended")
@@ -147,40 +175,40 @@ class ClusterBackend:
             raise ConfigError(f"{off[0]} has been killed, and does not come back. `stop` ends the other ranks")
 
     def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        """Fork a process for each of `people`, on its node, from one that has imported torch."""
+        """Fork one process for each worker on its node, from a process that has already imported torch."""
         common = {
             "WORLD_SIZE": self.n,
             "LOCAL_WORLD_SIZE": self._each,
             "GROUP_WORLD_SIZE": self.nodes,
             "MASTER_ADDR": self.cluster.names[0],
-            "MASTER_PORT": 0,  # comes with the request to meet
+            "MASTER_PORT": 0,  # set by the request to form a group
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": settings["threads"],
         }
         with ExitStack() as theirs:
             for each in workers:
                 output, *pipes = each.open_pipes(theirs)
-                seat = theirs.enter_context(tempfile.TemporaryFile())
-                seat.write(pickle.dumps({**settings, "rank": each.rank}))
-                seat.flush()
+                spec = theirs.enter_context(tempfile.TemporaryFile())
+                spec.write(pickle.dumps({**settings, "rank": each.rank}))
+                spec.flush()
                 node = each.rank // self._each
                 env = {name: str(value) for name, value in {**common, "GROUP_RANK": node}.items()} | dict(environ)
-                each.process = NodeProcess(self.cluster, node, env, output, (seat.fileno(), *pipes))
+                each.process = NodeProcess(self.cluster, node, env, output, (spec.fileno(), *pipes))
 
     def new_port(self) -> int:
-        """A port at which no ranks have met before: rank 0 may still hold the last one."""
+        """Return a port that no earlier rendezvous used, because rank 0 may still hold the last port."""
         return self.cluster.new_port()
 
     def pids(self, workers: Sequence[WorkerHandle]) -> list[int]:
-        """The ranks' process ids inside of the cluster."""
+        """Return the ranks' process IDs inside the cluster."""
         return [each.process.number for each in workers]
 
     def node_of(self, rank: int) -> str | None:
-        """The name of the node that a rank is on."""
+        """Return the name of a rank's node."""
         return self.cluster.names[rank // self._each]
 
     def close(self) -> None:
-        """End the cluster, if it is ours."""
+        """Stop the cluster if this backend started it."""
         if self.is_ours:
             self.cluster.close()
 
@@ -190,13 +218,22 @@ class ClusterBackend:
 
 
 class NodeProcess:
-    """A rank's process on a node, with as much of `multiprocessing.Process` as a pool asks for.
+    """Process of a rank on a node, with the methods of `multiprocessing.Process` that a pool needs.
 
-    It is no child of this process. Its exit code comes through a pipe, at the end of which it is gone, and so it does
-    where the whole cluster is.
+    The process is not a child of this process. Its exit code arrives through a pipe. The pipe closes when the process
+    exits, and also when the whole cluster stops.
     """
 
     def __init__(self, cluster: Cluster, node: int, env: Mapping[str, str], output: int, files: Sequence[int]) -> None:
+        """Fork the process on a node.
+
+        Args:
+            cluster: Cluster of the node.
+            node: Index of the node.
+            env: Additional environment variables.
+            output: File descriptor for stdout and stderr.
+            files: Further file descriptors that the process inherits.
+        """
         self.exitcode: int | None = None
         self.sentinel, status = os.pipe()
         weakref.finalize(self, os.close, self.sentinel)
@@ -209,19 +246,19 @@ class NodeProcess:
         self.pid = cluster.pid_of(self.number)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
+        """Wait until the process exits, for at most `timeout` seconds."""
         if self.exitcode is None and connection.wait([self.sentinel], timeout):
             self.exitcode = int(os.read(self.sentinel, 16) or -signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Send it SIGTERM."""
+        """Send SIGTERM to the process."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send it SIGKILL."""
+        """Send SIGKILL to the process."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         if self.exitcode is None:
-            with suppress(FailedError, RuntimeError):  # the cluster is gone, and so is the rank
+            with suppress(FailedError, RuntimeError):  # the cluster has stopped, and the rank with it
                 self._cluster.send_signal(self.number, number)

@@ -1,7 +1,8 @@
-"""The pool's side of living ranks: start them, talk to them, and see that they can go on whatever one of them does.
+"""The pool's side of live ranks: start the ranks, send them calls, and recover from failures.
 
-A call ends when all ranks that take part have ended it. Until then they are asked now and then how far they are: where
-one waits in a collective for a rank that does not come, all are asked where they stand, and the call is ended.
+A call finishes when all participating ranks have finished it. Until then, the controller checks the ranks' progress
+periodically. If a rank waits in a collective that a different rank does not enter, the controller collects the stacks
+of all ranks and aborts the call.
 """
 
 import secrets
@@ -23,17 +24,17 @@ from ddp_tutorial.processes.errors import RankError, RankTimeoutError
 from ddp_tutorial.processes.logs import current_logging
 from ddp_tutorial.processes.spawn import MARK, cell_sources, wait_for_exit
 
-# How often ranks are asked how far they are, once a call has lasted for longer.
+# Seconds between progress checks during a call.
 LOOK_SECONDS = 0.25
-# Those that wait for a rank which has ended the call already, may wait for so long: it will hardly come.
+# Seconds that a rank may wait in a collective for a rank that has already finished the call.
 ENDED_SECONDS = 1.0
-# How long a rank has to end a call when it is interrupted, and to form a group with the others.
+# Seconds that a rank has to stop a call after an interrupt, and that all ranks have to form a process group.
 REACT_SECONDS, MEET_SECONDS = 3.0, 60.0
 ANSWER_SECONDS = 1.5
 
 
 class Controller:
-    """The ranks of a pool. `Ranks` adds what one does with them."""
+    """Manager of a pool's ranks. `Ranks` adds the public methods."""
 
     def __init__(
         self,
@@ -46,6 +47,18 @@ class Controller:
         collective_timeout: float,
         echo: bool,
     ) -> None:
+        """Store the settings. The subclass creates and starts the workers.
+
+        Args:
+            n: Number of ranks.
+            place: Backend that starts the ranks.
+            threads: Number of torch threads per rank.
+            device: Device type of the ranks, "cpu" or "cuda".
+            backend: Communication backend, "gloo" or "nccl".
+            wait_timeout: Seconds that a rank may wait in a collective for a rank that does not enter it.
+            collective_timeout: Timeout of the process group in seconds.
+            echo: Show the ranks' output.
+        """
         self.n, self.wait_timeout, self.echo = n, wait_timeout, echo
         self.threads, self.collective_timeout = threads, collective_timeout
         self.device, self.backend = device, backend
@@ -55,7 +68,7 @@ class Controller:
         self._mark = secrets.token_hex(8)
         self._busy = threading.Lock()
         self._number = self._question = 0
-        self._known: set[str] = set()  # cells whose lines the ranks have been told
+        self._known: set[str] = set()  # cells whose source lines the ranks already have
         self._has_group = False
 
     # ---------------------------------------------------------------------------------------------------- starting
@@ -74,7 +87,11 @@ class Controller:
             each.register(self._selector)
 
     def _up(self) -> None:
-        """Wait until all processes are up, then let them form a group. Raises `RankError` for one that dies before."""
+        """Wait until all processes have started, then form a process group.
+
+        Raises:
+            RankError: A rank exited before it was ready.
+        """
         console = make_console(self.echo)
         for each in self._workers:
             each.attach_console(console)
@@ -82,15 +99,18 @@ class Controller:
             while not all(each.started or each.death for each in self._workers):
                 self._receive(LOOK_SECONDS)
                 if noted:
-                    return  # and it is raised
+                    return  # the context manager raises the interrupt
             for each in self._workers:
                 if each.death:
                     raise RankError(each.rank, f"{each.death} before it was ready", log=each.log.tail())
             self._meet()
 
     def _meet(self) -> None:
-        """Let all ranks form a process group, in place of the one there is. Where one cannot within `MEET_SECONDS`,
-        kills those that are still at it, and raises the error."""
+        """Form a new process group of all ranks, in place of the current group.
+
+        Raises:
+            RankError: A rank failed, or did not join within `MEET_SECONDS`. Ranks that are still trying are killed.
+        """
         self._has_group = False
         pids = self._place.pids(self._workers)
         everyone = self._begin("meet", self._place.new_port(), pids, on=self._workers)
@@ -107,8 +127,18 @@ class Controller:
     # ------------------------------------------------------------------------------------------------------- a call
 
     def _call(self, kind: str, *content: Any, on: Iterable[int] | None = None) -> dict[int, Any]:
-        """Let the ranks of `on`, by default all, do one thing: rank -> what came of it. Raises `RuntimeError` where
-        they are busy with the call of another thread, and what `_failed` says where it fails."""
+        """Run one request on several ranks, and return the result of each rank.
+
+        Args:
+            kind: Name of the request.
+            *content: Arguments of the request.
+            on: Ranks that run it, by default all.
+
+        Raises:
+            RuntimeError: A different thread is using the ranks.
+            RankError: The request failed on a rank.
+            CollectiveError: A rank waited in a collective that a different rank did not enter.
+        """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the ranks are busy with another call, from another thread of this process")
         try:
@@ -170,8 +200,13 @@ class Controller:
         return on
 
     def _wait(self, workers: Sequence[WorkerHandle], noted: list[int]) -> Diagnosis | None:
-        """Wait until all have ended the call, or there is an interrupt. Where some wait for a rank that does not come,
-        end the call and return the verdict; else None."""
+        """Wait until all workers have finished the call, or until an interrupt.
+
+        If a rank waits for a rank that does not enter its collective, the method aborts the call.
+
+        Returns:
+            The diagnosis of an aborted call; otherwise None.
+        """
         look_at = time.monotonic() + LOOK_SECONDS
         slow_until = 0.0
         while any(each.is_busy for each in workers) and not noted:
@@ -195,12 +230,12 @@ class Controller:
                 slow_until = time.monotonic() + limit
             self._question += 1
             for each in busy:
-                if each.answered == each.asked:  # a rank that does not answer is not asked again and again
+                if each.answered == each.asked:  # wait for the pending answer first
                     each.ask("look", self._question)
         return None
 
     def _end_call(self, workers: Sequence[WorkerHandle]) -> None:
-        """Interrupt, then wake, then kill those that have not ended the call."""
+        """Interrupt the workers that have not finished the call. Wake, and finally kill, those that do not react."""
         for each in workers:
             each.was_terminated = each.is_busy
         for seconds, wake in ((0.3, False), (REACT_SECONDS / 2, True), (REACT_SECONDS / 2, True)):
@@ -214,7 +249,7 @@ class Controller:
             while any(each.is_busy for each in workers) and self._receive(deadline - time.monotonic()):
                 pass
         self._kill([each for each in workers if each.is_busy], "did not react to an interrupt, and was killed")
-        self._ask("look", ANSWER_SECONDS)  # a rank that has answered has nothing left to wake
+        self._ask("look", ANSWER_SECONDS)  # an answer proves that a rank has handled earlier wake messages
 
     def _kill(self, workers: Sequence[WorkerHandle], why: str = "was killed") -> None:
         for each in workers:
@@ -236,8 +271,12 @@ class Controller:
         return error
 
     def _failed(self, workers: Sequence[WorkerHandle], found: Diagnosis | None) -> Exception:
-        """The exception to raise for a call that has failed: its first cause. `found` is the verdict on those that
-        waited."""
+        """Return the exception to raise for a failed call, which names the first cause.
+
+        Args:
+            workers: Workers that took part in the call.
+            found: Diagnosis of the ranks that waited, if the call was aborted.
+        """
         own = [each for each in workers if (each.failure or each.death) and not each.was_terminated]
         causes = [each for each in own if each.death or found is None or found.kind == "failed"]
         after = self._recover(workers)
@@ -250,11 +289,11 @@ class Controller:
         first = min(own or workers, key=lambda each: each.cause_order)
         others = [each for each in workers if each is not first and (each.failure or each.death)]
         same = [each.rank for each in others if each.reason == first.reason]
-        told = [
+        described = [
             f"rank {each.rank} {each.reason}" for each in others if each.rank not in same and not each.was_terminated
         ]
         meanwhile = [f"Rank {', '.join(map(str, same))} too."] if same else []
-        meanwhile += [f"Meanwhile {', '.join(told)}."] if told else []
+        meanwhile += [f"Meanwhile {', '.join(described)}."] if described else []
         return self._error(first, "\n\n".join([*meanwhile, *([verdict] if verdict else []), *after]))
 
     def _error(self, each: WorkerHandle, others: str) -> RankError:
@@ -266,8 +305,11 @@ class Controller:
         return RankError(each.rank, each.reason, trace, log, others, raised)
 
     def _recover(self, workers: Sequence[WorkerHandle]) -> list[str]:
-        """After a call that has failed: ranks that are out of step form a new group; where one has died, the others
-        leave theirs. Returns sentences that say so."""
+        """Recover from a failed call, and return sentences that describe the recovery.
+
+        If a rank has died, the other ranks leave the process group. If the ranks are out of step, they form a new
+        group.
+        """
         if any(each.death for each in self._workers):
             self._has_group = False
             living = [each for each in self._workers if not each.death]
@@ -304,9 +346,10 @@ class Controller:
         self._kill([each for each in workers if each.is_busy])
 
     def _are_in_step(self, workers: Sequence[WorkerHandle]) -> bool:
-        """Has every rank ended the same collectives, and has none of them failed?
+        """Return whether every rank has finished the same collectives, and none of them failed.
 
-        A rank that was woken need not say so: the interrupt that it was sent may have come before gloo's error.
+        A woken rank counts as out of step even if it reports no error, because the interrupt may have arrived before
+        gloo's error.
         """
         if any(each.was_woken or (each.failure and each.failure.in_collective) for each in workers):
             return False
@@ -319,8 +362,11 @@ class Controller:
         return {rank: each if isinstance(each, RankStatus) else None for rank, each in answers.items()}
 
     def _ask(self, what: str, seconds: float) -> dict[int, Answer | None]:
-        """Ask all ranks at the same time, whatever they do: rank -> its answer; None of those that have not answered
-        within `seconds`."""
+        """Ask all live ranks a question at the same time, even while they run a call.
+
+        Returns:
+            The answer of each rank; None for a rank that has not answered within `seconds`.
+        """
         self._question += 1
         number = self._question
         living = [each for each in self._workers if not each.death]
@@ -333,7 +379,7 @@ class Controller:
         return {each.rank: each.answer if each.answered == number else None for each in self._workers}
 
     def _receive(self, seconds: float | None) -> bool:
-        """Handle what has come from the ranks, or wait for it. False where the time was up before."""
+        """Wait for events from the ranks, and handle them. Return false if the time was up first."""
         if seconds is not None and seconds < 0:
             return False
         ready = self._selector.select(seconds)
@@ -344,10 +390,13 @@ class Controller:
 
 @contextmanager
 def _interrupts_noted() -> Iterator[list[int]]:
-    """Inside, an interrupt is noted and does nothing else, so that no message of a rank is cut short. Who handles it
-    clears the list; else it is raised at the end."""
+    """Record interrupts inside the block instead of raising them, so that no message from a rank is truncated.
+
+    A caller that handles an interrupt clears the list. Otherwise, the interrupt is raised when the block exits.
+    """
     noted: list[int] = []
-    in_main_thread = threading.current_thread() is threading.main_thread()  # Python interrupts no other
+    # Python delivers interrupts to the main thread only.
+    in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     if not in_main_thread or not callable(before):
         yield noted

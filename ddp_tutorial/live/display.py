@@ -1,4 +1,4 @@
-"""What a cell shows on each rank: `display`, figures, the last expression; and how that is put together at home."""
+"""Show the output of a cell on each rank: `display`, figures, and the value of the last expression."""
 
 import sys
 from base64 import b64encode
@@ -8,17 +8,20 @@ from typing import Any
 
 from ddp_tutorial.live.messages import MimeBundle
 
-_show: Callable[[MimeBundle], None] | None = None  # set once, where this process is a rank of a pool
+_show: Callable[[MimeBundle], None] | None = None  # set if this process is a rank of a pool
 
 
 def set_display(show: Callable[[MimeBundle], None]) -> None:
-    """Let `display` in this process call `show`."""
+    """Make `display` in this process call `show`."""
     global _show
     _show = show
 
 
 def display(*values: Any, **_: Any) -> None:
-    """Show values at home, under this rank's name, as IPython's `display` does; outside a pool, print them."""
+    """Display values in the notebook under this rank's number, as IPython's `display` does.
+
+    Outside a pool, the values are printed.
+    """
     for value in values:
         if _show is None:
             print(value)
@@ -28,10 +31,10 @@ def display(*values: Any, **_: Any) -> None:
 
 
 def mime_bundle(value: Any) -> MimeBundle:
-    """What a notebook would show of `value`."""
+    """Return the representations of `value` that a notebook would show."""
     figures = sys.modules.get("matplotlib.figure")
     if figures is not None and isinstance(value, figures.Figure):
-        from ddp_tutorial.processes.figures import png_of  # it imports matplotlib, which is here already
+        from ddp_tutorial.processes.figures import png_of  # imports matplotlib, which the cell has already imported
 
         return MimeBundle({"text/plain": repr(value), "image/png": b64encode(png_of(value)).decode()})
     formatter = _formatter()
@@ -45,7 +48,7 @@ def mime_bundle(value: Any) -> MimeBundle:
 
 @cache
 def _formatter() -> Any:
-    """IPython's formatter of displayed values, imported when it is first needed; None where there is no IPython."""
+    """Return IPython's formatter for displayed values, or None if IPython is not installed."""
     try:
         from IPython.core.formatters import DisplayFormatter
     except ImportError:
@@ -54,20 +57,27 @@ def _formatter() -> Any:
 
 
 def show_open_figures() -> None:
-    """Show all open figures, and close them: at the end of a cell, as a notebook does."""
+    """Show and close all open figures, as a notebook does at the end of a cell."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and pyplot.get_fignums():
         pyplot.show()
 
 
 class RankResults(dict[int, str]):
-    """What the last expression of a cell was on each rank: rank -> text. Ranks that agree are shown in one line."""
+    """Text of a cell's last expression by rank. Its representation groups the ranks that have the same text."""
 
     def __init__(self, texts: Mapping[int, str], ranks: int) -> None:
+        """Store the texts.
+
+        Args:
+            texts: Text of each rank that has one.
+            ranks: Number of ranks in the pool.
+        """
         super().__init__(texts)
         self.ranks = ranks
 
     def __repr__(self) -> str:
+        """Return one line or block for each distinct text, prefixed with its ranks."""
         together: dict[str, list[int]] = {}
         for rank, text in self.items():
             together.setdefault(text, []).append(rank)

@@ -1,4 +1,4 @@
-"""The matplotlib backend of ranks that stay: figures are shown as all else that a cell shows."""
+"""The matplotlib backend of live ranks. It displays figures in the same way as other cell output."""
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -8,15 +8,15 @@ from ddp_tutorial.processes import figures
 
 
 class FigureManager(figures.FigureManager):
-    """What pyplot asks to show its figures."""
+    """Figure manager that displays figures through `display`."""
 
     @staticmethod
     def show_in_parent(figure: Figure) -> None:
-        """Show it as `display` does."""
+        """Display the figure as `display` does."""
         display.display(figure)
 
 
 class FigureCanvas(FigureCanvasAgg):
-    """What pyplot draws on."""
+    """Canvas that renders figures with Agg."""
 
     manager_class = FigureManager

@@ -1,4 +1,4 @@
-"""A rank of a pool on a node of a cluster: a fork of the process that holds the cluster, which has imported this."""
+"""Run a rank of a pool on a cluster node. The node's main process imports this module, and forks the ranks."""
 
 import gc
 import os
@@ -9,12 +9,20 @@ from ddp_tutorial.live.worker import serve
 from ddp_tutorial.processes.transport import Descriptor
 
 gc.collect()
-gc.freeze()  # what is here now is shared with all ranks, as long as nobody touches it
+gc.freeze()  # forked ranks share the current objects until a process modifies them
 
 
 def serve_here(spec: int, messages: int, requests: int, control: int) -> None:
-    """Be the rank that the environment and the file `seat` describe, until the pool is gone. The numbers are open
-    files; this process prints into the rank's output already."""
+    """Run the rank that the environment and `spec` describe, until the pool closes.
+
+    All arguments are open file descriptors. The output of this process is already redirected to the pool.
+
+    Args:
+        spec: File with the pickled settings.
+        messages: Pipe for messages to the pool.
+        requests: Pipe for calls.
+        control: Pipe for messages to the control thread.
+    """
     settings = pickle.loads(os.pread(spec, os.fstat(spec).st_size, 0))
     serve(
         0,

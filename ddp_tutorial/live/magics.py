@@ -1,4 +1,4 @@
-"""Ranks that stay, in a notebook: `%load_ext ddp_tutorial`, then `%ranks` and `%%ranks`; `%ranks?` has all of them."""
+"""Notebook magics for live ranks: `%load_ext ddp_tutorial`, then `%ranks` and `%%ranks`. `%ranks?` shows their help."""
 
 import argparse
 import re
@@ -25,16 +25,17 @@ _ASKS = re.compile(r"([\w.\[\]'\"]+)(\?{1,2})")
 
 
 class MagicError(ConfigError):
-    """A magic that cannot be done as it was typed. In a notebook the message says all there is to say."""
+    """A magic was called incorrectly. In a notebook, only the message is shown."""
 
     def _render_traceback_(self) -> list[str]:
         return f"{type(self).__name__}: {self}".split("\n")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reads the words of a magic. Raises `MagicError` for wrong ones, where argparse would end the process."""
+    """Parser for the arguments of a magic. It raises `MagicError` for invalid arguments, where argparse would exit."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise `MagicError` with the message."""
         raise MagicError(f"%ranks {self.prog}: {message}")
 
 
@@ -43,6 +44,7 @@ class RankMagics(Magics):
     """The magics of one notebook, and the ranks that they have started."""
 
     def __init__(self, shell: Any) -> None:
+        """Create the magics for an IPython shell, without ranks."""
         super().__init__(shell)
         self.notebook = shell
         self.pool: Ranks | None = None
@@ -50,23 +52,25 @@ class RankMagics(Magics):
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Any:
-        """Ranks that stay alive from cell to cell.
+        """Run cells on live ranks, which keep their variables from cell to cell.
 
-        %ranks start -n 2      two ranks, in place of those there were. More of it:
+        %ranks start -n 2      Start two ranks, and stop the current ranks. More options:
                [--threads 1] [--device cpu] [--backend gloo] [--wait-timeout 10]
                [--nodes 2 [--rate 1gbit] [--delay 0.5ms]]
-                               on two hosts of their own, as many ranks on each, with a link of that
-                               speed between them (Linux; see ddp_tutorial.cluster)
-        %ranks status          who is alive, and where
-        %ranks restart [--all] the dead ones start anew; where there are none, all of them
-        %ranks stop
-        %ranks get NAME        the values of NAME, as a list: here, and as the result
-        %ranks put NAME        gives all ranks this notebook's NAME
-        %ranks rate 100mbit    another speed for the links between nodes
-        %ranks script out.py   the cells so far, as a script for torchrun; of what was put, only numbers
+                               Run the ranks on two emulated hosts, the same number on each host, with a link of
+                               this speed between the hosts (Linux; see ddp_tutorial.cluster).
+        %ranks status          Show the state and the location of each rank.
+        %ranks restart [--all] Restart the dead ranks, or all ranks if none is dead.
+        %ranks stop            Stop the ranks.
+        %ranks get NAME        Return the values of NAME as a list, and assign the list to NAME in the notebook.
+        %ranks put NAME        Copy the notebook's NAME to all ranks.
+        %ranks rate 100mbit    Set the rate of the links between nodes.
+        %ranks script out.py   Write the cells so far as a script for torchrun. Of the values that put sent, the
+                               script contains only numbers.
 
-        %%ranks                a cell for all ranks; %%ranks 0, %%ranks 1-3, %%ranks 0,2 for some; %%rank0 for rank 0
-        %%ranks --raises       a cell that has to fail: its error is printed, and a notebook that is executed goes on
+        %%ranks                Run the cell on all ranks. Select ranks with %%ranks 0, %%ranks 1-3 or %%ranks 0,2;
+                               %%rank0 selects rank 0.
+        %%ranks --raises       Run a cell that must fail, and print its error. The notebook then continues.
         """
         if cell is not None:
             return self._cell(line, cell)
@@ -75,16 +79,16 @@ class RankMagics(Magics):
             raise MagicError(f"%ranks {command}: use one of {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}")
         try:
             return getattr(self, command)(arguments)
-        except ConfigError as error:  # one line says it all
+        except ConfigError as error:  # the message is sufficient without a traceback
             raise MagicError(str(error)) from None
 
     @cell_magic
     def rank0(self, line: str, cell: str) -> RankResults | None:
-        """A cell for rank 0 alone."""
+        """Run a cell on rank 0 only."""
         return self._cell("0", cell)
 
     def start(self, arguments: Sequence[str]) -> None:
-        """Start ranks; those that there were are ended."""
+        """Start new ranks, and stop the current ranks."""
         parser = _Parser("start", add_help=False)
         parser.add_argument("-n", type=int, default=2)
         parser.add_argument("--threads", type=int)
@@ -106,7 +110,7 @@ class RankMagics(Magics):
         print(self.pool.description)
 
     def status(self, _: Sequence[str]) -> None:
-        """Say which ranks are alive, and where."""
+        """Print the state and the location of each rank."""
         pool = self._alive()
         for each in pool.status():
             on = f" on {each['node']}" if each["node"] else ""
@@ -116,12 +120,12 @@ class RankMagics(Magics):
             print(f"{pool.nodes} node{'s' if pool.nodes > 1 else ''}, {pool.cluster.description}")
 
     def stop(self, _: Sequence[str]) -> None:
-        """End the ranks."""
+        """Stop the ranks."""
         self._alive()
         self.end()
 
     def restart(self, arguments: Sequence[str]) -> None:
-        """Start the dead ranks anew; where there are none, or with --all, all of them."""
+        """Restart the dead ranks, or all ranks with `--all` or if no rank is dead."""
         pool = self._alive()
         anew = pool.restart(everything="--all" in arguments or None)
         if len(anew) == pool.n:
@@ -131,7 +135,10 @@ class RankMagics(Magics):
             print(f"started anew: rank {', '.join(map(str, anew))}; the others keep their variables")
 
     def get(self, arguments: Sequence[str]) -> list[Any]:
-        """Bring the values of a name home, as a list."""
+        """Return the values of a name on all ranks as a list.
+
+        If the argument is a plain name, the list is also assigned to that name in the notebook.
+        """
         [name] = self._names("get", arguments)
         values = self._alive().get(name)
         if name.isidentifier():
@@ -139,7 +146,7 @@ class RankMagics(Magics):
         return values
 
     def put(self, arguments: Sequence[str]) -> None:
-        """Give all ranks names of this notebook."""
+        """Copy variables of this notebook to all ranks."""
         for name in self._names("put", arguments):
             if name not in self.notebook.user_ns:
                 raise MagicError(f"%ranks put {name}: this notebook has no variable {name!r}")
@@ -148,7 +155,7 @@ class RankMagics(Magics):
             self.steps.append(assignment_step(name, value))
 
     def rate(self, arguments: Sequence[str]) -> None:
-        """Give the links between nodes another speed, from now on."""
+        """Set the rate of the links between nodes."""
         [rate] = self._names("rate", arguments, "one speed, such as: %ranks rate 100mbit")
         cluster = self._alive().cluster
         if cluster is None:
@@ -157,9 +164,9 @@ class RankMagics(Magics):
         print(cluster.description)
 
     def script(self, arguments: Sequence[str]) -> None:
-        """Write the cells so far as one script for torchrun, which only this user can read.
+        """Write the cells so far as one script for torchrun. Only the current user can read the file.
 
-        The script does not contain cells that failed, and of the values that `put` has sent only numbers.
+        The script omits cells that failed. Of the values sent by `put`, it contains only numbers.
         """
         [name] = self._names("script", arguments)
         pool = self._alive()
@@ -173,13 +180,13 @@ class RankMagics(Magics):
             )
 
     def end(self) -> None:
-        """End the ranks, if there are any."""
+        """Stop the ranks, if there are any."""
         if self.pool is not None:
             self.pool.stop()
         self.pool = None
 
     def complete(self, text: str) -> list[str]:
-        """How `text` may go on, by rank 0's names."""
+        """Return the completions of `text` among rank 0's names."""
         found: list[str] = self._alive().ask("names", text)
         return found
 
@@ -193,7 +200,7 @@ class RankMagics(Magics):
             print(pool.ask("inspect", asked[1], len(asked[2]) - 1, rank=on[0] if on else 0))
             return None
         whole = f"%%ranks {line}".rstrip() + f"\n{cell}"
-        name = f"Cell In[{len(self.notebook.history_manager.input_hist_parsed) - 1}]"  # the count is the next cell's
+        name = f"Cell In[{len(self.notebook.history_manager.input_hist_parsed) - 1}]"  # begins with an empty In[0]
         shown = pool.execute(cell, on, name=name, cell=whole, offset=1)
         self.steps.append(ScriptStep(cell, tuple(on) if on is not None else None))
         return shown if shown else None
@@ -218,7 +225,11 @@ class RankMagics(Magics):
 
 
 def _ranks_of(text: str, n: int) -> list[int] | None:
-    """`"0"`, `"1-3"`, `"0,2"` -> the ranks; None for all."""
+    """Parse a list of ranks such as `"0"`, `"1-3"` or `"0,2"`.
+
+    Returns:
+        None for an empty text, which stands for all ranks.
+    """
     if not text.strip():
         return None
     found: list[int] = []
@@ -233,7 +244,7 @@ def _ranks_of(text: str, n: int) -> list[int] | None:
 
 
 def load(shell: Any) -> None:
-    """Register the magics with IPython's shell, and completion by rank 0's names in their cells."""
+    """Register the magics with an IPython shell, and complete names in `%%ranks` cells from rank 0's namespace."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
 
@@ -241,7 +252,7 @@ def load(shell: Any) -> None:
     def complete(context: CompletionContext) -> SimpleMatcherResult:
         found: list[str] = []
         if magics.pool is not None and context.full_text.startswith("%%rank") and context.cursor_line:
-            with suppress(Exception):  # rank 0 is busy, or dead: there is nothing to complete by
+            with suppress(Exception):  # rank 0 is busy or dead, so no completions are available
                 found = magics.complete(context.token)
         return {"completions": [SimpleCompletion(text=each, type="on rank 0") for each in found]}
 
@@ -249,7 +260,7 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """End the ranks."""
+    """Stop the ranks."""
     magics = shell.magics_manager.registry.get(RankMagics.__name__)
     if magics is not None:
         magics.end()

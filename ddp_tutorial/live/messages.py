@@ -1,4 +1,4 @@
-"""What a pool and its ranks tell one another, beside calls and results: where a rank is, and how a call has ended."""
+"""Messages between a pool and its ranks that describe a rank's progress and the outcome of a call."""
 
 import os
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from ddp_tutorial.processes.transport import Descriptor, Message, take_messages
 
 @dataclass
 class WorkerSpec:
-    """What a process is given to become a rank of a pool: its pipes, and what launch gives a rank.
+    """The pipes and settings of a new rank in a pool.
 
-    Requests arrive in `requests` and wait for the main thread; what arrives in `control` is read by a thread of its
-    own, at any time. When `control` is closed, the pool is gone.
+    The main thread reads `requests`. A second thread reads `control` at any time. When `control` is closed, the pool no
+    longer exists.
     """
 
     rank: int
@@ -35,40 +35,55 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a call has failed on one rank. `line` is where it was in the user's code, `in_collective` whether the error
-    came out of torch.distributed."""
+    """The failure of a call on one rank.
+
+    Attributes:
+        raised: The exception.
+        traceback: The traceback in the user's code.
+        at: Time of the failure on the machine's monotonic clock.
+        line: Location of the failure in the user's code.
+        in_collective: Whether torch.distributed raised the error.
+    """
 
     raised: Raised
     traceback: str
-    at: float  # on the machine's monotonic clock
+    at: float
     line: str = ""
     in_collective: bool = False
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """How far a rank is in each group: the last collective that it has entered, and the last that has ended."""
+    """The progress of a rank.
+
+    Attributes:
+        progress: For each process group, the numbers of the last collective that the rank entered and of the last one
+            that it finished.
+    """
 
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def waits(self) -> bool:
+        """Whether the rank has entered a collective that has not finished."""
         return any(entered > ended for entered, ended in self.progress.values())
 
 
 @dataclass(frozen=True)
 class MimeBundle:
-    """One thing to show, by MIME type: what a figure, a table, or a plain value is in a notebook."""
+    """One displayed value by MIME type, such as a figure, a table or plain text."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
+        """The plain-text representation."""
         return str(self.data.get("text/plain", ""))
 
     @property
     def is_rich(self) -> bool:
+        """Whether the value has a representation other than plain text."""
         return set(self.data) != {"text/plain"}
 
 
@@ -76,14 +91,15 @@ Answer = RankStatus | Snapshot
 
 
 class Receiver:
-    """The reading end of a pipe of messages. Reading waits for the next one."""
+    """Blocking reader of a message pipe."""
 
     def __init__(self, fd: int) -> None:
+        """Create a receiver that reads from file descriptor `fd`."""
         self._fd = fd
         self._inbox = bytearray()
 
     def __call__(self) -> Message | None:
-        """The next message; None where the other end is closed."""
+        """Wait for the next message, and return it. Return None if the other end is closed."""
         while True:
             for message in take_messages(self._inbox):
                 return message

@@ -1,4 +1,4 @@
-"""Ranks that stay: started once, called many times.
+"""Persistent ranks that are started once and called many times.
 
     with Ranks(2) as ranks:
         ranks.execute("import torch, torch.distributed as dist; x = torch.tensor(world.rank)")
@@ -6,10 +6,11 @@
         ranks.get("x")                              # [tensor(1), tensor(1)]
         ranks.run(lambda world, y: world.rank + y, 10)   # [10, 11]
 
-What a rank has, it keeps: variables live on after a call, and also after one that failed, was interrupted or hung.
-Ranks are started and kept as `launch` does it: a pipe each, a store on the loopback interface, and none of them
-outlives this process. With `Ranks(2, cluster=Cluster(2, "1gbit"))` they are on two hosts, with a link between them that
-carries 1 Gbit/s; see `ddp_tutorial.cluster`.
+A rank keeps its variables between calls, also after a call that failed, was interrupted or hung. As with `launch`, each
+rank has its own pipes, the rendezvous store listens on the loopback interface, and no rank outlives this process.
+
+`Ranks(2, cluster=Cluster(2, "1gbit"))` runs the ranks on two hosts with a 1 Gbit/s link between them; see
+`ddp_tutorial.cluster`.
 """
 
 import atexit
@@ -44,21 +45,15 @@ _pools: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 class Ranks(Controller):
-    """`n` ranks that are alive until `stop`, or until the block ends that they are used in.
+    """Pool of `n` ranks that run until `stop`, or until their `with` block exits.
 
-    - `cluster`: put them on its nodes, as many on each, where they talk through its links; on the CPU only. A cluster
-      that is not up, such as `Cluster(2, "1gbit")`, is brought up, and ended by `stop`; one that is up is left so.
-    - `threads`: torch's threads in each rank; by default the cores of this machine shared out evenly.
-    - `device`, `backend`: as for `launch`.
-    - `wait_timeout`: seconds that a rank may wait in a collective for one that does not come. Where it waits longer,
-      the call ends with `CollectiveError`, which says who waits where; a rank that computes is waited for.
-    - `echo`: show what the ranks print, draw and display.
+    Every call blocks until all participating ranks have finished it. If the call fails on a rank, the other ranks stop
+    too, and `RankError` is raised with the traceback of the failed rank. If a rank waits too long in a collective,
+    `CollectiveError` is raised, which reports where each rank waits. An interrupt stops the call on all ranks.
 
-    Every call blocks until all ranks that take part have ended it. Where it fails on a rank, `RankError` is raised with
-    that rank's own lines; the others end it too, and all live on. Where ranks are then not in step with one another, or
-    have lost one another, they form a new process group: what holds the old one, such as a `DistributedDataParallel`,
-    has to be made again, and all else lives on. An interrupt ends the call on all ranks. A rank that has died is said
-    to be dead, and `restart` replaces it.
+    The ranks keep running after a failure. If they are out of step or have lost a connection, they form a new process
+    group. Objects that hold the old group, such as a `DistributedDataParallel`, must then be created again; all other
+    variables are kept. If a rank dies, `restart` replaces it.
     """
 
     def __init__(
@@ -73,6 +68,24 @@ class Ranks(Controller):
         collective_timeout: float = COLLECTIVE_TIMEOUT.total_seconds(),
         echo: bool = True,
     ) -> None:
+        """Start the ranks, and form a process group.
+
+        Args:
+            n: Number of ranks.
+            cluster: Cluster on whose nodes the ranks run, the same number on each node, on the CPU only. If the cluster
+                is not running, such as `Cluster(2, "1gbit")`, the pool starts it, and `stop` stops it.
+            threads: Number of torch threads per rank. By default, the cores of this machine are divided evenly.
+            device: "cpu", "cuda" or "auto", as for `launch`.
+            backend: "gloo", "nccl" or "auto", as for `launch`.
+            wait_timeout: Seconds that a rank may wait in a collective for a rank that does not enter it. A rank that is
+                still computing is not affected by this timeout.
+            collective_timeout: Timeout of the process group in seconds.
+            echo: Show the ranks' output, figures and displayed values.
+
+        Raises:
+            ConfigError: An argument is invalid.
+            RankError: A rank failed to start.
+        """
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise ConfigError(f"n={n!r}: should be a whole number of ranks, 1 or more, such as 2")
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
@@ -101,29 +114,35 @@ class Ranks(Controller):
 
     @property
     def description(self) -> str:
-        """What they are: `2 ranks on cpu, gloo`, on how many nodes, with which links; and what a crowd costs."""
+        """The number of ranks, the device, the backend, the nodes and their links, such as `2 ranks on cpu, gloo`.
+
+        If many ranks share the CPU cores, a second line contains a warning.
+        """
         said = announce(self.n, self.device, self.backend) + self._place.description
         return "\n".join(filter(None, [said, oversubscription_warning(self.n, self.device, cores())]))
 
     @property
     def nodes(self) -> int:
-        """How many hosts they are on."""
+        """Number of hosts that the ranks run on."""
         return self._place.nodes
 
     def __enter__(self) -> "Ranks":
+        """Return the pool, which is already running."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop the ranks."""
         self.stop()
 
     def __repr__(self) -> str:
+        """Return the number of ranks and the state of dead ranks."""
         dead = [f"rank {each.rank} {each.death}" for each in self._workers if each.death]
         return f"Ranks({self.n}: {', '.join(dead) or ('alive' if self._workers else 'stopped')})"
 
     # ------------------------------------------------------------------------------------------------ what one does
 
     def run(self, fn: Callable[..., Any], *args: Any, on: Iterable[int] | None = None) -> list[Any]:
-        """Call `fn(world, *args)` on all ranks, or those of `on`; their results, in order of rank."""
+        """Call `fn(world, *args)` on all ranks, or on the ranks in `on`, and return the results in rank order."""
         call = dump_call(fn, args)
         cells = {name: lines for name, lines in cell_sources().items() if name not in self._known}
         results = self._call("run", call, cells, on=on)
@@ -134,9 +153,17 @@ class Ranks(Controller):
     def execute(
         self, code: str, on: Iterable[int] | None = None, *, name: str = "", cell: str = "", offset: int = 0
     ) -> RankResults:
-        """Run source in the namespace of each rank, where `world` is; what the last expression shows, by rank.
+        """Run source code in the namespace of each rank, which contains `world`.
 
-        `name` is what tracebacks call it; `cell` the whole cell, in which `code` begins after `offset` lines.
+        Args:
+            code: Source code.
+            on: Ranks that run the code, by default all.
+            name: File name for tracebacks.
+            cell: Text of the whole notebook cell.
+            offset: Number of lines in `cell` before `code`.
+
+        Returns:
+            The text of the last expression's value by rank. Values with a rich representation are displayed instead.
         """
         name = name or f"call {self._number + 1}"
         bundles = self._call("execute", code, name, cell or code, offset, on=on)
@@ -148,11 +175,15 @@ class Ranks(Controller):
         return RankResults(plain, self.n)
 
     def get(self, name: str, on: Iterable[int] | None = None) -> list[Any]:
-        """The value that a name, or an expression, has on each rank, in order of rank."""
+        """Return the value of a variable or expression on each rank, in rank order."""
         return [pickle.loads(value) for value in self._call("get", name, on=on).values()]
 
     def put(self, on: Iterable[int] | None = None, **values: Any) -> None:
-        """Give names a value on all ranks, or those of `on`: `ranks.put(rate=0.1)`."""
+        """Assign variables on all ranks, or on the ranks in `on`, for example `ranks.put(rate=0.1)`.
+
+        Raises:
+            TypeError: A value cannot be pickled.
+        """
         try:
             sent = cloudpickle.dumps(values)
         except Exception as error:
@@ -160,16 +191,20 @@ class Ranks(Controller):
         self._call("put", sent, on=on)
 
     def nothing(self) -> None:
-        """A call of nothing on all ranks, to measure what calls cost."""
+        """Run an empty call on all ranks, to measure the overhead of calls."""
         self._call("nothing")
 
     def ask(self, kind: str, *content: Any, rank: int = 0) -> Any:
-        """For completion and inspection: one of these questions to one rank, which must not be busy."""
+        """Send a completion or inspection request to one idle rank, and return the answer."""
         return self._call(kind, *content, on=[rank])[rank]
 
     def status(self) -> list[dict[str, Any]]:
-        """For each rank: its number, its node (None on this machine itself), its process, whether it is alive ("ready")
-        or how it died, and its memory in bytes."""
+        """Return the state of each rank.
+
+        Returns:
+            A dict for each rank with the keys "rank", "node" (None without a cluster), "pid" (None for a dead rank),
+            "state" ("ready", or how the rank died) and "memory" (in bytes).
+        """
         with interrupts_deferred():
             self._receive(0.0)
         found = []
@@ -183,8 +218,19 @@ class Ranks(Controller):
         return found
 
     def restart(self, *, everything: bool | None = None) -> list[int]:
-        """Start ranks anew, and form a group: the dead ones where there are any, else all of them. The others keep
-        their variables. `everything=True` starts all anew. Returns the ranks that were started."""
+        """Restart dead ranks, or all ranks if none is dead, and form a new process group.
+
+        The other ranks keep their variables.
+
+        Args:
+            everything: True restarts all ranks; False restarts only dead ranks.
+
+        Returns:
+            The ranks that were restarted.
+
+        Raises:
+            RuntimeError: The pool has been stopped.
+        """
         if not self._workers:
             raise RuntimeError("these ranks have been stopped. Start new ones.")
         with interrupts_deferred():
@@ -207,7 +253,7 @@ class Ranks(Controller):
         return ranks
 
     def stop(self) -> None:
-        """End all ranks, and what they have started. More often does no harm."""
+        """Terminate all ranks and the processes that they started. A second call has no effect."""
         _pools.discard(self)
         with interrupts_deferred():
             people, self._workers = self._workers, []

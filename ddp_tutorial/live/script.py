@@ -1,4 +1,4 @@
-"""The cells that ranks have run, as one script for torchrun."""
+"""Write the cells that ranks have run as one script for torchrun."""
 
 import ast
 import io
@@ -38,7 +38,13 @@ if dist.is_initialized():
 
 @dataclass(frozen=True)
 class ScriptStep:
-    """What was done: `source` run on the ranks of `on`, or on all. `lacks` names a variable whose value is left out."""
+    """One step of the script.
+
+    Attributes:
+        source: Source code of the step.
+        on: Ranks that run the step; None for all.
+        lacks: Name of a variable whose value is omitted from the script.
+    """
 
     source: str
     on: tuple[int, ...] | None = None
@@ -46,18 +52,21 @@ class ScriptStep:
 
 
 def assignment_step(name: str, value: Any) -> ScriptStep:
-    """Return the step that gives `name` this value on all ranks.
+    """Return the step that assigns `value` to `name` on all ranks.
 
-    Only a number is written into the script. Text and objects may hold a secret, and scripts are shared.
+    Only numbers are written into the script. Text and objects may contain a secret, and scripts are often shared.
     """
     if type(value) in {bool, int, float} and math.isfinite(value):
         return ScriptStep(f"{name} = {value!r}")
-    told = f"give {name} its value here: the script does not contain what %ranks put has sent"
-    return ScriptStep(f"raise NotImplementedError({told!r})", lacks=name)
+    message = f"give {name} its value here: the script does not contain what %ranks put has sent"
+    return ScriptStep(f"raise NotImplementedError({message!r})", lacks=name)
 
 
 def launch_command(name: str, n: int, nodes: int = 1) -> str:
-    """How to run the script `name` on `n` ranks; with several nodes, on each of them, where n0 is the first."""
+    """Return the command that runs the script `name` on `n` ranks.
+
+    With several nodes, run the command on each node. `n0` stands for the name of the first node.
+    """
     script = shlex.quote(name)
     if nodes == 1:
         return f"torchrun --nproc-per-node {n} {script}"
@@ -68,9 +77,12 @@ def launch_command(name: str, n: int, nodes: int = 1) -> str:
 def make_script(
     steps: Iterable[ScriptStep], name: str, n: int, threads: int, device: str, backend: str, nodes: int = 1
 ) -> str:
-    """The whole script, which says how it is run. A last expression is printed with the rank's number in front."""
+    """Return the source code of the whole script, including the command that runs it.
+
+    If a step ends with an expression, the script prints its value with the rank in front.
+    """
     where = f"; on each of {nodes} nodes, with n0 for the first one's name" if nodes > 1 else ""
-    command = launch_command(name, n, nodes).replace("\\", r"\\").replace('"', r"\"")  # it goes into a docstring
+    command = launch_command(name, n, nodes).replace("\\", r"\\").replace('"', r"\"")  # for the docstring
     parts = [_BEGINNING.format(where=where, command=command, threads=threads, device=device, backend=backend)]
     for step in steps:
         source = _printing(step.source.strip("\n"))
@@ -100,7 +112,10 @@ def _printing(source: str) -> str:
 
 
 def _is_statement(value: ast.expr) -> bool:
-    """A call such as `print(...)` or `dist.all_reduce(x)`, of which one does not want to see that it returns None."""
+    """Return whether `value` is a call whose result is not worth printing.
+
+    Examples are `print(...)` and `dist.all_reduce(x)`.
+    """
     return isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in {
         "print",
         "display",
@@ -114,7 +129,7 @@ def _is_statement(value: ast.expr) -> bool:
 
 
 def indented(source: str) -> str:
-    """Indented by four spaces, but for the lines that are inside of a string."""
+    """Indent source code by four spaces, except for the continuation lines of multi-line strings."""
     inside: set[int] = set()
     opened: list[int] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,7 +1,8 @@
-"""The rank's side of a pool: a process that waits for calls, keeps their variables, and can be woken from any of them.
+"""The rank's side of a pool: a process that runs calls, keeps their variables, and can be woken from a blocked call.
 
-The main thread runs the calls. A second thread answers while it does: it says where this rank is, interrupts Python
-code, and wakes the main thread from a collective that will never end, by closing the connections to the other ranks.
+The main thread runs the calls. Meanwhile, a second thread answers questions about this rank's progress and interrupts
+Python code. It can also wake the main thread from a collective that will never finish, by closing the connections to
+the other ranks.
 """
 
 import ast
@@ -45,19 +46,25 @@ _TOLD_BY_GLOO = ("gloo", "timed out waiting", "process group")
 
 
 def serve(_: int, spec: WorkerSpec) -> None:
-    """What is spawned: be a rank until the pool is gone."""
+    """Run a rank of a pool in a new process, until the pool closes."""
     send = initialize_rank(spec.rank, spec.output, spec.messages, spec)
     os.environ["MPLBACKEND"] = "module://ddp_tutorial.live.figures"
-    member = Worker(spec, send)
-    threading.Thread(target=member.answer, daemon=True, name="live ranks").start()
+    worker = Worker(spec, send)
+    threading.Thread(target=worker.answer, daemon=True, name="live ranks").start()
     send("started")
-    member.work()
+    worker.work()
 
 
 class Worker:
-    """One rank: its namespace, which is its `__main__`, and its process group."""
+    """One rank of a pool, with its namespace, which is its `__main__` module, and its process group."""
 
     def __init__(self, spec: WorkerSpec, send: Sender) -> None:
+        """Create a worker that has not joined a process group yet.
+
+        Args:
+            spec: Pipes and settings of the rank.
+            send: Sender of messages to the pool.
+        """
         self.send = send
         self.requests, self.control = Receiver(spec.requests.fd), Receiver(spec.control.fd)
         timeout = timedelta(seconds=spec.collective_timeout)
@@ -66,9 +73,9 @@ class Worker:
         self.names = vars(main)
         self.names.update(__builtins__=builtins, world=self.world, display=display.display)
         self.group: AbstractContextManager[World] | None = None
-        self.oldest = 0  # the recorder's number of the group that is used now
-        self.pids: Sequence[int] = ()  # of all ranks, as this process sees them
-        self.number = 0  # of the call
+        self.oldest = 0  # the recorder's number of the current process group
+        self.pids: Sequence[int] = ()  # process IDs of all ranks, as this process sees them
+        self.number = 0  # number of the current call
         self.main_thread = threading.get_ident()
         self.interruptible = self.interrupted = False
         self.state = "idle"
@@ -77,10 +84,10 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- main thread
 
     def work(self) -> None:
-        """Run one call after the other, for ever."""
+        """Run calls one after the other until the pool closes."""
         while (request := self.requests()) is not None:
             self.number, kind, *content = request
-            signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have set another
+            signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have replaced the handler
             act: Callable[..., object] = getattr(self, f"do_{kind}")
             outcome = self._guarded(lambda act=act, content=content: act(*content))  # type: ignore[misc]
             for stream in (sys.stdout, sys.stderr):
@@ -103,17 +110,25 @@ class Worker:
             return "raised", _failure(error)
 
     def _on_interrupt(self, number: int, frame: object) -> None:
-        """Raise `KeyboardInterrupt` in a call, where the pool has asked for it. An interrupt that the terminal or the
-        kernel has sent to all processes does nothing here: the pool has it too, and then asks."""
+        """Raise `KeyboardInterrupt` in a call if the pool requested it.
+
+        The terminal or the kernel may send an interrupt to all processes. Such an interrupt has no effect here, because
+        the pool receives it too, and then requests one.
+        """
         asked, self.interrupted = self.interrupted, False
         if asked and self.interruptible:
             raise KeyboardInterrupt
 
     def do_nothing(self) -> None:
-        """Do nothing: for measuring what a call costs."""
+        """Do nothing. The call measures the overhead of calls."""
 
     def do_meet(self, port: int, pids: Sequence[int]) -> None:
-        """Form a process group with the others, whose processes are `pids`, in place of the one there is."""
+        """Form a new process group with the other ranks, in place of the current group. Collective.
+
+        Args:
+            port: Port of the rendezvous store.
+            pids: Process IDs of all ranks.
+        """
         self.do_leave()
         self.pids = pids
         os.environ["MASTER_PORT"] = str(port)
@@ -121,7 +136,7 @@ class Worker:
         self.group.__enter__()
 
     def do_leave(self) -> None:
-        """Leave the group, whatever it is in: those that wait for this rank in it hear that it is gone."""
+        """Leave the process group, even if a collective is in progress. Ranks that wait for this rank get an error."""
         group, self.group = self.group, None
         if dist.is_initialized():
             self.oldest = max(map(int, progress()), default=-1) + 1
@@ -130,8 +145,17 @@ class Worker:
                 group.__exit__(None, None, None)
 
     def do_execute(self, source: str, name: str, cell: str, offset: int) -> MimeBundle | None:
-        """Run a cell; what its last expression shows. `cell` is what the notebook has, in which `source` begins after
-        `offset` lines; `name` is what tracebacks call it."""
+        """Run a cell, and return the representation of its last expression's value.
+
+        Args:
+            source: Source code to run.
+            name: File name for tracebacks.
+            cell: Text of the whole notebook cell.
+            offset: Number of lines in `cell` before `source`.
+
+        Returns:
+            None if the cell does not end with an expression, or if its value is None.
+        """
         linecache.cache[name] = (len(cell), None, [f"{line}\n" for line in cell.split("\n")], name)
         if "IPython" in source:
             import IPython.display
@@ -152,7 +176,7 @@ class Worker:
         return display.mime_bundle(value)
 
     def do_run(self, call: bytes, sources: dict[str, list[str]]) -> bytes:
-        """Call a pickled function with the world; returns its result, pickled."""
+        """Call a pickled function with `world`, and return its pickled result."""
         register_sources(sources)
         fn, args = pickle.loads(call)
         result = fn(self.world, *args)
@@ -160,15 +184,15 @@ class Worker:
         return dump_result(result)
 
     def do_get(self, name: str) -> bytes:
-        """The value of a name, or of an expression, pickled."""
+        """Return the pickled value of a variable or expression."""
         return dump_result(eval(name, self.names))
 
     def do_put(self, values: bytes) -> None:
-        """Set names of the namespace to `values`, a pickled dict."""
+        """Update the namespace from `values`, a pickled dict."""
         self.names.update(pickle.loads(values))
 
     def do_names(self, text: str) -> list[str]:
-        """What `text` may go on to: names, or attributes behind a dot."""
+        """Return the completions of `text`: names, or attributes after a dot."""
         from rlcompleter import Completer
 
         completer, found = Completer(self.names), list[str]()
@@ -177,20 +201,20 @@ class Worker:
         return found
 
     def do_inspect(self, name: str, detail: int) -> str:
-        """What IPython says of a name with `?` or `??`."""
+        """Return IPython's description of a name, as `?` or `??` shows it."""
         return inspection_text(eval(name, self.names), name, detail)
 
     # ------------------------------------------------------------------------------------------- the other thread
 
     def answer(self) -> None:
-        """Answer the pool at any time, until it is gone."""
+        """Handle control messages until the pool closes."""
         while (message := self.control()) is not None:
             match message:
                 case ("look", question):
                     self.send("answer", question, Snapshot(self._progress()))
                 case ("stand", question):
                     self.send("answer", question, self._standing())
-                case ("interrupt", number) if number == self.number:  # a late one is for a call that has ended
+                case ("interrupt", number) if number == self.number:  # ignore interrupts for earlier calls
                     self.interrupted = True
                     signal.pthread_kill(self.main_thread, signal.SIGINT)
                 case ("wake", number) if number == self.number:
@@ -212,17 +236,16 @@ class Worker:
         return RankStatus(entered, standing_lines(self.main_thread), is_busy, group_ranks(), state)  # type: ignore[arg-type]
 
     def _wake(self) -> None:
-        """End what the main thread waits for in native code: gloo has no other way in than a lost connection.
+        """Wake the main thread from native code. A lost connection is the only way to abort a collective of gloo.
 
-        Of NCCL's groups the communicators are aborted, which is what torch has for it.
+        With NCCL, the communicators are aborted instead.
         """
         if self.world.backend == "nccl":
             with suppress(Exception):
                 abandon_group(self.world)
             return
-        started = tagged_processes(
-            MARK, os.environ.get(MARK, "").__eq__
-        )  # a dead rank's connections may live on in its forks
+        # Forks of a dead rank may keep its connections open.
+        started = tagged_processes(MARK, os.environ.get(MARK, "").__eq__)
         ranks = {*self.pids, *(process.pid for process in started)} - {os.getpid()}
         for connection in _connections_to(ranks, int(os.environ["MASTER_PORT"])):
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:
@@ -230,7 +253,7 @@ class Worker:
 
 
 def _connections_to(pids: Iterable[int], store: int) -> list[Any]:
-    """Return this process's connections to the processes `pids`, but for those to the store, at port `store`.
+    """Return this process's connections to the processes `pids`, except those to the store at port `store`.
 
     A connection to a different node always counts: the processes of a different network namespace are not visible.
     """
@@ -251,9 +274,11 @@ def _failure(error: BaseException) -> Failure:
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     users = [place for place in places if not place[0].startswith(_LIBRARIES) and place[0] != __file__]
     line = 'File "{}", line {}'.format(*users[-1]) if users else ""
-    told = str(error).lower()
+    message = str(error).lower()
     in_collective = isinstance(error, RuntimeError) and (
-        places[-1][0].startswith(_DISTRIBUTED) or lost_connection(error) or any(word in told for word in _TOLD_BY_GLOO)
+        places[-1][0].startswith(_DISTRIBUTED)
+        or lost_connection(error)
+        or any(word in message for word in _TOLD_BY_GLOO)
     )
     trace = user_traceback(error, __file__, ast.__file__)
     return Failure(Raised.of(error), trace, time.monotonic(), line, in_collective)

@@ -1,4 +1,4 @@
-"""One rank as its pool sees it: its process, its pipes, and what has come of the call it is in."""
+"""The pool's handle of one rank: its process, its pipes, and the outcome of its current call."""
 
 import os
 import re
@@ -16,29 +16,30 @@ from ddp_tutorial.processes.spawn import exit_descriptor, has_exited, rename_cel
 from ddp_tutorial.processes.transport import Outbox, Sender, take_messages
 
 _PIECE = 1 << 16
-# What is left in the pipe of a rank that has ended is read in so many pieces; more comes from its children.
+# Number of reads that empty the output pipe of a rank that has exited. Further output comes from its child processes.
 _PIECES = 16
 
 
 class WorkerHandle:
-    """A rank: what it was asked, and what it has said."""
+    """The state of one rank: its process, its pipes, the current call and the latest answer."""
 
     def __init__(self, rank: int) -> None:
+        """Create a handle for a rank whose process has not started yet."""
         self.rank = rank
         self.process: Any = None
         self.started = False
-        self.death = ""  # how, in words, once it is dead
-        self.number = 0  # of the call
+        self.death = ""  # how the rank died, in words; empty while it is alive
+        self.number = 0  # number of the current call
         self.outcome: tuple[Any, ...] | None = ("done", None)
-        self.was_terminated = False  # by an interrupt of the pool, for what another has done
-        self.was_woken = False  # from a collective: its connections to the others are closed
+        self.was_terminated = False  # the pool interrupted the rank because of a different rank
+        self.was_woken = False  # its connections were closed to abort a collective
         self.asked = self.answered = 0  # numbers of the last question and of the last answer
         self.answer: Answer | None = None
         self._seen: Snapshot | None = None
         self._since = 0.0
         self._inbox = bytearray()
         self._pipes = ExitStack()
-        self._exit: int | None = None  # a descriptor that becomes readable when the process exits
+        self._exit: int | None = None  # a file descriptor that becomes readable when the process exits
         self._closed = False
         self._shown: list[MimeBundle] = []
         self.console = Console()
@@ -47,7 +48,11 @@ class WorkerHandle:
     # ------------------------------------------------------------------------------------------------------- pipes
 
     def open_pipes(self, theirs: ExitStack) -> tuple[int, int, int, int]:
-        """The rank's ends of its pipes, which `theirs` closes here: output, messages, requests, control."""
+        """Create the pipes, and return the rank's ends: output, messages, requests, control.
+
+        Args:
+            theirs: Exit stack that closes the rank's ends in this process.
+        """
         ends = []
         for ours_reads in (True, True, False, False):
             read, write = os.pipe()
@@ -63,7 +68,7 @@ class WorkerHandle:
         return output, messages, its_requests, its_control
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have `selector` handle what the rank prints and sends, and its exit."""
+        """Register the rank's output, messages and exit with `selector`."""
         self._exit = exit_descriptor(self.process)
         self._pipes.callback(os.close, self._exit)
         handlers: dict[int, Callable[..., object]] = {
@@ -75,8 +80,8 @@ class WorkerHandle:
             selector.register(fd, selectors.EVENT_READ, handler)
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Close the pool's ends of this rank's pipes: when its control pipe is closed, it ends by itself if it can."""
-        if self._closed:  # its descriptors may be somebody else's by now
+        """Close the pool's ends of the pipes. The rank exits by itself when its control pipe is closed, if it can."""
+        if self._closed:  # the descriptor numbers may have been reused
             return
         self._closed = True
         if self._exit is not None:
@@ -87,13 +92,16 @@ class WorkerHandle:
         self._pipes.close()
 
     def request(self, selector: selectors.BaseSelector, number: int, kind: str, *content: Any) -> None:
-        """Give its main thread something to do: `selector` sends it."""
+        """Queue a request to the rank's main thread. `selector` sends it."""
         if not self._closed:
             self._request.put((number, kind, *content), selector)
 
     def control(self, *message: Any) -> bool:
-        """Send its other thread a message. Never blocks: returns False if the rank is dead, or if the pipe is full,
-        because the rank has not run for a long time."""
+        """Send a message to the rank's control thread. Never blocks.
+
+        Returns:
+            False if the rank is dead, or if the pipe is full because the rank has not run for a long time.
+        """
         if not self._closed:
             with suppress(BrokenPipeError, BlockingIOError):
                 self._control(*message)  # far shorter than PIPE_BUF, so it is written whole or not at all
@@ -101,39 +109,39 @@ class WorkerHandle:
         return False
 
     def ask(self, what: str, number: int) -> None:
-        """Ask its other thread to "look" or to "stand". The answer has the same number."""
+        """Ask the rank's control thread to "look" or to "stand". Its answer has the same number."""
         if self.control(what, number):
             self.asked = number
 
     # ------------------------------------------------------------------------------------------------------ a call
 
     def begin(self, number: int) -> None:
-        """Begin the call of this number: nothing has come of it yet."""
+        """Begin the call with this number, and discard the outcome of the previous call."""
         self.number, self.outcome = number, None
         self._seen, self._since = None, time.monotonic()
 
     def attach_console(self, console: Console) -> None:
-        """What it says from now on, and has said since the last call, goes to `console`."""
+        """Send the rank's output to `console`, including output since the last call."""
         self.console, self._shown = console, []
         self.was_terminated = self.was_woken = False
-        lines = self.log.lines  # said since the last call
+        lines = self.log.lines  # printed since the last call
         self.log = RankLog(self.rank, console.line, describe_output)
         self.log.lines.extend(lines)
 
     def finish(self) -> RankLog:
-        """End the call on this rank; returns the log of all that it has printed in it."""
+        """Finish the call on this rank, and return the log of its output."""
         self._drain()
         log, self.log = self.log, RankLog(self.rank, self.console.line, describe_output)
         return log
 
     def display_all(self) -> None:
-        """Show what it has displayed in this call."""
+        """Display all values that the rank has displayed in this call."""
         for bundle in self._shown:
             self.display(bundle, self.console)
         self._shown = []
 
     def display(self, bundle: MimeBundle, console: Console) -> None:
-        """Show one thing, under this rank's name."""
+        """Display one value under this rank's number."""
         if not isinstance(console, NotebookConsole):
             console.line(self.rank, bundle.text)
             return
@@ -144,19 +152,22 @@ class WorkerHandle:
 
     @property
     def is_busy(self) -> bool:
+        """Whether the rank is alive and has not finished its call."""
         return self.outcome is None and not self.death
 
     @property
     def value(self) -> Any:
+        """The result of the last call, or its `Failure`."""
         return self.outcome[1] if self.outcome else None
 
     @property
     def failure(self) -> Failure | None:
+        """The failure of the last call; None if the call succeeded or is still running."""
         return self.outcome[1] if self.outcome and self.outcome[0] == "raised" else None
 
     @property
     def reason(self) -> str:
-        """How this rank has failed, in words: as its death or its exception says."""
+        """How the rank died or which exception it raised, in words."""
         if self.death:
             return self.death
         return (
@@ -165,13 +176,20 @@ class WorkerHandle:
 
     @property
     def cause_order(self) -> tuple[int, float]:
-        """For finding the cause: what ranks raised by themselves, in order of time; deaths; lost connections."""
+        """Sort key that finds the cause of a failure. The smallest key is the most likely cause.
+
+        The order is: exceptions that a rank raised by itself, by time; deaths; lost connections.
+        """
         if self.failure is None:
             return (1 if self.death else 3), 0.0
         return (2 if lost_connection(self.failure.raised.message) else 0), self.failure.at
 
     def waited_for(self, now: float) -> float:
-        """Seconds for which this rank has waited in one collective, as far as its last answer says; else 0."""
+        """Return the seconds that this rank has waited in its current collective, according to its last answer.
+
+        Returns:
+            0.0 if the rank is not waiting.
+        """
         return now - self._since if self._seen is not None and self._seen.waits else 0.0
 
     # --------------------------------------------------------------------------------------------------- listening
@@ -214,15 +232,15 @@ class WorkerHandle:
         return bool(data)
 
     def _drain(self) -> None:
-        """What it has printed until now; what its children go on to print comes with the next call."""
+        """Read the output so far. Later output of the rank's child processes belongs to the next call."""
         for _ in range(_PIECES):
             if not self._read_output():
                 break
         self.log.feed(b"", final=True)
 
     def reap(self, selector: selectors.BaseSelector) -> None:
-        """Record that the rank's process has exited, and how."""
-        if not has_exited(self.process):  # a debugger or strace may hold the exit code back for a while
+        """Record the exit of the rank's process."""
+        if not has_exited(self.process):  # a debugger or strace may delay the exit code
             time.sleep(0.01)
             return
         code = self.process.exitcode
@@ -231,7 +249,12 @@ class WorkerHandle:
         )
 
     def record_exit(self, selector: selectors.BaseSelector, death: str) -> None:
-        """Read what is left in the rank's pipes, close them, and record its `death`, which says how it died."""
+        """Read the rest of the pipes, close them, and record how the rank died.
+
+        Args:
+            selector: Selector with which the pipes are registered.
+            death: How the rank died, in words.
+        """
         if self.death:
             return
         while self._read_messages():
@@ -242,5 +265,5 @@ class WorkerHandle:
 
 
 def describe_output(text: str) -> str:
-    """The text of an error, with cells called by the names that the notebook gives them."""
+    """Replace the file names of cells in an error text by the notebook's names."""
     return re.sub(r'File "((?:Cell In\[\d+\]|call \d+))"', r"\1", rename_cells(text))
