@@ -1,7 +1,8 @@
-"""What is kept of a run, and how is it read back?
+"""Record training runs, and read and compare the records.
 
-`folder` knows the files of a run, `step_log` writes its numbers and `rank_logs` what each rank says, `usage` measures
-memory and seconds of all ranks. `summaries` reads many runs and compares them; it and `folder` never import torch.
+`folder` defines the files of a run. `step_log` writes the metrics, `rank_logs` the log of each rank, and `usage`
+measures the memory and the time of all ranks. `summaries` reads and compares runs. `summaries` and `folder` never
+import torch.
 """
 
 import lazy_loader

@@ -1,5 +1,7 @@
-"""A run's folder: the names of all files in it, and how it is read back. Never imports torch, so that commands about
-logs start at once."""
+"""The files in a run's folder, and functions that read them.
+
+This module never imports torch, so that commands about logs start quickly.
+"""
 
 import json
 from collections.abc import Sequence
@@ -11,16 +13,16 @@ from ddp_tutorial.checkpoint.manifest import CHECKPOINTS
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import new_directory, write_atomically
 
-PER_SECOND = "_per_second"  # after what the loss counts, in the name of a rate: tokens_per_second
-StopRequest = Literal["stop", "save"]  # stop after the step that is at work; the second, with a checkpoint
+PER_SECOND = "_per_second"  # suffix of a rate's name, after the unit that the loss counts: tokens_per_second
+StopRequest = Literal["stop", "save"]  # stop after the current step; "save" also writes a checkpoint
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, and where everything in it is. Nothing has to be there yet."""
+    """Paths of all files in a run's folder. The files and the folder need not exist."""
 
     path: Path
-    mode: int = 0o700  # its permissions when it is created, from which the umask may take some away
+    mode: int = 0o700  # permissions of a new folder, before the umask is applied
 
     def create(self) -> bool:
         """Create the folder if it does not exist, and return whether it is new."""
@@ -34,7 +36,7 @@ class RunFolder:
         return True
 
     def create_numbered(self) -> "RunFolder":
-        """Create the folder, or one with the next free number if it exists, and return it."""
+        """Create and return the folder. If it already exists, append the next free number to its name."""
         return replace(self, path=new_directory(self.path.parent, self.path.name, self.mode))
 
     @property
@@ -44,64 +46,65 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """The numbers of every step and evaluation, as JSON lines."""
+        """The metrics of every step and evaluation, as JSON lines."""
         return self.path / "metrics.jsonl"
 
     @property
     def result(self) -> Path:
-        """What the run came to; written last."""
+        """The result of the run. This file is written last."""
         return self.path / "result.json"
 
     @property
     def failure(self) -> Path:
-        """Which rank failed first, after which step and how; see rank_logs.py."""
+        """The first failed rank, its step and its error; see rank_logs.py."""
         return self.path / "failed.json"
 
     @property
     def stop_request(self) -> Path:
-        """There while somebody wants the run to stop; it says "stop" or "save"."""
+        """Request to stop the run. The file contains "stop" or "save", and exists until the run has handled it."""
         return self.path / "stop"
 
     @property
     def model(self) -> Path:
-        """The model that the run has ended with, as a folder or, of models that do not say how, as one file."""
+        """The final model, as a folder, or as a single file for models that do not define an export format."""
         return self.path / "model"
 
     @property
     def best(self) -> Path:
-        """The weights of the best evaluation so far, in one folder called by its step."""
+        """The weights of the best evaluation so far, in one folder whose name contains the step."""
         return self.path / "best"
 
     @property
     def checkpoints(self) -> Path:
+        """The run's checkpoints."""
         return self.path / CHECKPOINTS
 
     @property
     def profile(self) -> Path:
-        """Traces of the steps that were profiled, and their timeline."""
+        """Traces of the profiled steps, and their timeline."""
         return self.path / "profile"
 
     @property
     def timeline(self) -> Path:
-        """The profiled steps of all ranks on one clock: see `ddp.timeline.Timeline`."""
+        """The profiled steps of all ranks on a common clock; see `ddp.timeline.Timeline`."""
         return self.profile / "timeline.json"
 
     def rank_log(self, rank: int) -> Path:
-        """What one rank has to say."""
+        """Return the path of one rank's log."""
         return self.path / f"rank_{rank}.log"
 
     def exists(self) -> bool:
-        """Is it the folder of a run?"""
+        """Return whether this is the folder of a run."""
         return self.config.is_file()
 
 
-# Folders that a run makes in its own.
+# Names of the subfolders that a run creates.
 INSIDE = {RunFolder(Path()).model.name, RunFolder(Path()).best.name, RunFolder(Path()).profile.name, CHECKPOINTS}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, read: its config, its steps in order, and its result if it finished."""
+    """Contents of a run's folder: its config, its log rows in order, and its result if the run finished."""
 
     path: Path
     config: dict[str, Any]
@@ -109,13 +112,21 @@ class Run:
     result: dict[str, Any] | None
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it was written: "loss", "eval_loss", "grad_norm", ..."""
+        """Return the steps and values of one metric, from the rows that contain it.
+
+        Args:
+            key: Name of the metric, such as "loss", "eval_loss" or "grad_norm".
+        """
         rows = [row for row in self.steps if row.get(key) is not None]
         return [row["step"] for row in rows], [row[key] for row in rows]
 
 
 def folder_of(path: str | Path) -> RunFolder:
-    """The folder of a run. Raises `ConfigError` if it is not one."""
+    """Return the folder of a run.
+
+    Raises:
+        ConfigError: The path is not the folder of a run.
+    """
     folder = RunFolder(Path(path))
     if not folder.exists():
         raise ConfigError(f"{str(path)!r} is not the folder of a run: there is no config.json in it")
@@ -123,12 +134,20 @@ def folder_of(path: str | Path) -> RunFolder:
 
 
 def request_stop(path: str | Path, request: StopRequest) -> None:
-    """Ask a run to stop after its step, with or without a checkpoint. Raises `ConfigError` if it is none."""
+    """Ask a run to stop after its current step, with or without a checkpoint.
+
+    Raises:
+        ConfigError: The path is not the folder of a run.
+    """
     write_atomically(folder_of(path).stop_request, request.encode())
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run's folder. Raises `ConfigError` if it is not one."""
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: The path is not the folder of a run.
+    """
     folder = folder_of(path)
     config = read_object(folder.config)
     if config is None:
@@ -137,7 +156,7 @@ def load_run(path: str | Path) -> Run:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no such file, or something else in it."""
+    """Return the JSON object in a file. Return None if the file does not exist or contains anything else."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -146,7 +165,10 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file of JSON lines. A last line cut short, or a line of something else, is passed over."""
+    """Return the JSON objects in a file of JSON lines.
+
+    Truncated lines and lines that are not JSON objects are skipped.
+    """
     rows: list[dict[str, Any]] = []
     if path.is_file():
         for line in path.read_bytes().split(b"\n"):
@@ -160,10 +182,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def format_loss(loss: float | None) -> str:
-    """A loss for people; in a log, None stands for infinity or NaN."""
+    """Format a loss for display. None, which stands for infinity or NaN in a log, becomes "diverged"."""
     return "diverged" if loss is None else f"{loss:.3f}"
 
 
 def smooth(values: Sequence[float], window: int = 10) -> list[float]:
-    """Each value averaged with the `window - 1` before it, to see the trend in a noisy curve."""
+    """Return the moving average of `values` over the last `window` values, to show the trend of a noisy curve."""
     return [sum(part := values[max(0, i + 1 - window) : i + 1]) / len(part) for i in range(len(values))]

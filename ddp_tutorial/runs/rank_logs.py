@@ -1,7 +1,7 @@
-"""What a rank says while it trains: all of it in a file of its own, on the console what a person should see.
+"""Log the messages of each rank to its own file, and the important messages to the console.
 
-`rank_0.log`, `rank_1.log`, ... in the run's folder hold everything. The console has what rank 0 tells, and the
-warnings of all.
+`rank_0.log`, `rank_1.log`, ... in the run's folder contain all messages. The console shows rank 0's messages of level
+INFO and above, and the warnings of all ranks.
 """
 
 import logging
@@ -20,14 +20,14 @@ LOG = logging.getLogger("ddp_tutorial")
 
 @contextmanager
 def rank_log(world: World, run: RunFolder) -> Iterator[None]:
-    """Inside, `LOG` and Python's warnings go to this rank's file in the folder of the run, and to the console."""
-    run.create()  # on another machine, without a common disk, it does not exist yet
+    """Send `LOG` and Python's warnings to this rank's file in the run's folder and to the console, inside the block."""
+    run.create()  # does not exist yet on a machine that does not share rank 0's disk
     file = logging.FileHandler(run.rank_log(world.rank), encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
-    # A notebook shows stderr as an alarm; in a terminal, stdout is for results.
+    # A notebook highlights stderr like an error. In a terminal, stdout is reserved for results.
     console = logging.StreamHandler(sys.stdout if in_notebook() else sys.stderr)
     console.setLevel(logging.INFO if world.is_main else logging.WARNING)
-    console.addFilter(lambda record: not record.exc_info)  # whoever launched the ranks tells how one failed
+    console.addFilter(lambda record: not record.exc_info)  # the launcher reports exceptions
     with ExitStack() as stack:
         stack.callback(file.close)
         stack.callback(logging.captureWarnings, capture=False)
@@ -45,9 +45,14 @@ def rank_log(world: World, run: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def record_failure(world: World, run: RunFolder, step: Callable[[], int]) -> Iterator[None]:
-    """An exception leaves its traceback in the rank's log; that of the first rank to fail, a note in the run's folder.
+    """Log the traceback of an exception, and record the first failure of all ranks in the run's folder.
 
-    Those that fail after it do so because it is gone.
+    Later failures are usually caused by the exit of the first failed rank, so they do not replace its record.
+
+    Args:
+        world: This rank's world.
+        run: Folder of the run.
+        step: Returns the current step.
     """
     try:
         yield
@@ -55,10 +60,10 @@ def record_failure(world: World, run: RunFolder, step: Callable[[], int]) -> Ite
         LOG.exception("failed after step %d", step())
         note = {"rank": world.rank, "step": step(), "error": f"{type(error).__name__}: {error}"}
         aside = temporary_path(run.failure)
-        with suppress(OSError):  # a full disk, say: the error itself is what matters
+        with suppress(OSError):  # such as a full disk; the original error is more important
             write_json(aside, note)
             try:
-                os.link(aside, run.failure)  # unlike a rename, this leaves alone what is there
+                os.link(aside, run.failure)  # unlike a rename, a link does not replace an existing file
             finally:
                 aside.unlink()
         raise

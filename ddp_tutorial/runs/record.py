@@ -1,7 +1,7 @@
-"""What is kept of one run, as one context manager: its folder, its log, what each rank says and uses, how it failed.
+"""Record one run with one context manager: its folder, its metrics, its rank logs, its resource usage and its failure.
 
 record = RunRecord(world, folder, config)
-with record.exclusive():  # the folder is locked; check here whether the run can resume, and raise if it cannot
+with record.exclusive():  # locks the folder; check here whether the run can resume, and raise an error if it cannot
     with record:
         record.reopen()
         record.log.add(...)
@@ -27,21 +27,28 @@ from ddp_tutorial.runs.step_log import StepLog
 from ddp_tutorial.runs.usage import Usage
 from ddp_tutorial.world import World
 
-_MARK = "shared"  # the name, for an instant, of the file by which ranks see that they share a folder
+_MARK = "shared"  # name of the temporary file that shows whether ranks share a folder
 
 
 def open_folder(
     world: World, name: str, label: str, *, resuming: bool, shared: bool = False, private: bool = True
 ) -> RunFolder:
-    """One folder for the run, made by rank 0 and known to all: if each made its own, clocks would decide. Collective.
-    It is empty; `RunRecord.exclusive` makes it the folder of a run.
+    """Create or open the folder of a run on rank 0, and return it on all ranks. Collective.
 
-    It is called `name`, or by the time and `label`. With `again` it is the folder of that name, whoever made it; else a
-    name that is taken gets a number. Where it has to be `shared`, as checkpoints do, and some rank does not see it, or
-    sees another one of that name, raises `ConfigError` on all ranks, and there is no new folder.
+    A new folder is empty. `RunRecord.exclusive` writes the config into it.
 
-    If `private`, nobody but its owner can read a new folder. Otherwise the umask decides, as it does about the folders
-    that the new one is in, such as runs/.
+    Args:
+        world: This rank's world.
+        name: Name of the folder. If it is empty, the name consists of the time, `label` and the world size.
+        label: Suffix of the default name.
+        resuming: Use an existing folder with this name. Otherwise, a name that is taken gets a number.
+        shared: Require that all ranks see the folder, as checkpoints do.
+        private: Make a new folder readable only by its owner. Otherwise, the umask determines its permissions. The
+            umask also determines the permissions of new parent folders, such as runs/.
+
+    Raises:
+        ConfigError: The folder must be shared, but a rank does not see it or sees a different folder with the same
+            name. Raised on all ranks. A new folder is removed.
     """
     label = f"{label}-{world.size}x"
     folder, is_new = decide_on_rank_zero(world, lambda: _made_folder(name, label, resuming, private))
@@ -49,7 +56,7 @@ def open_folder(
     if others:
         if is_new and world.is_main:
             shutil.rmtree(folder.path)
-            with suppress(OSError):  # others are in it
+            with suppress(OSError):  # contains other runs
                 RUNS.rmdir()
         raise ConfigError(
             f"rank {', '.join(others)} does not see {folder.path}, where checkpoints are to be saved: these ranks "
@@ -59,8 +66,12 @@ def open_folder(
 
 
 def require_rank_zeros(world: World, name: str) -> None:
-    """Raise `ConfigError`, on all ranks, where the folder of that name on rank 0's disk has been that of another rank:
-    the run, and its checkpoints, are on another host. Collective."""
+    """Check that the named folder on rank 0's disk did not belong to a different rank of an earlier run. Collective.
+
+    Raises:
+        ConfigError: The folder contains logs of other ranks but no config, so the run and its checkpoints are on a
+            different host. Raised on all ranks.
+    """
 
     def look() -> None:
         folder = RunFolder(RUNS / name)
@@ -74,8 +85,11 @@ def require_rank_zeros(world: World, name: str) -> None:
 
 
 def _not_seeing(world: World, folder: Path) -> list[str]:
-    """The ranks that do not find in `folder` what rank 0 has just put there. That there is one of its name says little:
-    each node may have its own, of an earlier run. Collective."""
+    """Return the ranks that do not see a new file that rank 0 creates in `folder`. Collective.
+
+    The existence of the folder is not sufficient, because each node may have its own folder of that name from an
+    earlier run.
+    """
     if world.size == 1:
         return []
     mark = decide_on_rank_zero(world, lambda: _marked(folder))
@@ -87,7 +101,7 @@ def _not_seeing(world: World, folder: Path) -> list[str]:
 
 
 def _marked(folder: Path) -> Path:
-    """Make an empty file in `folder`, under a name that no other has, and return its path."""
+    """Create an empty file with a unique name in `folder`, and return its path."""
     mark = temporary_path(folder / _MARK)
     notify_observers("write", mark)
     mark.touch(exist_ok=False)
@@ -95,17 +109,17 @@ def _marked(folder: Path) -> Path:
 
 
 def _made_folder(name: str, label: str, again: bool, private: bool) -> tuple[RunFolder, bool]:
-    """Create the folder of a run (see `open_folder`); return it, and whether it is new."""
+    """Create the folder of a run (see `open_folder`). Return the folder and whether it is new."""
     path = RUNS / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}")
     folder = RunFolder(path, mode=0o700 if private else 0o777)
     return (folder, folder.create()) if again else (folder.create_numbered(), True)
 
 
 class RunRecord:
-    """What is kept of a run, on one rank: of one with the settings of `config`. Enter it once, inside of `alone`, for
-    the length of the run.
+    """The record of a run on one rank.
 
-    Inside, what the rank says goes to its log, phases are timed, and an exception leaves a note.
+    Enter the record once, inside `exclusive`, for the duration of the run. Inside the block, messages go to the rank's
+    log, phases are timed, and an exception is recorded as the run's failure.
     """
 
     def __init__(
@@ -118,22 +132,35 @@ class RunRecord:
         events: bool = False,
         memory_limit_mb: float = 0,
     ) -> None:
+        """Create the record of a run. No file is opened yet.
+
+        Args:
+            world: This rank's world.
+            folder: Folder of the run.
+            config: Settings of the run.
+            unit: What the loss counts, such as "samples" or "tokens".
+            events: Also write TensorBoard events.
+            memory_limit_mb: Resident memory in MB above which a rank logs a warning; 0 for no limit.
+        """
         self.world, self.folder, self.config = world, folder, config
         self.log = StepLog(world, folder.metrics, unit, events=events)
         self.usage = Usage(world, memory_limit_mb)
         self.watch = Stopwatch(world.device)
-        self.step = 0  # that a failure came after
+        self.step = 0  # last recorded step, for the record of a failure
         self._inside = ExitStack()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside, no other run may use the folder. One that is new has its config by now; in that of an earlier life
-        nothing has been touched yet. Raises `FolderInUseError`, on all ranks, where another run uses it. Collective.
+        """Prevent other runs from using the folder inside the block. Collective.
 
-        First it is locked: whoever sees the config or the log of a run that has just begun, sees that it is running.
+        A new folder contains its config when the block starts. A folder of an earlier attempt is not modified. The
+        folder is locked first, so a reader that sees the config or the log also sees that the run is running.
+
+        Raises:
+            FolderInUseError: A different run uses the folder. Raised on all ranks.
         """
         with ExitStack() as stack:
-            stack.callback(self.log.close_file)  # also when a step fails
+            stack.callback(self.log.close_file)  # also if a step fails
 
             def begin() -> None:
                 stack.enter_context(locked(self.folder.path))
@@ -145,32 +172,34 @@ class RunRecord:
             yield
 
     def __enter__(self) -> "RunRecord":
+        """Start logging, timing and recording failures."""
         with ExitStack() as stack:
             stack.enter_context(rank_log(self.world, self.folder))
             stack.enter_context(record_failure(self.world, self.folder, lambda: self.step))
             stack.enter_context(observe(self.watch))
-            if self.world.is_main:  # how an earlier attempt has ended
+            if self.world.is_main:  # written by an earlier attempt
                 self.folder.failure.unlink(missing_ok=True)
             self._inside = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
+        """Stop logging, and record the failure if there was one."""
         return self._inside.__exit__(*error)
 
     def reopen(self) -> None:
-        """The run goes on: what an earlier life of it has come to is not its result any more."""
+        """Remove the result of an earlier attempt, because the run continues."""
         if self.world.is_main:
             remove_temporary(self.folder.path, _MARK)
             self.folder.result.unlink(missing_ok=True)
 
     def record_step(self, number: int) -> dict[str, float]:
-        """The seconds of a step by phase, for the log; they are added up for the usage of ranks."""
+        """Return the seconds of a step by phase, and add them to the rank's usage."""
         self.step = number
         seconds = self.watch.take()
         self.usage.add(seconds)
         return seconds
 
     def write_result(self, content: Mapping[str, Any]) -> None:
-        """`result.json`, the last thing that a run writes, with the environment; on rank 0."""
+        """Write `result.json` with `content` and the environment, on rank 0. It is the last file that a run writes."""
         if self.world.is_main:
             write_json(self.folder.result, {"schema": 1, **content, "environment": describe_environment()})

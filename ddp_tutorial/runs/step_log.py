@@ -1,4 +1,4 @@
-"""The numbers of a run: every step and evaluation as a line of JSON, and, thinned out, as TensorBoard reads them."""
+"""Write the metrics of a run: every step and evaluation as a line of JSON, and optionally as TensorBoard events."""
 
 import json
 import os
@@ -17,34 +17,42 @@ from ddp_tutorial.runs.folder import PER_SECOND, read_lines
 from ddp_tutorial.runs.summaries import rates_of
 from ddp_tutorial.world import World
 
-_encode = json.JSONEncoder(allow_nan=False).encode  # one for all lines: json.dumps makes one for each
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would create an encoder for each line
 
 
 class StepLog:
-    """What a run keeps of its steps: a file of JSON lines, on rank 0, and the losses and rates, on every rank.
+    """The metrics of a run: a file of JSON lines on rank 0, and the losses and rates on every rank.
 
-    What it is given is the same on all ranks already, so nothing here is collective. A step costs an entry in a list;
-    `flush` writes them, in one write of whole lines, so a killed run's file is valid. `unit` is what the loss counts,
-    "samples" or "tokens", say: the log has how many it were so far, and how many a second. There is no file before
-    `open`.
+    The methods expect values that are the same on all ranks, so none of them is collective. `add` only appends to a
+    list. `flush` writes the steps as whole lines in one write, so the file of a killed run is valid. The file is
+    created by `open`.
     """
 
     def __init__(self, world: World, path: Path, unit: str = "samples", *, events: bool = False) -> None:
+        """Create a log without opening its file.
+
+        Args:
+            world: This rank's world.
+            path: Path of the JSON lines file.
+            unit: What the loss counts, such as "samples" or "tokens". The log contains its count and its rate per
+                second.
+            events: Also write TensorBoard events, on rank 0.
+        """
         self.unit = unit
         self.losses: list[float] = []
-        self.rates: list[float] = []  # of `unit` per second, between flushes
-        self.count = 0.0  # of `unit`, since the run began; a loss with weighted samples counts fractions
+        self.rates: list[float] = []  # in `unit` per second, one for each flush
+        self.count = 0.0  # in `unit`, since the start of the run; weighted samples count as fractions
         self._path = path
         self._is_main = world.is_main
         self._file: FileIO | None = None
-        self._pending: list[tuple[Any, ...]] = []  # what `add` was given: records are quicker made many at a time
+        self._pending: list[tuple[Any, ...]] = []  # arguments of `add`; building many records at once is faster
         self._events = Events(path.parent, totals={unit, "elapsed"}) if events and world.is_main else None
         self._began = time.monotonic()
         self._flushed = time.monotonic()
         self._flushed_count = 0.0
 
     def open(self) -> None:
-        """Make the file, on rank 0, or go on at its end where it is there."""
+        """Open the file for appending, on rank 0. Create it if it does not exist."""
         if self._is_main:
             self._file = self._path.open("ab", buffering=0)
 
@@ -58,8 +66,17 @@ class StepLog:
         seconds: Mapping[str, float],
         **others: float,
     ) -> None:
-        """One step: means of the loss and the metrics over all ranks, how much the loss has counted, the norm of the
-        gradient before clipping, seconds by phase, and other numbers."""
+        """Add one step.
+
+        Args:
+            step: Number of the step.
+            means: Means of the loss and the metrics over all ranks.
+            count: Number of tokens or samples in the step, over all ranks.
+            grad_norm: Norm of the gradient before clipping.
+            learning_rate: Learning rate of the step.
+            seconds: Duration of each phase.
+            **others: Further numbers to log.
+        """
         self.count += count
         self.losses.append(means["loss"])
         known = {"step": step, "learning_rate": learning_rate, self.unit: self._total(), "elapsed": self.elapsed()}
@@ -95,9 +112,15 @@ class StepLog:
         )
 
     def rewind(self, step: int, losses: list[float], count: float) -> None:
-        """Carry on after `step` of an earlier run: cut its file back, so that no step is in it twice.
+        """Resume after `step` of an earlier attempt.
 
-        A line that cannot be read, as a disk may leave it, is left out, as readers do.
+        Later steps are removed from the file, so that no step appears twice. Lines that cannot be parsed are removed as
+        well.
+
+        Args:
+            step: Last step to keep.
+            losses: Losses up to that step.
+            count: Number of tokens or samples up to that step.
         """
         self.losses = list(losses)
         self.count = self._flushed_count = float(count)
@@ -113,45 +136,45 @@ class StepLog:
             self._events.rewind(step)
 
     def sync(self) -> None:
-        """Let the file reach the disk, with all steps so far."""
+        """Flush the log, and wait until the file is on disk."""
         self.flush()
         if self._file is not None:
             notify_observers("fsync", self._path)
             os.fsync(self._file.fileno())
 
     def elapsed(self) -> float:
-        """Seconds that the run has gone on, without those between an interruption and its resumption."""
+        """Return the run time in seconds, without the time between an interruption and the resumption."""
         return round(time.monotonic() - self._began, 3)
 
     @property
     def latest(self) -> dict[str, float]:
-        """The last loss and rate, for a progress bar; empty before the first flush."""
+        """The last loss and rate for a progress bar; empty before the first flush."""
         return {"loss": self.losses[-1], self.unit + PER_SECOND: self.rates[-1]} if self.rates else {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not part of the time that steps take."""
+        """Exclude the time inside the block from the step time."""
         began = time.monotonic()
         yield
         self._flushed += time.monotonic() - began
 
     def write(self, *records: dict[str, Any]) -> None:
-        """Append records to the file, on rank 0; the last of them becomes a point of TensorBoard's curves."""
+        """Append records to the file on rank 0. The last record also becomes a point of TensorBoard's curves."""
         if self._file is not None:
             notify_observers("write", self._path)
             left = memoryview("".join(_encode(without_nan(record)) + "\n" for record in records).encode())
-            while left:  # a disk that is nearly full takes a part, and says how much; then none, which is an error
+            while left:  # an almost full disk writes only a part; the next write then raises an error
                 left = left[self._file.write(left) :]
         if self._events is not None:
             self._events.write(records[-1])
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Flush the log, and close the file."""
         self.flush()
         self.close_file()
 
     def close_file(self) -> None:
-        """Close the file as it is; steps that have not been written yet are not written."""
+        """Close the file. Steps that have not been flushed are lost."""
         if self._file is not None:
             self._file.close()
         if self._events is not None:
@@ -159,14 +182,20 @@ class StepLog:
 
 
 class Events:
-    """The numbers of a run once more, as TensorBoard reads them: `tensorboard --logdir runs`, where that is installed.
+    """TensorBoard events of a run. `tensorboard --logdir runs` shows them if TensorBoard is installed.
 
-    A file is made with the first numbers. A run that goes on after a step writes another, which says that what comes
-    after that step in the file before does not count.
+    The first record creates the file. A resumed run writes a new file, which tells TensorBoard to discard later steps
+    of the earlier file.
     """
 
     def __init__(self, folder: Path, totals: Set[str] = frozenset({"elapsed"})) -> None:
-        from tensorboardX import SummaryWriter  # now, rather than in the time of a step
+        """Create a writer without a file.
+
+        Args:
+            folder: Folder of the event files.
+            totals: Names of running totals, which are not plotted.
+        """
+        from tensorboardX import SummaryWriter  # imported now, so that the import does not slow down a step
         from tensorboardX.proto.summary_pb2 import Summary
 
         self._summary, self._totals = Summary, totals
@@ -175,19 +204,21 @@ class Events:
         self._writer: Any = None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one point of every curve: all numbers of a record but the step, other integers, and totals."""
+        """Write one point of every curve: all floats of a record, except totals."""
         if self._writer is None:
             self._writer = self._open(purge_step=self._purge_step)
         shown = {name: value for name, value in record.items() if isinstance(value, float) and name not in self._totals}
-        # At once: one by one, as add_scalar takes them, they cost a fast step several percent.
+        # One summary for all values: calling add_scalar for each value costs several percent of a fast step.
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
         self._writer.file_writer.add_summary(self._summary(value=values), record["step"])
 
     def rewind(self, step: int) -> None:
+        """Close the file. The next file discards all events after `step`."""
         self.close()
         self._purge_step = step + 1
 
     def close(self) -> None:
+        """Close the current file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,9 +1,9 @@
-"""Which runs are there, how did each end, and what did it come to? Reads what runs have written, and imports no torch.
+"""Find, summarize and compare runs from the files that they have written. This module does not import torch.
 
     for folder in find_runs():
-        print(folder, state_of(folder), summarise(folder).loss)
+        print(folder, state_of(folder), summarize(folder).loss)
 
-A log may have lost its last line, and an older run has fewer numbers in it: what is not there is None or empty.
+A log may lack its last line, and older runs contain fewer metrics. Missing values are None or empty.
 """
 
 import difflib
@@ -24,19 +24,19 @@ from ddp_tutorial.runs.folder import INSIDE, PER_SECOND, Run, RunFolder, load_ru
 
 RunState = Literal["running", "finished", "stopped", "failed", "killed"]
 
-# A folder that runs share; there are no runs in it.
+# A folder that runs share. It contains no runs.
 _SHARED = RUNS / "cache"
 
-# Phases inside `grads`; other phases with parts of their own name these "save: write".
+# Phases inside `grads`. Parts of other phases have names such as "save: write".
 _IN_GRADS = ("forward", "backward", "finish")
-# Phases in which a rank works by itself. In backward and finish the quick ones wait for the slow.
+# Phases in which a rank works by itself. In backward and finish, fast ranks wait for slow ranks.
 _OWN_WORK = ("data", "forward")
-# A rank is called slow when its own work takes this many times what it takes the others,
+# A rank is a straggler if its own work takes at least this many times as long as that of the other ranks,
 _SLOW = 1.5
-# and when that costs at least this part of the time that was measured.
+# and if the difference is at least this fraction of the measured time.
 _WORTH_TELLING = 0.05
 
-# Above it, a number is not one that a run has measured, and too large for a float.
+# Larger numbers cannot be measurements, and may not fit into a float.
 _LARGEST = 1e300
 
 Row = dict[str, Any]
@@ -46,14 +46,14 @@ Row = dict[str, Any]
 
 
 def find_runs(folder: Path = RUNS) -> list[Path]:
-    """The folders of all runs below a folder, at any depth; the one that began last is last."""
+    """Return the folders of all runs under a folder, at any depth, sorted by start time."""
     return sorted(_runs_below(folder), key=lambda folder: (RunFolder(folder).config.stat().st_mtime_ns, folder))
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
     try:
         inside = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-    except OSError:  # not there, or not ours to read
+    except OSError:  # does not exist, or is not readable
         return
     is_run = _is_run(folder)
     if is_run:
@@ -64,12 +64,16 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Is it the folder of a run? An exported model has a config.json as well, but no `steps` in it."""
+    """Return whether `folder` is the folder of a run. An exported model also has a config.json, but without `steps`."""
     return "steps" in (read_object(RunFolder(folder).config) or {})
 
 
 def find_run(name: str) -> Path:
-    """The folder of a run, given as a path or as a name below runs/. Raises `ConfigError` where there is none."""
+    """Return the folder of a run, given as a path or as a name under runs/.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
     for folder in (Path(name), RUNS / name):
         if _is_run(folder):
             return folder
@@ -84,7 +88,10 @@ def find_run(name: str) -> Path:
 
 
 def state_of(folder: Path) -> RunState:
-    """How a run is, or how it has ended. One that left no word of its own has been killed."""
+    """Return the state of a run.
+
+    A run that is not running and has written neither a result nor a failure was killed.
+    """
     if is_locked(folder):
         return "running"
     result = read_object(RunFolder(folder).result)
@@ -92,33 +99,34 @@ def state_of(folder: Path) -> RunState:
         return "stopped" if result.get("status") == "stopped" else "finished"
     if RunFolder(folder).failure.is_file():
         return "failed"
-    return "running" if is_locked(folder) else "killed"  # it may have gone on meanwhile, which takes such words away
+    # The run may have resumed in the meantime, which removes these files.
+    return "running" if is_locked(folder) else "killed"
 
 
 # ---------------------------------------------------------------------------------------------------- numbers of a log
 
 
 def finite_number(row: Mapping[str, Any], key: str) -> float | None:
-    """A number in a row; None where there is none, or what is there is not finite."""
+    """Return the number under `key`, or None if there is no finite number."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value if -_LARGEST < value < _LARGEST else None  # not so for NaN
+    return value if -_LARGEST < value < _LARGEST else None  # false for NaN
 
 
 def metric(row: Row, name: str) -> float | None:
-    """The same for a metric of `metrics_of`: "loss", or "seconds.data" for one inside."""
+    """Return a metric of `metrics_of`, such as "loss" or "seconds.data", or None if there is no finite number."""
     group, _, key = name.rpartition(".")
     return finite_number(_mapping(row, group) if group else row, key)
 
 
 def rows_of(run: Run) -> list[Row]:
-    """The rows of its log that belong to a step, in order."""
+    """Return the log rows that belong to a step, in order."""
     return [row for row in run.steps if isinstance(finite_number(row, "step"), int)]
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """The metrics that a log has values of: those of its steps, then "seconds.data" and the other phases."""
+    """Return the names of the metrics in a log: first those of its steps, then "seconds.data" and the other phases."""
     names = dict.fromkeys(key for row in rows for key in row if finite_number(row, key) is not None)
     phases = dict.fromkeys(name for row in rows for name in _mapping(row, "seconds") if ": " not in name)
     return [
@@ -128,8 +136,11 @@ def metrics_of(rows: Sequence[Row]) -> list[str]:
 
 
 def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
-    """For each row, the seconds since the run began: as it was measured, or, in the log of an older version, as its
-    phases add up. It goes on where the run was resumed, whose process counts anew."""
+    """Return the seconds since the start of the run for each row.
+
+    Logs of older versions do not contain the time, so it is estimated as the sum of the phases. The time continues
+    across restarts, although each process counts from zero.
+    """
     times: list[float] = []
     now = offset = before = 0.0
     for row in rows:
@@ -138,7 +149,7 @@ def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
             now += sum(phases_of([row])[0].values())
             before = now - offset
         else:
-            if elapsed < before / 2:  # another process, which counts from zero
+            if elapsed < before / 2:  # a new process, which counts from zero
                 offset = now
             now, before = max(now, offset + elapsed), elapsed
         times.append(now)
@@ -146,7 +157,11 @@ def elapsed_seconds(rows: Sequence[Row]) -> list[float]:
 
 
 def phases_of(rows: Sequence[Row]) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of rank 0 by phase, over all rows, the longest first: of the outer phases, and of those in `grads`."""
+    """Return rank 0's seconds by phase over all rows, the longest first.
+
+    Returns:
+        The outer phases, and the phases inside `grads`.
+    """
     outer: defaultdict[str, float] = defaultdict(float)
     in_grads: defaultdict[str, float] = defaultdict(float)
     for row in rows:
@@ -163,7 +178,7 @@ def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _is_outer(name: str, seconds: Mapping[str, Any]) -> bool:
-    """A phase that is not part of another."""
+    """Return whether a phase is not part of a different phase."""
     return ": " not in name and not (name in _IN_GRADS and "grads" in seconds)
 
 
@@ -173,7 +188,7 @@ def _mapping(row: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def numbers_of_ranks(row: Mapping[str, Any], key: str) -> list[float]:
-    """A list with a number for each rank; empty if it is something else."""
+    """Return the list under `key` if it contains a finite number for each rank, and otherwise an empty list."""
     value = row.get(key)
     numbers = [finite_number({"it": each}, "it") for each in value] if isinstance(value, list) else []
     return [each for each in numbers if each is not None] if None not in numbers else []
@@ -184,8 +199,14 @@ def numbers_of_ranks(row: Mapping[str, Any], key: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a metric over a run. `last` is None where the last one is not finite; `best` is the lowest, at
-    `best_step`."""
+    """The values of a metric over a run.
+
+    Attributes:
+        first: First value.
+        last: Last value; None if it is not finite.
+        best: Lowest value.
+        best_step: Step of the lowest value.
+    """
 
     first: float | None
     last: float | None
@@ -195,7 +216,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Failure:
-    """What the rank that failed first has left: at which step, and its error."""
+    """The recorded failure of the first rank that failed."""
 
     rank: int | None
     step: int | None
@@ -204,7 +225,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of a run. None, or nothing in a list or mapping, is what its files do not say."""
+    """The summary of a run. Values that the run's files do not contain are None or empty."""
 
     path: str
     state: RunState
@@ -212,31 +233,39 @@ class Summary:
     steps: int
     ranks: int
     began: float  # seconds since 1970, as in st_mtime
-    seconds: float | None  # that it has taken
+    seconds: float | None  # duration so far
     seconds_are: Literal["measured", "sum of phases"]
     loss: Values | None
     eval_loss: Values | None
-    unit: str  # what the loss counts: tokens, samples
-    count: float | None  # of that, in all
-    rate: float | None  # of that, per second: the median over the run
-    phases: dict[str, float]  # seconds of rank 0
+    unit: str  # what the loss counts, such as tokens or samples
+    count: float | None  # total number of `unit`
+    rate: float | None  # `unit` per second, median over the run
+    phases: dict[str, float]  # rank 0's seconds by phase
     inside_grads: dict[str, float]
-    memory_mb: dict[str, list[float]]  # "rss", and "cuda" on GPUs: the highest of each rank
+    memory_mb: dict[str, list[float]]  # peak of each rank: "rss", and "cuda" on GPUs
     straggler: dict[str, Any] | None  # see `straggler`
     failure: Failure | None
-    reason: str | None  # why it was stopped, where it says so
+    reason: str | None  # why the run stopped, if recorded
     checkpoints: list[str]
     config: dict[str, Any]
 
 
 def summarize(folder: Path) -> Summary:
-    """Read a run's folder and sum it up. Raises `ConfigError` if it is none."""
+    """Read a run's folder, and return its summary.
+
+    Raises:
+        ConfigError: `folder` is not the folder of a run.
+    """
     return read_run(folder)[1]
 
 
 def read_run(folder: Path) -> tuple[list[Row], Summary]:
-    """The rows of its log, and what they come to. Raises `ConfigError` if it is no run."""
-    state = state_of(folder)  # before its files: a run that ends meanwhile is shown as running, with all its steps
+    """Return the log rows of a run and its summary.
+
+    Raises:
+        ConfigError: `folder` is not the folder of a run.
+    """
+    state = state_of(folder)  # read before the files, so a run that ends meanwhile is shown as running
     run = load_run(folder)
     rows, result = rows_of(run), run.result if state != "running" and run.result else {}
     times, (phases, inside_grads) = elapsed_seconds(rows), phases_of(rows)
@@ -270,8 +299,11 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
 
 
 def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure | None) -> int:
-    """The last step that was taken: as the result says, else the later of the log's and the failure's, as the log of a
-    run that failed or was killed may lack its last steps."""
+    """Return the last step of a run.
+
+    The result contains the step. Without a result, the step is the later one of the log and the failure record, because
+    the log of a failed or killed run may lack its last steps.
+    """
     told = finite_number(result, "step")
     if told is not None:
         return int(told)
@@ -279,19 +311,25 @@ def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure 
 
 
 def unit_of(rows: Sequence[Row]) -> str:
-    """What the loss of a run counts, by the name of its rate: "tokens" where the log has none."""
+    """Return what the loss of a run counts, according to the name of its rate; "tokens" if the log contains no rate."""
     names = (key for row in rows for key in row if key.endswith(PER_SECOND))
     return next(names, f"tokens{PER_SECOND}").removesuffix(PER_SECOND)
 
 
 def _count(rows: Sequence[Row], unit: str) -> float | None:
-    """Return how many `unit` the run has counted, None without a count. Weighted samples count fractions."""
+    """Return the total number of `unit` in the run, or None if it was not logged.
+
+    Weighted samples count as fractions.
+    """
     return max((count for row in rows if (count := finite_number(row, unit)) is not None), default=None)
 
 
 def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, Any]]) -> int:
-    """How many ranks there were: as the result says, else the last evaluation, else the number of rank logs. Only where
-    none of these is there, as many as the config says were to be started: torchrun may have started others."""
+    """Return the number of ranks, from the first source that contains it.
+
+    The sources are the result, the last evaluation, the number of rank logs, and the config. The config comes last,
+    because torchrun may have started a different number of ranks.
+    """
     told = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
     logs = len(list(run.path.glob("rank_*.log")))
     known = (
@@ -309,14 +347,17 @@ def _values(rows: Sequence[Row], key: str) -> Values | None:
 
 
 def rates_of(rows: Sequence[Row], unit: str) -> list[float]:
-    """The rate of each stretch between two writes of the log, whose steps all have the same."""
+    """Return one rate for each interval between two flushes of the log. All steps of an interval have the same rate."""
     rates = [rate for row in rows if (rate := finite_number(row, unit + PER_SECOND)) is not None]
     return [rate for rate, _ in groupby(rates)]
 
 
 def _median_rate(rows: Sequence[Row], unit: str) -> float | None:
-    """The median rate of a run, without its first stretch between two writes, in which things warm up; None without
-    any."""
+    """Return the median rate of a run without the first interval, which includes warm-up.
+
+    Returns:
+        None if the log contains no rate.
+    """
     stretches = rates_of(rows, unit)
     return statistics.median(stretches[1:] or stretches) if stretches else None
 
@@ -326,16 +367,21 @@ def _memory(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     for kind in ("rss", "cuda"):
         found = [values for each in in_ranks if (values := numbers_of_ranks(each, f"{kind}_mb"))]
         if found:
-            alike = [values for values in found if len(values) == len(found[-1])]  # the world may have changed
+            alike = [values for values in found if len(values) == len(found[-1])]  # the world size may have changed
             highest[kind] = [max(of_rank) for of_rank in zip(*alike, strict=True)]
     return highest
 
 
 def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
-    """The rank that the others wait for, if there is one: `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
+    """Return the rank that the other ranks wait for, or None if there is none.
 
-    `seconds` are those of each rank, by phase. Judged by the work that a rank does by itself, against the median of the
-    other ranks.
+    A rank's own work is compared with the median of the other ranks.
+
+    Args:
+        seconds: Seconds of each rank, by phase.
+
+    Returns:
+        A dict such as `{"rank": 1, "phase": "data", "times": 1.8, "seconds": 4.2}`.
     """
     worst: dict[str, Any] | None = None
     measured = sum(statistics.median(each) for name, each in seconds.items() if name in {"data", "grads", "update"})
@@ -353,7 +399,10 @@ def straggler(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
 
 
 def seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Seconds of each rank by phase, added up over the evaluations of a world of one size, that of the last."""
+    """Return the seconds of each rank by phase, summed over evaluations.
+
+    Only evaluations with the same world size as the last evaluation count.
+    """
     by_phase: defaultdict[str, list[list[float]]] = defaultdict(list)
     for each in in_ranks:
         seconds = _mapping(each, "seconds")
@@ -382,10 +431,10 @@ def _failure(folder: Path) -> Failure:
 
 
 def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
-    """The settings that are not the same in all runs, by their dotted names, with the value of each run.
+    """Return the settings that differ between runs, by their dotted names, with the value of each run.
 
-    A setting that the config of an older version does not have yet is no difference; it is None there. `nprocs` is the
-    ranks that there were.
+    A setting that is missing from the config of an older version does not count as a difference; its value is None.
+    `nprocs` is the actual number of ranks.
     """
     configs = [summary.config | {"nprocs": summary.ranks} for summary in summaries]
     names = dict.fromkeys(name for config in configs for name in flat(config))
@@ -399,13 +448,13 @@ def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
 
 
 _ABSENT = object()
-_NOT_COMPARED = {"name", "resume", "resume_allow", "resume_without"}  # how a run is called, and where it went on
+_NOT_COMPARED = {"name", "resume", "resume_allow", "resume_without"}  # name of the run, and how it resumed
 
 
 def _setting(config: Mapping[str, Any], name: str) -> Any:
     value: Any = config
     for part in name.split("."):
-        if value is None:  # a group of settings that is switched off
+        if value is None:  # a disabled group of settings
             return None
         if not isinstance(value, Mapping) or part not in value:
             return _ABSENT
@@ -417,13 +466,19 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def follow(path: Path, is_over: Callable[[], bool], last: int, pause: float = 0.2) -> Iterator[str]:
-    """The `last` lines of a file, then each whole line as it comes, until `is_over()`; what is left then, too.
+    """Yield the last lines of a file, and then each complete new line, until `is_over()` returns true.
 
-    A file that is replaced, as a log is when its run goes on from a checkpoint, is begun again.
+    If the file is replaced, as happens when a run resumes from a checkpoint, reading starts over.
+
+    Args:
+        path: Path of the file, which need not exist yet.
+        is_over: Returns whether to stop. The rest of the file is still read.
+        last: Number of existing lines to yield first.
+        pause: Seconds between two reads.
     """
     file_id, position, rest = 0, 0, b""
     while True:
-        over = is_over()  # before reading: what was written until then is shown
+        over = is_over()  # checked before reading, so that all lines written so far are yielded
         data = b""
         if path.is_file():
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What each rank uses: memory, and seconds by phase. Whoever is slow, or grows, has a name."""
+"""Measure the memory and the seconds by phase of each rank, to identify slow ranks and memory growth."""
 
 import math
 import time
@@ -15,34 +15,38 @@ from ddp_tutorial.runs.summaries import straggler
 from ddp_tutorial.world import World
 
 MB = 1e6
-_EVERY = 0.2  # seconds: to ask the system takes a tenth of a short step
+_EVERY = 0.2  # seconds between memory checks; one check takes a tenth of a short step
 
 
 class Usage:
-    """What one rank uses: its seconds by phase are added up step by step, and brought together with those of other
-    ranks now and then."""
+    """The resource usage of one rank. It sums the seconds by phase, and gathers the usage of all ranks on request."""
 
     def __init__(self, world: World, limit_mb: float = 0) -> None:
+        """Start with zero usage.
+
+        Args:
+            world: This rank's world.
+            limit_mb: Resident memory in MB above which the rank logs a warning; 0 for no limit.
+        """
         self.world, self.limit_mb = world, limit_mb
         self._process = psutil.Process()
-        self._before: Counter[str] = Counter()  # seconds by phase, until they were brought together last
-        self._since: Counter[str] = Counter()  # and since then
+        self._before: Counter[str] = Counter()  # seconds by phase until the last `gather`
+        self._since: Counter[str] = Counter()  # seconds by phase since then
         self._peak_mb = 0.0
         self._looked = -math.inf
         self._warned = False
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """The seconds of one step, by phase."""
+        """Add the seconds of one step, by phase."""
         self._since.update(seconds)
 
     def watch_memory(self) -> None:
-        """Look, a few times a second at most, how much memory this process has; with a warning, once, where that is
-        more than the limit."""
+        """Check the memory of this process, at most a few times a second, and warn once if it exceeds the limit."""
         if time.monotonic() - self._looked > _EVERY:
             self._memory()
 
     def _memory(self) -> float:
-        """The megabytes that this process has now."""
+        """Return the current resident memory of this process in MB."""
         self._looked = time.monotonic()
         used = self._process.memory_info().rss / MB
         self._peak_mb = max(self._peak_mb, used)
@@ -58,16 +62,19 @@ class Usage:
         return used
 
     def gather(self) -> dict[str, Any]:
-        """Megabytes that each rank has now, and its seconds by phase since the last call. Collective."""
+        """Return the current memory of each rank in MB, and its seconds by phase since the last call. Collective."""
         since, self._since = self._since, Counter()
         self._before.update(since)
         return self._gather(self._memory(), since)
 
     def gather_totals(self) -> dict[str, Any]:
-        """Over the whole run: the most megabytes of each rank, its seconds by phase, and who was slow. Collective."""
+        """Return each rank's peak memory in MB, its seconds by phase over the whole run, and the straggler.
+
+        Collective.
+        """
         self._memory()
         seconds = self._before.copy()
-        seconds.update(self._since)  # `+` would leave out what took no time
+        seconds.update(self._since)  # `+` would drop phases with zero seconds
         used = self._gather(self._peak_mb, seconds)
         return used | {"straggler": straggler(used["seconds"])}
 
