@@ -1,9 +1,9 @@
-"""Several machines in one: hosts in the Linux kernel, joined by a network whose speed is real.
+"""Emulate several hosts on one machine, with Linux namespaces and a network of limited speed between them.
 
-`Cluster` starts and ends them; `running` has what runs on them, commands and ranks, with what they print; `launching`
-has ranks that call a function together; `network` names and addresses them, and asks the kernel for namespaces, links
-and rates; `box` is the process that holds all of it, `client` asks it, and `rank` is what becomes of it where a
-function runs on every rank.
+`Cluster` starts and stops the hosts. `running` manages commands and ranks on the hosts and their output, and
+`launching` runs a function on ranks. `network` names the hosts, and creates namespaces, links and rate limits. `box` is
+the process that holds the cluster, and `client` sends requests to it. `rank` runs in each rank, which is a fork of the
+box.
 """
 
 import lazy_loader

@@ -1,10 +1,13 @@
-"""The process that holds a cluster: the first one of its own namespaces, so that all in it ends when it does.
+"""The process that holds a cluster.
 
-`Cluster` starts it and asks it for things, one at a time, over a socket; it forks, and the child goes to a host. It
-ends when the other end of the socket is closed, which the kernel does if the parent is killed.
+The box is the first process in its own namespaces, so all processes in them are killed when the box exits. `Cluster`
+starts the box and sends requests over a socket, one at a time. To start a process, the box forks, and the child enters
+the namespaces of a host. The box exits when the other end of the socket is closed. The kernel closes it if the parent
+is killed.
 
-A request is one packet, which the kernel sends whole or not at all, even if the sender is interrupted. A packet has
-room for 128 KiB, and an environment may be larger, so the arguments are in a file in memory that comes with the packet.
+A request is one packet, which the kernel sends completely or not at all, even if the sender is interrupted. A packet
+holds up to 128 KiB. An environment may be larger, so the arguments are stored in an in-memory file that is passed with
+the packet.
 """
 
 import errno
@@ -24,10 +27,10 @@ from ddp_tutorial.cluster.delay import run_delay_line
 from ddp_tutorial.cluster.network import Network
 from ddp_tutorial.config import ConfigError, FailedError
 
-LARGEST = 2**17  # bytes of a packet
-_LONGEST_ERROR = 4000  # characters, so that a reply fits into a packet
-NO_DELAY = 3  # the box's exit code where the process that delays frames has ended: no host reaches another any more
-DESCRIPTORS = 9  # of a request: its arguments, input, output, exit code, and five for a function
+LARGEST = 2**17  # maximum packet size in bytes
+_LONGEST_ERROR = 4000  # maximum length of an error message, so that a reply fits into a packet
+NO_DELAY = 3  # exit code of the box if the process that delays frames has exited, which disconnects all hosts
+DESCRIPTORS = 9  # files of a request: arguments, input, output, exit code, and up to five for a function
 
 
 def send_request(channel: socket.socket, number: int, name: str, args: tuple[Any, ...], fds: Sequence[int]) -> None:
@@ -39,7 +42,11 @@ def send_request(channel: socket.socket, number: int, name: str, args: tuple[Any
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """Return the next packet and its files. Raises `EOFError` if the other side has exited."""
+    """Return the next packet and its files.
+
+    Raises:
+        EOFError: The other side has exited.
+    """
     try:
         data, fds, _, _ = socket.recv_fds(channel, LARGEST, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
@@ -50,17 +57,18 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 class Box:
-    """The process beside the caller's that builds the hosts and starts processes on them, as `channel` asks."""
+    """Builds the hosts, and starts processes on them, as requested through a socket."""
 
     def __init__(self, channel: socket.socket) -> None:
+        """Create a box that serves requests from `channel`."""
         self.channel = channel
         self.network: Network
-        self.running: dict[int, int] = {}  # process -> the file to which its exit code goes
+        self.running: dict[int, int] = {}  # process ID -> file that receives its exit code
         self.off: set[int] = set()
-        self.holder: int | None = None  # the process that delays frames
+        self.holder: int | None = None  # process that delays frames
 
     def serve(self) -> None:
-        """Answer requests, and reap what has ended, until the parent hangs up."""
+        """Handle requests and reap exited processes until the parent closes the socket."""
         woken, wake = os.pipe()
         for fd in (woken, wake):
             os.set_blocking(fd, False)
@@ -75,13 +83,15 @@ class Box:
                 self.answer()
 
     def answer(self) -> None:
-        """Answer one request. The reply has the number of its request, since a caller that was interrupted leaves its
-        reply in the socket. A request that fails leaves the cluster as it is: the reply is the error."""
+        """Handle one request, and send the reply. If the request fails, the reply contains the error.
+
+        The reply repeats the number of its request, because an interrupted caller leaves its reply in the socket.
+        """
         (number, name, files), fds = receive(self.channel)
         error: Exception | None = None
         answer = None
         try:
-            if len(fds) < files:  # the kernel has dropped those for which this process has no room
+            if len(fds) < files:  # the kernel drops files that exceed this process's limit
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             with os.fdopen(fds.pop(0), "rb") as body:
                 body.seek(0)
@@ -97,6 +107,7 @@ class Box:
         self.channel.send(pickle.dumps((number, error, answer)))
 
     def reap(self) -> None:
+        """Reap all exited processes, and write their exit codes."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -107,17 +118,17 @@ class Box:
             if pid == self.holder:
                 os._exit(NO_DELAY)
             if (fd := self.running.pop(pid, None)) is not None:
-                with suppress(OSError):  # nobody listens any more
+                with suppress(OSError):  # the reader has exited
                     os.write(fd, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(fd)
 
-    # Requests. Each gets the files that came with it, and its value is the answer.
+    # Requests. Each method receives the files that were passed with its request, and returns the answer.
 
     def do_hello(self, fds: list[int]) -> None:
-        pass
+        """Do nothing. The reply shows that the box is alive."""
 
     def do_build(self, nodes: int, rate: str | None, delay: float, fds: list[int]) -> None:
-        """`delay`, in seconds; 0 for none."""
+        """Build the hosts and the network. `delay` is in seconds; 0 means no delay."""
         self.network = Network(nodes, rate, delayed=delay > 0)
         if delay:
             wire = self.network.divert()
@@ -131,7 +142,7 @@ class Box:
             os.close(wire)
 
     def do_start(self, argv: list[str], node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
-        """Start a command on a host: its id."""
+        """Start a command on a host, and return its process ID."""
 
         def become() -> None:
             os.chdir(cwd)
@@ -144,8 +155,11 @@ class Box:
         return self.fork(node, fds, become)
 
     def do_fork(self, entry: str, node: int, env: dict[str, str], cwd: str, fds: list[int]) -> int:
-        """Call a function on a host, with the files that came after the third. This process imports it first, and with
-        it torch, once for all forks to come."""
+        """Call a function in a forked process on a host, and return its process ID.
+
+        The function receives the files after the third. The box imports the function's module, and thereby torch,
+        before the first fork, so the forks need not import it.
+        """
         function = pkgutil.resolve_name(entry)
 
         def become() -> None:
@@ -157,14 +171,19 @@ class Box:
         return self.fork(node, fds, become)
 
     def do_set_rate(self, rate: str | None, fds: list[int]) -> None:
+        """Set the rate of all links."""
         self.network.set_rate(rate)
 
     def do_connect(self, node: int, up: bool, fds: list[int]) -> None:
+        """Plug in or unplug a host's cable."""
         self.network.connect(node, up)
 
     def do_kill(self, node: int, fds: list[int]) -> None:
-        """The host loses its power: its cable is dead, and so are its processes, at once. Who waits for one of them has
-        been told its exit code when this returns: a process that is ending is none of the host's any more."""
+        """Simulate a power failure of a host: disconnect its cable, and kill its processes at once.
+
+        When the method returns, all exit codes have been written. The loop is necessary because an exiting process no
+        longer belongs to the host.
+        """
         self.off.add(node)
         self.network.connect(node, False)
         killed: set[int] = set()
@@ -177,12 +196,19 @@ class Box:
             self.reap()
 
     def do_signal(self, pid: int, number: int, fds: list[int]) -> None:
+        """Send a signal to a process, unless it has exited."""
         if pid in self.running:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def fork(self, node: int, fds: list[int], become: Any) -> int:
-        """`fds`: what the child has for input and for output, and where its exit code will be written."""
+        """Fork a process on a host, and return its process ID.
+
+        Args:
+            node: Index of the host.
+            fds: Files for the child's input, output and exit code, followed by further files.
+            become: Function that the child runs.
+        """
         if node in self.off:
             raise ConfigError(f"n{node} has been killed, and does not come back")
         sys.stdout.flush()
@@ -218,12 +244,13 @@ class Box:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent
+    """Serve requests from the socket whose file descriptor is the first command-line argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     with suppress(EOFError):
         Box(channel).serve()
-    os._exit(0)  # and the kernel ends all others
+    os._exit(0)  # the kernel then kills all other processes in the namespaces
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The box of a cluster as its owner sees it: started, asked for one thing after another, and ended."""
+"""Start and stop the process that holds a cluster (`box`), and send requests to it."""
 
 import os
 import signal
@@ -19,42 +19,48 @@ from typing import Any
 from ddp_tutorial.cluster.box import NO_DELAY, receive, send_request
 from ddp_tutorial.config import ConfigError, FailedError
 
-_END_SECONDS = 5.0  # that the box has to end by itself
+_END_SECONDS = 5.0  # seconds that the box has to exit by itself
 
 
 class BoxClient:
-    """The process that holds a cluster (`box`), and the socket on which it answers."""
+    """Handle of the process that holds a cluster (`box`), and of the socket that connects to it."""
 
     def __init__(self) -> None:
+        """Create a client without starting the box."""
         self._box: subprocess.Popen[bytes]
         self._channel: socket.socket | None = None
-        self._lock = threading.Lock()  # one question at a time
-        self._asked = 0  # questions so far; an answer has the number of its question
-        self._nobodys: list[int] = []  # processes started for a caller who was interrupted before it heard of them
+        self._lock = threading.Lock()  # one request at a time
+        self._asked = 0  # number of the last request; its reply repeats the number
+        self._nobodys: list[int] = []  # processes whose caller was interrupted before the reply
 
     @property
     def is_up(self) -> bool:
-        """Return whether the box answers: not before `start`, not after `close`, and not if it has been killed."""
+        """Whether the box replies. False before `start`, after `close`, and if the box has been killed."""
         if self._channel is None or self._box.poll() is not None:
             return False
         try:
-            self.ask("hello")  # `unshare` may take a moment to notice that its child, the box, has been killed
+            self.ask("hello")  # `unshare` may take a moment to notice that the box was killed
         except FailedError:
             return False
         return True
 
     @property
     def is_open(self) -> bool:
-        """Between `start` and `close`, whether it lives or not."""
+        """Whether `start` has been called and `close` has not, even if the box has been killed."""
         return self._channel is not None
 
     @property
     def pid(self) -> int:
-        """The process whose child the box is."""
+        """Process ID of the box's parent process, `unshare`."""
         return self._box.pid
 
     def start(self) -> None:
-        """Raises `ConfigError` if this system cannot hold a cluster, and `FailedError` if the box does not start."""
+        """Start the box.
+
+        Raises:
+            ConfigError: This system does not support a cluster.
+            FailedError: The box failed to start.
+        """
         _look_at_the_system()
         refused = ""
         for as_whom in ((), ("-U", "-r")) if os.geteuid() == 0 else (("-U", "-r"),):
@@ -63,11 +69,16 @@ class BoxClient:
         raise ConfigError(f"no cluster: the kernel permits no namespaces here ({refused})")
 
     def _start(self, as_whom: tuple[str, ...]) -> str:
-        """Start the box. Returns the message of `unshare` if the kernel permits no namespaces, otherwise ""."""
+        """Start the box.
+
+        Returns:
+            The error message of `unshare` if the kernel permits no namespaces, and otherwise "".
+        """
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         python = [sys.executable, "-m", "ddp_tutorial.cluster.box", str(its.fileno())]
-        # Its forks are ranks. Where no name server answers, torch warns in each that it does not know who connects.
+        # The forks of the box are ranks. Without a name server, torch would warn in each rank that it cannot resolve
+        # its peers.
         environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_WAIT_POLICY": "PASSIVE"} | environment()
         with its, tempfile.TemporaryFile() as errors:
             self._box = subprocess.Popen(
@@ -77,7 +88,7 @@ class BoxClient:
                 stderr=errors,
                 pass_fds=[its.fileno()],
                 env=environ,
-                start_new_session=True,  # an interrupt is for this process to handle
+                start_new_session=True,  # only this process handles interrupts
             )
             self._channel = ours
             its.close()
@@ -96,10 +107,10 @@ class BoxClient:
         return ""
 
     def close(self) -> None:
-        """End the box, and by that all that it holds."""
+        """Stop the box, and thereby all processes in the cluster."""
         if self._channel is None:
             return
-        self._channel.close()  # the box ends then, and the kernel all others
+        self._channel.close()  # the box then exits, and the kernel kills all other processes
         self._channel = None
         try:
             self._box.wait(_END_SECONDS)
@@ -108,12 +119,20 @@ class BoxClient:
             self._box.wait()
 
     def ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
-        """Have the box do something, as its `do_NAME` does it, with the files `fds`; its answer.
+        """Send a request, and return the answer.
 
-        A caller may be interrupted while it waits: the box does what it was asked all the same. Its answer is passed
-        over when somebody asks again, and if it is that a process has been started, that process is killed.
+        If the caller is interrupted while it waits, the box still completes the request. The next request discards that
+        reply. If the reply reports a new process, the process is killed.
 
-        Raises `ConfigError` if the box refuses, and `FailedError` if it cannot, or is gone.
+        Args:
+            name: The box runs its method `do_NAME`.
+            *args: Arguments of the method.
+            fds: Open files to pass with the request.
+
+        Raises:
+            ConfigError: The box rejects the request.
+            FailedError: The request failed, or the box has exited.
+            RuntimeError: The box has not been started.
         """
         answer = self._ask(name, *args, fds=fds)
         with suppress(IndexError):
@@ -129,7 +148,7 @@ class BoxClient:
                 self._asked += 1
                 send_request(self._channel, self._asked, name, args, fds)
                 while (reply := receive(self._channel)[0])[0] != self._asked:
-                    if reply[2] is not None:  # only `start` and `fork` have an answer: the process
+                    if reply[2] is not None:  # only `start` and `fork` return an answer, a process ID
                         self._nobodys.append(reply[2])
                 _, error, answer = reply
         except (EOFError, ConnectionError):
@@ -143,10 +162,11 @@ class BoxClient:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of this process, in which Python finds the same modules.
+    """Return the environment of this process, with a PYTHONPATH that makes the same modules importable.
 
-    PYTHONPATH lists the folders that were added to `sys.path`, such as a script's, and not those of the interpreter: a
-    command may run a different Python, which must not find this one's library.
+    PYTHONPATH lists the directories that were added to `sys.path`, such as a script's directory. It omits the
+    interpreter's own directories, because a command may run a different Python, which must not import this
+    interpreter's library.
     """
     interpreters = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
     found = [path for path in sys.path if path and Path(path).exists()]
@@ -155,7 +175,7 @@ def environment() -> dict[str, str]:
 
 
 def _look_at_the_system() -> None:
-    """Raise `ConfigError` on a system on which no cluster can be built."""
+    """Raise `ConfigError` if this system cannot run a cluster."""
     if sys.platform != "linux":
         raise ConfigError(f"needs Linux: a cluster consists of the kernel's namespaces, and this is {sys.platform}")
     if which("unshare") is None:

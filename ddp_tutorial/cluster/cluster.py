@@ -1,4 +1,4 @@
-"""Two machines on a laptop: `Cluster`.
+"""Emulate several machines on one Linux machine with `Cluster`.
 
     with Cluster(nodes=2, rate="1gbit") as cluster:
         for ended in cluster.run("hostname"):
@@ -7,12 +7,12 @@
         speeds = cluster.launch(measure)      # measure(world) on every rank
         cluster.disconnect(1)
 
-Each node has a host name (n0, n1, ...), an address (10.0.0.1, ...), a loopback interface and processes of its own, and
-reaches the others over a network with a real rate: the kernel holds packets back, nothing is simulated. What the nodes
-share is the machine: its cores, its memory and its disk, and so its files. Nothing outside of the cluster can connect
-to it.
+Each node has its own host name (n0, n1, ...), address (10.0.0.1, ...), loopback interface and processes. The nodes are
+connected by a network whose rate the kernel enforces; nothing is simulated. The nodes share the machine's cores,
+memory, disk and files. Nothing outside the cluster can connect to it.
 
-It needs Linux. Root may always make one; others may where the system lets them make user namespaces (most do).
+A cluster requires Linux. Root can always create one. Other users can create one if the system permits unprivileged user
+namespaces, as most systems do.
 """
 
 import math
@@ -34,23 +34,14 @@ from ddp_tutorial.config import ConfigError
 
 Result = TypeVar("Result")
 Command = str | os.PathLike[str]
-PORT = 29_500  # where ranks meet
+PORT = 29_500  # first port for rendezvous
 
 
 class Cluster:
-    """`nodes` hosts, for the length of a `with` block.
+    """Cluster of emulated hosts that exist for the duration of a `with` block.
 
-    `rate` is what each may send, and receive, a second: "10gbit", "1gbit", "100mbit"; None for as fast as the machine
-    is. `delay` is how much longer each message is on its way, in one direction, such as "0.5ms". A process holds it;
-    that needs a rate, of at most 1gbit for two nodes, and of 480mbit over their number for more (see `delay`).
-
-    All of them work in `folder` (by default the one where you are), as with a file system in the network, or, with
-    `shared_folder=False`, in a folder of its own there: n0/, n1/.
-
-    When the block ends, and when the process that made the cluster is killed, all processes of all nodes are killed.
-
-    Raises `ConfigError`, before anything is started, for settings that cannot be used, and where the system does not
-    allow this; `unsupported_reason()` says so without raising.
+    All processes on all nodes are killed when the block exits, and also when the process that created the cluster is
+    killed.
     """
 
     def __init__(
@@ -62,6 +53,23 @@ class Cluster:
         shared_folder: bool = True,
         folder: str | os.PathLike[str] = ".",
     ) -> None:
+        """Check the settings. The `with` block starts the cluster.
+
+        Args:
+            nodes: Number of hosts.
+            rate: Rate at which each host may send, and at which it may receive, such as "10gbit", "1gbit" or "100mbit".
+                None for no limit.
+            delay: Additional one-way latency of each message, such as "0.5ms". A user-space process holds the messages,
+                so a delay requires a rate: at most 1gbit for two nodes, and at most 480mbit divided by the number of
+                nodes for more nodes (see `delay`).
+            shared_folder: All nodes work in `folder`, as on a network file system. If false, each node works in its own
+                subfolder: n0/, n1/, ...
+            folder: Working directory of the nodes.
+
+        Raises:
+            ConfigError: A setting is invalid. The `with` statement raises it if the system does not support a cluster;
+                `unsupported_reason()` returns the reason instead.
+        """
         if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= network.MOST_NODES:
             raise ConfigError(f"nodes={nodes!r}: should be a whole number from 1 to {network.MOST_NODES}")
         if rate is not None:
@@ -79,27 +87,32 @@ class Cluster:
         self._port = PORT
         self._box = BoxClient()
         self._runner = Runner(self._box, self.names, self.folders)
-        self.off: set[str] = set()  # nodes without power
-        self.unplugged: set[str] = set()  # nodes whose cable is out
+        self.off: set[str] = set()  # names of killed nodes
+        self.unplugged: set[str] = set()  # names of nodes whose cable is unplugged
 
     def __len__(self) -> int:
+        """Return the number of nodes."""
         return len(self.names)
 
     @property
     def is_up(self) -> bool:
-        """Are its nodes there? Not before the `with` block, not after it, and not if the process that holds them has
-        been killed."""
+        """Whether the nodes exist.
+
+        False before and after the `with` block, and if the process that holds the cluster has been killed.
+        """
         return self._box.is_up
 
     @property
     def description(self) -> str:
-        """Its links: `1gbit links, 0.5ms`."""
+        """The rate and delay of the links, such as `1gbit links, 0.5ms`."""
         return (f"{self.rate} links" if self.rate else "links of any rate") + (f", {self.delay}" if self.delay else "")
 
     def __repr__(self) -> str:
+        """Return the settings of the cluster."""
         return f"Cluster(nodes={len(self)}, rate={self.rate!r}, delay={self.delay!r})"
 
     def __enter__(self) -> "Cluster":
+        """Start the nodes and the network."""
         self._box.start()
         self.off.clear()
         self.unplugged.clear()
@@ -113,10 +126,11 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop the cluster."""
         self.close()
 
     def close(self) -> None:
-        """End all that runs on the nodes, and the nodes."""
+        """Kill all processes on the nodes, and remove the nodes."""
         if self._box.is_open:
             self._box.close()
             self._runner.drain_all()
@@ -130,8 +144,14 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> Process:
-        """Start a command on one node, and do not wait for it. `line(node, text)` is called for each line it prints,
-        while somebody waits."""
+        """Start a command on one node without waiting for it.
+
+        Args:
+            *argv: Command and arguments.
+            node: Index of the node.
+            env: Additional environment variables.
+            line: Called as `line(node, text)` for each output line while the caller waits for the process.
+        """
         self._check(node)
         return self._runner.start("start", [os.fspath(arg) for arg in argv], node, env, line=line)
 
@@ -143,8 +163,18 @@ class Cluster:
         timeout: float | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> list[CommandResult]:
-        """Run a command on every node, and wait for all. `env` is added to the environment of all, `env_of[i]` to that
-        of node i. Raises `TimeoutError` after `timeout` seconds, and kills them."""
+        """Run a command on every node, and wait for all of them.
+
+        Args:
+            *argv: Command and arguments.
+            env: Additional environment variables on all nodes.
+            env_of: Additional environment variables of each node.
+            timeout: Seconds to wait.
+            line: Called as `line(node, text)` for each output line.
+
+        Raises:
+            TimeoutError: A command is still running after `timeout` seconds. All commands are killed.
+        """
 
         def begin(node: int) -> Process:
             return self.start(*argv, node=node, env={**(env or {}), **(env_of[node] if env_of else {})}, line=line)
@@ -159,7 +189,7 @@ class Cluster:
         timeout: float | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> list[CommandResult]:
-        """`torchrun --nnodes=N --nproc-per-node=... ARGS` on every node, which meet at n0 (c10d)."""
+        """Run `torchrun --nnodes=N --nproc-per-node=... ARGS` on every node. The agents rendezvous at n0 (c10d)."""
         return self.finish(self.start_torchrun(*args, nproc_per_node=nproc_per_node, env=env, line=line), timeout)
 
     def start_torchrun(
@@ -169,7 +199,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         line: Callable[[str, str], None] | None = None,
     ) -> list[Process]:
-        """As `torchrun`, without waiting."""
+        """Start torchrun on every node as `torchrun` does, without waiting."""
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}", *args]
         port = self.new_port()
 
@@ -179,10 +209,11 @@ class Cluster:
         return self._runner.start_all(begin, len(self))
 
     def torchrun_env(self, node: int, port: int = PORT) -> dict[str, str]:
-        """What tells the torchrun of a node where the agents meet; it takes each option from a variable PET_..., too.
+        """Return the rendezvous settings of a node's torchrun agent.
 
-        The same on a command line: --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster
-        --rdzv-conf=is_host=1 (on n0; 0 elsewhere) --local-addr=10.0.0.1
+        torchrun reads each option also from an environment variable PET_... The equivalent command-line options are:
+        --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=cluster --rdzv-conf=is_host=1 (on n0; 0 on
+        other nodes) --local-addr=10.0.0.1
         """
         return {
             "PET_NNODES": str(len(self)),
@@ -206,12 +237,26 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Result]:
-        """Call `fn(world, *args)` on every rank of the first `nodes` nodes (by default of all), with the process group
-        up; the results, by rank.
+        """Call `fn(world, *args)` on every rank, and return the results in rank order.
 
-        The ranks are forks of one process that has imported torch, so that they are up at once. `meanwhile` is called
-        here as soon as all have met and begun, to pull a cable for example. Raises `RankError` for the first that
-        fails, and ends the others a little later; `RankTimeoutError` after `timeout` seconds.
+        The process group is initialized. The ranks are forks of a process that has already imported torch, so they
+        start quickly.
+
+        Args:
+            fn: Function to run on every rank. Its first argument is the rank's `World`.
+            *args: Further arguments of `fn`.
+            nodes: Number of nodes to use, by default all.
+            ranks_per_node: Number of ranks on each node.
+            threads: Number of torch threads per rank.
+            timeout: Seconds within which all ranks must return; None for no timeout.
+            collective_timeout: Seconds after which a rank that waits in a collective raises an error.
+            env: Additional environment variables.
+            meanwhile: Called in this process when all ranks have joined the process group, for example to unplug a
+                cable.
+
+        Raises:
+            RankError: A rank failed. The other ranks are killed after a short grace period.
+            RankTimeoutError: The ranks did not return within `timeout`.
         """
         if nodes is not None:
             self._check(nodes - 1)
@@ -228,21 +273,30 @@ class Cluster:
         )
 
     def fork(self, entry: str, *, node: int, env: Mapping[str, str], files: Sequence[int]) -> int:
-        """Call a function, named as "package.module:function", in a new process of one node, and do not wait for it.
+        """Call a function in a new process on one node without waiting for it. Return the process ID for `send_signal`.
 
-        It is a fork of a process that has imported the module, and by that torch, once for all. It prints into
-        `files[0]`, its exit code is written to `files[1]` as text, and it is called with its own numbers of the others,
-        of which there may be five. Returns its number, for `send_signal`.
+        The process is a fork of the box, which imports the function's module, and thereby torch, only once.
+
+        Args:
+            entry: Name of the function, as "package.module:function".
+            node: Index of the node.
+            env: Additional environment variables.
+            files: Open files. The first receives the output, and the second the exit code as text. The function is
+                called with the file descriptors of the others, at most five.
         """
         self._check(node)
         return self._runner.fork("fork", entry, node, env, files)
 
     def send_signal(self, number: int, signalled: int) -> None:
-        """Send a signal to what `fork` has started, unless that has ended."""
+        """Send a signal to a process that `fork` started, unless it has exited."""
         self._box.ask("signal", number, int(signalled))
 
     def pid_of(self, number: int) -> int | None:
-        """The process id, outside of the cluster, of what `fork` has started; None where it has ended."""
+        """Return the process ID, outside the cluster, of a process that `fork` started.
+
+        Returns:
+            None if the process has exited.
+        """
         for process in psutil.Process(self._box.pid).children(recursive=True):
             with suppress(OSError, StopIteration):
                 status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -252,12 +306,16 @@ class Cluster:
         return None
 
     def new_port(self) -> int:
-        """A port at which ranks may meet, and at which nobody has met before."""
+        """Return a rendezvous port that has not been used before."""
         self._port += 1
         return self._port - 1
 
     def finish(self, processes: Sequence[Process], timeout: float | None = None) -> list[CommandResult]:
-        """Wait for all; raises `TimeoutError` after `timeout` seconds, and kills those that still run."""
+        """Wait for all processes, and return their results.
+
+        Raises:
+            TimeoutError: A process is still running after `timeout` seconds. The remaining processes are killed.
+        """
         try:
             wait(processes, timeout)
         finally:
@@ -268,16 +326,16 @@ class Cluster:
 
     @property
     def bytes_per_second(self) -> float:
-        """What a link carries of a program's bytes in a second; each 1,448 of them take 1,514 on the wire."""
+        """Payload that a link carries per second. Each 1,448 bytes of payload take 1,514 bytes on the wire."""
         return network.bits_per_second(self.rate) / 8 * 1448 / 1514 if self.rate else math.inf
 
     def set_rate(self, rate: str | None) -> None:
-        """Give all links another rate, from now on."""
+        """Set the rate of all links."""
         if rate is not None:
             network.bits_per_second(rate)
         if self.delay is not None:
             network.check_delayed(len(self), rate)
-        before, self.rate = self.rate, rate  # it is done also where we are interrupted while we wait for the answer
+        before, self.rate = self.rate, rate  # the box sets the rate even if an interrupt arrives first
         try:
             self._box.ask("set_rate", rate)
         except ConfigError:
@@ -285,20 +343,20 @@ class Cluster:
             raise
 
     def disconnect(self, node: int) -> None:
-        """Pull the node's cable out: what is sent to it, and by it, is lost, and nobody is told."""
+        """Unplug the node's cable. Messages to and from the node are lost, and no process is notified."""
         self._check(node)
         self.unplugged.add(self.names[node])
         self._box.ask("connect", node, False)
 
     def reconnect(self, node: int) -> None:
-        """Plug it in again. TCP sends what was lost once more, after a while."""
+        """Plug the node's cable in again. TCP retransmits lost data after a while."""
         self._check(node)
         self.unplugged.discard(self.names[node])
         self._box.ask("connect", node, True)
 
     @contextmanager
     def link_down(self, node: int) -> Iterator[None]:
-        """The node's cable is out inside of the block."""
+        """Unplug the node's cable for the duration of the block."""
         self.disconnect(node)
         try:
             yield
@@ -306,8 +364,10 @@ class Cluster:
             self.reconnect(node)
 
     def kill(self, node: int) -> None:
-        """The node loses its power: all its processes are gone at once, and its cable is dead, so that the others get
-        no farewell. It does not come back."""
+        """Simulate a power failure: kill all processes of the node at once, and disconnect its cable.
+
+        The other nodes therefore receive no notification. A killed node cannot be restarted.
+        """
         self._check(node)
         self.off.add(self.names[node])
         self._box.ask("kill", node)
@@ -318,9 +378,12 @@ class Cluster:
 
 
 def unsupported_reason(delay: str | None = None) -> str:
-    """Return one line that says why this system cannot hold a cluster, or one with such a delay; "" if it can.
+    """Return one line that states why this system cannot run a cluster, with `delay` if given; "" if it can.
 
-    Starts a cluster of one node to find out. Raises `FailedError` if that fails for any other reason: it is a defect.
+    The function starts a cluster with one node to find out.
+
+    Raises:
+        FailedError: The cluster fails for a reason other than a missing feature, which indicates a defect.
     """
     try:
         with Cluster(1, "1gbit", delay):

@@ -1,17 +1,18 @@
-"""A delay between hosts: each frame on its way from one host to another is held for a while, and then goes on.
+r"""Delay each frame that one host sends to a different host.
 
-     port0   port1          where frames from n0 and n1 come in; the kernel sends all of them on to `wire` (mirred)
-        \\    /
-        bridge --- wire     a TAP device: a process reads what is sent through it, holds it, and writes it back
+     port0   port1          frames from n0 and n1 arrive here; the kernel redirects all of them to `wire` (mirred)
+        \    /
+        bridge --- wire     a TAP device: a process reads its frames, holds them, and writes them back
 
-What it writes comes into the bridge, which hands it on to the host that it is for, through the bucket of its port. So
-the rate is the kernel's, as without a delay, and the delay this process's. (Linux has netem for that, but not every
-kernel was built with it; TAP devices nearly all have.) Frames come and go as the kernel has them, several packets in
-one, with their checksums still to do, so that a frame costs some 20 us of a processor, whatever its size.
+A frame that the process writes back enters the bridge, which forwards it to its destination through the token bucket of
+the port. The kernel therefore enforces the rate, as without a delay, and the process enforces the delay. (Linux
+provides netem for this purpose, but not every kernel includes it; almost all kernels include TAP devices.) Frames are
+passed in the kernel's own format: several packets in one frame, with unfinished checksums. A frame therefore costs
+about 20 us of CPU time, whatever its size.
 
-Where it may (root), the process runs before all others that want a core (SCHED_FIFO): if it had to wait for the ranks,
-whose messages it carries, their network would be slower the more they compute. `bench cluster` compares all-reduces of
-1 kB to 16 MB with what rate and delay say.
+With sufficient permissions (root), the process runs with real-time priority (SCHED_FIFO). Otherwise it would compete
+with the ranks for a core, and the network would slow down while the ranks compute. `bench cluster` compares all-reduces
+of 1 kB to 16 MB with the predictions from rate and delay.
 """
 
 import ctypes
@@ -32,25 +33,30 @@ from ddp_tutorial.config import ConfigError
 WIRE = "wire"
 _DEVICE = "/dev/net/tun"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0  # <linux/if_tun.h>
-_TAP, _NO_INFO, _WITH_HEADER = 0x0002, 0x1000, 0x4000  # frames, with virtio's header, which says how to cut them
-_CHECKSUMS, _TCP4, _TCP6 = 1, 2, 4  # what may be left undone in them
-_LARGEST = 66_000  # bytes of a frame, with its header
-_AT_ONCE = 16  # frames that are read before those that are due go on
+_TAP, _NO_INFO, _WITH_HEADER = 0x0002, 0x1000, 0x4000  # frames with a virtio header, which describes segmentation
+_CHECKSUMS, _TCP4, _TCP6 = 1, 2, 4  # work that a frame may leave to the receiver
+_LARGEST = 66_000  # maximum size of a frame in bytes, including its header
+_AT_ONCE = 16  # maximum number of frames to read before due frames are written
 _TIMER_SLACK = 29  # <sys/prctl.h>
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LONGEST = 10.0  # seconds
 
-# What a frame needs on its way through the device and the process, beside the time for which it is held: a part of the
-# delay. Seen: all-reduces of 1 kB, four messages, took 0.19 ms longer than without a delay, beside four delays.
+# Time that a frame spends in the device and the process in addition to the hold time. It is subtracted from the hold
+# time. Measured: a 1 kB all-reduce, which sends four messages in sequence, took four delays plus 0.19 ms longer than
+# without a delay.
 _ON_THE_WAY = 50e-6  # seconds
 
-# What the process was seen to carry, with room to spare, on a machine of two cores that had other work to do.
-MOST_FRAMES = 15_000  # a second, from all hosts together
+# Throughput that the process sustained with a margin on a busy machine with two cores.
+MOST_FRAMES = 15_000  # per second, from all hosts together
 MOST_BITS = 2e9
 
 
 def parse_delay(delay: str) -> float:
-    """`"0.5ms"` -> 0.0005. Raises `ConfigError` for a number without a unit, or one that is out of range."""
+    """Convert a delay such as `"0.5ms"` to seconds.
+
+    Raises:
+        ConfigError: The unit is missing, or the delay is out of range.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", str(delay).strip().lower())
     if found is None:
         raise ConfigError(f"delay={delay!r}: should be a number with a unit, us, ms or s, such as delay='0.5ms'")
@@ -61,7 +67,10 @@ def parse_delay(delay: str) -> float:
 
 
 def open_wire() -> int:
-    """Make the TAP device `wire`: the file at which its frames are read and written. It ends when that is closed."""
+    """Create the TAP device `wire`, and return the file that reads and writes its frames.
+
+    The device disappears when the file is closed.
+    """
     with refusals(f"no delay: the kernel refuses a TAP device, {_DEVICE}"):
         wire = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         flags = _TAP | _NO_INFO | _WITH_HEADER
@@ -71,14 +80,16 @@ def open_wire() -> int:
 
 
 def run_delay_line(wire: int, seconds: float) -> NoReturn:
-    """Read frames, and write each back when it has been on its way for `seconds`. Their order stays, as all wait
-    equally."""
-    ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)  # to be woken on time, not within 50 us of it
-    with suppress(OSError):  # where it may: before the ranks, which want all cores at the same time as their messages
+    """Read frames, and write each frame back after `seconds`. Never returns.
+
+    All frames have the same delay, so their order is preserved.
+    """
+    ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)  # wake up on time; the default timer slack is 50 us
+    with suppress(OSError):  # needs root; otherwise the ranks compete with this process for the cores
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     gc.disable()
     seconds = max(0.0, seconds - _ON_THE_WAY)
-    waiting: deque[tuple[float, bytes]] = deque()  # when it is due, and the frame
+    waiting: deque[tuple[float, bytes]] = deque()  # due time and frame
     while True:
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         ready, _, _ = select.select([wire], [], [], left)

@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a cluster: begun, waited for, ended; and which of them has failed first."""
+"""Launch ranks on the hosts of a cluster, wait for them, and identify the first failure."""
 
 import math
 import os
@@ -12,18 +12,25 @@ from typing import IO, Any
 from ddp_tutorial.cluster.running import Process, Runner, wait
 from ddp_tutorial.processes.errors import RankError, RankTimeoutError, lost_connection
 
-# For the other ranks, when one has failed. Who has lost another asks for 1.5 s which hosts are there: so where a link
-# is cut, all ranks have ended within 5 s of the collective's time limit.
+# Seconds that the other ranks have to exit after a failure. A rank that loses a peer checks for 1.5 s which hosts
+# respond. If a link is cut, all ranks therefore exit within 5 s of the collective's timeout.
 _GRACE_SECONDS = 3.0
 
 
 class HostedRanks:
-    """The ranks of one launch, `per_node` on each of the first nodes; they meet at `address` and `port`.
-
-    `off` has the names of the nodes without power: it may change meanwhile.
-    """
+    """The ranks of one launch, the same number on each node."""
 
     def __init__(self, runner: Runner, off: Set[str], address: str, port: int, size: int, per_node: int) -> None:
+        """Store the settings. `call` starts the ranks.
+
+        Args:
+            runner: Starts the processes.
+            off: Names of killed nodes. The set may change during the launch.
+            address: Rendezvous address.
+            port: Rendezvous port.
+            size: Number of ranks.
+            per_node: Number of ranks on each node.
+        """
         self._runner, self._off = runner, off
         self._address, self._port = address, port
         self._size, self._per_node = size, per_node
@@ -41,7 +48,7 @@ class HostedRanks:
         env: Mapping[str, str] | None,
         meanwhile: Callable[[], object] | None,
     ) -> list[Any]:
-        """`fn(world, *args)` on every rank: the results. See `Cluster.launch`."""
+        """Call `fn(world, *args)` on every rank, and return the results. See `Cluster.launch`."""
         from ddp_tutorial.processes.transport import dump_call
 
         with ExitStack() as stack:
@@ -59,7 +66,7 @@ class HostedRanks:
             finally:
                 self._runner.end(self._ranks)
             outcomes = [_read(result) for result in self._results]
-        # the cause among several failures: that of a rank which heard of no other; a host without power says nothing
+        # Prefer the failure of a rank that did not lose a connection. Ranks on killed hosts report nothing.
         failed = [
             (self._ranks[rank].node in self._off, bool(outcome and lost_connection(str(outcome[1]))), rank)
             for rank, outcome in enumerate(outcomes)
@@ -84,7 +91,7 @@ class HostedRanks:
         return self._runner.start("fork", "ddp_tutorial.cluster.rank:call_here", node, environ, files)
 
     def _wait_until_up(self, timeout: float | None) -> None:
-        """Until all ranks have met, or one has ended, or the time is up."""
+        """Wait until all ranks have joined the process group, a rank has exited, or the timeout has passed."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not all(os.fstat(result.fileno()).st_size for result in self._results) and time.monotonic() < deadline:
             if any(rank.code is not None for rank in self._ranks):
@@ -97,7 +104,7 @@ class HostedRanks:
             wait(
                 self._ranks, timeout, until=lambda: any(rank.code for rank in self._ranks if rank.node not in self._off)
             )
-            with suppress(TimeoutError):  # where a host has gone in silence, the others wait in their collective
+            with suppress(TimeoutError):  # after a silent loss of a host, the others wait in a collective
                 wait(self._ranks, _GRACE_SECONDS + (collective_timeout if self._off else 0))
         except TimeoutError:
             printed = "\n".join(rank.output for rank in self._ranks)
@@ -114,7 +121,7 @@ class HostedRanks:
 
 
 def _read(result: IO[bytes]) -> Any:
-    """A rank's outcome; None where it has left none."""
-    result.seek(1)  # the byte before it said that it was up
+    """Return a rank's outcome, or None if the rank has written none."""
+    result.seek(1)  # the first byte only shows that the rank has joined the process group
     content = result.read()
     return pickle.loads(content) if content else None

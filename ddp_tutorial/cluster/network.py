@@ -1,16 +1,16 @@
-"""Hosts and a network between them, made by the Linux kernel: each host is a network namespace with a name of its own.
+r"""Create hosts and a network between them. Each host is a Linux network namespace with its own host name.
 
            bridge                      a switch
-          /      \\
-     port0        port1                veth pairs: what goes in at one end comes out at the other
+          /      \
+     port0        port1                veth pairs: a packet that enters one end leaves at the other end
        |            |
      eth0          eth0                in the namespaces of n0 and n1, 10.0.0.1 and 10.0.0.2
 
-Both ends of a pair are shaped by a token bucket (tbf, see tc-tbf(8)): what leaves a host, and what arrives there. So a
-host sends at most `rate`, and receives at most `rate`, as with a network card of that speed and a switch. A delay is a
-detour of what comes into the bridge, through a process: see `delay`.
+A token bucket (tbf, see tc-tbf(8)) shapes both ends of a pair: the packets that leave a host, and the packets that
+arrive at it. A host therefore sends at most at `rate` and receives at most at `rate`, as with a network card and a
+switch of that speed. For a delay, frames that enter the bridge are redirected through a process; see `delay`.
 
-To be called inside of namespaces of the caller's own, where it may do all this; see `box`.
+The functions must be called inside namespaces in which the caller has all privileges; see `box`.
 """
 
 import ctypes
@@ -31,36 +31,40 @@ from ddp_tutorial.config import ConfigError
 _NEWNET, _NEWUTS, _NEWNS = 0x40000000, 0x04000000, 0x00020000  # <sched.h>
 _MS_BIND, _MNT_DETACH = 4096, 2
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_FASTEST = 30e9  # bits a second; the kernel keeps bytes a second in 32 bits
-# What a bucket holds, and so what may leave at once after a pause. The kernel lets go of packets when its timer says
-# so, some 10 us late, or 100 on a busy core: what would have flowed into a full bucket meanwhile is lost, and the link
-# slower. So a bucket has room for two of the largest frames that go out: while it fills up for one, it is not full.
+_FASTEST = 30e9  # bits per second; the kernel stores bytes per second in 32 bits
+# Size of a token bucket, which is also the burst that may leave after a pause. The kernel's timer is about 10 us late,
+# or 100 us on a busy core. Tokens that arrive at a full bucket during this time are lost, which slows the link. A
+# bucket therefore holds two of the largest frames, so that it is not full while it fills up for one frame.
 _FRAME_SECONDS, _SMALLEST_FRAME = 150e-6, 4_000
 _FRAMES_IN_BUCKET, _SMALLEST_BURST = 2, 6_000
-# A process that delays frames has as much work with a small one as with a large one: so there they are larger. Not by
-# more, as what a bucket lets go at once makes messages of some 100 kB faster than the rate.
+# The process that delays frames needs the same time for small and large frames, so frames are larger with a delay. They
+# are not even larger, because the burst of a bucket makes messages of about 100 kB faster than the rate.
 _DELAYED_FRAME_SECONDS = 200e-6
-# What arrives at a host comes at the sender's rate already, and should not be held up by a second late timer; only what
-# several send to it at a time is more. So the bucket there is larger.
+# Packets arrive at the sender's rate, and exceed the receiver's rate only if several hosts send at the same time. The
+# bucket of the receiver is larger, so that a second late timer does not slow the packets of a single sender.
 _ARRIVING = 8
 _INGRESS, _ALL_PROTOCOLS = 0xFFFF0000, 3  # <linux/pkt_sched.h>, <linux/if_ether.h>
-_FRAMES = 20_000  # that wait for the process that delays them
-_QUEUE = 8 * 2**20  # bytes that wait for their turn, before packets are lost
+_FRAMES = 20_000  # maximum number of frames that wait for the process that delays them
+_QUEUE = 8 * 2**20  # maximum number of queued bytes; further packets are dropped
 MOST_NODES = 250
 
 
 def name_of(node: int) -> str:
-    """The host's name: n0, n1, ..."""
+    """Return the host name: n0, n1, ..."""
     return f"n{node}"
 
 
 def address_of(node: int) -> str:
-    """The host's address on the network between the nodes."""
+    """Return the host's address on the network between the nodes."""
     return f"10.0.0.{node + 1}"
 
 
 def bits_per_second(rate: str) -> float:
-    """`"100mbit"` -> 100e6. Raises `ConfigError` for a number without a unit, or a rate that no link here has."""
+    """Convert a rate such as `"100mbit"` to bits per second.
+
+    Raises:
+        ConfigError: The unit is missing, or the rate is out of range.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", str(rate).strip().lower())
     if found is None:
         raise ConfigError(f"rate={rate!r}: should be a number with a unit, kbit, mbit or gbit, such as rate='1gbit'")
@@ -71,20 +75,23 @@ def bits_per_second(rate: str) -> float:
 
 
 def _bucket(rate: float, frame_seconds: float) -> int:
-    """Bytes that may leave a host at once, at `rate` bytes a second."""
+    """Return the size of a token bucket in bytes, for `rate` in bytes per second."""
     return max(_SMALLEST_BURST, int(_FRAMES_IN_BUCKET * rate * frame_seconds))
 
 
 def _largest_frame(rate: float, frame_seconds: float) -> int:
-    """Bytes that the kernel cuts into packets only at the end of the way, at `rate` bytes a second."""
+    """Return the maximum frame size in bytes, for `rate` in bytes per second.
+
+    The kernel segments such a frame into packets only at the end of its path.
+    """
     return min(65536, max(_SMALLEST_FRAME, int(rate * frame_seconds)))
 
 
 def check_delayed(nodes: int, rate: str | None) -> None:
-    """Raise `ConfigError` where the hosts may send more than the process that delays it can carry."""
+    """Raise `ConfigError` if the hosts may send more than the process that delays frames can handle."""
     bits = bits_per_second(rate) if rate else math.inf
     most = MOST_BITS / nodes
-    if nodes / _FRAME_SECONDS > MOST_FRAMES:  # then only as many small frames, at a lower rate
+    if nodes / _FRAME_SECONDS > MOST_FRAMES:  # limit the number of small frames through a lower rate
         most = min(most, MOST_FRAMES * _SMALLEST_FRAME * 8 / nodes)
     if bits > most:
         found = f"rate={rate!r}" if rate else "no rate"
@@ -96,19 +103,29 @@ def check_delayed(nodes: int, rate: str | None) -> None:
 
 @dataclass
 class Host:
-    """A node: the namespaces that it is, kept by open files, and its end of the bridge."""
+    """A node: the open files that keep its namespaces alive, and its port on the bridge."""
 
     name: str
     net: int
     uts: int
     port: int  # index of the interface
-    mac: str  # of eth0
+    mac: str  # address of eth0
 
 
 class Network:
-    """`nodes` hosts on one bridge. Raises `ConfigError` where the kernel cannot do what is needed."""
+    """Hosts that are connected by one bridge."""
 
     def __init__(self, nodes: int, rate: str | None, delayed: bool = False) -> None:
+        """Create the hosts and the bridge.
+
+        Args:
+            nodes: Number of hosts.
+            rate: Rate of the links; None for no limit.
+            delayed: Whether `divert` will be called.
+
+        Raises:
+            ConfigError: The kernel does not support a required feature.
+        """
         self.bits = bits_per_second(rate) if rate else None
         self.frame_seconds = _DELAYED_FRAME_SECONDS if delayed else _FRAME_SECONDS
         self.shaped = False
@@ -140,8 +157,9 @@ class Network:
         _libc("setns", net, 0)
         try:
             _quiet_ipv6()
-            # Nothing is ever lost here, so the plainest congestion control fills the link; the machine may prefer one
-            # that probes for the rate. And after a pause, as between two steps, the window stays as large as it was.
+            # No packet is lost here, so the simplest congestion control fills the link. The machine's default may be an
+            # algorithm that probes for the rate. The second setting keeps the window after a pause, such as between two
+            # steps.
             for name, value in (("tcp_congestion_control", "reno"), ("tcp_slow_start_after_idle", "0")):
                 with suppress(OSError):
                     Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
@@ -157,13 +175,16 @@ class Network:
         return Host(name_of(node), net, uts, index, mac)
 
     def divert(self) -> int:
-        """From now on, all that comes into the bridge from a host goes to the file returned, and no further; and what
-        is written there goes on from the bridge."""
+        """Redirect all frames that enter the bridge to the returned file.
+
+        Frames that are written to the file continue from the bridge.
+        """
         wire = open_wire()
         with _rtnl() as kernel:
             index = _index(kernel, WIRE)
             kernel.link("set", index=index, master=self.bridge, txqlen=_FRAMES, state="up")
-            kernel.brport("set", index=index, learning=0)  # all frames come from there now; who is where, we say
+            # All frames now arrive from the wire, so the bridge must not learn addresses from it.
+            kernel.brport("set", index=index, learning=0)
             for host in self.hosts:
                 kernel.fdb("replace", ifindex=host.port, lladdr=host.mac, state="noarp")
                 with refusals("no delay: the kernel refuses an ingress filter"):
@@ -180,13 +201,13 @@ class Network:
         self.shaped = True
         rate = int((self.bits or _FASTEST) / 8)
         burst = larger * _bucket(rate, self.frame_seconds)
-        # a frame that is larger than the bucket would be cut, at a cost; so the sender does not make larger ones
+        # A frame that is larger than the bucket would be segmented at a cost, so the sender's frame size is limited.
         kernel.link("set", index=index, gso_max_size=_largest_frame(rate, self.frame_seconds))
         with refusals("no cluster: the kernel refuses a token bucket (tbf)"):
             kernel.tc("replace", "tbf", index=index, rate=rate, burst=burst, limit=_QUEUE)
 
     def set_rate(self, rate: str | None) -> None:
-        """Another rate for all links, from now on."""
+        """Set the rate of all links."""
         self.bits = bits_per_second(rate) if rate else None
         for host in self.hosts:
             with _rtnl() as kernel:
@@ -199,21 +220,21 @@ class Network:
                 _libc("setns", self.home, 0)
 
     def connect(self, node: int, up: bool) -> None:
-        """Plug the host's cable in, or pull it out. What is sent meanwhile is lost; nobody is told."""
+        """Plug in or unplug the host's cable. While it is unplugged, packets are lost without notification."""
         with _rtnl() as kernel:
             kernel.link("set", index=self.hosts[node].port, state="up" if up else "down")
 
     def enter(self, node: int) -> None:
-        """Make this process one of the host's, and all that it will start. There is no way back."""
+        """Move this process, and all processes that it will start, to the host. This cannot be undone."""
         _libc("setns", self.hosts[node].net, _NEWNET)
         _libc("setns", self.hosts[node].uts, _NEWUTS)
 
     def processes_of(self, node: int) -> list[int]:
-        """The ids of all processes of the host, whoever has started them."""
+        """Return the IDs of all processes on the host."""
         there = os.fstat(self.hosts[node].net).st_ino
         found = []
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # it has just exited
                 if (process / "ns/net").stat().st_ino == there:
                     found.append(int(process.name))
         return found
@@ -228,7 +249,7 @@ def _libc(name: str, *args: int | bytes | None) -> None:
 
 @contextmanager
 def _rtnl() -> Iterator[Any]:
-    """What speaks to the kernel about the network namespace in which this process is now."""
+    """Open a netlink connection to the kernel for the current network namespace."""
     from pyroute2 import IPRoute
 
     with IPRoute() as kernel:
@@ -240,14 +261,14 @@ def _index(kernel: Any, name: str) -> int:
 
 
 def _quiet_ipv6() -> None:
-    """One address a host: the interfaces need not make up others, and announce them."""
+    """Disable IPv6, so that interfaces do not generate and announce additional addresses."""
     for which in ("all", "default"):
         with suppress(OSError):
             Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1")
 
 
 def _write_hosts(names: list[tuple[str, str]]) -> None:
-    """An /etc/hosts that only we see: a file in memory, laid over the machine's own in our mount namespace."""
+    """Mount an in-memory file over /etc/hosts. It is visible only in this mount namespace."""
     over = b"/tmp"
     _libc("mount", b"tmpfs", over, b"tmpfs", 0, b"size=64k")
     try:

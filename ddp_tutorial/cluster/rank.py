@@ -1,4 +1,4 @@
-"""A rank on a host of a cluster: a fork of the box, which has imported torch already, so that it is up at once."""
+"""Run a rank on a host of a cluster. The rank is a fork of the box, which has already imported torch."""
 
 import gc
 import io
@@ -19,18 +19,24 @@ UP = b"\1"
 
 import_dynamo()
 gc.collect()
-gc.freeze()  # what is here now is shared with all ranks, as long as nobody touches it
+gc.freeze()  # forked ranks share the current objects until a process modifies them
 
 
 def call_here(call: int, result: int) -> None:
-    """Be the rank that the environment says, and call the function in the file `call`. Its result goes to `result`, or
-    what it raised, after a byte that says that it has met the others. Both are open files that others hold, too."""
+    """Run the rank that the environment specifies, and call the function in the file `call`.
+
+    Args:
+        call: File with the pickled call. All ranks share it.
+        result: File for the outcome. The first byte shows that the rank has joined the process group. The pickled
+            result or exception follows.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     outcome: tuple[str, object]
     try:
-        threads, timeout, sent = pickle.loads(os.pread(call, os.fstat(call).st_size, 0))  # others read it, too
+        # `pread`, because the ranks share the file offset
+        threads, timeout, sent = pickle.loads(os.pread(call, os.fstat(call).st_size, 0))
         torch.set_num_threads(threads)
         fn, args = pickle.loads(sent)
         with process_group(World.detect(device="cpu", timeout=timedelta(seconds=timeout))) as world:

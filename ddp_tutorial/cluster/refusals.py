@@ -1,4 +1,4 @@
-"""Tell a system on which no cluster can be built from a defect of this package."""
+"""Distinguish a system that does not support a cluster from a defect of this package."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ddp_tutorial.config import ConfigError
 
-# The kernel lacks a feature, forbids it to this user, or has reached a limit on namespaces.
+# The kernel lacks a feature, denies it to this user, or has reached a limit on namespaces.
 _REFUSALS = {
     errno.EACCES,
     errno.EAFNOSUPPORT,
@@ -25,14 +25,17 @@ _REFUSALS = {
 
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Raise `ConfigError` if the kernel refuses the block, such as "no cluster: the kernel refuses a bridge".
+    """Raise `ConfigError` if the kernel rejects an operation in the block.
 
-    Any other error passes, such as a `TypeError` after an upgrade: it is a defect, not a fact about this system.
+    Other errors, such as a `TypeError` after an upgrade, are not converted, because they indicate a defect.
+
+    Args:
+        what: Beginning of the error message, such as "no cluster: the kernel refuses a bridge".
     """
     try:
         yield
     except Exception as error:
-        code = getattr(error, "errno", None) or getattr(error, "code", None)  # of pyroute2's NetlinkError
+        code = getattr(error, "errno", None) or getattr(error, "code", None)  # `code`: pyroute2's NetlinkError
         if code not in _REFUSALS:
             raise
         raise ConfigError(f"{what} ({os.strerror(code)})") from None

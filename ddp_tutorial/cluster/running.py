@@ -1,4 +1,4 @@
-"""What runs on the hosts: commands and ranks, how they are started, what they print, and how they end."""
+"""Start commands and ranks on the hosts, collect their output, and wait for or kill them."""
 
 import os
 import selectors
@@ -13,11 +13,17 @@ from typing import NamedTuple
 
 from ddp_tutorial.cluster.client import BoxClient, environment
 
-_KILLED_SECONDS = 5.0  # that a process has to be gone when it has been killed
+_KILLED_SECONDS = 5.0  # seconds that a process has to exit after SIGKILL
 
 
 class CommandResult(NamedTuple):
-    """A command that has ended. `code` is -9 if it was killed by signal 9; `output` has what it printed, errors too."""
+    """Result of a finished command.
+
+    Attributes:
+        node: Name of the node.
+        code: Exit code; -9 if the command was killed by signal 9.
+        output: Output of the command, including stderr.
+    """
 
     node: str
     code: int
@@ -26,10 +32,10 @@ class CommandResult(NamedTuple):
 
 @dataclass
 class Process:
-    """A command, or a rank, that runs on a node."""
+    """A command or rank that runs on a node."""
 
     node: str
-    pid: int  # as the cluster counts
+    pid: int  # inside the cluster
     stdout: int
     status: int
     signal: Callable[[int, int], object] = field(repr=False)
@@ -39,27 +45,33 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return self.text.decode(errors="replace")
 
     def wait(self, timeout: float | None = None) -> CommandResult:
-        """Wait for its end. Raises `TimeoutError` after `timeout` seconds, and leaves it running."""
+        """Wait until the process exits, and return its result.
+
+        Raises:
+            TimeoutError: The process is still running after `timeout` seconds. It is not killed.
+        """
         wait([self], timeout)
         return self.poll_result()
 
     def poll_result(self) -> CommandResult:
+        """Return the result of a process that has exited."""
         assert self.code is not None
         return CommandResult(self.node, self.code, self.output)
 
     def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
         self.signal(self.pid, int(number))
 
     def kill(self) -> None:
-        """End it by SIGKILL, alone; its host goes on."""
+        """Kill only this process with SIGKILL. Its host keeps running."""
         self.send_signal(signal.SIGKILL)
 
     def read(self) -> bool:
-        """Take what has been printed; False at its end, or where there is nothing yet."""
+        """Read available output. Return false at the end of the output, or if none is available."""
         try:
             data = os.read(self.stdout, 2**16)
         except OSError:
@@ -73,7 +85,10 @@ class Process:
         return bool(data)
 
     def end(self, code: int) -> None:
-        """It has ended: read what it had printed. Others that it has started may hold its output: not waited for."""
+        """Record the exit of the process, and read the rest of its output.
+
+        The method does not wait for child processes that still hold the output open.
+        """
         os.set_blocking(self.stdout, False)
         while self.read():
             pass
@@ -83,7 +98,11 @@ class Process:
 
 
 def wait(processes: Sequence[Process], timeout: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
-    """Read what processes print until all have ended, or `until()`. Raises `TimeoutError` after `timeout` seconds."""
+    """Read the output of processes until all have exited or `until()` returns true.
+
+    Raises:
+        TimeoutError: A process is still running after `timeout` seconds.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
     with selectors.DefaultSelector() as selector:
         for process in processes:
@@ -106,18 +125,31 @@ def wait(processes: Sequence[Process], timeout: float | None = None, until: Call
 
 
 class Runner:
-    """Starts processes on the nodes of a cluster, and ends them. `names` and `folders` are those of the nodes."""
+    """Starts and kills processes on the nodes of a cluster."""
 
     def __init__(self, box: BoxClient, names: Sequence[str], folders: Sequence[Path]) -> None:
+        """Create a runner.
+
+        Args:
+            box: Client of the process that holds the cluster.
+            names: Names of the nodes.
+            folders: Working directories of the nodes.
+        """
         self._box, self._names, self._folders = box, names, folders
         self._processes: list[Process] = []
 
     def fork(
         self, kind: str, what: str | list[str], node: int, env: Mapping[str, str] | None, files: Sequence[int]
     ) -> int:
-        """`kind` is "start", and `what` a command, or it is "fork", and `what` a function, "package.module:function".
+        """Start a process on a node, and return its process ID inside the cluster.
 
-        It prints into `files[0]`, and its exit code is written to `files[1]`. Returns its number in the box.
+        Args:
+            kind: "start" for a command, "fork" for a function.
+            what: The command with its arguments, or the function as "package.module:function".
+            node: Index of the node.
+            env: Additional environment variables.
+            files: Open files. The first receives the output, and the second the exit code. The others are passed to the
+                function.
         """
         environ = environment() | dict(env or {})
         with open(os.devnull) as nothing:
@@ -134,7 +166,10 @@ class Runner:
         files: tuple[int, ...] = (),
         line: Callable[[str, str], None] | None = None,
     ) -> Process:
-        """As `fork`, with pipes for what it prints and its exit code, and `files` for the function."""
+        """Start a process as `fork` does, and create pipes for its output and exit code.
+
+        `files` are passed to the function.
+        """
         stdout, its_stdout = os.pipe()
         status, its_status = os.pipe()
         try:
@@ -151,15 +186,17 @@ class Runner:
         return process
 
     def start_all(self, begin: Callable[[int], Process], count: int) -> list[Process]:
-        """`begin(0)`, `begin(1)`, ...: `count` processes. None is left where one of them cannot be started, or this is
-        interrupted meanwhile."""
+        """Call `begin(0)`, `begin(1)`, ... to start `count` processes.
+
+        If a process cannot be started, or on an interrupt, all processes that were started are killed.
+        """
         begun: list[Process] = []
         try:
             for number in range(count):
                 begun.append(begin(number))
         except BaseException:
             self.end(begun)
-            self._box.ask("hello")  # and kills the one of which an interrupt has kept us from hearing
+            self._box.ask("hello")  # also kills a process whose reply was interrupted
             raise
         return begun
 
@@ -167,7 +204,7 @@ class Runner:
         return [process for process in self._processes if process.code is None]
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Kill those that still run."""
+        """Kill those of the processes that are still running."""
         if not self._box.is_open:
             return
         running = [process for process in processes if process.code is None]
@@ -176,9 +213,9 @@ class Runner:
         with suppress(TimeoutError):
             wait(running, _KILLED_SECONDS)
         if any(process.code == -signal.SIGKILL for process in processes):
-            self._box.ask("hello")  # raises if all of them have been killed because the cluster has ended
+            self._box.ask("hello")  # raises an error if the processes were killed because the cluster has stopped
 
     def drain_all(self) -> None:
-        """The cluster has ended, and so all that ran on it: take what is left of what they have printed."""
+        """Read the remaining output of all processes after the cluster has stopped."""
         with suppress(TimeoutError):
             wait(self._running(), _KILLED_SECONDS)
