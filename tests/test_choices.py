@@ -236,7 +236,7 @@ def measured(world: World) -> dict[str, float]:
         config = TrainConfig.model_validate({"strategy": name} | values)
         strategy: Any = make_strategy(config, model, world, squares, Precision(world=world))
         optimizer = strategy.setup_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
-        batches = [torch.ones(SAMPLES, WIDTH)] * strategy.per_rank
+        batches = [torch.ones(SAMPLES, WIDTH)] * strategy.micro_batches_per_rank
 
         def step(strategy: Any = strategy, optimizer: Any = optimizer, batches: Any = batches) -> None:
             strategy.backward(batches)
