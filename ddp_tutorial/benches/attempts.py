@@ -266,8 +266,8 @@ def _works_in(process: psutil.Process, folder: Path) -> bool:
 
 def newest_valid(checkpoints: Path) -> int:
     """Return the step of the newest valid checkpoint, or 0 if there is none."""
-    found, _ = latest_valid(World(), checkpoints)
-    return read_manifest(found).step if found else 0
+    newest, _ = latest_valid(World(), checkpoints)
+    return read_manifest(newest).step if newest else 0
 
 
 def outcome(name: str) -> tuple[Any, ...] | None:

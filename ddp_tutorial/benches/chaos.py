@@ -245,14 +245,14 @@ class _Chaos:
             life = self._life(config) if done < limit else self._undisturbed(config)
             empty(Path.cwd())
             self.points[config.checkpoint.background].learn(life)
-            found = newest_valid(checkpoints)
-            self.tally.lost += found < max(safe, life.published)
+            newest = newest_valid(checkpoints)
+            self.tally.lost += newest < max(safe, life.published)
             self.tally.left += life.left
             if (end := outcome(name)) is not None:
                 self.tally.runs += 1
                 self.tally.bit_equal = self.tally.bit_equal and end == self.wanted
                 return
-            safe = found if self.random.random() > 0.1 else self._damage(checkpoints)
+            safe = newest if self.random.random() > 0.1 else self._damage(checkpoints)
         raise RuntimeError(f"{name} has not finished in {MAX_ATTEMPTS} lives")
 
     def _undisturbed(self, config: TaskConfig) -> Attempt:

@@ -85,8 +85,8 @@ def measure(repeats: int) -> dict[str, Any]:
             for rate in RATES:
                 cluster.set_rate(rate)
                 link = LinkModel(parse_delay(delay), cluster.bytes_per_second)
-                told = cluster.launch(_all_reduces, repeats, timeout=200)
-                _add_all_reduces(samples, ratios, f"{rate}_{delay}", link, told)
+                of_ranks = cluster.launch(_all_reduces, repeats, timeout=200)
+                _add_all_reduces(samples, ratios, f"{rate}_{delay}", link, of_ranks)
     many, of_many = hosts.measure(repeats)
     return report("cluster", samples | many, "ms", ratios | of_many)
 

@@ -82,13 +82,13 @@ def measure(repeats: int) -> dict[str, Any]:
         names = {arm: f"{off if arm == 'off' else arm}_{name}" for arm in size.arms}
         samples |= {names[arm]: [1e3 * seconds for seconds in values] for arm, values in taken.items()}
         ratios |= {f"{arm}_vs_off_{name}": (names[arm], names["off"]) for arm in size.arms[1:]}
-    found = report("debug", samples, "ms", ratios)
+    result = report("debug", samples, "ms", ratios)
     single = {
         ratio: [a / b for a, b in zip(samples[above], samples[below], strict=True)]
         for ratio, (above, below) in ratios.items()
     }
-    found["ratios"] |= pooled  # over all repeats, so the medians are of more steps
-    return found | {"spread": {ratio: [min(values), max(values)] for ratio, values in single.items()}}
+    result["ratios"] |= pooled  # over all repeats, so the medians are of more steps
+    return result | {"spread": {ratio: [min(values), max(values)] for ratio, values in single.items()}}
 
 
 class Triple(NamedTuple):

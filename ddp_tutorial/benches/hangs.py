@@ -197,22 +197,22 @@ def describe(result: Mapping[str, Any]) -> str:
 def is_right(name: str, message: str) -> bool:
     """Return whether the verdict names the line at which each rank hangs."""
     sentence = message.partition("\n")[0]
-    told: dict[int, int] = {}
+    named: dict[int, int] = {}
     for part in re.split(r"; (?=rank)|\. (?=Rank)", sentence):
-        found = re.search(r'(?i)ranks? ([\d, ]+) .*?File "[^"]*hangs\.py", line (\d+)', part)
-        told |= {int(rank): int(found[2]) for rank in found[1].split(",")} if found else {}
-    return told == hang_lines(name)
+        match = re.search(r'(?i)ranks? ([\d, ]+) .*?File "[^"]*hangs\.py", line (\d+)', part)
+        named |= {int(rank): int(match[2]) for rank in match[1].split(",")} if match else {}
+    return named == hang_lines(name)
 
 
 def hang_lines(name: str) -> dict[int, int]:
     """Return the line number in this file at which each rank hangs."""
     first = HANGS[name].__code__.co_firstlineno
-    found: dict[int, int] = {}
+    lines: dict[int, int] = {}
     for number, line in enumerate(Path(__file__).read_text().splitlines()[first:], first + 1):
         if line.startswith(("def ", "HANGS")):
             break
-        found |= {int(rank): number for rank in re.findall(r"rank (\d) waits", line)}
-    return found
+        lines |= {int(rank): number for rank in re.findall(r"rank (\d) waits", line)}
+    return lines
 
 
 def _hang(name: str) -> tuple[str, float, int]:

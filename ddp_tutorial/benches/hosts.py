@@ -43,9 +43,9 @@ def measure(repeats: int) -> tuple[Samples, dict[str, tuple[str, str]]]:
     with Cluster(max(HOSTS), RATE) as cluster:
         model = _fitted(cluster.launch(_one_and_two, nodes=2, timeout=100)[0])
         for hosts in HOSTS:
-            told = cluster.launch(_steps, repeats, nodes=hosts, timeout=200)
+            per_rank = cluster.launch(_steps, repeats, nodes=hosts, timeout=200)
             name = f"sleeping_{hosts}_hosts"
-            samples[name] = [1e3 * max(of_ranks) for of_ranks in zip(*told, strict=True)]
+            samples[name] = [1e3 * max(of_ranks) for of_ranks in zip(*per_rank, strict=True)]
             samples[f"{name}_predicted"] = [1e3 * model.seconds(BATCH, hosts)] * repeats
             ratios[f"measured_vs_predicted_{hosts}_hosts"] = name, f"{name}_predicted"
     return samples, ratios

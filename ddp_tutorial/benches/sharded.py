@@ -67,9 +67,9 @@ def held(step: TrainStep) -> dict[str, int]:
     parameters = list(step.model.parameters())
     gradients = {id(each.grad): each.grad for each in (*stepped, *parameters) if each.grad is not None}
     kept = [value for state in step.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    found = {"weights": parameters, "gradients": list(gradients.values()), "optimizer": kept}
+    kinds = {"weights": parameters, "gradients": list(gradients.values()), "optimizer": kept}
     step.optimizer.zero_grad()
-    return {name: sum(_local(tensor).nbytes for tensor in tensors) for name, tensors in found.items()}
+    return {name: sum(_local(tensor).nbytes for tensor in tensors) for name, tensors in kinds.items()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

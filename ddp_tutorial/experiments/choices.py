@@ -290,10 +290,12 @@ def simulated(kind: Kind, step: StepModel, ranks: int, batch: int, handed_on: fl
         ValueError: The strategy cannot run on this number of ranks.
     """
     network, work = Network(ranks, step.link), Work.of(step, units=step.buckets, handed_on=handed_on)
-    found = [choice for choice in choices_for(network, work.units) if choice.kind == (kind if ranks > 1 else "ddp")]
-    if not found:
+    candidates = [
+        choice for choice in choices_for(network, work.units) if choice.kind == (kind if ranks > 1 else "ddp")
+    ]
+    if not candidates:
         raise ValueError(f"{kind!r} cannot be on {ranks} ranks with a model in {work.units} units")
-    choice = found[0]
+    choice = candidates[0]
     if choice.kind == "pipeline":
         of_each = max(ranks, batch) // choice.copies  # samples per pipeline, at least one per stage
         choice = replace(choice, micro_batches=min(choice.micro_batches, of_each))
@@ -307,13 +309,13 @@ def choices_for(network: Network, units: int = 1) -> list[Choice]:
     stays within one machine.
     """
     ranks, within = network.ranks, min(network.per_machine, network.ranks)
-    found = [Choice("ddp"), Choice("zero1"), Choice("zero2"), Choice("zero3")]
+    choices = [Choice("ddp"), Choice("zero1"), Choice("zero2"), Choice("zero3")]
     if 1 < within < ranks and ranks % within == 0:
-        found.append(Choice("zero3", copies=ranks // within))
+        choices.append(Choice("zero3", copies=ranks // within))
     stages = max(n for n in range(1, min(units, max(within, 2), ranks) + 1) if ranks % n == 0)
     if stages > 1:
-        found.append(Choice("pipeline", copies=ranks // stages, micro_batches=4 * stages))
-    return [*found, Choice("local", round=16), Choice("diloco", round=100)]
+        choices.append(Choice("pipeline", copies=ranks // stages, micro_batches=4 * stages))
+    return [*choices, Choice("local", round=16), Choice("diloco", round=100)]
 
 
 def compare(
@@ -341,17 +343,17 @@ def compare(
     alone = batch / (work.fixed + work.per_sample * batch)
     rows = []
     for choice in choices if choices is not None else choices_for(network, work.units):
-        found = cost(choice, work, network, batch)
-        rate = batch / found.seconds
+        estimate = cost(choice, work, network, batch)
+        rate = batch / estimate.seconds
         rows.append(
             {
                 "strategy": choice.label(network.ranks),
-                "seconds": found.seconds,
+                "seconds": estimate.seconds,
                 "samples_per_second": rate,
                 "efficiency": rate / alone / network.ranks,
-                "memory": found.memory,
-                "sent": found.sent,
-                "fits": found.memory <= memory,
+                "memory": estimate.memory,
+                "sent": estimate.sent,
+                "fits": estimate.memory <= memory,
             }
         )
     return sorted(rows, key=lambda row: (not row["fits"], row["seconds"]))

@@ -26,9 +26,9 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 def find_notebooks() -> list[Path]:
     """Return all notebooks of the project in reading order."""
-    found = NOTEBOOKS.rglob("*.ipynb")
+    paths = NOTEBOOKS.rglob("*.ipynb")
     other = {"runs", "work", ".ipynb_checkpoints"}
-    own = [path for path in found if not other & set(path.relative_to(NOTEBOOKS).parts)]
+    own = [path for path in paths if not other & set(path.relative_to(NOTEBOOKS).parts)]
     return sorted(own, key=lambda path: (len(path.parts), path))
 
 

@@ -202,6 +202,6 @@ def bootstrap(
     if not values:
         raise ValueError("no values to draw from")
     drawn = np.random.default_rng(0).choice(np.asarray(values, dtype=float), (draws, len(values)))
-    found = [statistic(row) for row in drawn]
-    low, high = np.quantile(found, [(1 - coverage) / 2, (1 + coverage) / 2])
+    statistics = [statistic(row) for row in drawn]
+    low, high = np.quantile(statistics, [(1 - coverage) / 2, (1 + coverage) / 2])
     return Band(float(low), float(statistic(values)), float(high))

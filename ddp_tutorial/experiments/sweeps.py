@@ -65,8 +65,8 @@ def read_grid(settings: Sequence[str]) -> Grid:
         if key in grid:
             raise ConfigError(f"{key!r} is set twice; write {key}=value,value")
         values = _values(setting, text)
-        told = [_as_json(setting, value) for value in values]
-        if twice := [each for each in told if told.count(each) > 1]:
+        encoded = [_as_json(setting, value) for value in values]
+        if twice := [each for each in encoded if encoded.count(each) > 1]:
             raise ConfigError(f"{key!r} has the value {twice[0]} twice; to run a point again, use --repeats")
         grid[key] = values
     return grid
@@ -124,8 +124,8 @@ def key_of(parameters: Mapping[str, Any], resolved: Mapping[str, Any], repeat: i
 def folder_of(parameters: Mapping[str, Any], repeat: int, key: str) -> str:
     """Return the name of a point's folder: its parameters, repeat and key, shortened."""
     words = [f"{name}-{value if isinstance(value, str) else json.dumps(value)}" for name, value in parameters.items()]
-    told = _clean("_".join(words))[:80].rstrip("._-") or "defaults"
-    return f"{told}.repeat-{repeat}.{key[:8]}"
+    name = _clean("_".join(words))[:80].rstrip("._-") or "defaults"
+    return f"{name}.repeat-{repeat}.{key[:8]}"
 
 
 def _clean(text: str) -> str:
@@ -192,10 +192,10 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     if len(places) != 1:
         raise ConfigError(f"{name} has {len(places)} cells tagged 'parameters'; a sweep needs one")
     after = code[places[0] + 1].source if places[0] + 1 < len(code) else ""
-    found = Parameters(name, code[places[0]].source, after if "read_parameters(" in after else "")
-    if "name" not in found.names:
+    parameters = Parameters(name, code[places[0]].source, after if "read_parameters(" in after else "")
+    if "name" not in parameters.names:
         raise ConfigError(f"{name} has no parameter 'name', the folder below runs/ where it should write result.json")
-    return found
+    return parameters
 
 
 # ------------------------------------------------------------------------------------------- running the points
@@ -213,8 +213,8 @@ class Point:
     @property
     def label(self) -> str:
         """The parameters and the repeat as text."""
-        told = " ".join(f"{name}={value}" for name, value in self.parameters.items())
-        return f"{told} repeat={self.repeat}".strip()
+        settings = " ".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{settings} repeat={self.repeat}".strip()
 
     def read(self) -> dict[str, Any] | None:
         """Return the record of the execution, or None if the point has not been run under this key."""
@@ -419,8 +419,8 @@ def _where_it_stopped(executed: Path) -> tuple[str | None, str | None]:
     cell = cells[begun[-1]]
     first = next((line for line in cell.source.splitlines() if line.strip()), "")
     errors = [output for output in cell.outputs if output.output_type == "error"]
-    told = f"{errors[0].ename}: {errors[0].evalue}".strip().splitlines()[0] if errors else None
-    return f"[{begun[-1] + 1}] {first.strip()}", told
+    message = f"{errors[0].ename}: {errors[0].evalue}".strip().splitlines()[0] if errors else None
+    return f"[{begun[-1] + 1}] {first.strip()}", message
 
 
 def failure_of(point: Point, record: Mapping[str, Any]) -> str:

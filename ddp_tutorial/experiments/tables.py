@@ -111,12 +111,12 @@ def groups_of(rows: Sequence[Row], metric: str) -> list[Group]:
     if metric not in known:
         raise ConfigError(f"no metric of the table is called {metric!r}.{did_you_mean(metric, known)}")
     names = [name for name in parameters_of(rows) if len({json.dumps(row[name]) for row in rows}) > 1]
-    found: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     for row in rows:
         if row["status"] == FINISHED and _is_number(row.get(metric)):
             values = {name: row[name] for name in names}
-            found.setdefault(json.dumps(values), Group(values, [])).values.append(float(row[metric]))
-    return list(found.values())
+            groups.setdefault(json.dumps(values), Group(values, [])).values.append(float(row[metric]))
+    return list(groups.values())
 
 
 def series_of(groups: Sequence[Group]) -> tuple[str, dict[str, dict[str, list[float]]]]:

@@ -262,11 +262,11 @@ def intervals(
     for row, (name, (low, middle, high)) in enumerate(values.items()):
         axes.plot([low, high], [row, row], color=SKY, linewidth=9, solid_capstyle="butt")
         axes.plot(middle, row, **dot, markerfacecolor="white" if name in hollow else BLUE)
-        told = note(middle)
+        label = note(middle)
         if model and name in model:
             axes.plot(model[name], row, **diamond)
-            told += f", model {note(model[name])} ({model[name] / middle - 1:+.0%})"
-        axes.annotate(told, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5)
+            label += f", model {note(model[name])} ({model[name] / middle - 1:+.0%})"
+        axes.annotate(label, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=9.5)
     if mark is not None:
         axes.axvline(mark, color=FAINT, linestyle=(0, (5, 2)), linewidth=1.4)
     axes.set_yticks(range(len(values)), list(values))

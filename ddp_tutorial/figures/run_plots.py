@@ -189,8 +189,8 @@ def _title(figure: Figure, grid: Any, summaries: Sequence[Summary], compare: boo
     smoothed = f"; mean of the last {window} values" if window > 1 else ""
     if not compare:
         for axes, run in zip(grid[0], summaries, strict=True):
-            told = f"{run.path}: {run.state}, step {run.step:,} of {run.steps:,}{smoothed}"
-            axes.set_title(textwrap.fill(told, 95 if len(summaries) == 1 else 48), fontsize=10)
+            heading = f"{run.path}: {run.state}, step {run.step:,} of {run.steps:,}{smoothed}"
+            axes.set_title(textwrap.fill(heading, 95 if len(summaries) == 1 else 48), fontsize=10)
         return
     first = f"{len(summaries)} runs compared{smoothed}" if len(summaries) > 1 else f"{summaries[0].path}{smoothed}"
     second = textwrap.fill(_differences(summaries), 105) if len(summaries) > 1 else ""

@@ -100,8 +100,8 @@ def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
             if span.name == "backward":
                 axes.barh(row, length, left=left, color="#eeeeee", height=0.86, zorder=0)
         overlap = timeline.overlap(rank)
-        told = f"  {100 * overlap.fraction:.0f} % of what could be\n  hidden is hidden" if overlap.communication else ""
-        axes.annotate(told, (_milliseconds(spans), row), va="center", fontsize=8.5)
+        note = f"  {100 * overlap.fraction:.0f} % of what could be\n  hidden is hidden" if overlap.communication else ""
+        axes.annotate(note, (_milliseconds(spans), row), va="center", fontsize=8.5)
     drawn = {span.name for timeline in timelines.values() for span in timeline.ranks[rank]}
     for name, (color, hatch) in _GANTT.items():
         if name in drawn:

@@ -104,9 +104,9 @@ def _rate(axes: Axes, rows: Sequence[Row], summary: Summary) -> None:
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw each rank's memory by step: GPU memory if ranks use GPUs, otherwise the process's resident memory."""
-    told = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
-    kind = "cuda_mb" if any("cuda_mb" in ranks for _, ranks in told) else "rss_mb"
-    points = [(step, used) for step, ranks in told if (used := numbers_of_ranks(ranks, kind))]
+    logged = [(row["step"], row["ranks"]) for row in rows if "ranks" in row]
+    kind = "cuda_mb" if any("cuda_mb" in ranks for _, ranks in logged) else "rss_mb"
+    points = [(step, used) for step, ranks in logged if (used := numbers_of_ranks(ranks, kind))]
     for rank in range(max((len(used) for _, used in points), default=0)):
         xs = [step for step, used in points if rank < len(used)]
         ys = [used[rank] for _, used in points if rank < len(used)]
@@ -120,8 +120,8 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _phases(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw one bar per rank. "grads" is omitted because it contains "forward", "backward" and "finish"."""
-    told = [row["ranks"] for row in rows if "ranks" in row][-1:]
-    phases = {name: each for name, each in seconds_of_ranks(told).items() if name != "grads" and ": " not in name}
+    latest = [row["ranks"] for row in rows if "ranks" in row][-1:]
+    phases = {name: each for name, each in seconds_of_ranks(latest).items() if name != "grads" and ": " not in name}
     ranks = len(next(iter(phases.values()), ()))
     left = [0.0] * ranks
     for (name, each), color, hatch in zip(phases.items(), cycle(COLORS), cycle(HATCHES), strict=False):
@@ -137,5 +137,5 @@ def _phases(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of a metric, without missing and non-finite values."""
-    found = [(row["step"], value) for row in rows if (value := finite_number(row, name)) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(row["step"], value) for row in rows if (value := finite_number(row, name)) is not None]
+    return [step for step, _ in points], [value for _, value in points]

@@ -76,7 +76,7 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
                 _train(world, name, _Watch(killed_after=after).watching(saving))
                 raise AssertionError(f"{name} should have been killed after step {after}")
             resumed = _train(world, name, rest.watching(replace(saving, resume=True)))
-        # Exclude the samples before the first step, with which this package initializes the optimizer's state.
+        # Exclude the calls before the first step, in which this package checks the loss and warms up DDP.
         undisturbed = replace(undisturbed, seen=whole.seen[-work.steps :])
         outcomes[name] = undisturbed, replace(resumed, seen=rest.seen[after - work.steps :])
     return outcomes
