@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ddp_tutorial.config import CONFIGS, Config, group_of
-from ddp_tutorial.debug.settings import FaultyConfig
+from ddp_tutorial.debug.config import FaultyConfig
 from ddp_tutorial.training.config import TrainConfig
 
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

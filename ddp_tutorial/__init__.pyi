@@ -11,8 +11,8 @@ from .collectives import from_rank_zero as from_rank_zero
 from .collectives import rank_zero_first as rank_zero_first
 from .config import ConfigError as ConfigError
 from .config import from_arguments as from_arguments
+from .ddp.config import DDPConfig as DDPConfig
 from .ddp.sync_bn import synchronise_batch_norm as synchronise_batch_norm
-from .ddp.wrappers import DDPConfig as DDPConfig
 from .ddp.wrappers import data_parallel as data_parallel
 from .live.pool import Ranks as Ranks
 from .phases import observe as observe
@@ -22,10 +22,10 @@ from .processes.errors import RankTimeoutError as RankTimeoutError
 from .processes.launcher import launch as launch
 from .processes.rank import progress as progress
 from .processes.starting import run as run
+from .sharding.config import SourceConfig as SourceConfig
 from .sharding.dispatched import DispatchedSource as DispatchedSource
 from .sharding.samples import as_samples as as_samples
 from .sharding.sharded import ShardedSource as ShardedSource
-from .sharding.sources import SourceConfig as SourceConfig
 from .sharding.sources import make_source as make_source
 from .sharding.streamed import StreamedSource as StreamedSource
 from .training.config import TaskConfig as TaskConfig

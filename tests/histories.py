@@ -28,8 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.ddp.buckets import MIB
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.sync_bn import synchronise_batch_norm
-from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World

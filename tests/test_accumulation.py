@@ -18,7 +18,8 @@ from ddp_tutorial.accumulation.loss import LossError, StepLoss, Totals, call_los
 from ddp_tutorial.accumulation.micro_batches import accumulate, group
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.sharding.permutation import global_micro_batch_sizes, shard_indices, shard_micro_batches

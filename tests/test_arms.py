@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from ddp_tutorial.config import load
-from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, make_step, medians, run_interleaved
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig
+from ddp_tutorial.sharding.config import SourceConfig
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World

@@ -23,7 +23,7 @@ from torch.distributed.run import parse_args
 import ddp_tutorial
 from ddp_tutorial.__main__ import cli as main_command
 from ddp_tutorial.config import CONFIGS, flat, layers, load, merged
-from ddp_tutorial.debug.settings import FaultyConfig
+from ddp_tutorial.debug.config import FaultyConfig
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS, chapters, find_notebooks
 
 BOOK = Path(__file__).parent.parent / "book"

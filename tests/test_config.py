@@ -20,7 +20,7 @@ from ddp_tutorial.config import (
     load,
     merge,
 )
-from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.training.config import TaskConfig
 
 pytestmark = pytest.mark.usefixtures("workdir")

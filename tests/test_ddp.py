@@ -25,9 +25,10 @@ from torch.nn import functional as F
 from ddp_tutorial.collectives import all_reduce_mean, digest
 from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.ddp.buckets import MIB
+from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
 from ddp_tutorial.ddp.hooks import AllReduceHook
 from ddp_tutorial.ddp.link import LinkModel, SimulatedLink, Transfer
-from ddp_tutorial.ddp.wrappers import BucketDDP, DataParallel, DDPConfig, LinkConfig, TorchDDP, data_parallel
+from ddp_tutorial.ddp.wrappers import BucketDDP, DataParallel, TorchDDP, data_parallel
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.world import World
 from ranks import error_of
@@ -1164,7 +1165,7 @@ def test_a_config_comes_from_yaml_with_every_option(tmp_path: Path) -> None:
         simulated_link=LinkConfig(latency_ms=1, megabytes_per_second=50),
     )
     assert config.simulated_link is not None
-    assert config.simulated_link.model() == LinkModel(latency=1e-3, bandwidth=50e6)
+    assert LinkModel.from_config(config.simulated_link) == LinkModel(latency=1e-3, bandwidth=50e6)
     assert load(path, DDPConfig, ["hook=none", "simulated_link.latency_ms=0"]).hook == "none"
 
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import ddp_tutorial.exercises
-from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
+from ddp_tutorial.ddp.config import DDPConfig
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.exercises import Exercise, WrongAnswerError, expect, globals_in
 from ddp_tutorial.experiments.notebooks import find_notebooks
 from ddp_tutorial.processes.launcher import launch

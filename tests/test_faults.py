@@ -19,8 +19,8 @@ from ddp_tutorial.checkpoint.resuming import latest_valid
 from ddp_tutorial.collectives import all_gather, digest
 from ddp_tutorial.config import ConfigError, load
 from ddp_tutorial.debug import Fault, inject_faults
-from ddp_tutorial.debug.faults import InjectedError, PhaseName, parse
-from ddp_tutorial.debug.settings import FaultyConfig
+from ddp_tutorial.debug.config import FaultyConfig, PhaseName, parse
+from ddp_tutorial.debug.faults import InjectedError
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch

@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.collectives import all_reduce_mean, all_reduce_sum, digest
 from ddp_tutorial.ddp.buckets import MIB, Bucket
+from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
 from ddp_tutorial.ddp.hooks import AllReduceHook, CastHook, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
-from ddp_tutorial.ddp.wrappers import BucketDDP, DDPConfig, LinkConfig, TorchDDP, data_parallel
+from ddp_tutorial.ddp.wrappers import BucketDDP, TorchDDP, data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 from ranks import error_of, watched

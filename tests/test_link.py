@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp_tutorial.collectives import all_reduce_mean
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.link import DirectLink, LinkModel, SimulatedLink, Transfer
-from ddp_tutorial.mesh import group_of
+from ddp_tutorial.groups import group_of
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.dispatched import DispatchedSource
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation

@@ -19,13 +19,15 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from ddp_tutorial.accumulation.config import PrecisionConfig
 from ddp_tutorial.accumulation.loss import LossError
-from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
+from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.config import ConfigError, from_arguments
-from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig, check_pipeline
+from ddp_tutorial.pipeline.config import PipelineConfig
+from ddp_tutorial.pipeline.parallel import Pipeline, check_pipeline
 from ddp_tutorial.pipeline.runner import StageRunner
-from ddp_tutorial.pipeline.schedules import gpipe, interleaved, one_f_one_b, peaks
+from ddp_tutorial.pipeline.schedules import gpipe, interleaved, one_f_one_b, peaks, table_of
 from ddp_tutorial.pipeline.stages import balance, chain_of, even_splits, split_into_stages
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT, next_token_loss
@@ -125,8 +127,8 @@ def far_from_one_process(
     far = {name: float((tensor - there[name]).abs().max()) for name, tensor in own.items()}
     for name in got[0]:
         far[f"mean {name}"] = max(abs(a[name] - b[name]) for a, b in zip(got, expected, strict=True))
-    assert pipeline.runner.peak == peaks(settings.table())[world.rank]
-    assert [timed.action for timed in pipeline.runner.ran] == list(settings.table()[world.rank])
+    assert pipeline.runner.peak == peaks(table_of(settings))[world.rank]
+    assert [timed.action for timed in pipeline.runner.ran] == list(table_of(settings)[world.rank])
     return far
 
 
@@ -204,7 +206,7 @@ def beside_torch(world: World) -> dict[str, tuple[float, bool]]:
         same = True
         if made is ScheduleInterleaved1F1B:
             order = [each for each in torchs.pipeline_order[world.rank] if each is not None]
-            row = config.table()[world.rank]
+            row = table_of(config)[world.rank]
             same = [(a.kind, a.stage, a.micro_batch) for a in row] == [
                 ("F" if each.computation_type.name == "FORWARD" else "B", each.stage_index, each.microbatch_index)
                 for each in order

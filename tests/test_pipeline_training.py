@@ -11,7 +11,8 @@ import pytest
 from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
+from ddp_tutorial.pipeline.config import PipelineConfig
+from ddp_tutorial.pipeline.parallel import Pipeline
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.export import load

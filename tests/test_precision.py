@@ -9,17 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ddp_tutorial.accumulation.config import PrecisionConfig
 from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.accumulation.micro_batches import accumulate
-from ddp_tutorial.accumulation.precision import (
-    NotFiniteError,
-    Precision,
-    PrecisionConfig,
-    Scale,
-    total_norm_over,
-)
+from ddp_tutorial.accumulation.precision import NotFiniteError, Precision, Scale, total_norm_over
 from ddp_tutorial.collectives import any_rank, digest
-from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
+from ddp_tutorial.ddp.config import DDPConfig
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.permutation import shard_micro_batches
 from ddp_tutorial.training.config import ModelConfig, TaskConfig

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ddp_tutorial.benches import as_text
 from ddp_tutorial.benches.scaling import BATCH, FOUR_RANK_ARMS, Setup, arm_of, race, two_rank_arms
+from ddp_tutorial.ddp.config import LinkConfig
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.experiments.arms import Arm
 from ddp_tutorial.experiments.scaling import BACKWARD, NETWORKS, StepModel, bootstrap, fit_step
@@ -104,13 +105,17 @@ def test_a_better_network_is_never_slower(model: StepModel, batch: int, ranks: i
     assert seconds == sorted(seconds, reverse=True)
 
 
-@given(models.filter(lambda model: model.nbytes > 1e5), st.sampled_from([None, LinkModel(1e-3, 1e6)]))
-def test_the_fit_finds_the_model_that_made_the_measurements(model: StepModel, slow: LinkModel | None) -> None:
+@given(
+    models.filter(lambda model: model.nbytes > 1e5),
+    st.sampled_from([None, LinkConfig(latency_ms=1, megabytes_per_second=1)]),
+)
+def test_the_fit_finds_the_model_that_made_the_measurements(model: StepModel, slow: LinkConfig | None) -> None:
+    link = LinkModel.from_config(slow) if slow else model.link
     found = fit_step(
         alone={samples: model.compute(samples) for samples in (4, 32)},
         side_by_side=(32, model.compute(16, ranks=2)),
         all_reduces={n: model.link.ring_seconds(n, 2) for n in (1e3, 1e6, 1e8)},
-        trained=(32, replace(model, link=slow or model.link).seconds(32, 2)),
+        trained=(32, replace(model, link=link).seconds(32, 2)),
         nbytes=model.nbytes,
         buckets=model.buckets,
         trained_on=slow,

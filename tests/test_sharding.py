@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.sharding.permutation import BLOCK, GlobalBatchSampler, Permutation, Remainder, shard_indices
+from ddp_tutorial.sharding.config import Remainder
+from ddp_tutorial.sharding.permutation import BLOCK, GlobalBatchSampler, Permutation, shard_indices
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**31 - 1)

@@ -25,8 +25,9 @@ from ddp_tutorial.collectives import all_gather, digest
 from ddp_tutorial.config import load
 from ddp_tutorial.ddp import shared_memory
 from ddp_tutorial.ddp.buckets import MIB
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.shared_memory import SharedMemory
-from ddp_tutorial.ddp.wrappers import DDPConfig, TorchDDP, data_parallel
+from ddp_tutorial.ddp.wrappers import TorchDDP, data_parallel
 from ddp_tutorial.debug import watching
 from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.training.config import TaskConfig

@@ -28,7 +28,7 @@ from ddp_tutorial.runs.folder import RunFolder, request_stop
 from ddp_tutorial.slurm import rendezvous
 from ddp_tutorial.slurm.config import SlurmConfig, parse_time
 from ddp_tutorial.slurm.job import batch_script, ranks_per_node, submit
-from ddp_tutorial.slurm.step import node_names
+from ddp_tutorial.slurm.nodes import node_names
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.plan import plan
 from ddp_tutorial.training.tasks import launch_training

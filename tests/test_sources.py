@@ -25,11 +25,12 @@ from torch.utils.data import get_worker_info
 from ddp_tutorial.compat import tree_flatten
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import RankError, launch
+from ddp_tutorial.sharding.config import Remainder, SourceConfig
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
-from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation, Remainder
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, Tree, as_shards, write_arrow
 from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceState, to_device
-from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, make_source
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World

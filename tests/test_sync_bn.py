@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.sync_bn import SyncBatchNorm, synchronise_batch_norm
-from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 from ranks import error_of

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_tutorial.ddp.buckets import Bucket
+from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
 from ddp_tutorial.ddp.timeline import (
     COMPUTE,
     LINK,
@@ -31,7 +32,7 @@ from ddp_tutorial.ddp.timeline import (
     record,
     record_torch,
 )
-from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.figures import plots
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.launcher import launch

@@ -13,14 +13,15 @@ from torch.utils.data import TensorDataset
 
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
 from ddp_tutorial.checkpoint.components import Component, FunctionState
+from ddp_tutorial.checkpoint.config import CheckpointConfig
 from ddp_tutorial.checkpoint.manifest import checkpoint_name, list_checkpoints
 from ddp_tutorial.checkpoint.resuming import find_resume_point
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.local_sgd.rounds import LocalConfig
+from ddp_tutorial.local_sgd.config import LocalConfig
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.samples import ArrowShards, TokenBlocks, write_arrow
 from ddp_tutorial.sharding.sources import make_source
-from ddp_tutorial.training.config import CheckpointConfig, ModelConfig, TaskConfig, TrainConfig
+from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.training.trainer import Trainer
 from ddp_tutorial.world import World

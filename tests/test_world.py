@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import cores, describe_environment, memory
-from ddp_tutorial.slurm.step import node_names, tasks_per_node
+from ddp_tutorial.slurm.nodes import node_names, tasks_per_node
 from ddp_tutorial.world import (
     World,
     _meeting_place,

@@ -21,7 +21,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from commands import call
-from ddp_tutorial.accumulation.precision import Precision, PrecisionConfig
+from ddp_tutorial.accumulation.config import PrecisionConfig
+from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.benches.step import random_step
 from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.collectives import digest

@@ -1,3 +1,4 @@
+from .config import PrecisionConfig as PrecisionConfig
 from .invariant import InvariantStrategy as InvariantStrategy
 from .loss import LossError as LossError
 from .loss import StepLoss as StepLoss
@@ -5,6 +6,5 @@ from .micro_batches import accumulate as accumulate
 from .out_of_memory import OutOfMemoryError as OutOfMemoryError
 from .precision import NotFiniteError as NotFiniteError
 from .precision import Precision as Precision
-from .precision import PrecisionConfig as PrecisionConfig
 from .strategies import DDPStrategy as DDPStrategy
 from .strategies import Strategy as Strategy

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_tutorial.accumulation.config import FORWARDED_OPTIONS
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals, require_call
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import ReplicatedStrategy
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.ddp.wrappers import DDPConfig, sync_initial_state
+from ddp_tutorial.ddp.wrappers import sync_initial_state
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 
 # Of `DDPConfig`: what Accelerate hands on to torch's DistributedDataParallel.
-FORWARDED_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 def require_accelerate() -> None:

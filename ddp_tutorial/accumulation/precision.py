@@ -12,28 +12,16 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ddp_tutorial.accumulation.config import PrecisionConfig
 from ddp_tutorial.collectives import any_rank
-from ddp_tutorial.config import Config, ConfigError
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
-
-
-class PrecisionConfig(Config):
-    """In which type matrix products are computed, and how the loss is scaled for float16."""
-
-    dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Type of matrix products; weights, gradients and optimizer state stay in float32."
-    )
-    initial_scale: float = Field(65536.0, ge=1, description="fp16 only: initial loss scale.")
-    growth_interval: int = Field(
-        2000, ge=1, description="fp16 only: steps without overflow after which the loss scale doubles."
-    )
 
 
 class NotFiniteError(RuntimeError):

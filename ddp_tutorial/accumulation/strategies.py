@@ -18,8 +18,9 @@ from ddp_tutorial.accumulation.out_of_memory import (
 )
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import broadcast_tensors
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.world import World
 
 # What a checkpoint keeps: something with `state_dict` and `load_state_dict`, and which ranks have the same of it, in

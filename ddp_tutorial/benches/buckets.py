@@ -9,9 +9,10 @@ from ddp_tutorial.accumulation.loss import call_loss
 from ddp_tutorial.accumulation.strategies import DDPStrategy
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import random_step
+from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.ddp.timeline import arrivals, predict_step, ready_times
-from ddp_tutorial.ddp.wrappers import BucketDDP, DDPConfig, LinkConfig
+from ddp_tutorial.ddp.wrappers import BucketDDP
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.step import TrainStep
@@ -54,7 +55,7 @@ def _sweep(world: World, repeats: int) -> Samples:
                     step()
                 samples[f"{point}_measured"].append(time.perf_counter() - start)
                 rest = before_and_after + watch.take()["update"]
-                samples[f"{point}_predicted"].append(_predict(step, arrived, link.model(), rest))
+                samples[f"{point}_predicted"].append(_predict(step, arrived, LinkModel.from_config(link), rest))
     return samples
 
 

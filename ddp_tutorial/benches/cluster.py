@@ -23,8 +23,8 @@ from ddp_tutorial.benches import Samples, hosts, report
 from ddp_tutorial.benches.scaling import Setup, arm_of
 from ddp_tutorial.cluster import Cluster
 from ddp_tutorial.cluster.delay import parse_delay
+from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
 from ddp_tutorial.ddp.link import LinkModel
-from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig
 from ddp_tutorial.experiments.arms import by_repeat, idle, run_interleaved
 from ddp_tutorial.experiments.scaling import StepModel, fit_step
 from ddp_tutorial.processes.launcher import launch
@@ -148,8 +148,8 @@ def _model(here: Measured, there: Measured, repeat: int, bandwidth: float) -> St
 
     def fitted(steps: dict[str, float]) -> StepModel:
         alone = {SMALL_BATCH: steps["alone_small"], BATCH: steps["alone"]}
-        trained, slow = (BATCH, median(here.steps["slow"])), _SLOW.model()
-        return fit_step(alone, (BATCH, steps["apart"]), all_reduces, trained, here.nbytes, buckets, trained_on=slow)
+        trained = (BATCH, median(here.steps["slow"]))
+        return fit_step(alone, (BATCH, steps["apart"]), all_reduces, trained, here.nbytes, buckets, trained_on=_SLOW)
 
     model = fitted({name: median(here.steps[name]) for name in _COMPUTING})
     link = LinkModel(model.link.latency, min(bandwidth, model.link.bandwidth))

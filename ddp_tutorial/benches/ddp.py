@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import CONTEXT, random_step
+from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
 from ddp_tutorial.ddp.timeline import overlap, record
-from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig
 from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.benches import Samples
 from ddp_tutorial.cluster import Cluster
-from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.experiments.arms import idle, run_interleaved
 from ddp_tutorial.experiments.scaling import StepModel, fit_step
 from ddp_tutorial.experiments.sleeping import Sleeper, sleeping_step

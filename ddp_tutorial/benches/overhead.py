@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_tutorial.benches import Samples, report
-from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.experiments.arms import medians, run_interleaved
 from ddp_tutorial.phases import observe
 from ddp_tutorial.processes.launcher import launch

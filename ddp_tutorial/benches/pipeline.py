@@ -20,8 +20,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.collectives import all_gather
-from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig
-from ddp_tutorial.pipeline.schedules import Name, simulate
+from ddp_tutorial.pipeline.config import Name, PipelineConfig
+from ddp_tutorial.pipeline.parallel import Pipeline
+from ddp_tutorial.pipeline.schedules import simulate, table_of
 from ddp_tutorial.pipeline.stages import even_splits, split_into_stages
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.gpt import GPT, next_token_loss
@@ -98,7 +99,7 @@ def _sleeping(world: World, repeats: int) -> Samples:
         pipeline = Pipeline(_sleepers(config.stages, costs), world, _loss, config)
         calls[f"{arm}_measured"] = lambda pipeline=pipeline: pipeline.backward(batches)  # type: ignore[misc]
         calls[f"{arm}_torch"] = _torchs(world, schedule, config.stages, costs)
-        samples[f"{arm}_predicted"] = [simulate(config.table(), *costs).makespan] * repeats
+        samples[f"{arm}_predicted"] = [simulate(table_of(config), *costs).makespan] * repeats
     return samples | _take_turns(world, calls, repeats)
 
 
@@ -155,7 +156,7 @@ def _real(world: World, repeats: int) -> Samples:
                 ]
                 for kind in "FB"
             )
-            samples[f"{arm}_predicted"].append(simulate(pipeline.config.table(), forward, backward).makespan)
+            samples[f"{arm}_predicted"].append(simulate(table_of(pipeline.config), forward, backward).makespan)
     return {name: values[1:] for name, values in samples.items()}  # the first step is a warm-up
 
 

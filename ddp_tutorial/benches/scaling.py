@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import gpt_step, random_text
 from ddp_tutorial.collectives import assert_same
-from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.environment import cores
 from ddp_tutorial.experiments.arms import Arm, by_repeat, idle, run_interleaved
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, SourceKind, make_source
+from ddp_tutorial.sharding.config import SourceConfig, SourceKind
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
 from ddp_tutorial.world import World
 
 # The global batch size; in the weak arms, the batch size per rank. With a smaller batch, ranks synchronize more often

@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import CONTEXT, gpt_step, random_text
-from ddp_tutorial.ddp.wrappers import DDPConfig
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding.config import SourceConfig
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.samples import ArrowShards, as_shards, write_arrow
 from ddp_tutorial.sharding.sharded import ShardedSource, Source
-from ddp_tutorial.sharding.sources import SINGLE_PROCESS, SourceConfig, make_source
+from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
 from ddp_tutorial.world import World
 
 BATCH = 16  # global batch size

@@ -35,7 +35,8 @@ from typing import Any, TypeVar
 import torch
 
 from ddp_tutorial.checkpoint.components import Component, Reshardable, State, require_even_nodes, require_unsharded
-from ddp_tutorial.checkpoint.consistency import Check, assert_replicated
+from ddp_tutorial.checkpoint.config import Check
+from ddp_tutorial.checkpoint.consistency import assert_replicated
 from ddp_tutorial.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,

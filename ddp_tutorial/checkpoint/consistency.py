@@ -1,15 +1,14 @@
 """Check that replicated state is identical on all ranks."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from ddp_tutorial.checkpoint.config import Check
 from ddp_tutorial.checkpoint.manifest import CheckpointError
 from ddp_tutorial.collectives import all_gather, digest, first_difference
 from ddp_tutorial.world import World
-
-Check = Literal["none", "quick", "tensor", "full"]
 
 
 def assert_replicated(world: World, name: str, state: Any, span: int, check: Check) -> None:

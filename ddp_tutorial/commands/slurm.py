@@ -26,7 +26,7 @@ def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
     """
     with stopped_by_signals():
         from ddp_tutorial.commands.slurm_script import slurm_script
-        from ddp_tutorial.debug.settings import FaultyConfig
+        from ddp_tutorial.debug.config import FaultyConfig
         from ddp_tutorial.slurm.job import OUTPUT
         from ddp_tutorial.slurm.job import submit as submit_script
 

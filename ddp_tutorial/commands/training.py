@@ -16,8 +16,8 @@ from ddp_tutorial.commands import a_run
 from ddp_tutorial.processes.signals import exit_code, stopped_by_signals
 
 if TYPE_CHECKING:
+    from ddp_tutorial.debug.config import FaultyConfig
     from ddp_tutorial.debug.detector import Finding
-    from ddp_tutorial.debug.settings import FaultyConfig
     from ddp_tutorial.runs.folder import RunFolder
     from ddp_tutorial.training.trainer import TrainResult
     from ddp_tutorial.world import World
@@ -101,8 +101,8 @@ def _train(
     attached: DebugOptions,
     faults: tuple[str, ...],
 ) -> None:
-    from ddp_tutorial.debug.faults import check_ranks, parse
-    from ddp_tutorial.debug.settings import FaultyConfig
+    from ddp_tutorial.debug.config import FaultyConfig, parse
+    from ddp_tutorial.debug.faults import check_ranks
     from ddp_tutorial.processes.starting import run
     from ddp_tutorial.world import World, is_launched_rank
 
@@ -192,7 +192,8 @@ def _tell_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: b
 
 def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
     """One line that says how a run has ended."""
-    from ddp_tutorial.ddp.wrappers import LinkConfig
+    from ddp_tutorial.ddp.config import LinkConfig
+    from ddp_tutorial.ddp.link import LinkModel
     from ddp_tutorial.runs.folder import PER_SECOND, format_loss
 
     parameters, metrics = summary["parameters"], summary["metrics"]
@@ -200,7 +201,7 @@ def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
         return f"stopped after step {summary['step']} of {parameters['steps']}: {run}"
     unit, rate = next((name.removesuffix(PER_SECOND), metrics[name]) for name in metrics if name.endswith(PER_SECOND))
     link = parameters["ddp"]["simulated_link"]
-    slowed = f" over a simulated link ({LinkConfig(**link).model()})" if link else ""
+    slowed = f" over a simulated link ({LinkModel.from_config(LinkConfig(**link))})" if link else ""
     early = f" after {summary['step']} steps, {summary['reason']}" if summary["reason"] else ""
     return (
         f"loss {format_loss(metrics['loss'])}, held out {format_loss(metrics['eval_loss'])}{early}, "

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.mesh import shared_group
+from ddp_tutorial.ddp.config import LinkConfig
+from ddp_tutorial.groups import shared_group
 from ddp_tutorial.world import World, require_group
 
 
@@ -31,6 +32,11 @@ class LinkModel:
 
     latency: float
     bandwidth: float
+
+    @classmethod
+    def from_config(cls, config: LinkConfig) -> "LinkModel":
+        """Return the model of the link that `config` describes."""
+        return cls(config.latency_ms / 1e3, config.megabytes_per_second * 1e6)
 
     def __str__(self) -> str:
         return f"{self.latency * 1e3:g} ms, {self.bandwidth / 1e6:g} MB/s"

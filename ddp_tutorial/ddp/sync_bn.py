@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_tutorial.mesh import group_of, shared_group
+from ddp_tutorial.groups import group_of, shared_group
 from ddp_tutorial.world import World
 
 # The layers need a process group of their own: they start all-reduces during backward, while another thread may be

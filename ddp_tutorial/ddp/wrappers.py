@@ -18,94 +18,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any, ClassVar, Literal, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 from weakref import WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, model_validator
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.collectives import all_gather, broadcast_tensors, from_rank_zero
-from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
+from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.hooks import AllReduceHook, CastHook, Hook, Pending, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, Link, LinkModel, SimulatedLink
 from ddp_tutorial.ddp.shared_memory import SharedMemory, add_in_memory
 from ddp_tutorial.world import World, require_group
-
-
-class LinkConfig(Config):
-    """The latency and the bandwidth of a simulated link; see `SimulatedLink`."""
-
-    latency_ms: float = Field(0.1, ge=0, description="Latency of a message in milliseconds.")
-    megabytes_per_second: float = Field(100.0, gt=0, description="Bandwidth in MB/s.")
-
-    def model(self) -> LinkModel:
-        return LinkModel(self.latency_ms / 1e3, self.megabytes_per_second * 1e6)
-
-
-class DDPConfig(Config):
-    """Which variant, and its options, named as torch names them where torch has them."""
-
-    variant: Literal["naive", "flat", "bucket", "torch"] = Field(
-        "torch", description="Which DDP implementation averages the gradients."
-    )
-    bucket_cap_mb: float | None = Field(
-        None,
-        gt=0,
-        examples=[25.0],
-        description="Bucket size in MiB; by default, 1 for the first bucket and 25 for the others.",
-    )
-    find_unused_parameters: bool = Field(False, description="Allow parameters without a gradient in a step.")
-    sync_buffers: bool = Field(
-        True, description="Broadcast rank 0's buffers, such as those of BatchNorm, in each step."
-    )
-    hook: Literal["none", "fp16", "bf16", "powersgd"] = Field("none", description="Compression of the buckets.")
-    powersgd_rank: int = Field(2, ge=1, description="Rank of the PowerSGD approximation.")
-    static_graph: bool = Field(False, description="Variant torch only: every step uses the same parameters.")
-    gradient_as_bucket_view: bool = Field(
-        True, description="Variant torch only: gradients are views of the buckets; always true for bucket."
-    )
-    device_ids: list[int] | None = Field(
-        None, examples=[[0]], description="Variant torch only: by default, the rank's own GPU."
-    )
-    shared_memory: bool = Field(
-        False, description="Variant torch only: two ranks of one Linux machine sum gradients in shared memory."
-    )
-    simulated_link: LinkConfig | None = Field(
-        None, examples=[{"latency_ms": 0.1}], description="Slow the all-reduces down to a simulated link."
-    )
-
-    @model_validator(mode="after")
-    def _options_belong_to_the_variant(self) -> "DDPConfig":
-        changed = {
-            name for name in self.model_fields_set if getattr(self, name) != type(self).model_fields[name].default
-        }
-        for options, variants in _ONLY.items():
-            for name in sorted(changed & options):
-                if self.variant not in variants:
-                    raise ValueError(f"'{name}' is an option of variant {' or '.join(variants)}, not of {self.variant}")
-        if "powersgd_rank" in changed and self.hook != "powersgd":
-            raise ValueError(f"'powersgd_rank' is an option of hook powersgd, not of hook {self.hook}")
-        if self.variant == "torch" and self.hook == "powersgd":
-            raise ValueError(
-                "'hook' powersgd needs variant=bucket: it starts a second all-reduce when the first has ended. All "
-                "ranks must start them in the same order, which our buckets ensure and torch's on gloo do not"
-            )
-        beside = sorted(changed & {"hook", "simulated_link", "find_unused_parameters", "static_graph"})
-        if self.shared_memory and beside:
-            raise ValueError(f"'shared_memory' does not go with '{beside[0]}': leave one of them out")
-        return self
-
-
-_ONLY = {
-    frozenset({"static_graph", "gradient_as_bucket_view", "device_ids", "shared_memory"}): ("torch",),
-    frozenset({"bucket_cap_mb", "hook", "powersgd_rank"}): ("bucket", "torch"),
-}
 
 
 class DataParallel(ABC):
@@ -460,7 +389,9 @@ def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = No
 
 def make_link(config: DDPConfig, world: World) -> Link:
     """The machine's own link, or the simulated one that `config` describes. Collective."""
-    return SimulatedLink(world, config.simulated_link.model()) if config.simulated_link else DirectLink(world)
+    if config.simulated_link is None:
+        return DirectLink(world)
+    return SimulatedLink(world, LinkModel.from_config(config.simulated_link))
 
 
 def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:

@@ -1,9 +1,9 @@
 from .checks import checking as checking
 from .checks import default_detectors as default_detectors
+from .config import Fault as Fault
 from .detector import CheckError as CheckError
 from .detector import Detector as Detector
 from .detector import Finding as Finding
-from .faults import Fault as Fault
 from .faults import inject_faults as inject_faults
 from .fingerprints import fingerprinted as fingerprinted
 from .hangs import CollectiveError as CollectiveError

@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import nn
 
-from ddp_tutorial.config import Config, ConfigError, check, parse_yaml
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.debug.config import Fault
 from ddp_tutorial.files import Operation, observe_disk
 from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.world import World
@@ -33,62 +32,9 @@ LOG = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
-Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "leak", "fill_disk", "oom", "kill_worker"]
-# All phases of this package, in the order of a run. Only some strategies use "gather" and "average".
-PhaseName = Literal[
-    "load", "data", "grads", "forward", "backward", "finish", "gather", "update", "average", "evaluate", "save",
-    "save: collect", "save: copy", "save: write", "save: sync", "save: manifest", "save: rename", "profile", "result",
-]  # fmt: skip
-
-
-class Fault(Config):
-    """A fault on one rank, at the start of a phase in one step.
-
-    The actions are:
-
-    - `kill`: Send SIGKILL to the rank.
-    - `raise`: Raise `InjectedError`.
-    - `hang`: Sleep forever.
-    - `delay`: Sleep for `seconds`.
-    - `corrupt`: Change one number of this rank's first gradient. Use a phase after the gradients have been averaged.
-    - `nan`: Make this rank's gradient NaN before the gradients are reduced.
-    - `skip`: Skip this rank's next call of `torch.distributed.all_reduce`.
-    - `leak`: In this and every later step, allocate `megabytes` and keep them.
-    - `oom`: Run out of memory: during the forward pass for the phase "forward", otherwise at the start of the phase.
-    - `kill_worker`: Send SIGKILL to a data loading worker of this rank.
-    - `fill_disk`: From now on, every durable write of this rank fails.
-    """
-
-    action: Action = Field(description="What happens; see the user guide.")
-    rank: int = Field(0, ge=0, description="Rank on which the fault occurs.")
-    step: int = Field(1, ge=1, description="Step in which the fault occurs, from 1.")
-    phase: PhaseName = Field("grads", description="Phase at whose start the fault occurs.")
-    seconds: float = Field(1.0, gt=0, description="Duration of a delay.")
-    megabytes: float = Field(10.0, gt=0, description="Size of a leak per step.")
-
-    def __str__(self) -> str:
-        """Return the action, rank, step and phase as text."""
-        return f"{self.action} on rank {self.rank} in step {self.step}, at {self.phase}"
-
 
 class InjectedError(RuntimeError):
     """The error that the action "raise" raises."""
-
-
-def parse(text: str) -> Fault:
-    """Parse a fault such as "kill rank=1 step=3 phase=backward".
-
-    Raises:
-        ConfigError: If `text` is not a valid fault.
-    """
-    action, *settings = text.split() or [""]
-    values: dict[str, object] = {"action": action}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"fault {text!r}: {setting!r} should be of the form name=value, such as rank=1")
-        values[name] = parse_yaml(value, f"fault {text!r}")
-    return check(Fault, values, f"fault {text!r}")
 
 
 def check_ranks(faults: Sequence[Fault], ranks: int) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_tutorial.ddp.wrappers import DDPConfig, LinkConfig, data_parallel
+from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.world import World
 

@@ -29,7 +29,8 @@ from typing import Any, Literal
 from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.experiments.scaling import BACKWARD, StepModel
 from ddp_tutorial.mesh import Mesh
-from ddp_tutorial.pipeline.schedules import Name, make_table, peaks, simulate
+from ddp_tutorial.pipeline.config import Name
+from ddp_tutorial.pipeline.schedules import make_table, peaks, simulate
 from ddp_tutorial.zero.memory import bytes_sent, model_state_bytes
 
 FLOAT = 4  # bytes

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ddp_tutorial.ddp.config import LinkConfig
 from ddp_tutorial.ddp.link import LinkModel, fit_link
 
 # The fraction of computation in the backward pass, which can overlap with communication. The backward pass does about
@@ -137,7 +138,7 @@ def fit_step(
     nbytes: float,
     buckets: int = 1,
     ranks: int = 2,
-    trained_on: LinkModel | None = None,
+    trained_on: LinkConfig | None = None,
 ) -> StepModel:
     """Fit a `StepModel` to measurements on one rank and on `ranks` ranks.
 
@@ -149,8 +150,8 @@ def fit_step(
         nbytes: Bytes of gradients.
         buckets: The number of all-reduces per step.
         ranks: The number of ranks.
-        trained_on: The link of the `trained` measurement if it differs from that of `all_reduces`, such as a simulated
-            link. A slow link shows the overlap best.
+        trained_on: The simulated link of the `trained` measurement, if there was one. A slow link shows the overlap
+            best.
 
     Raises:
         ValueError: No model fits the measurements.
@@ -165,7 +166,7 @@ def fit_step(
     batch, seconds = side_by_side
     model = replace(model, sharing=max(1.0, seconds / model.compute(batch / ranks)))
     batch, seconds = trained
-    there = replace(model, link=trained_on or link)
+    there = replace(model, link=LinkModel.from_config(trained_on) if trained_on else link)
     return replace(model, overlap=_overlap(there, batch / ranks, ranks, seconds))
 
 

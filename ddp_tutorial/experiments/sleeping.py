@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_tutorial.ddp.wrappers import DDPConfig, data_parallel
+from ddp_tutorial.ddp.config import DDPConfig
+from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.world import World
 
 

@@ -2,32 +2,6 @@
 
 from dataclasses import dataclass
 
-from pydantic import Field
-
-from ddp_tutorial.config import Config
-
-# The strategies of this package, and the options in `LocalConfig` that each of them accepts.
-OPTIONS: dict[str, frozenset[str]] = {
-    "local_sgd": frozenset({"round"}),
-    "post_local_sgd": frozenset({"round", "begin"}),
-    "diloco": frozenset({"round", "outer_learning_rate", "outer_momentum"}),
-}
-
-
-class LocalConfig(Config):
-    """The length of a round, and the settings of the outer optimizer."""
-
-    round: int = Field(8, ge=1, description="Steps that each rank takes alone before the weights are averaged.")
-    begin: int = Field(
-        0, ge=0, description="Strategy post_local_sgd only: steps with averaged gradients before the first round."
-    )
-    outer_learning_rate: float = Field(
-        0.7, gt=0, description="Strategy diloco only: learning rate of the outer optimizer; 1 moves to the mean."
-    )
-    outer_momentum: float = Field(
-        0.9, ge=0, lt=1, description="Strategy diloco only: Nesterov momentum of the outer optimizer."
-    )
-
 
 @dataclass(frozen=True)
 class Rounds:
@@ -50,25 +24,3 @@ class Rounds:
         There is one all-reduce of gradients per update until `begin`, and then one of weights per round.
         """
         return min(updates, self.begin) + max(0, updates - self.begin) // self.length
-
-
-def require_rounds(strategy: str, config: LocalConfig, steps: int) -> None:
-    """Validate the options of a strategy.
-
-    Raises:
-        ValueError: If an option does not belong to `strategy`, or if no round would end within `steps` steps.
-    """
-    default = LocalConfig()
-    for name in LocalConfig.model_fields:
-        if getattr(config, name) != getattr(default, name) and name not in OPTIONS.get(strategy, frozenset()):
-            whose = " and ".join(each for each, options in OPTIONS.items() if name in options)
-            raise ValueError(f"'local.{name}' is an option of strategy {whose}, not of {strategy}")
-    if strategy not in OPTIONS:
-        return
-    if strategy == "post_local_sgd" and not config.begin:
-        raise ValueError("strategy post_local_sgd averages gradients at first: set 'local.begin', 1 step or more")
-    if config.begin + config.round > steps:
-        after = f" after 'local.begin' {config.begin}" if config.begin else ""
-        raise ValueError(
-            f"'local.round' {config.round}{after} does not end within 'steps' {steps}: ranks would never average"
-        )

@@ -31,8 +31,9 @@ from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.wrappers import DataParallel, FlatDDP
 from ddp_tutorial.local_sgd.averaging import CountingLink, average
+from ddp_tutorial.local_sgd.config import LocalConfig
 from ddp_tutorial.local_sgd.outer import OuterNesterov
-from ddp_tutorial.local_sgd.rounds import LocalConfig, Rounds
+from ddp_tutorial.local_sgd.rounds import Rounds
 from ddp_tutorial.local_sgd.state import AveragedModelState, LocalOptimizerState, LocalWeightsState
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World

@@ -3,8 +3,8 @@
 from torch import nn
 
 from ddp_tutorial import DDPConfig, TrainConfig, Trainer, World, make_source
+from ddp_tutorial.checkpoint.config import CheckpointConfig
 from ddp_tutorial.peers.work import Work
-from ddp_tutorial.training.config import CheckpointConfig
 
 
 def train(world: World, work: Work, *, shared_memory: bool = True) -> nn.Module:

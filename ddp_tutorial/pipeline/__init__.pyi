@@ -1,5 +1,5 @@
+from .config import PipelineConfig as PipelineConfig
 from .parallel import Pipeline as Pipeline
-from .parallel import PipelineConfig as PipelineConfig
 from .parallel import check_pipeline as check_pipeline
 from .runner import StageRunner as StageRunner
 from .schedules import Action as Action

@@ -16,80 +16,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, model_validator
 from torch import nn
 
 from ddp_tutorial.accumulation.loss import LOSS, Loss, Totals
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.compat import multiply_
-from ddp_tutorial.config import Config, ConfigError
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.wrappers import sync_initial_state
-from ddp_tutorial.mesh import Mesh, group_of
+from ddp_tutorial.groups import group_of
+from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.phases import phase
+from ddp_tutorial.pipeline.config import PipelineConfig
 from ddp_tutorial.pipeline.runner import StageRunner
-from ddp_tutorial.pipeline.schedules import Name, Table, make_table
+from ddp_tutorial.pipeline.schedules import table_of
 from ddp_tutorial.pipeline.stages import Stage, even_splits, split_into_stages
 from ddp_tutorial.world import World, require_group
-
-
-class StagesConfig(Config):
-    """The split of a model into stages and their schedule, for any number of ranks."""
-
-    schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
-    micro_batches: int = Field(4, ge=1, description="Micro-batches of a step through one pipeline.")
-    per_rank: int = Field(1, ge=1, description="Stages on each rank; schedule interleaved needs at least 2.")
-    cuts: tuple[str, ...] = Field(
-        (),
-        strict=False,
-        examples=[["blocks.2"]],
-        description="Modules that begin a stage, except the first; by default, stages have about equal parameters.",
-    )
-
-    def on(self, ranks: int) -> "PipelineConfig":
-        """Return these settings for pipelines of `ranks` ranks.
-
-        Raises:
-            ConfigError: See `check_on`.
-        """
-        self.check_on(ranks)
-        return PipelineConfig(ranks=ranks, **{name: getattr(self, name) for name in StagesConfig.model_fields})
-
-    def check_on(self, ranks: int) -> None:
-        """Validate the settings for pipelines of `ranks` ranks.
-
-        Raises:
-            ConfigError: If the schedule does not support `ranks` ranks, or if the number of `cuts` does not match the
-                number of stages.
-        """
-        make_table(self.schedule, ranks, self.micro_batches, self.per_rank)
-        stages = ranks * self.per_rank
-        if self.cuts and len(self.cuts) != stages - 1:
-            raise ConfigError(f"'cuts' should name {stages - 1} modules, for {stages} stages; found {self.cuts}")
-
-
-class PipelineConfig(StagesConfig):
-    """The split into stages, the schedule, and the number of ranks in a pipeline."""
-
-    ranks: int = Field(2, ge=1, description="of one pipeline; the world is a whole number of them")
-
-    @property
-    def stages(self) -> int:
-        """The number of stages of the full model."""
-        return self.ranks * self.per_rank
-
-    @model_validator(mode="after")
-    def _is_a_schedule(self) -> "PipelineConfig":
-        self.check_on(self.ranks)
-        return self
-
-    def table(self) -> Table:
-        """Return the actions of each rank, in order.
-
-        Raises:
-            ConfigError: If the schedule does not support these numbers.
-        """
-        return make_table(self.schedule, self.ranks, self.micro_batches, self.per_rank)
 
 
 def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int, backend: str = "gloo") -> list[Stage]:
@@ -175,7 +117,7 @@ class Pipeline:
         self.owners = self._owners(model, stages)
         self.across = group_of(mesh.columns, world)
         self.runner = StageRunner(
-            config.table(),
+            table_of(config),
             self.stages,
             loss,
             peers=self.mesh[self.number],

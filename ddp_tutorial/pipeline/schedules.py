@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.pipeline.config import Name, PipelineConfig, require_schedule
 
 Kind = Literal["F", "B"]
 FORWARD: Kind = "F"
 BACKWARD: Kind = "B"
-Name = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class Action(NamedTuple):
@@ -110,23 +109,15 @@ def make_table(name: Name, ranks: int, micro_batches: int, per_rank: int = 1) ->
     Raises:
         ConfigError: If the schedule does not support these numbers.
     """
-    if min(ranks, micro_batches, per_rank) < 1:
-        raise ConfigError(
-            f"a pipeline has 1 rank, 1 micro-batch and 1 stage a rank or more; found {ranks} ranks, {micro_batches} "
-            f"micro-batches, {per_rank} stages a rank"
-        )
-    if name != "interleaved" and per_rank != 1:
-        raise ConfigError(f"schedule {name!r} has one stage on each rank, found {per_rank}: use 'interleaved'")
-    if name == "interleaved" and per_rank == 1:
-        raise ConfigError("schedule 'interleaved' has 2 stages or more on each rank, found 1: use '1f1b'")
-    if name != "gpipe" and micro_batches < ranks:
-        raise ConfigError(
-            f"schedule {name!r} needs as many micro-batches as ranks, {ranks}, or more; found {micro_batches}: some "
-            "rank would be idle all the time. Use more micro-batches, or fewer stages"
-        )
+    require_schedule(name, ranks, micro_batches, per_rank)
     if name == "gpipe":
         return gpipe(ranks, micro_batches)
     return one_f_one_b(ranks, micro_batches) if name == "1f1b" else interleaved(ranks, micro_batches, per_rank)
+
+
+def table_of(config: PipelineConfig) -> Table:
+    """Return the actions of each rank, in order."""
+    return make_table(config.schedule, config.ranks, config.micro_batches, config.per_rank)
 
 
 # ----------------------------------------------------------------------------------------------- validation

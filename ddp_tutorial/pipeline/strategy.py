@@ -21,9 +21,10 @@ from ddp_tutorial.accumulation.precision import Precision, total_norm_over
 from ddp_tutorial.accumulation.strategies import Part
 from ddp_tutorial.checkpoint.components import State
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.mesh import group_of
+from ddp_tutorial.groups import group_of
 from ddp_tutorial.phases import phase
-from ddp_tutorial.pipeline.parallel import Pipeline, PipelineConfig, require_even_micro_batches
+from ddp_tutorial.pipeline.config import PipelineConfig
+from ddp_tutorial.pipeline.parallel import Pipeline, require_even_micro_batches
 from ddp_tutorial.pipeline.weights import StageWeights, StageWeightsState
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.state import Groups, OptimizerState

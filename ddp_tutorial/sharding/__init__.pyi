@@ -1,3 +1,4 @@
+from .config import SourceConfig as SourceConfig
 from .corpus import load_corpus as load_corpus
 from .dispatched import DispatchedSource as DispatchedSource
 from .permutation import GlobalBatchSampler as GlobalBatchSampler
@@ -10,7 +11,6 @@ from .samples import as_samples as as_samples
 from .sharded import LocalBatch as LocalBatch
 from .sharded import ShardedSource as ShardedSource
 from .sharded import Source as Source
-from .sources import SourceConfig as SourceConfig
 from .sources import make_source as make_source
 from .streamed import StreamedSource as StreamedSource
 from .workers import SourceError as SourceError

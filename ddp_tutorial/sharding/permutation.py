@@ -13,13 +13,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.sharding.config import Remainder
 
 Indices = npt.NDArray[np.int64]
 Some = TypeVar("Some", Indices, torch.Tensor)
@@ -30,8 +31,6 @@ Some = TypeVar("Some", Indices, torch.Tensor)
 #   pad     The last batch is padded with the first samples of the epoch until all ranks have the same number of
 #           samples, as in DistributedSampler.
 #   drop    The last samples are skipped. With a seed, every epoch skips different ones.
-Remainder = Literal["carry", "exact", "pad", "drop"]
-
 BLOCK = 4096  # positions that are computed at a time, because NumPy is slow on small arrays
 
 

@@ -16,16 +16,16 @@ Token blocks and Arrow files can be read in all four ways.
 """
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from ddp_tutorial.collectives import all_gather, digest, rank_zero_first
-from ddp_tutorial.config import Config, ConfigError
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.sharding.config import SourceConfig
 from ddp_tutorial.sharding.corpus import CACHE
 from ddp_tutorial.sharding.dispatched import DispatchedSource
-from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation, Remainder
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.samples import (
     SHARDS,
     ArrowShards,
@@ -47,27 +47,6 @@ from ddp_tutorial.sharding.sharded import (
     require_streams_for_all,
 )
 from ddp_tutorial.world import World
-
-SourceKind = Literal["sharded", "dispatched", "streamed", "fast_stream"]
-
-
-class SourceConfig(Config):
-    """How the data are read; see the module docstring for `kind`."""
-
-    kind: SourceKind = Field("sharded", description="Which rank reads which samples.")
-    remainder: Remainder = Field(
-        "carry", description="What happens to the last samples of an epoch that do not fill a batch."
-    )
-    workers: int = Field(0, ge=0, description="Worker processes that read ahead, per rank; 0 reads in the rank.")
-    prefetch: int = Field(
-        2, ge=1, description="Batches that each worker, or rank 0 of a dispatched source, reads ahead."
-    )
-    window: int = Field(65536, ge=1, description="Kind fast_stream only: samples in a shuffle window.")
-    streams: int | None = Field(
-        None, ge=1, examples=[4], description="Kind streamed only: number of logical streams; it determines the order."
-    )
-    shuffle_buffer: int = Field(1000, ge=1, description="Kind streamed only: samples in the shuffle buffer.")
-
 
 SINGLE_PROCESS = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads the whole batch
 

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ddp_tutorial.config import Config, ConfigError
-from ddp_tutorial.slurm.step import node_names
+from ddp_tutorial.slurm.nodes import node_names
 
 _UNITS = r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?"
 _CLOCK = r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)"

@@ -2,14 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from itertools import cycle, product
 
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.environment import integer_variable
+from ddp_tutorial.slurm.nodes import node_names, tasks_per_node
 from ddp_tutorial.slurm.rendezvous import slurm_address
-
-_HOST = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-_HOSTS = rf"{_HOST}(?:,{_HOST})*"
 
 
 def world_of_step(environ: Mapping[str, str]) -> dict[str, int | str] | None:
@@ -65,43 +62,3 @@ def has_gpu_per_task(environ: Mapping[str, str], local_size: int) -> bool:
     if on_node is not None:
         return int(on_node[0]) >= local_size
     return "SLURM_GPUS_PER_TASK" in environ or environ.get("SLURM_NTASKS_PER_GPU") == "1"
-
-
-def node_names(nodelist: str) -> list[str]:
-    """Expand a node list: `"gpu[03-05,9],login"` -> `["gpu03", "gpu04", "gpu05", "gpu9", "login"]`.
-
-    Raises:
-        ConfigError: If `nodelist` is not a node list, contains a range that runs backwards, or names a node twice.
-    """
-    if not re.fullmatch(_HOSTS, nodelist):
-        raise ConfigError(f"{nodelist!r} is not a node list such as 'node[01-03]'")
-    found = []
-    for pattern in re.findall(_HOST, nodelist):
-        parts = re.split(r"\[(.*?)\]", pattern)  # outside brackets, inside, outside ...
-        choices = [_numbers(part) if inside else [part] for part, inside in zip(parts, cycle([False, True]))]
-        found += ["".join(chosen) for chosen in product(*choices)]
-    if twice := [name for name in dict.fromkeys(found) if found.count(name) > 1]:
-        raise ConfigError(f"the node list {nodelist!r} names {twice[0]!r} twice")
-    return found
-
-
-def _numbers(ranges: str) -> list[str]:
-    """Expand ranges: `"03-05,9"` -> `["03", "04", "05", "9"]`."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ConfigError(f"the range {part!r} in a node list runs backwards")
-        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-    return numbers
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Expand the number of tasks on each node: `"2(x3),1"` -> `[2, 2, 2, 1]`."""
-    tasks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '2(x3),1'")
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks

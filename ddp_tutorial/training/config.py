@@ -9,18 +9,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ddp_tutorial.accumulation.accelerate_strategy import FORWARDED_OPTIONS
-from ddp_tutorial.accumulation.precision import PrecisionConfig
-from ddp_tutorial.checkpoint.consistency import Check
+from ddp_tutorial.accumulation.config import FORWARDED_OPTIONS, PrecisionConfig
+from ddp_tutorial.checkpoint.config import CheckpointConfig
 from ddp_tutorial.config import Config
-from ddp_tutorial.ddp.wrappers import DDPConfig
-from ddp_tutorial.local_sgd.rounds import OPTIONS as LOCAL
-from ddp_tutorial.local_sgd.rounds import LocalConfig, require_rounds
+from ddp_tutorial.ddp.config import DDPConfig
+from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
+from ddp_tutorial.local_sgd.config import LocalConfig, require_rounds
 from ddp_tutorial.mesh import MeshConfig
-from ddp_tutorial.pipeline.parallel import StagesConfig
-from ddp_tutorial.sharding.sources import SourceConfig
+from ddp_tutorial.pipeline.config import StagesConfig
+from ddp_tutorial.sharding.config import SourceConfig
 from ddp_tutorial.slurm.config import SlurmConfig
-from ddp_tutorial.training.stopping import Mode
 
 Kind = Literal[  # see strategies.make_strategy
     "ddp",
@@ -35,22 +33,7 @@ Kind = Literal[  # see strategies.make_strategy
     "diloco",
     "accelerate",
 ]
-
-
-class CheckpointConfig(Config):
-    """When the state of a run is saved, and what is kept."""
-
-    every: int = Field(0, ge=0, description="Steps between checkpoints, with one after the last step; 0 saves none.")
-    keep_last: int = Field(2, ge=1, description="Number of checkpoints to keep.")
-    check: Check = Field(
-        "tensor", description="How thoroughly the replicas are compared before a checkpoint is written."
-    )
-    background: bool = Field(
-        False, description="Write checkpoints in a background thread; training only waits for a copy in memory."
-    )
-    shared: bool = Field(
-        True, description="All ranks share the run directory; if false, rank 0 reads and writes for all ranks."
-    )
+Mode = Literal["min", "max"]
 
 
 class BestConfig(Config):

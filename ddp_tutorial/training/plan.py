@@ -12,9 +12,10 @@ from ddp_tutorial import environment
 from ddp_tutorial.accumulation import memory as activations
 from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
-from ddp_tutorial.local_sgd.rounds import OPTIONS as LOCAL
+from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.local_sgd.rounds import Rounds
 from ddp_tutorial.pipeline.memory import rank_costs, stage_costs
+from ddp_tutorial.pipeline.schedules import table_of
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.tasks import check_start, task_of
@@ -120,7 +121,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
     with torch.device("meta"):
         costs = stage_costs(task.model(config), task.loss, task.batch_like(config, samples), stages)
     found = []
-    for cost in rank_costs(costs, stages.table(), ranks // stages.ranks):
+    for cost in rank_costs(costs, table_of(stages), ranks // stages.ranks):
         held = model_state_bytes("ddp", cost.parameters, 1, OPTIMIZER_BYTES[config.optimizer])
         held |= {"gathered": 0, "activations": cost.activations}
         found.append({"parameters": cost.parameters, "memory": held, "sent": cost.sent})

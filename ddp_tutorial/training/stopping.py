@@ -8,11 +8,11 @@ from typing import Literal
 
 from ddp_tutorial.processes.signals import SIGNALS, handling
 from ddp_tutorial.runs.folder import RunFolder, StopRequest
+from ddp_tutorial.training.config import Mode
 from ddp_tutorial.world import World
 
 # What all ranks do: stop; save and stop, as somebody has asked; the same, as a signal has told some rank; go on.
 StopDecision = StopRequest | Literal["signal", ""]
-Mode = Literal["min", "max"]
 _STOP, _SAVE, _SIGNAL = 1, 2, 4  # each more than what is below it can come to
 CHECK_EVERY = 0.01  # seconds: to look for a request takes a hundredth of a step of 3 ms
 

@@ -8,10 +8,11 @@ from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
 from ddp_tutorial.ddp.wrappers import make_link
-from ddp_tutorial.local_sgd.rounds import OPTIONS as LOCAL
+from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.local_sgd.strategies import DiLoCo, LocalSGD, PostLocalSGD
 from ddp_tutorial.mesh import Mesh, make_mesh
-from ddp_tutorial.pipeline.parallel import PipelineConfig, require_even_micro_batches
+from ddp_tutorial.pipeline.config import PipelineConfig
+from ddp_tutorial.pipeline.parallel import require_even_micro_batches
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.world import World
 

@@ -34,7 +34,8 @@ from ddp_tutorial.collectives import from_rank_zero
 from ddp_tutorial.compat import is_in_backward, tree_leaves, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.wrappers import require_frozen, sync_initial_state
-from ddp_tutorial.mesh import Mesh, group_of
+from ddp_tutorial.groups import group_of
+from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.path import ExecutionPath
 from ddp_tutorial.zero.pieces import Layout, is_piece, mark_as_piece, require_no_gradient

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ddp_tutorial.mesh import Mesh, group_of
+from ddp_tutorial.groups import group_of
+from ddp_tutorial.mesh import Mesh
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.pieces import piece_of
 

@@ -1,0 +1,22 @@
+"""Settings of a step's precision, and the DDP options that Accelerate knows."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ddp_tutorial.config import Config
+
+# The options of `DDPConfig` that strategy accelerate passes on to Accelerate.
+FORWARDED_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+
+class PrecisionConfig(Config):
+    """In which type matrix products are computed, and how the loss is scaled for float16."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type of matrix products; weights, gradients and optimizer state stay in float32."
+    )
+    initial_scale: float = Field(65536.0, ge=1, description="fp16 only: initial loss scale.")
+    growth_interval: int = Field(
+        2000, ge=1, description="fp16 only: steps without overflow after which the loss scale doubles."
+    )

@@ -1,0 +1,100 @@
+"""The config of a run with injected faults.
+
+    # my.yaml
+    extends: 2proc
+    faults:
+      - kill rank=1 step=3 phase=backward
+      - {action: delay, rank: 0, step: 5, seconds: 2}
+
+The training code does not know about faults. The caller that starts the ranks wraps the training in `inject_faults`
+(see `commands.training`).
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from ddp_tutorial.config import Config, ConfigError, check, parse_yaml
+from ddp_tutorial.training.config import TaskConfig
+
+Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "leak", "fill_disk", "oom", "kill_worker"]
+# All phases of this package, in the order of a run. Only some strategies use "gather" and "average".
+PhaseName = Literal[
+    "load", "data", "grads", "forward", "backward", "finish", "gather", "update", "average", "evaluate", "save",
+    "save: collect", "save: copy", "save: write", "save: sync", "save: manifest", "save: rename", "profile", "result",
+]  # fmt: skip
+
+
+class Fault(Config):
+    """A fault on one rank, at the start of a phase in one step.
+
+    The actions are:
+
+    - `kill`: Send SIGKILL to the rank.
+    - `raise`: Raise `InjectedError`.
+    - `hang`: Sleep forever.
+    - `delay`: Sleep for `seconds`.
+    - `corrupt`: Change one number of this rank's first gradient. Use a phase after the gradients have been averaged.
+    - `nan`: Make this rank's gradient NaN before the gradients are reduced.
+    - `skip`: Skip this rank's next call of `torch.distributed.all_reduce`.
+    - `leak`: In this and every later step, allocate `megabytes` and keep them.
+    - `oom`: Run out of memory: during the forward pass for the phase "forward", otherwise at the start of the phase.
+    - `kill_worker`: Send SIGKILL to a data loading worker of this rank.
+    - `fill_disk`: From now on, every durable write of this rank fails.
+    """
+
+    action: Action = Field(description="What happens; see the user guide.")
+    rank: int = Field(0, ge=0, description="Rank on which the fault occurs.")
+    step: int = Field(1, ge=1, description="Step in which the fault occurs, from 1.")
+    phase: PhaseName = Field("grads", description="Phase at whose start the fault occurs.")
+    seconds: float = Field(1.0, gt=0, description="Duration of a delay.")
+    megabytes: float = Field(10.0, gt=0, description="Size of a leak per step.")
+
+    def __str__(self) -> str:
+        """Return the action, rank, step and phase as text."""
+        return f"{self.action} on rank {self.rank} in step {self.step}, at {self.phase}"
+
+
+def parse(text: str) -> Fault:
+    """Parse a fault such as "kill rank=1 step=3 phase=backward".
+
+    Raises:
+        ConfigError: If `text` is not a valid fault.
+    """
+    action, *settings = text.split() or [""]
+    values: dict[str, object] = {"action": action}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"fault {text!r}: {setting!r} should be of the form name=value, such as rank=1")
+        values[name] = parse_yaml(value, f"fault {text!r}")
+    return check(Fault, values, f"fault {text!r}")
+
+
+class FaultyConfig(TaskConfig):
+    """The config of a run with `faults`. Each fault is a string in the format of `parse`, or a mapping of its settings.
+
+    Faults are not part of the run's identity: config.json and the checkpoints do not contain them. A run can be resumed
+    with different faults or without faults. After a restart, the faults occur again, with steps counted from the
+    restart.
+    """
+
+    faults: tuple[Fault, ...] = Field(
+        (),
+        strict=False,
+        exclude=True,
+        examples=[["kill rank=1 step=3"]],
+        description="Faults to inject, as text or with these settings.",
+    )
+
+    @field_validator("faults", mode="before")
+    @classmethod
+    def _read(cls, faults: Any) -> Any:
+        if not isinstance(faults, (list, tuple)):
+            return faults
+        return [parse(each) if isinstance(each, str) else each for each in faults]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks of the config, including one for each fault."""
+        return [*super().remarks, *(f"a fault on purpose: {fault}" for fault in self.faults)]

@@ -1,0 +1,46 @@
+"""Process groups of some of the ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from ddp_tutorial.world import World, require_group
+
+
+def group_of(groups: Sequence[Sequence[int]], world: World, purpose: str = "mesh") -> Any:
+    """Return the process group of this rank among `groups` of ranks, or None if this rank is in none. Collective.
+
+    Every rank of the world must pass all groups. Two calls with the same groups and purpose return the same group.
+    Choose a different purpose for collectives that may start in a different order on each rank.
+    """
+    require_group(world)
+    mine = None
+    for ranks in groups if world.size > 1 else ():
+        group = shared_group(ranks, purpose, backend=world.backend, timeout=world.timeout)
+        if world.rank in ranks:
+            mine = group
+    return mine
+
+
+_shared_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
+
+
+def shared_group(ranks: Sequence[int], purpose: str, **options: Any) -> Any:
+    """Return the process group of `ranks` for `purpose`; the first call creates the group. Collective.
+
+    A gloo group costs threads and sockets, so models share the groups. Groups disappear with the default group.
+
+    Args:
+        ranks: The members, as ranks of the default group.
+        purpose: Separates groups with the same members.
+        options: Arguments of `torch.distributed.new_group`.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "shared_group needs a default process group"
+    groups = _shared_groups.setdefault(default, {})
+    key = (purpose, *ranks)
+    if key not in groups:
+        groups[key] = dist.new_group(list(ranks), **options)
+    return groups[key]
