@@ -1,4 +1,5 @@
 from .accumulation.strategies import DDPStrategy as DDPStrategy
+from .accumulation.train_step import TrainStep as TrainStep
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .checkpoint.components import Component as Component
 from .collectives import RankZeroFailedError as RankZeroFailedError
@@ -32,7 +33,7 @@ from .training.config import TaskConfig as TaskConfig
 from .training.config import TrainConfig as TrainConfig
 from .training.export import load as load
 from .training.gpt import GPT as GPT
-from .training.step import TrainStep as TrainStep
+from .training.step import make_train_step as make_train_step
 from .training.tasks import launch_training as launch_training
 from .training.tasks import make_trainer as make_trainer
 from .training.tasks import train as train

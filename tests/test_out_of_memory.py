@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError, is_out_of_memory, require_local_forward
-from ddp_tutorial.accumulation.strategies import DDPStrategy
+from ddp_tutorial.accumulation.out_of_memory import OutOfMemoryError, is_out_of_memory
+from ddp_tutorial.accumulation.strategies import DDPStrategy, require_local_forward
+from ddp_tutorial.accumulation.train_step import TrainStep
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.debug import Fault, inject_faults
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import next_token_loss
-from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World
 

@@ -28,8 +28,9 @@ from ddp_tutorial.processes.launcher import RankError, launch
 from ddp_tutorial.sharding.config import Remainder, SourceConfig
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
-from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, Tree, as_shards, write_arrow
-from ddp_tutorial.sharding.sharded import ShardedSource, Source, SourceState, to_device
+from ddp_tutorial.sharding.samples import ArrowShards, Data, Rows, TokenBlocks, as_shards, write_arrow
+from ddp_tutorial.sharding.sharded import ShardedSource, to_device
+from ddp_tutorial.sharding.source import Source, SourceState, Tree
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
 from ddp_tutorial.sharding.workers import SourceError

@@ -7,4 +7,5 @@ from .out_of_memory import OutOfMemoryError as OutOfMemoryError
 from .precision import NotFiniteError as NotFiniteError
 from .precision import Precision as Precision
 from .strategies import DDPStrategy as DDPStrategy
-from .strategies import Strategy as Strategy
+from .strategy import Strategy as Strategy
+from .train_step import TrainStep as TrainStep

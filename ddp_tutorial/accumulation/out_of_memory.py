@@ -16,12 +16,10 @@ all-reduces by then, which the rank that failed will never enter; in a forward w
 from typing import Any
 
 import torch
-from torch import nn
 
 from ddp_tutorial.accumulation.loss import StepLoss
 from ddp_tutorial.collectives import all_reduce_sum
-from ddp_tutorial.config import ConfigError, FailedError
-from ddp_tutorial.ddp.sync_bn import SyncBatchNorm
+from ddp_tutorial.config import FailedError
 
 
 class OutOfMemoryError(FailedError):
@@ -71,13 +69,3 @@ class OutOfMemoryAgreement(StepLoss):
             raise OutOfMemoryError(ranks, told)
         assert part is not None, "it has not failed here"
         return part
-
-
-def require_local_forward(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that talks to other ranks in forward: whoever fails in there, the others wait."""
-    for name, part in model.named_modules():
-        if isinstance(part, nn.SyncBatchNorm | SyncBatchNorm):
-            raise ConfigError(
-                f"'oom_skips' asks all ranks after forward, and {name!r} is a {type(part).__name__}, for which they "
-                "meet in forward: use BatchNorm, or oom_skips=0"
-            )

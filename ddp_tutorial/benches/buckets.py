@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ddp_tutorial.accumulation.loss import call_loss
 from ddp_tutorial.accumulation.strategies import DDPStrategy
+from ddp_tutorial.accumulation.train_step import TrainStep
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.benches.step import random_step
 from ddp_tutorial.ddp.config import DDPConfig, LinkConfig
@@ -15,7 +16,6 @@ from ddp_tutorial.ddp.timeline import arrivals, predict_step, ready_times
 from ddp_tutorial.ddp.wrappers import BucketDDP
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.processes.launcher import launch
-from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
 
 _SAMPLES = 8  # per rank and step

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ddp_tutorial.accumulation.train_step import TrainStep
 from ddp_tutorial.benches import Samples, report
 from ddp_tutorial.debug.checks import checking, default_detectors
 from ddp_tutorial.debug.fingerprints import fingerprinted
@@ -31,7 +32,6 @@ from ddp_tutorial.debug.hangs import watching
 from ddp_tutorial.experiments.arms import make_step
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
-from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
 
 

@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
+from ddp_tutorial.accumulation.train_step import TrainStep
 from ddp_tutorial.benches import report
 from ddp_tutorial.benches.step import random_step
 from ddp_tutorial.experiments.arms import by_repeat, run_interleaved
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.optimization import make_optimizer
-from ddp_tutorial.training.step import TrainStep
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.memory import DIVIDED, model_state_bytes
 

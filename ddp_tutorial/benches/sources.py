@@ -19,7 +19,8 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.config import SourceConfig
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.samples import ArrowShards, as_shards, write_arrow
-from ddp_tutorial.sharding.sharded import ShardedSource, Source
+from ddp_tutorial.sharding.sharded import ShardedSource
+from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
 from ddp_tutorial.world import World
 

@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 
+from ddp_tutorial.accumulation.train_step import TrainStep
 from ddp_tutorial.sharding.samples import TokenBlocks
-from ddp_tutorial.sharding.sharded import Source
+from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.config import ModelConfig, TrainConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.optimization import OptimizerLike
-from ddp_tutorial.training.step import TrainStep
+from ddp_tutorial.training.step import make_train_step
 from ddp_tutorial.world import World
 
 CONTEXT = 64  # tokens per sample
@@ -46,7 +47,7 @@ def gpt_step(
     """
     torch.manual_seed(0)
     config = TrainConfig(**{"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant", **settings})
-    return TrainStep(GPT(**model.model_dump()), source, next_token_loss, team, config, optimizer=optimizer)
+    return make_train_step(GPT(**model.model_dump()), source, next_token_loss, team, config, optimizer=optimizer)
 
 
 def random_step(world: World, samples_per_rank: int, model: ModelConfig = LARGE, **settings: Any) -> TrainStep:

@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.micro_batches import accumulate
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.accumulation.strategies import Part
+from ddp_tutorial.accumulation.strategy import Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.wrappers import DataParallel, FlatDDP

@@ -18,7 +18,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss, Totals
 from ddp_tutorial.accumulation.precision import Precision, total_norm_over
-from ddp_tutorial.accumulation.strategies import Part
+from ddp_tutorial.accumulation.strategy import Part
 from ddp_tutorial.checkpoint.components import State
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.groups import group_of

@@ -8,9 +8,9 @@ from .samples import ArrowShards as ArrowShards
 from .samples import Rows as Rows
 from .samples import TokenBlocks as TokenBlocks
 from .samples import as_samples as as_samples
-from .sharded import LocalBatch as LocalBatch
 from .sharded import ShardedSource as ShardedSource
-from .sharded import Source as Source
+from .source import LocalBatch as LocalBatch
+from .source import Source as Source
 from .sources import make_source as make_source
 from .streamed import StreamedSource as StreamedSource
 from .workers import SourceError as SourceError

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ddp_tutorial.collectives import from_rank_zero, rank_zero_first
 from ddp_tutorial.compat import tree_flatten, tree_unflatten
 from ddp_tutorial.sharding.permutation import global_micro_batch_sizes, shard_micro_batches
-from ddp_tutorial.sharding.samples import Tree, as_batch, select_rows
-from ddp_tutorial.sharding.sharded import LocalBatch, Source, SourceState, to_device
+from ddp_tutorial.sharding.samples import as_batch, select_rows
+from ddp_tutorial.sharding.sharded import to_device
+from ddp_tutorial.sharding.source import LocalBatch, Source, SourceState, Tree
 from ddp_tutorial.sharding.workers import SourceError
 from ddp_tutorial.world import World, require_group
 

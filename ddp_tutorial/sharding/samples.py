@@ -19,8 +19,8 @@ from ddp_tutorial.compat import tree_flatten, tree_flatten_with_path, tree_leave
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import build_once
 from ddp_tutorial.sharding.permutation import Indices
+from ddp_tutorial.sharding.source import Tree
 
-Tree = Any  # a tree of tensors
 CollateFn = Callable[[list[Any]], Tree]  # a list of samples -> one batch, as for torch's DataLoader
 
 

@@ -1,10 +1,9 @@
 """Define `ShardedSource`, in which every rank reads its own samples, and the code that all sources share."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -15,16 +14,8 @@ from ddp_tutorial.compat import tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seeded_rng
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Indices, global_micro_batch_sizes, shard_micro_batches
-from ddp_tutorial.sharding.samples import (
-    ArrowShards,
-    Data,
-    Tensors,
-    TokenBlocks,
-    Tree,
-    as_batch,
-    as_samples,
-    select_rows,
-)
+from ddp_tutorial.sharding.samples import ArrowShards, Data, Tensors, TokenBlocks, as_batch, as_samples, select_rows
+from ddp_tutorial.sharding.source import LocalBatch, SourceState, Tree
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
     SourceError,
@@ -37,60 +28,8 @@ from ddp_tutorial.sharding.workers import (
 from ddp_tutorial.world import World
 
 Transform = Callable[[Tree], Tree]
-SourceState = Mapping[str, int]
 # A micro-batch: its number among the micro-batches of all ranks, the cursor after its step, and its sample indices.
 _Planned = tuple[int, int, Indices]
-
-
-@dataclass(frozen=True)
-class LocalBatch:
-    """This rank's part of one step, or of one micro-batch.
-
-    Attributes:
-        samples: A tree of tensors with `count` rows: the output of the dataset's `fetch` or `collate_fn`, and then of
-            `transform`.
-        count: The number of samples on this rank. At the end of an epoch, it may be 0.
-        global_count: The number of samples on all ranks.
-    """
-
-    samples: Tree
-    count: int
-    global_count: int
-
-
-class Source(Protocol):
-    """An endless iterator over steps. Every rank takes the same number of steps."""
-
-    @property
-    def batch_size(self) -> int:
-        """The number of samples in a step, over all ranks. The last step of an epoch may be smaller."""
-        ...
-
-    def take(self, micro_batches: int) -> list[LocalBatch]:
-        """Return this rank's samples of the next step, split into micro-batches.
-
-        `permutation.shard_micro_batches` defines the split.
-        """
-        ...
-
-    def __next__(self) -> LocalBatch:
-        """Return this rank's samples of the next step as one batch."""
-        ...
-
-    def state_dict(self) -> SourceState:
-        """Return the position after the steps that have been taken. It is the same on every rank.
-
-        Batches that were read ahead but not taken do not count.
-        """
-        ...
-
-    def load_state_dict(self, state: SourceState) -> None:
-        """Resume from a position that `state_dict` returned. Call this method before the first step."""
-        ...
-
-    def close(self) -> None:
-        """Stop reading ahead. Collective if ranks read for each other."""
-        ...
 
 
 class ShardedSource:

@@ -39,13 +39,8 @@ from ddp_tutorial.sharding.samples import (
     require_dataset,
     type_name,
 )
-from ddp_tutorial.sharding.sharded import (
-    ShardedSource,
-    Source,
-    Transform,
-    require_samples_for_all,
-    require_streams_for_all,
-)
+from ddp_tutorial.sharding.sharded import ShardedSource, Transform, require_samples_for_all, require_streams_for_all
+from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.world import World
 
 SINGLE_PROCESS = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads the whole batch

@@ -16,15 +16,9 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.compat import hidden_worker_info, tree_map
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.rng import seed_of, seeded_rng
-from ddp_tutorial.sharding.samples import CollateFn, Tree, as_batch, collate_rows, select_rows
-from ddp_tutorial.sharding.sharded import (
-    ByValue,
-    LocalBatch,
-    SourceState,
-    Transform,
-    require_streams_for_all,
-    to_device,
-)
+from ddp_tutorial.sharding.samples import CollateFn, as_batch, collate_rows, select_rows
+from ddp_tutorial.sharding.sharded import ByValue, Transform, require_streams_for_all, to_device
+from ddp_tutorial.sharding.source import LocalBatch, SourceState, Tree
 from ddp_tutorial.sharding.workers import (
     WORKER_TIMEOUT,
     SourceError,

@@ -2,7 +2,7 @@ from .config import TaskConfig as TaskConfig
 from .config import TrainConfig as TrainConfig
 from .export import load as load
 from .gpt import GPT as GPT
-from .step import TrainStep as TrainStep
+from .step import make_train_step as make_train_step
 from .tasks import launch_training as launch_training
 from .tasks import make_trainer as make_trainer
 from .tasks import train as train

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss, call_loss
+from ddp_tutorial.accumulation.loss_check import evaluating
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.rng import preserved_rng
 from ddp_tutorial.sharding.permutation import shard_indices
 from ddp_tutorial.sharding.samples import Data
 from ddp_tutorial.sharding.sharded import to_device
-from ddp_tutorial.training.step import evaluating
 from ddp_tutorial.world import World
 
 

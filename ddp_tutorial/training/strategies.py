@@ -6,7 +6,8 @@ from ddp_tutorial.accumulation.accelerate_strategy import AccelerateStrategy
 from ddp_tutorial.accumulation.invariant import InvariantStrategy, require_even_shares
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.accumulation.strategies import DDPStrategy, Strategy
+from ddp_tutorial.accumulation.strategies import DDPStrategy
+from ddp_tutorial.accumulation.strategy import Strategy
 from ddp_tutorial.ddp.wrappers import make_link
 from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.local_sgd.strategies import DiLoCo, LocalSGD, PostLocalSGD

@@ -25,7 +25,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.signals import SIGNALS
 from ddp_tutorial.sharding.corpus import is_cached, load_corpus
 from ddp_tutorial.sharding.samples import Data, TokenBlocks
-from ddp_tutorial.sharding.sharded import Source
+from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import check_source, make_source
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss

@@ -12,16 +12,17 @@ launch(main, 2)
 
 import os
 import statistics
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ddp_tutorial.accumulation.loss import LOSS, Loss
 from ddp_tutorial.checkpoint.checkpointer import Checkpointer
-from ddp_tutorial.checkpoint.components import Component, FunctionState, RandomState, require_unsharded
+from ddp_tutorial.checkpoint.components import Component, FunctionState, RandomState, Shared, require_unsharded
 from ddp_tutorial.checkpoint.resuming import ResumePoint, find_resume_point
 from ddp_tutorial.collectives import any_rank, assert_same, decide_on_rank_zero, digest
 from ddp_tutorial.config import ConfigError
@@ -32,14 +33,14 @@ from ddp_tutorial.rng import reseed
 from ddp_tutorial.runs.rank_logs import LOG
 from ddp_tutorial.runs.record import RunRecord, open_folder, require_rank_zeros
 from ddp_tutorial.sharding.samples import as_samples
-from ddp_tutorial.sharding.sharded import Source
+from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import require_same_samples
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.evaluation import evaluate
 from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
-from ddp_tutorial.training.optimization import OptimizerLike, SchedulerLike, update_settings
+from ddp_tutorial.training.optimization import OptimizerLike, OptimizerOptions, SchedulerLike, update_settings
 from ddp_tutorial.training.profiling import StepProfiler
-from ddp_tutorial.training.step import TrainStep, format_values
+from ddp_tutorial.training.step import make_train_step
 from ddp_tutorial.training.stopping import StopDecision, StopRequests
 from ddp_tutorial.training.weights import save_model
 from ddp_tutorial.world import World
@@ -89,7 +90,8 @@ class Trainer:
         if validation_data is None and (config.best_model or config.early_stopping.patience):
             raise ConfigError("'early_stopping' and 'best_model' go by evaluations: give the Trainer held_out samples")
         self.threads = torch.get_num_threads()  # of the caller; `invariant` uses one thread from here on
-        self.train_step = TrainStep(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
+        self.train_step = make_train_step(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
+        self.options = OptimizerOptions.of(self.train_step.optimizer, self.train_step.scheduler)
         self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
         self.held_out = None if validation_data is None else as_samples(validation_data)
         if self.held_out is not None:
@@ -98,7 +100,7 @@ class Trainer:
         self.settings = config.model_dump(mode="json")
         options = config.checkpoint
         if not options.shared:  # what rank 0 cannot do for all is refused before there is a folder
-            require_unsharded(world, self.train_step.components())
+            require_unsharded(world, self.step_components())
             if config.resume == "auto":
                 require_rank_zeros(world, config.name)
         # Before there is a folder; of a run that goes on in its own, when that is locked.
@@ -205,7 +207,7 @@ class Trainer:
             if update_settings(self.start.settings) != update_settings(
                 self.settings
             ):  # allowed, or it would have been refused
-                self.train_step.apply_configured_options()
+                self.options.restore(self.train_step.optimizer, self.train_step.scheduler)
             left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
             LOG.info("going on after step %d, from %s%s", self.start.step, self.start.checkpoint, left_out)
         elif is_found:
@@ -216,9 +218,14 @@ class Trainer:
         if is_found and self.world.is_main:
             write_json(self.run.config, self.settings)
 
+    def step_components(self) -> dict[str, Component]:
+        """Return the training step's part of `components`."""
+        parts = self.train_step.checkpoint_components()
+        return {name: Component(part, cast("Shared", shared)) for name, (part, shared) in parts.items()}
+
     def components(self) -> dict[str, Component]:
         """All that a run needs to go on as if nothing had happened, and who has the same of it."""
-        return self.train_step.components() | {
+        return self.step_components() | {
             "progress": Component(FunctionState(self.progress, self.set_progress)),
             "rng": Component(RandomState(self.world.device, self.reseed), "per_rank"),
         }
@@ -350,3 +357,8 @@ class Trainer:
             ),
             "ranks": used,
         }
+
+
+def format_values(values: Mapping[str, float]) -> str:
+    """Return metrics as text: "loss 0.1234, accuracy 0.9711"."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in values.items())

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
-from ddp_tutorial.accumulation.strategies import Part
+from ddp_tutorial.accumulation.strategy import Part
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.wrappers import sync_initial_state
 from ddp_tutorial.zero.optimizer import require_shardable

@@ -10,7 +10,8 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss, StepLoss, Totals
 from ddp_tutorial.accumulation.precision import Precision, total_norm_over
-from ddp_tutorial.accumulation.strategies import DDPStrategy, Part
+from ddp_tutorial.accumulation.strategies import DDPStrategy
+from ddp_tutorial.accumulation.strategy import Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.ddp.wrappers import sync_initial_state

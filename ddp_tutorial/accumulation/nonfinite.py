@@ -1,0 +1,48 @@
+"""The origin of a number that is not finite."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_tutorial.accumulation.loss import Loss, call_loss
+from ddp_tutorial.accumulation.precision import Precision
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.world import World
+
+
+def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Sequence[Any], precision: Precision) -> str:
+    """Where does a number that is not finite come from? Collective; computes forward and backward anew.
+
+    Once the ranks have added up their gradients, all have the NaN of one. So each looks at its own again, without
+    touching any `.grad`: the loss first, then parameter by parameter, in the order in which backward comes to them.
+    """
+    found = None
+    parameters = _parameters_backwards(module)
+    for number, batch in enumerate(batches):
+        with precision.autocast():
+            total, _ = call_loss(loss, module, batch)
+        gradients = torch.autograd.grad(total, [parameter for _, parameter in parameters], allow_unused=True)
+        first = _first_not_finite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])
+        where = f"of micro-batch {number}"
+        if found:
+            continue  # where weights are sharded, a forward is collective: all ranks do as many
+        if weight := _first_not_finite(parameters):
+            found = f"parameter {weight!r} itself"
+        elif not bool(total.isfinite()):
+            found = f"the loss {where}" + (f", hence the gradient of {first!r} and others" if first else "")
+        elif first:
+            found = f"the gradient {where} for parameter {first!r}, the first on the way back from the loss"
+    told = [f"on rank {rank}, {each}" for rank, each in enumerate(all_gather(world, found)) if each]
+    return "; ".join(told) or "computed once more, everything is finite on every rank: the sum over ranks, or dropout"
+
+
+def _first_not_finite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:
+    """The first of them that has an infinity or a NaN."""
+    return next((name for name, tensor in named if tensor is not None and not bool(tensor.isfinite().all())), None)
+
+
+def _parameters_backwards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Those to be trained, the last registered first, which is about the order in which backward reaches them."""
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad][::-1]
