@@ -127,12 +127,12 @@ class RankMagics(Magics):
     def restart(self, arguments: Sequence[str]) -> None:
         """Restart the dead ranks, or all ranks with `--all` or if no rank is dead."""
         pool = self._alive()
-        anew = pool.restart(everything="--all" in arguments or None)
-        if len(anew) == pool.n:
+        restarted = pool.restart(everything="--all" in arguments or None)
+        if len(restarted) == pool.n:
             self.steps = []
             print(f"started anew: {pool.description}")
         else:
-            print(f"started anew: rank {', '.join(map(str, anew))}; the others keep their variables")
+            print(f"started anew: rank {', '.join(map(str, restarted))}; the others keep their variables")
 
     def get(self, arguments: Sequence[str]) -> list[Any]:
         """Return the values of a name on all ranks as a list.

@@ -118,8 +118,8 @@ class Ranks(Controller):
 
         If many ranks share the CPU cores, a second line contains a warning.
         """
-        said = announce(self.n, self.device, self.backend) + self._place.description
-        return "\n".join(filter(None, [said, oversubscription_warning(self.n, self.device, cores())]))
+        text = announce(self.n, self.device, self.backend) + self._place.description
+        return "\n".join(filter(None, [text, oversubscription_warning(self.n, self.device, cores())]))
 
     @property
     def nodes(self) -> int:
@@ -238,12 +238,12 @@ class Ranks(Controller):
             dead = [each for each in self._workers if each.death]
             if everything is None:
                 everything = not dead
-            anew = self._workers if everything else dead
-            ranks = [each.rank for each in anew]
+            replaced = self._workers if everything else dead
+            ranks = [each.rank for each in replaced]
             self._place.check(ranks)
-            for each in anew:
+            for each in replaced:
                 each.close(self._selector)
-            terminate_all([each.process for each in anew], self._mark if everything else "")
+            terminate_all([each.process for each in replaced], self._mark if everything else "")
             fresh = [WorkerHandle(rank) for rank in ranks]
             for each in fresh:
                 self._workers[each.rank] = each

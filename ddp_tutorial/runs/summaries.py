@@ -304,9 +304,9 @@ def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure 
     The result contains the step. Without a result, the step is the later one of the log and the failure record, because
     the log of a failed or killed run may lack its last steps.
     """
-    told = finite_number(result, "step")
-    if told is not None:
-        return int(told)
+    final = finite_number(result, "step")
+    if final is not None:
+        return int(final)
     return max([row["step"] for row in rows] + [failure.step or 0 if failure else 0])
 
 
@@ -330,10 +330,13 @@ def _ranks(run: Run, result: Mapping[str, Any], in_ranks: Sequence[Mapping[str, 
     The sources are the result, the last evaluation, the number of rank logs, and the config. The config comes last,
     because torchrun may have started a different number of ranks.
     """
-    told = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
+    sizes = [len(rss) for each in in_ranks if (rss := numbers_of_ranks(each, "rss_mb"))]
     logs = len(list(run.path.glob("rank_*.log")))
     known = (
-        finite_number(result, "world_size") or (told[-1] if told else 0) or logs or finite_number(run.config, "nprocs")
+        finite_number(result, "world_size")
+        or (sizes[-1] if sizes else 0)
+        or logs
+        or finite_number(run.config, "nprocs")
     )
     return int(known or 1)
 
@@ -418,12 +421,12 @@ def seconds_of_ranks(in_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[fl
 
 
 def _failure(folder: Path) -> Failure:
-    said = read_object(RunFolder(folder).failure) or {}
-    rank, step = finite_number(said, "rank"), finite_number(said, "step")
+    record = read_object(RunFolder(folder).failure) or {}
+    rank, step = finite_number(record, "rank"), finite_number(record, "step")
     return Failure(
         None if rank is None else int(rank),
         None if step is None else int(step),
-        str(said.get("error") or "it does not say why"),
+        str(record.get("error") or "it does not say why"),
     )
 
 
