@@ -90,6 +90,8 @@ def as_text(result: dict[str, Any]) -> str:
         for name, arm in result["arms"].items()
     ]
     lines += [f"  {name} = {value:.3f}" for name, value in result["ratios"].items()]
+    if note := result.get("note"):
+        lines.append(f"  {note}")
     if crowded := result.get("oversubscribed"):
         lines.append(f"  more processes than cores, so no measure of speed: {', '.join(crowded)}")
     return "\n".join(lines)
