@@ -36,7 +36,7 @@ def one_process(work: Work, batch_size: int) -> Outcome:
     return Outcome({name: value.detach() for name, value in model.state_dict().items()}, 0.0)
 
 
-def test_all_trainers_come_to_the_weights_of_plain_torch_where_batches_are_even() -> None:
+def test_on_even_batches_all_trainers_have_plain_torchs_weights_and_losses() -> None:
     ranks = on_ranks(2, NAMES, gpt(steps=8))
     plain = ranks[0]["plain"]
     distances = {name: [rank[name].distance(plain) for rank in ranks] for name in NAMES}
@@ -44,6 +44,10 @@ def test_all_trainers_come_to_the_weights_of_plain_torch_where_batches_are_even(
     assert {"plain", "ours", "fabric", "lightning"} <= exact, distances
     # Accelerate, and so Hugging Face's Trainer, give other samples of the same step to a rank: sums in another order.
     assert all(max(found) < 1e-5 for found in distances.values()), distances
+    for rank in ranks:
+        for name in NAMES:  # Hugging Face's Trainer rounds to four decimals
+            assert rank[name].losses == pytest.approx(plain.losses, abs=2e-4), name
+    assert len(plain.losses) == 8
 
 
 def test_only_who_counts_tokens_over_ranks_has_the_gradient_of_one_process_on_ragged_batches() -> None:

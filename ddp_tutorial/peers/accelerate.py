@@ -30,12 +30,14 @@ def train(_: World, work: Work) -> nn.Module:
         done = step % len(loader)  # batches of this epoch before the interruption
         rest = accelerator.skip_first_batches(loader, done) if done else loader
         for batch in islice(rest, work.steps - step):
-            accelerator.backward(work.mean(ddp, batch))
+            loss = work.mean(ddp, batch)
+            accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), work.clip)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             step += 1
+            work.report(accelerator.reduce(loss.detach(), "mean").item())
             if step == work.save_after:
                 accelerator.save_state(f"step_{step}")
     return model

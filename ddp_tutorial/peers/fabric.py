@@ -23,12 +23,14 @@ def train(world: World, work: Work) -> nn.Module:
         fabric.load("checkpoint.ckpt", state)
     while state["step"] < work.steps:
         for batch in islice(loader, work.steps - state["step"]):
-            fabric.backward(work.mean(ddp, batch))
+            loss = work.mean(ddp, batch)
+            fabric.backward(loss)
             fabric.clip_gradients(ddp, optimizer, max_norm=work.clip)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             state["step"] += 1
+            work.report(fabric.all_reduce(loss.detach(), reduce_op="mean").item())
             if state["step"] == work.save_after:
                 fabric.save("checkpoint.ckpt", state)
     return model

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ddp_tutorial.peers.work import Work
 from ddp_tutorial.world import World
@@ -35,6 +35,18 @@ class UnshuffledTrainer(Trainer):
         return SequentialSampler(self.train_dataset)
 
 
+class Reporting(TrainerCallback):
+    """Report the mean loss that the Trainer logs."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        """Report the loss, if there is one."""
+        if "loss" in logs:
+            self.work.report(logs["loss"])
+
+
 def train(_: World, work: Work) -> nn.Module:
     """Train with the Trainer."""
     model = WithLoss(work)
@@ -46,7 +58,7 @@ def train(_: World, work: Work) -> nn.Module:
         per_device_train_batch_size=work.per_rank,
         max_grad_norm=work.clip,
         remove_unused_columns=False,
-        logging_strategy="no",
+        logging_steps=1,
         save_strategy="steps" if work.save_after else "no",
         save_steps=work.save_after or 1,
         report_to="none",
@@ -54,5 +66,7 @@ def train(_: World, work: Work) -> nn.Module:
     )
     kind = Trainer if work.shuffle else UnshuffledTrainer
     trainer = kind(model, arguments, train_dataset=work.samples, optimizers=(optimizer, work.scheduler(optimizer)))
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Reporting(work))
     trainer.train(resume_from_checkpoint=work.resume)
     return model.model

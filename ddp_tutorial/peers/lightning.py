@@ -21,7 +21,13 @@ class Module(LightningModule):
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
         """Return the loss of a batch."""
-        return self.work.mean(self.model, batch)
+        loss = self.work.mean(self.model, batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Report the mean loss of the step."""
+        self.work.report(self.trainer.callback_metrics["loss"].item())
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and a scheduler that advances after each step."""

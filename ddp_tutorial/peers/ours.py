@@ -7,7 +7,7 @@ from ddp_tutorial.checkpoint.config import CheckpointConfig
 from ddp_tutorial.peers.work import Work
 
 
-def train(world: World, work: Work, *, shared_memory: bool = True) -> nn.Module:
+def train(world: World, work: Work, *, shared_memory: bool = False) -> nn.Module:
     """Train with this package."""
     model = work.model()
     source = make_source(work.samples, work.per_rank * world.size, world, seed=0 if work.shuffle else None)
@@ -19,5 +19,7 @@ def train(world: World, work: Work, *, shared_memory: bool = True) -> nn.Module:
         checkpoint=CheckpointConfig(every=work.save_after or 0),
         resume="auto" if work.resume else "never",
     )
-    Trainer(model, source, work.loss, world, config, optimizer=work.optimizer, scheduler=work.scheduler).train()
+    trainer = Trainer(model, source, work.loss, world, config, optimizer=work.optimizer, scheduler=work.scheduler)
+    for loss in trainer.train().losses:
+        work.report(loss)
     return model

@@ -3,6 +3,7 @@
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -29,12 +30,16 @@ def train(world: World, work: Work) -> nn.Module:
     while step < work.steps:
         sampler.set_epoch(step // len(loader))
         for batch in islice(loader, work.steps - step):
-            work.mean(ddp, batch).backward()
+            loss = work.mean(ddp, batch)
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             step += 1
+            mean = loss.detach()
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            work.report(mean.item())
             if step == work.save_after and world.rank == 0:
                 saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save({**saved, "scheduler": scheduler.state_dict()}, "checkpoint.pt")

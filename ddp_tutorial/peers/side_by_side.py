@@ -31,11 +31,13 @@ class Outcome:
     Attributes:
         weights: The final weights.
         seconds: The mean time of a step, including everything that the trainer does between steps.
+        losses: The loss of each step that the trainer reports: the mean over all ranks.
         seen: This rank's sample numbers in each step. Only `resume_with` records them.
     """
 
     weights: dict[str, torch.Tensor]
     seconds: float
+    losses: list[float] = field(default_factory=list)
     seen: list[list[int]] = field(default_factory=list)
 
     def distance(self, other: "Outcome") -> float:
@@ -130,6 +132,7 @@ def _shared_folder(world: World) -> Iterator[None]:
 def _train(world: World, name: str, work: Work) -> Outcome:
     train: Callable[[World, Work], nn.Module] = importlib.import_module(f"ddp_tutorial.peers.{name}").train
     calls: list[float] = []
+    losses: list[float] = []
 
     def timed() -> nn.Module:
         model = work.model()
@@ -138,8 +141,8 @@ def _train(world: World, name: str, work: Work) -> Outcome:
 
     gc.freeze()  # some trainers collect garbage at the end, which takes seconds with existing objects
     dist.barrier()  # start together
-    model = train(world, replace(work, model=timed))
+    model = train(world, replace(work, model=timed, report=losses.append))
     calls = calls[-work.steps :]
     warm = min(_WARM, len(calls) // 2)
     seconds = (calls[-1] - calls[warm]) / max(1, len(calls) - 1 - warm)
-    return Outcome({key: value.detach().clone() for key, value in model.state_dict().items()}, seconds)
+    return Outcome({key: value.detach().clone() for key, value in model.state_dict().items()}, seconds, losses)

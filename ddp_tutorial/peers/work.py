@@ -54,6 +54,7 @@ class Work:
         shuffle: Whether to shuffle the samples in each epoch. Otherwise, they are used in order.
         save_after: The step after which to write a checkpoint to the working directory.
         resume: Whether to resume from this checkpoint.
+        report: Called once for each step, with the mean loss over all ranks.
     """
 
     model: Callable[[], nn.Module]
@@ -66,6 +67,7 @@ class Work:
     shuffle: bool = False
     save_after: int | None = None
     resume: bool = False
+    report: Callable[[float], object] = lambda loss: None
 
     def mean(self, model: Any, batch: Batch) -> Tensor:
         """Return the mean loss over this rank's samples, as most scripts compute it."""
