@@ -156,7 +156,7 @@ def take_turns(world: World) -> dict[str, Any]:
 
 
 def test_rank_zero_goes_first_and_its_failure_reaches_the_others(heard: list[dict[str, Any]], nprocs: int) -> None:
-    said = [each["run_interleaved"] for each in heard]
+    said = [each["take_turns"] for each in heard]
     last = nprocs - 1
     for rank in range(nprocs):
         if rank == 0:

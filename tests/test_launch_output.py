@@ -142,7 +142,8 @@ def test_a_rank_that_cannot_be_killed_is_named_with_its_process_and_not_waited_f
     assert note in caught.value._render_traceback_()  # what a notebook shows
 
 
-def test_a_crowd_is_told_when_it_is_launched(capsys, monkeypatch):
-    monkeypatch.setattr(f"{launch.__module__}.crowd", lambda ranks, device, cores: f"{ranks} are many")
+def test_too_many_ranks_for_the_cores_cause_a_warning(capsys, monkeypatch):
+    warn = f"{launch.__module__}.oversubscription_warning"
+    monkeypatch.setattr(warn, lambda ranks, device, cores: f"{ranks} are many")
     launch(lambda world: None, 1, device="cpu")
     assert capsys.readouterr().out == "1 are many\n"

@@ -32,6 +32,7 @@ def ring_all_reduce(world: World, tensor: torch.Tensor) -> list[Message]:
     Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
     Args:
+        world: The ranks.
         tensor: On the CPU, of any shape.
 
     Returns:

@@ -39,6 +39,7 @@ class Reporting(TrainerCallback):
     """Report the mean loss that the Trainer logs."""
 
     def __init__(self, work: Work) -> None:
+        """Report to `work`."""
         self.work = work
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
