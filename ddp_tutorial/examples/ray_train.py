@@ -67,11 +67,7 @@ def work(asked: dict[str, Any]) -> None:
 
 
 def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = work) -> TorchTrainer:
-    """Return Ray's trainer of a run that can resume.
-
-    Raises:
-        ConfigError: The options do not allow the run to resume.
-    """
+    """Return Ray's trainer of a run that can resume. Raises `ConfigError` if `options` do not allow it to."""
     if not options.name or not options.checkpoint.every or options.checkpoint.background:
         raise ConfigError("a run on Ray goes on where it was: give it a name=, checkpoint.every=, and no background")
     kept = options.checkpoint.keep_last
@@ -91,10 +87,7 @@ def trainer(options: digits.Options, work: Callable[[dict[str, Any]], None] = wo
 
 
 def start(processors: int) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start a Ray instance that stops with this process.
-
-    The output of the workers is not forwarded to this process.
-    """
+    """Connect to the cluster of RAY_ADDRESS, or start a Ray instance that stops with this process."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:
