@@ -469,8 +469,8 @@ def test_evaluation_happens_in_eval_mode_and_counts_no_more_than_there_is() -> N
     model = ModelConfig(**(TINY.model_dump() | {"dropout": 0.5}))
     trainer = make_trainer(changed(QUICK, corpus="stories:20", model=model, eval_samples=10_000), World())
     assert trainer.evaluate() == trainer.evaluate()
-    assert trainer.held_out is not None
-    tokens = trainer.held_out.fetch(np.arange(len(trainer.held_out)))["tokens"].long()
+    assert trainer.validation_data is not None
+    tokens = trainer.validation_data.fetch(np.arange(len(trainer.validation_data)))["tokens"].long()
     trainer.model.eval()
     wanted = F.cross_entropy(trainer.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).item()
     assert trainer.best.evaluations[0]["loss"] == pytest.approx(wanted, rel=0, abs=1e-5)

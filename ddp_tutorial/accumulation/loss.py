@@ -133,9 +133,10 @@ class StepLoss:
         self._micro_batches, self._parts, self._summed = micro_batches, {}, None
 
     def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
-        """The loss of one micro-batch, as a part of the mean over all ranks, times `precision.loss_scale` and `times`.
+        """Return the loss of one micro-batch: its part of the mean over all ranks.
 
-        The first call is collective: what is wrong with the loss on some rank is raised on all, as `LossError`.
+        The result is multiplied by `precision.loss_scale` and by `loss_multiplier`. The first call is collective: if
+        the loss is wrong on some rank, all ranks raise `LossError`.
         """
         if self.names:
             total, parts = self._call(model, batch)
@@ -192,10 +193,10 @@ class StepLoss:
         Raises `ValueError`, on all ranks, where no rank has counted anything: there is no mean of nothing.
         """
         assert self._summed is not None, "finish comes after reduce"
-        *numbers, votes, path, squares = self._summed()
+        *numbers, stop_flags, path, squares = self._summed()
         self._summed = None
         sums, counts = (dict(zip(self.names, numbers[i::2], strict=True)) for i in range(2))
-        totals = Totals(sums, counts, votes, same_path=self.world.size * squares == path**2)  # no variance
+        totals = Totals(sums, counts, stop_flags, same_path=self.world.size * squares == path**2)  # no variance
         count = totals.counts[LOSS]
         if count == 0:
             raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")

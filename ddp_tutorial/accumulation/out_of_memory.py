@@ -24,16 +24,16 @@ from ddp_tutorial.config import FailedError
 
 class OutOfMemoryError(FailedError):
     """Ranks have run out of memory in forward; raised on all ranks, before any of them has begun the backward in which
-    they talk. `told` is the allocator's message, on the ranks that have failed."""
+    they talk. `description` is the allocator's message, on the ranks that have failed."""
 
     def __init__(self, ranks: tuple[int, ...], description: str = "") -> None:
         super().__init__(
             f"rank {', '.join(map(str, ranks))} ran out of memory in forward{description and f': {description}'}"
         )
-        self.ranks, self.told = ranks, description
+        self.ranks, self.description = ranks, description
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...], str]]:
-        return OutOfMemoryError, (self.ranks, self.told)
+        return OutOfMemoryError, (self.ranks, self.description)
 
 
 class BackwardOutOfMemoryError(FailedError):
@@ -55,17 +55,17 @@ class OutOfMemoryAgreement(StepLoss):
     def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
         if not self.names:  # the first step
             return super().forward(model, batch, loss_multiplier)
-        part, told = None, ""
+        part, description = None, ""
         try:
             part = super().forward(model, batch, loss_multiplier)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            told = str(error).partition("\n")[0]
+            description = str(error).partition("\n")[0]
         failed = torch.zeros(self.world.size, device=self.world.device)
         failed[self.world.rank] = part is None
         ranks = tuple(rank for rank, has in enumerate(all_reduce_sum(self.world, failed).tolist()) if has)
         if ranks:
-            raise OutOfMemoryError(ranks, told)
+            raise OutOfMemoryError(ranks, description)
         assert part is not None, "it has not failed here"
         return part

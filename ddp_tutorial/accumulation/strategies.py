@@ -97,10 +97,10 @@ class DDPStrategy(ReplicatedStrategy):
             ) from error
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        checkpoint_components = super().checkpoint_components(optimizer)
+        components = super().checkpoint_components(optimizer)
         if self.model.kept is not None:  # what a rank has yet to send
-            checkpoint_components["compression"] = (self.model.kept, "per_rank")
-        return checkpoint_components
+            components["compression"] = (self.model.kept, "per_rank")
+        return components
 
 
 def require_local_forward(model: nn.Module) -> None:

@@ -16,8 +16,12 @@ Part = tuple[Any, str]
 
 
 class Strategy(Protocol):
-    """After `backward`, every rank holds the gradient of the mean loss over the micro-batches of all ranks, or its part
-    of that, times the scale of its `Precision`. All methods but `per_rank` and the state's are collective."""
+    """A way to compute the gradient on several ranks.
+
+    After `backward`, every rank holds the gradient of the mean loss over the micro-batches of all ranks, or its shard
+    of that gradient, times the scale of its `Precision`. All methods are collective, except `micro_batches_per_rank`,
+    `state_dict` and `load_state_dict`.
+    """
 
     link: Link | None  # what carries the gradients, where Python sees it
 

@@ -169,7 +169,7 @@ class Instrumentation:
     def __init__(
         self,
         module: nn.Module,
-        sights: Collection[Observable],
+        observes: Collection[Observable],
         begins: Sequence[Callable[[tuple[Any, ...]], object]] = (),
         ends: Sequence[Callable[[Any], object]] = (),
         device: torch.device = torch.device("cpu"),
@@ -178,12 +178,12 @@ class Instrumentation:
 
         Args:
             module: The model without its data-parallel wrapper.
-            sights: The observations to record.
+            observes: The observations to record.
             begins: Called with the inputs before each forward pass in training.
             ends: Called with the output after each forward pass in training.
             device: The device of the model.
         """
-        self.module, self.observes, self.device = module, frozenset(sights), device
+        self.module, self.observes, self.device = module, frozenset(observes), device
         self._begins, self._ends = begins, ends
         self._stack = ExitStack()
         self._seen = StepObservation()

@@ -108,8 +108,8 @@ class PipelineStrategy:
         """Return the model and the optimizer state as sharded components, and the optimizer's parameter groups."""
         written = {name for name in self.weights.own if self._is_first(name)} if self.pipeline.number == 0 else set()
         state, model = _StagesState(optimizer, self.pipeline.named, written), StageWeightsState(self.weights, written)
-        checkpoint_components: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
-        return checkpoint_components | {"groups": (Groups(optimizer), "replicated")}
+        components: dict[str, Part] = {"model": (model, "sharded"), "optimizer": (state, "sharded")}
+        return components | {"groups": (Groups(optimizer), "replicated")}
 
     def _is_first(self, name: str) -> bool:
         return self.pipeline.owners[name] == self.pipeline.place

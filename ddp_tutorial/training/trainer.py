@@ -65,12 +65,23 @@ class TrainResult:
 
 
 class Trainer:
-    """One training run, seen by one rank. All methods are collective.
+    """One training run, as seen by one rank. All methods are collective.
 
-    `loss(model, batch)` returns a sum and a count, and metrics beside them if it likes (see `accumulation.loss`).
-    `held_out` is a dataset to evaluate on. `optimizer` and `scheduler` may be given, ready or as functions; by default
-    they are those of `config`. `unit` is what the loss counts, for the log. Raises `ConfigError` where these do not fit
-    one another or the world.
+    `loss(model, batch)` returns a sum and a count, and optionally metrics (see `accumulation.loss`).
+
+    Args:
+        model: The model, on the CPU or on this rank's device.
+        source: The source of micro-batches.
+        loss: The loss function.
+        world: The ranks.
+        config: The settings of the run.
+        validation_data: A dataset to evaluate on.
+        optimizer: An optimizer, or a function that makes one from the model. By default, `config` chooses it.
+        scheduler: A schedule, or a function that makes one from the optimizer. By default, `config` chooses it.
+        unit: The name of what the loss counts, for the log.
+
+    Raises:
+        ConfigError: If the arguments do not fit one another or the world.
     """
 
     def __init__(
@@ -88,14 +99,14 @@ class Trainer:
     ) -> None:
         config = config or TrainConfig()
         if validation_data is None and (config.best_model or config.early_stopping.patience):
-            raise ConfigError("'early_stopping' and 'best_model' go by evaluations: give the Trainer held_out samples")
+            raise ConfigError("'early_stopping' and 'best_model' go by evaluations: give the Trainer validation_data")
         self.threads = torch.get_num_threads()  # of the caller; `invariant` uses one thread from here on
         self.train_step = make_train_step(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.options = OptimizerOptions.of(self.train_step.optimizer, self.train_step.scheduler)
         self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
-        self.held_out = None if validation_data is None else as_samples(validation_data)
-        if self.held_out is not None:
-            require_same_samples(self.held_out, world, "held-out samples")
+        self.validation_data = None if validation_data is None else as_samples(validation_data)
+        if self.validation_data is not None:
+            require_same_samples(self.validation_data, world, "held-out samples")
         reseed(config.seed, world.rank, device=world.device)  # different on every rank, for dropout
         self.settings = config.model_dump(mode="json")
         options = config.checkpoint
@@ -148,7 +159,7 @@ class Trainer:
                 self.resume()
                 while not self.is_done():
                     self.step()
-                    if self.held_out is not None and self.is_due(self.config.eval_every):
+                    if self.validation_data is not None and self.is_due(self.config.eval_every):
                         self.evaluate()
                     if self.is_due(self.config.checkpoint.every):
                         self.save()
@@ -195,7 +206,7 @@ class Trainer:
         return find_resume_point(self.world, run, config.resume, self.settings, config.resume_allow, shared=shared)
 
     def resume(self) -> None:
-        """Go on from where `look` has found that it can; without a checkpoint there, from the beginning."""
+        """Resume from the checkpoint that `find_resume_point` returned, or start without one."""
         is_found = self.config.resume == "auto"  # the folder: it may be that of a run which was killed
         for problem in self.start.skipped if self.world.is_main else ():
             LOG.info("passed over: %s", problem)
@@ -259,7 +270,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """The mean loss and metrics over the first `eval_samples` held-out samples, each seen by exactly one rank."""
-        assert self.held_out is not None, "there are no held-out samples"
+        assert self.validation_data is not None, "there are no held-out samples"
         self.log.flush()
         with phase("evaluate"), self.log.paused():
             self.train_step.strategy.sync_buffers()
@@ -268,7 +279,7 @@ class Trainer:
             size = max(1, self.train_step.source.batch_size // micro_batches)
             precision, samples = self.train_step.precision, self.config.eval_samples
             with self.train_step.strategy.evaluation_weights():
-                means = evaluate(self.world, self.model, self.loss, self.held_out, samples, size, precision)
+                means = evaluate(self.world, self.model, self.loss, self.validation_data, samples, size, precision)
             used = self.record.usage.gather()
             # The values are the same on all ranks. But whoever leaves the loop alone makes the others wait for ever.
             with (

@@ -138,9 +138,9 @@ class Unit:
         if work is not None:
             work.wait()
         for index, parameter in enumerate(self.parameters):
-            full_parameters = rows.new_empty(self.layout.shapes[index])
-            self.layout.unpack(rows, index, full_parameters)
-            parameter.data = full_parameters
+            whole = rows.new_empty(self.layout.shapes[index])
+            self.layout.unpack(rows, index, whole)
+            parameter.data = whole
 
     def free(self) -> None:
         """Replace the full parameters by this rank's pieces and release their memory."""
