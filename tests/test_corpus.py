@@ -2,13 +2,16 @@
 
 import json
 import os
+import struct
 import sysconfig
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -18,9 +21,13 @@ from hypothesis import strategies as st
 
 from ddp_tutorial.collectives import digest
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding import corpus as corpora
 from ddp_tutorial.sharding.corpus import Corpus, decode, encode, load_corpus
 from ddp_tutorial.sharding.stories import story, write_stories
+from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.tasks import check_start, train
+from ranks import error_of
 
 
 def digest_of(corpus: Corpus) -> str:
@@ -295,3 +302,73 @@ def test_a_hub_corpus_is_the_train_split_and_a_part_of_it_is_streamed(
 def test_stories_refuse_a_folder_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="is there already"):
         write_stories(3, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- files of tokens
+
+
+def write_tokens(folder: Path, index: bytes = b"", dtype: str = "uint16", vocab: int = 1000) -> np.ndarray:
+    """Write `train.bin`, `val.bin` and their indexes, and return the training tokens."""
+    folder.mkdir(exist_ok=True)
+    train = np.random.default_rng(0).integers(vocab, size=400).astype(dtype)
+    for part, tokens in (("train", train), ("val", train[:60])):
+        tokens.tofile(folder / f"{part}.bin")
+        if index:
+            (folder / f"{part}.idx").write_bytes(index)
+    return train
+
+
+MEGATRON = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 1, 2)  # version 1, int32, one sequence, two documents
+
+
+@pytest.mark.parametrize(("index", "dtype"), [(b"", "uint16"), (MEGATRON, "int32")])
+def test_token_files_are_mapped_as_the_index_specifies(tmp_path: Path, index: bytes, dtype: str) -> None:
+    written = write_tokens(tmp_path / "tokens", index, dtype)
+    corpus = load_corpus(f"bin:{tmp_path / 'tokens'}")
+    assert corpus.train.numpy().dtype == dtype
+    assert np.array_equal(corpus.train.numpy(), written)
+    assert np.array_equal(corpus.valid.numpy(), written[:60])
+
+
+@pytest.mark.parametrize(
+    ("content", "index", "message"),
+    [
+        (b"abc", b"", "must contain tokens of 2 bytes each (uint16), got 3 bytes"),
+        (b"", b"", "got 0 bytes"),
+        (b"abcd", b"not an index", "is not an index of Megatron-LM"),
+        (b"abcd", MEGATRON.replace(b"\x01" + bytes(7) + b"\x04", b"\x02" + bytes(7) + b"\x04"), "got version 2 and"),
+        (b"abcd", MEGATRON.replace(b"\x04", b"\x06", 1), "got version 1 and type 6"),
+    ],
+)
+def test_damaged_token_files_are_refused(tmp_path: Path, content: bytes, index: bytes, message: str) -> None:
+    write_tokens(tmp_path, index)
+    (tmp_path / "train.bin").write_bytes(content)
+    assert message in error_of(lambda: load_corpus(f"bin:{tmp_path}"))
+
+
+def test_a_folder_without_token_files_is_refused(tmp_path: Path) -> None:
+    assert "there is no file" in error_of(lambda: load_corpus(f"bin:{tmp_path}"))
+
+
+def tokens_config(folder: Path, **values: Any) -> TaskConfig:
+    model = {"layers": 1, "heads": 1, "width": 8, "context": 8, "vocab": 1000}
+    common = {"corpus": f"bin:{folder}", "model": model, "device": "cpu", "batch_size": 6, "warmup_steps": 2}
+    return TaskConfig.model_validate(common | {"steps": 6, "checkpoint": {"every": 2}} | values)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "dispatched", "fast_stream", "streamed"])
+def test_every_source_trains_on_token_files_and_resumes_exactly(workdir: Path, kind: str) -> None:
+    write_tokens(workdir / "tokens")
+    config = tokens_config(workdir / "tokens", source={"kind": kind}, schedule_steps=6)
+    weights = {result.weights for result in launch(train, 2, config, echo=False)}
+    for steps in (3, 6):
+        half = config.model_copy(update={"steps": steps, "name": "half", "resume": "auto", "resume_allow": ("steps",)})
+        resumed = launch(train, 2, half, echo=False)
+    assert {result.weights for result in resumed} == weights
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_ranks_start(workdir: Path) -> None:
+    write_tokens(workdir / "tokens")
+    config = tokens_config(workdir / "tokens", model={"vocab": 256, "context": 8})
+    assert "'model.vocab' must be greater than every token" in error_of(lambda: check_start(config, 2))
+    assert not (workdir / "runs").exists()

@@ -45,7 +45,7 @@ def test_one_process_finds_the_loss_that_two_ranks_have_logged(result: TrainResu
     found = evaluate(result.run)
     assert found["eval_loss"] == pytest.approx(result.eval_losses[20], rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
-    assert found["bits_per_byte"] == pytest.approx(found["eval_loss"] / math.log(2))
+    assert found["bits_per_token"] == pytest.approx(found["eval_loss"] / math.log(2))
     assert (found["samples"], found["tokens"]) == (32, 32 * 32)
     assert evaluate(result.run, samples=64)["eval_loss"] != found["eval_loss"]
 

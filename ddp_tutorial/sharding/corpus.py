@@ -7,6 +7,8 @@ For custom text, `text:PATH` is a file or a folder. `json:PATH` and `parquet:PAT
 column. Its name is `text` unless specified, as in `json:notes.jsonl#body`. `hub:OWNER/NAME` is a dataset on the Hugging
 Face Hub. `hub:OWNER/NAME[:20000]` is its first 20,000 documents, which are streamed, so that the rest is not
 downloaded. These three kinds are read with `datasets`, and the tokens are cached under runs/cache.
+
+`bin:FOLDER` maps the files `train.bin` and `val.bin` of tokens; see token_files.py.
 """
 
 import hashlib
@@ -24,6 +26,7 @@ import torch
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.files import RUNS, build_once
 from ddp_tutorial.sharding.stories import story
+from ddp_tutorial.sharding.token_files import map_tokens
 
 STORIES = Path(__file__).parents[2] / "data" / "stories"
 
@@ -35,7 +38,7 @@ CACHE = RUNS / "cache"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus as tokens: one-dimensional uint8 tensors.
+    """A corpus as one-dimensional tensors of tokens: uint8 for text, otherwise the integers of the token files.
 
     Attributes:
         name: The name of the corpus.
@@ -58,10 +61,12 @@ def load_corpus(name: str) -> Corpus:
         ConfigError: If the corpus is unknown, does not exist, or is empty.
     """
     kind, _, argument = name.partition(":")
+    if kind == "bin":
+        return Corpus(name, *(map_tokens(Path(argument) / f"{part}.bin") for part in ("train", "val")))
     if kind in _READERS:
         return Corpus(name, *_split(name, _READERS[kind](argument)))
     if kind not in _DATASETS:
-        raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted([*_READERS, *_DATASETS]))}")
+        raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted([*_READERS, *_DATASETS, 'bin']))}")
     folder = _cache_of(kind, argument)
 
     def fill(unfinished: Path) -> None:

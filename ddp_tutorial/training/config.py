@@ -234,6 +234,7 @@ class ModelConfig(Config):
     heads: int = Field(4, ge=1, description="Attention heads; must divide `width`.")
     width: int = Field(128, ge=1, description="Size of the embeddings.")
     context: int = Field(128, ge=1, description="Tokens in a sample.")
+    vocab: int = Field(256, ge=2, description="Size of the vocabulary; text has one token per byte, of 256.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability.")
     recompute: bool = Field(
         False, description="Recompute the activations of a block in the backward pass instead of storing them."
@@ -251,7 +252,8 @@ class TaskConfig(TrainConfig):
 
     task: str = Field("gpt", description="Task in `TASKS`: it builds the model, the data and the loss.")
     corpus: str = Field(
-        "python", description="Text to train on: python, stories, text:PATH, json:PATH, parquet:PATH or hub:OWNER/NAME."
+        "python",
+        description="Data to train on: python, stories, text:, json:, parquet: or bin:PATH, or hub:OWNER/NAME.",
     )
     model: ModelConfig = Field(ModelConfig(), description="Size of the GPT that task gpt trains.")
     source: SourceConfig = Field(SourceConfig(), description="How samples are read and distributed.")

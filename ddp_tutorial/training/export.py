@@ -34,6 +34,11 @@ def config_of(run: str | Path) -> TaskConfig:
     return check(TaskConfig, content, origin=str(path))
 
 
+def has_bytes(config: TaskConfig) -> bool:
+    """Return whether the tokens of the corpus are the bytes of text."""
+    return not config.corpus.startswith("bin:")
+
+
 def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False) -> nn.Module:
     """The model that a run has ended with, in evaluation mode; of one that has not ended, that of its newest valid
     checkpoint. With `best`, the one that `best_model` has kept.
@@ -64,8 +69,8 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
 def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False) -> dict[str, Any]:
     """The loss on held-out text: the same samples as in training, or the first `samples`. One process, which is enough.
 
-    Besides nats per token, as perplexity, and as bits per byte (a token is a byte): what it would take to write the
-    text down.
+    Besides nats per token, as perplexity, and as bits per token: what it would take to write the text down. A token of
+    text is a byte.
     """
     config, model = config_of(run), load(run, best=best)
     world, task = World(device=choose_device(config.device if config.device == "cpu" else "auto")), task_of(config)
@@ -75,7 +80,7 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
     return {
         "eval_loss": means["loss"],
         "perplexity": math.exp(means["loss"]),
-        "bits_per_byte": means["loss"] / math.log(2),
+        "bits_per_token": means["loss"] / math.log(2),
         "samples": count,
         task.unit: count * task.units_per_sample(config),
     }
@@ -91,6 +96,8 @@ def sample(
     model = load(run, best=best)
     if not isinstance(model, GPT):
         raise ConfigError(f"{run} has trained no language model: only one of task gpt can write")
+    if not has_bytes(config_of(run)):
+        raise ConfigError(f"{run} was trained on tokens, not on bytes: load its model, and use your tokenizer")
     return decode(model.generate(encode(prompt), length, temperature=temperature, seed=seed))
 
 

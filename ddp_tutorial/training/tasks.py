@@ -27,6 +27,7 @@ from ddp_tutorial.sharding.corpus import is_cached, load_corpus
 from ddp_tutorial.sharding.samples import Data, TokenBlocks
 from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import check_source, make_source
+from ddp_tutorial.sharding.token_files import largest_token
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
@@ -53,6 +54,11 @@ def _gpt(config: TaskConfig) -> nn.Module:
 
 def _token_blocks(config: TaskConfig) -> tuple[Data, Data]:
     corpus = load_corpus(config.corpus)
+    if (largest := max(map(largest_token, (corpus.train, corpus.valid)))) >= config.model.vocab:
+        raise ConfigError(
+            f"'model.vocab' must be greater than every token of corpus {config.corpus!r}, got {config.model.vocab}, "
+            f"but found token {largest}; set model.vocab to the tokenizer's vocabulary size"
+        )
     return TokenBlocks(corpus.train, config.model.context), TokenBlocks(corpus.valid, config.model.context)
 
 

@@ -1,0 +1,66 @@
+"""Map files of tokens into memory, in the formats of nanoGPT and Megatron-LM.
+
+nanoGPT's `prepare.py` writes `train.bin` and `val.bin`, which contain tokens as unsigned 16-bit integers and nothing
+else. Megatron's `preprocess_data.py` writes `PREFIX.bin` and `PREFIX.idx`. The header of the index specifies the type
+of the tokens.
+
+The files are not read, but mapped: a sample costs the pages that contain it, and a file may be larger than memory.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_tutorial.config import ConfigError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<QB")  # after the magic: the version, and the code of the type
+_TYPES: dict[int, type[np.integer[Any]]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+def map_tokens(path: Path) -> torch.Tensor:
+    """Return the tokens of a `.bin` file as a one-dimensional tensor that is mapped into memory.
+
+    Args:
+        path: The file. If there is an index beside it, with the suffix `.idx`, the index specifies the type of the
+            tokens. Otherwise the tokens are unsigned 16-bit integers.
+
+    Raises:
+        ConfigError: If the file does not exist or is empty, if its size is not a multiple of the token's size, or if
+            the index is damaged or of an unknown version.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {str(path)!r}; write it with nanoGPT's prepare.py, for example")
+    index = path.with_suffix(".idx")
+    dtype = np.dtype(_type_of(index) if index.is_file() else np.uint16)
+    size = path.stat().st_size
+    if not size or size % dtype.itemsize:
+        raise ConfigError(
+            f"{str(path)!r} must contain tokens of {dtype.itemsize} bytes each ({dtype}), got {size} bytes; "
+            "is the file complete?"
+        )
+    # "c" is copy on write: torch requires writable memory, and the file must not change.
+    return torch.from_numpy(np.memmap(path, dtype=dtype, mode="c"))
+
+
+def _type_of(index: Path) -> type[np.integer[Any]]:
+    """Return the type of the tokens that an index of Megatron-LM specifies."""
+    with index.open("rb") as file:
+        head = file.read(len(_MAGIC) + _HEADER.size)
+    if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
+        raise ConfigError(f"{str(index)!r} is not an index of Megatron-LM; remove it if the tokens are 16-bit integers")
+    version, code = _HEADER.unpack(head[len(_MAGIC) :])
+    if version != 1 or code not in _TYPES:
+        raise ConfigError(
+            f"{str(index)!r} must have version 1 and an integer type ({', '.join(map(str, _TYPES))}), got version "
+            f"{version} and type {code}"
+        )
+    return _TYPES[code]
+
+
+def largest_token(tokens: torch.Tensor, count: int = 1 << 20) -> int:
+    """Return the largest of the first and the last `count` tokens. Reading a whole file could take minutes."""
+    return max(int(part.long().max()) for part in (tokens[:count], tokens[-count:]))
