@@ -18,7 +18,14 @@ from ddp_tutorial.config import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QB")  # after the magic: the version, and the code of the type
-_TYPES: dict[int, type[np.integer[Any]]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_TYPES: dict[int, type[np.integer[Any]]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
 
 
 def map_tokens(path: Path) -> torch.Tensor:
