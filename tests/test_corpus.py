@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +26,11 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding import corpus as corpora
 from ddp_tutorial.sharding.corpus import Corpus, decode, encode, load_corpus
 from ddp_tutorial.sharding.stories import story, write_stories
+from ddp_tutorial.sharding.tokenizer import Tokenizer, load_tokenizer, tokenize
 from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.export import sample
 from ddp_tutorial.training.tasks import check_start, train
+from ddp_tutorial.world import World
 from ranks import error_of
 
 
@@ -370,5 +374,57 @@ def test_every_source_trains_on_token_files_and_resumes_exactly(workdir: Path, k
 def test_a_token_outside_the_vocabulary_is_refused_before_ranks_start(workdir: Path) -> None:
     write_tokens(workdir / "tokens")
     config = tokens_config(workdir / "tokens", model={"vocab": 256, "context": 8})
-    assert "'model.vocab' must be greater than every token" in error_of(lambda: check_start(config, 2))
+    assert "'model.vocab' must be at least 99" in error_of(lambda: check_start(config, 2))
+    assert not (workdir / "runs").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def write_tokenizer(path: Path) -> Tokenizer:
+    """Train a byte-level BPE with 300 tokens on stories, and write it."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator((story(number) for number in range(20)), trainer)
+    inner.save(str(path))
+    return load_tokenizer(str(path))
+
+
+def test_a_tokenizer_encodes_documents_and_separates_them(workdir: Path) -> None:
+    tokenizer = write_tokenizer(workdir / "tokenizer.json")
+    assert (tokenizer.vocab, tokenizer.separator) == (300, (0,))
+    text, corpus = load_corpus("stories:60"), tokenize(load_corpus("stories:60"), "tokenizer.json")
+    pieces = np.split(corpus.train.numpy(), np.flatnonzero(corpus.train.numpy() == 0))
+    tokens = [torch.from_numpy(piece[piece != 0].astype(np.int64)) for piece in pieces]
+    assert [tokenizer.decode(each).encode() for each in tokens] == documents(text.train)
+    assert len(corpus.train) < len(text.train)
+    assert tokenize(text, "bytes") is text
+
+
+def test_a_run_with_a_tokenizer_trains_on_its_tokens_and_generates_text(workdir: Path) -> None:
+    tokenizer = write_tokenizer(workdir / "tokenizer.json")
+    model = {"layers": 1, "heads": 1, "width": 8, "context": 8, "vocab": tokenizer.vocab}
+    values = {"corpus": "stories:60", "tokenizer": "tokenizer.json", "model": model, "steps": 3, "warmup_steps": 1}
+    config = TaskConfig.model_validate({"device": "cpu", "name": "bpe", **values})
+    check_start(config, 2)
+    [first, _] = launch(train, 2, config, echo=False)
+    assert first.losses[0] == pytest.approx(np.log(tokenizer.vocab), rel=0.05)
+    assert sample("runs/bpe", "Once upon", length=5).startswith("Once upon")
+    small = config.model_copy(update={"model": {"vocab": 256, "context": 8}, "name": "small"})
+    assert "'model.vocab' must be at least 300" in error_of(lambda: train(World(), small))
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "is not a file"), ("{}", "cannot be loaded")])
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_ranks_start(
+    workdir: Path, content: str | None, message: str
+) -> None:
+    if content:
+        (workdir / "tokenizer.json").write_text(content)
+    config = TaskConfig(tokenizer="tokenizer.json")
+    assert message in error_of(lambda: check_start(config, 2))
     assert not (workdir / "runs").exists()

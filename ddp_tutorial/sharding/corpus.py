@@ -33,6 +33,9 @@ STORIES = Path(__file__).parents[2] / "data" / "stories"
 # One in this many documents, chosen by its position in the list, belongs to the validation set.
 VALIDATION_EVERY = 20
 
+# The byte between two documents: NUL, which does not occur in text.
+SEPARATOR = 0
+
 CACHE = RUNS / "cache"
 
 
@@ -118,8 +121,7 @@ def decode(tokens: torch.Tensor) -> str:
 
 
 def _tokens(documents: list[bytes]) -> torch.Tensor:
-    # a NUL byte, which does not occur in text, separates the documents
-    return torch.from_numpy(np.frombuffer(b"\0".join(documents), dtype=np.uint8).copy())
+    return torch.from_numpy(np.frombuffer(bytes([SEPARATOR]).join(documents), dtype=np.uint8).copy())
 
 
 def _read_python(argument: str) -> list[bytes]:

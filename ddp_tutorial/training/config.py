@@ -234,7 +234,7 @@ class ModelConfig(Config):
     heads: int = Field(4, ge=1, description="Attention heads; must divide `width`.")
     width: int = Field(128, ge=1, description="Size of the embeddings.")
     context: int = Field(128, ge=1, description="Tokens in a sample.")
-    vocab: int = Field(256, ge=2, description="Size of the vocabulary; text has one token per byte, of 256.")
+    vocab: int = Field(256, ge=2, description="Size of the vocabulary; tokenizer bytes has 256 tokens.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability.")
     recompute: bool = Field(
         False, description="Recompute the activations of a block in the backward pass instead of storing them."
@@ -254,6 +254,9 @@ class TaskConfig(TrainConfig):
     corpus: str = Field(
         "python",
         description="Data to train on: python, stories, text:, json:, parquet: or bin:PATH, or hub:OWNER/NAME.",
+    )
+    tokenizer: str = Field(
+        "bytes", description="`bytes`, or the path of a tokenizer.json of Hugging Face; set `model.vocab` to its size."
     )
     model: ModelConfig = Field(ModelConfig(), description="Size of the GPT that task gpt trains.")
     source: SourceConfig = Field(SourceConfig(), description="How samples are read and distributed.")
@@ -288,6 +291,11 @@ class TaskConfig(TrainConfig):
         """
         times = self.batch_size / self.learning_rate_batch
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the corpus contains tokens, so that no tokenizer is applied to it."""
+        return self.corpus.startswith("bin:")
 
     @property
     def group_options(self) -> dict[str, Any]:

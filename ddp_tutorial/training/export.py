@@ -14,7 +14,7 @@ from ddp_tutorial.checkpoint.storage import stored
 from ddp_tutorial.config import ConfigError, check
 from ddp_tutorial.files import directory_written_atomically, write_json
 from ddp_tutorial.runs.folder import folder_of
-from ddp_tutorial.sharding.corpus import decode, encode
+from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.evaluation import evaluate as evaluate_here
 from ddp_tutorial.training.gpt import GPT
@@ -32,11 +32,6 @@ def config_of(run: str | Path) -> TaskConfig:
             f"{run} was made by a script, not from a config: its script knows the model. See ddp_tutorial.load"
         )
     return check(TaskConfig, content, origin=str(path))
-
-
-def has_bytes(config: TaskConfig) -> bool:
-    """Return whether the tokens of the corpus are the bytes of text."""
-    return not config.corpus.startswith("bin:")
 
 
 def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False) -> nn.Module:
@@ -96,9 +91,15 @@ def sample(
     model = load(run, best=best)
     if not isinstance(model, GPT):
         raise ConfigError(f"{run} has trained no language model: only one of task gpt can write")
-    if not has_bytes(config_of(run)):
-        raise ConfigError(f"{run} was trained on tokens, not on bytes: load its model, and use your tokenizer")
-    return decode(model.generate(encode(prompt), length, temperature=temperature, seed=seed))
+    config = config_of(run)
+    if config.has_tokens and config.tokenizer == BYTES:
+        raise ConfigError(
+            f"{run} was trained on {config.corpus!r} without a tokenizer, so its tokens are not text; train with "
+            "tokenizer=PATH of the tokenizer.json that made the tokens"
+        )
+    tokenizer = load_tokenizer(config.tokenizer)
+    generated = model.generate(tokenizer.encode(prompt), length, temperature=temperature, seed=seed)
+    return tokenizer.decode(generated)
 
 
 def export(run: str | Path, folder: Path, *, best: bool = False) -> None:

@@ -28,6 +28,7 @@ from ddp_tutorial.sharding.samples import Data, TokenBlocks
 from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import check_source, make_source
 from ddp_tutorial.sharding.token_files import largest_token
+from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer, tokenize
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
@@ -54,10 +55,15 @@ def _gpt(config: TaskConfig) -> nn.Module:
 
 def _token_blocks(config: TaskConfig) -> tuple[Data, Data]:
     corpus = load_corpus(config.corpus)
-    if (largest := max(map(largest_token, (corpus.train, corpus.valid)))) >= config.model.vocab:
+    if config.has_tokens:
+        vocab = 1 + max(map(largest_token, (corpus.train, corpus.valid)))
+    else:
+        vocab = load_tokenizer(config.tokenizer).vocab
+        corpus = tokenize(corpus, config.tokenizer)
+    if vocab > config.model.vocab:
         raise ConfigError(
-            f"'model.vocab' must be greater than every token of corpus {config.corpus!r}, got {config.model.vocab}, "
-            f"but found token {largest}; set model.vocab to the tokenizer's vocabulary size"
+            f"'model.vocab' must be at least {vocab} for the tokens of corpus {config.corpus!r} with tokenizer "
+            f"{config.tokenizer!r}, got {config.model.vocab}; set model.vocab={vocab}"
         )
     return TokenBlocks(corpus.train, config.model.context), TokenBlocks(corpus.valid, config.model.context)
 
@@ -106,7 +112,8 @@ def source_of(config: TaskConfig, world: World) -> Source:
 def check_start(config: TaskConfig, ranks: int) -> None:
     """Raise an error where `train` would on so many ranks, as far as can be known without them, and without writing: a
     corpus that is first to be downloaded or converted is not looked at."""
-    if is_cached(config.corpus):
+    load_tokenizer(config.tokenizer)
+    if is_cached(config.corpus) and (config.has_tokens or config.tokenizer == BYTES):
         train, _ = samples_of(config, World())
         if isinstance(train, TokenBlocks):
             check_source(train, config.batch_size, World(0, ranks, 0, ranks), config.source)

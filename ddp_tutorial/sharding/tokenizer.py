@@ -1,0 +1,95 @@
+"""Tokenizers: bytes by default, or a `tokenizer.json` of Hugging Face's `tokenizers`."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.files import build_once
+from ddp_tutorial.sharding.corpus import CACHE, SEPARATOR, Corpus, decode, encode
+
+BYTES = "bytes"
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")  # the first that the tokenizer knows
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Functions between text and tokens.
+
+    Attributes:
+        encode: Returns the tokens of a text [tokens] (int64).
+        decode: Returns the text of tokens.
+        separator: The tokens between two documents.
+        vocab: The size of the vocabulary.
+    """
+
+    encode: Callable[[str], torch.Tensor]
+    decode: Callable[[torch.Tensor], str]
+    separator: tuple[int, ...]
+    vocab: int
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer `bytes`, or that of a file `tokenizer.json`.
+
+    Raises:
+        ConfigError: If the file does not exist or contains no tokenizer, or if `tokenizers` is not installed.
+    """
+    if name == BYTES:
+        return Tokenizer(encode, decode, (SEPARATOR,), 256)
+    if not Path(name).is_file():
+        raise ConfigError(f"'tokenizer' must be {BYTES} or the path of a tokenizer.json, but {name!r} is not a file")
+    try:
+        import tokenizers
+    except ImportError:
+        raise ConfigError(f"tokenizer {name!r} requires the package tokenizers: pip install tokenizers") from None
+    try:
+        inner = tokenizers.Tokenizer.from_file(name)
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ConfigError(f"tokenizer {name!r} cannot be loaded: {error}") from None
+    ends = [inner.token_to_id(token) for token in _END_OF_TEXT]
+    return Tokenizer(
+        lambda text: torch.tensor(inner.encode(text).ids, dtype=torch.int64),
+        lambda tokens: inner.decode(tokens.tolist()),
+        tuple([end for end in ends if end is not None][:1]),
+        inner.get_vocab_size(),
+    )
+
+
+def tokenize(corpus: Corpus, name: str) -> Corpus:
+    """Return a corpus of text as the tokens of tokenizer `name`.
+
+    The tokens are cached under runs/cache. If ranks share a folder, rank 0 must call this function first.
+
+    Raises:
+        ConfigError: See `load_tokenizer`.
+    """
+    if name == BYTES:
+        return corpus
+    tokenizer = load_tokenizer(name)
+    key = hashlib.blake2b(Path(name).read_bytes(), digest_size=8)
+    for part in (corpus.train, corpus.valid):
+        key.update(part.numpy().data)
+    folder = CACHE / f"tokens-{key.hexdigest()}"
+
+    def fill(unfinished: Path) -> None:
+        for part in ("train", "valid"):
+            np.save(unfinished / f"{part}.npy", _tokenized(getattr(corpus, part), tokenizer))
+
+    build_once(folder, fill)
+    parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))
+    return Corpus(corpus.name, *map(torch.from_numpy, parts))
+
+
+def _tokenized(text: torch.Tensor, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of all documents, with a separator between two of them."""
+    dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.int32
+    separator = np.array(tokenizer.separator, dtype)
+    pieces: list[np.ndarray] = []
+    for document in bytes(text.numpy().data).split(bytes([SEPARATOR])):
+        pieces += [tokenizer.encode(document.decode(errors="replace")).numpy().astype(dtype), separator]
+    return np.concatenate(pieces[:-1])
