@@ -67,7 +67,7 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(_report(str(error), 2))
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(_report("interrupted; all ranks have been ended", 130))
+        sys.exit(_report("interrupted; all ranks have been terminated", 130))
     except RankError as error:
         if error.is_a(ConfigError):  # a config error that only a rank could detect
             sys.exit(_report(error.message, 2))

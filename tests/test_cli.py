@@ -232,7 +232,7 @@ class _NotOursError(ConfigError):
         (RankError(1, "raised X", "trace", raised=Raised.of(KeyError("bug"))), 1, "error: rank 1 raised X\n\ntrace"),
         (RankError(1, "raised ConfigError: in words"), 1, "error: rank 1 raised ConfigError: in words"),
         (RankError(1, "was killed by SIGKILL"), 1, "error: rank 1 was killed by SIGKILL"),
-        (KeyboardInterrupt(), 130, "error: interrupted; all ranks have been ended"),
+        (KeyboardInterrupt(), 130, "error: interrupted; all ranks have been terminated"),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ def test_a_machine_that_runs_these_tests_is_found_well() -> None:
     findings = {finding.name: finding for finding in examine()}
     for name in ("backends", "loopback", "ranks", "memory", "disk"):
         assert findings[name].ok is True, findings[name]
-    assert findings["ranks"].text == "two ranks have met over gloo, and added 1 + 2 to 3"
+    assert findings["ranks"].text == "two ranks all-reduced 1 and 2 over gloo to 3"
     assert verdict(list(findings.values())).startswith("several ranks will work on ")
 
 
@@ -32,7 +32,7 @@ def test_what_goes_wrong_while_looking_is_a_finding(monkeypatch: pytest.MonkeyPa
     findings = examine()
     broken = {finding.name: finding.text for finding in findings if finding.ok is False}
     assert broken == {"loopback": "OSError: no sockets here", "ranks": "OSError: no sockets here"}
-    assert verdict(findings) == "will not work as it is: loopback, ranks"
+    assert verdict(findings) == "failed checks: loopback, ranks"
 
 
 def test_a_port_that_is_taken_is_told_with_the_way_around(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_a_port_that_is_taken_is_told_with_the_way_around(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "create_server", taken)
     ok, text, advice = doctor._port()
     assert ok is None
-    assert text == "29500, torchrun's, is taken"
+    assert text == "29500, torchrun's default, is in use"
     assert "--standalone" in advice
 
 

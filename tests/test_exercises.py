@@ -103,7 +103,7 @@ def test_a_wrong_answer_is_rejected_with_a_reason(name, mistake, request):
     assert "your answer raised" not in said.lower(), (
         "a wrong answer should be told what is wrong with it, not how it crashed"
     )
-    assert ("did not end within" in said) == ((name, mistake) in STUCK), said
+    assert ("did not finish within" in said) == ((name, mistake) in STUCK), said
 
 
 @pytest.mark.usefixtures("patient")

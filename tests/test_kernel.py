@@ -138,7 +138,7 @@ def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_pat
     folder = tmp_path / "pids"
     folder.mkdir()
     hung = kernel.interrupted(f"folder = {str(folder)!r}\n{HANG}", when=lambda: pids_in(folder))
-    assert hung["error"] == "KeyboardInterrupt: interrupted; all ranks have been ended"
+    assert hung["error"] == "KeyboardInterrupt: interrupted; all ranks have been terminated"
     assert gone(pids_in(folder))
     said = kernel.run("print(launch(lambda world: world.rank, 2, device='cpu'))")
     assert (said["printed"], said["error"]) == ("[0, 1]\n", "")

@@ -115,8 +115,8 @@ def test_the_threads_of_ranks_sleep_while_they_wait_unless_the_user_has_decided(
     ("ranks", "device", "cores", "told"),
     [
         (16, "cpu", 2, None),
-        (17, "cpu", 2, "17 ranks take turns with 2 cores: "),
-        (64, "cpu", 1, "64 ranks take turns with 1 core: "),
+        (17, "cpu", 2, "17 ranks share 2 cores: "),
+        (64, "cpu", 1, "64 ranks share 1 core: "),
         (64, "cpu", 64, None),
         (64, "cuda", 2, None),
     ],
@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_be_killed_is_named_with_its_process_and_not_waited_f
         launch(fail, 1, device="cpu", echo=False)
     pid = caught.value.message.split()[-1]
     [note] = caught.value.__notes__
-    assert note.startswith(f"rank 0's process {pid} is still there after SIGKILL: ")
+    assert note.startswith(f"rank 0's process {pid} still exists after SIGKILL: ")
     assert note in caught.value._render_traceback_()  # what a notebook shows
 
 

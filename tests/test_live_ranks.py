@@ -240,7 +240,7 @@ def test_an_interrupt_ends_the_call_and_leaves_the_ranks_alive(ranks, source):
     before = ranks.status()
     with interrupt_after(0.4), pytest.raises(KeyboardInterrupt) as caught:
         ranks.execute(source)
-    assert re.search(r"rank 1 (was at call \d+, line \d|had ended the call)", str(caught.value))
+    assert re.search(r"rank 1 (was at call \d+, line \d|had finished the call)", str(caught.value))
     assert [each["pid"] for each in ranks.status()] == [each["pid"] for each in before]
     assert ranks.get("kept") == [0, 1]
     assert are_together(ranks)
@@ -250,7 +250,7 @@ def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks):
     ranks.execute("kept = world.rank")
     with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL") as caught:
         ranks.execute("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
-    assert "Rank 0 lives on, and keeps its variables" in str(caught.value)
+    assert "Rank 0 is still running and keeps its variables" in str(caught.value)
     living, dead = ranks.status()
     assert (living["state"], dead["state"], dead["pid"]) == ("ready", "was killed by SIGKILL", None)
     assert living["memory"] > 10e6 > dead["memory"] == 0
@@ -270,10 +270,10 @@ def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks):
 
 def test_what_cannot_be_done_is_refused_in_words(ranks):
     for wrong, words in (
-        (lambda: Ranks(0), "n=0: should be a whole number"),
-        (lambda: Ranks(2, threads=0), "threads=0"),
-        (lambda: Ranks(2, wait_timeout=0), "wait_timeout=0"),
-        (lambda: ranks.execute("1", on=[2]), "rank 2 is not one of 0 to 1"),
+        (lambda: Ranks(0), "n must be a positive integer such as 2, got 0"),
+        (lambda: Ranks(2, threads=0), "threads must be .*got 0"),
+        (lambda: Ranks(2, wait_timeout=0), "wait_timeout must be .*got 0"),
+        (lambda: ranks.execute("1", on=[2]), "rank must be from 0 to 1, got 2"),
     ):
         with pytest.raises(ConfigError, match=words):
             wrong()
@@ -439,7 +439,7 @@ def test_a_script_contains_no_text_and_no_object_that_was_put(value):
     step = assignment_step("secret", value)
     assert step.lacks == "secret"
     assert "token" not in step.source
-    with pytest.raises(NotImplementedError, match="give secret its value here"):
+    with pytest.raises(NotImplementedError, match="assign a value to secret here"):
         exec(step.source)
 
 
@@ -460,7 +460,7 @@ def test_ranks_of_a_cell_are_named(text, found):
     assert _ranks_of(text, 4) == found
 
 
-@pytest.mark.parametrize(("text", "said"), [("4", "no rank 4"), ("x", "name ranks as in"), ("1-9", "no rank 4")])
+@pytest.mark.parametrize(("text", "said"), [("4", "got 4"), ("x", "select ranks as in"), ("1-9", "got 4")])
 def test_ranks_that_are_not_there_are_refused(text, said):
     with pytest.raises(MagicError, match=said):
         _ranks_of(text, 4)
@@ -485,7 +485,7 @@ plt.show()"""
 
 @pytest.mark.timeout(180)
 def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
-    assert "no ranks are alive" in notebook.run("%load_ext ddp_tutorial\n%ranks status")["error"]
+    assert "no ranks are running" in notebook.run("%load_ext ddp_tutorial\n%ranks status")["error"]
     assert (
         notebook.run("%ranks start -n 2 --threads 1 --wait-timeout 2 --device cpu")["printed"]
         == "2 ranks on cpu, gloo\n"
@@ -532,7 +532,7 @@ def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
     assert "config" in answer["content"]["matches"]
     assert notebook.run("%ranks script 'an out.py'")["printed"] == (
         "an out.py: torchrun --nproc-per-node 2 'an out.py'\n"
-        "First give a value in it to config: a script contains only the numbers that put sent.\n"
+        "First assign a value to config in the script: of the values that put sent, it contains only numbers.\n"
     )
     script = tmp_path / "an out.py"
     assert "loss" in script.read_text()

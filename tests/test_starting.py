@@ -160,7 +160,7 @@ def test_what_else_a_rank_raises_comes_with_its_own_traceback_and_without_the_la
 
 
 def test_options_go_to_the_launch_and_a_limit_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RankError, match="did not end within 4 s"):
+    with pytest.raises(RankError, match="did not finish within 4 s"):
         run(lambda world: time.sleep(1000), nprocs=1, device="cpu", timeout=4)
     assert (
         run(lambda world: print("hidden") or torch.get_num_threads(), nprocs=1, device="cpu", echo=False, threads=3)

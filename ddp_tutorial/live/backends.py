@@ -135,12 +135,11 @@ class ClusterBackend:
             ConfigError: `n` is not a multiple of the number of nodes, or `cluster` is not a `Cluster`.
         """
         if not isinstance(cluster, Cluster):
-            raise ConfigError(f"cluster={cluster!r}: should be a Cluster, such as Cluster(2, '1gbit')")
+            raise ConfigError(f"cluster must be a Cluster, such as Cluster(2, '1gbit'), got {cluster!r}")
         self.cluster, self.n, self.nodes = cluster, n, len(cluster)
         if n % self.nodes:
             raise ConfigError(
-                f"{n} rank{'s' if n > 1 else ''} on {self.nodes} nodes: each node has as many. Use a multiple of "
-                f"{self.nodes}, such as {self.nodes}"
+                f"the number of ranks must be a multiple of the {self.nodes} nodes, such as {self.nodes}, got {n}"
             )
         self.is_ours = not cluster.is_up
 
@@ -153,7 +152,7 @@ class ClusterBackend:
     def outage(self) -> str:
         """The nodes whose cables are unplugged; an empty string if there are none."""
         out = sorted(self.cluster.unplugged)
-        return f"the cable of {' and '.join(out)} is out" if out else ""
+        return f"the cable of {' and '.join(out)} is unplugged" if out else ""
 
     def open(self) -> None:
         """Start the cluster if it is not running."""
@@ -169,10 +168,10 @@ class ClusterBackend:
         """
         if not self.cluster.is_up:
             if not self.is_ours:
-                raise ConfigError("the cluster of these ranks has ended")
+                raise ConfigError("the cluster of these ranks has stopped")
             self.open()
         if off := [name for rank in ranks if (name := self.node_of(rank)) in self.cluster.off]:
-            raise ConfigError(f"{off[0]} has been killed, and does not come back. `stop` ends the other ranks")
+            raise ConfigError(f"{off[0]} has been killed and cannot be restarted. `stop` terminates the other ranks")
 
     def start(self, workers: Sequence[WorkerHandle], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         """Fork one process for each worker on its node, from a process that has already imported torch."""

@@ -121,7 +121,7 @@ class Controller:
         for each in everyone:
             if each.is_busy or each.death or each.failure:
                 self._kill([other for other in everyone if other.is_busy])
-                raise self._error(each, "The ranks have no process group; `restart` starts them anew.")
+                raise self._error(each, "The ranks have no process group. `restart` restarts them.")
         self._has_group = True
 
     # ------------------------------------------------------------------------------------------------------- a call
@@ -140,7 +140,7 @@ class Controller:
             CollectiveError: A rank waited in a collective that a different rank did not enter.
         """
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("the ranks are busy with another call, from another thread of this process")
+            raise RuntimeError("the ranks are busy with a call from a different thread of this process")
         try:
             with _interrupts_noted() as noted:
                 return self._call_of(self._chosen(on), noted, kind, *content)
@@ -172,7 +172,7 @@ class Controller:
         ranks = list(range(self.n)) if on is None else list(on)
         for rank in ranks:
             if rank not in range(self.n):
-                raise ConfigError(f"rank {rank} is not one of 0 to {self.n - 1}")
+                raise ConfigError(f"rank must be from 0 to {self.n - 1}, got {rank}")
             if death := self._workers[rank].death:
                 raise RankError(rank, f"is dead: it {death}", others=self._advice())
         if not self._has_group and self.n > 1 and on is None:
@@ -184,12 +184,12 @@ class Controller:
     def _advice(self) -> str:
         living = [f"{each.rank}" for each in self._workers if not each.death]
         if not living:
-            return "`restart` (%ranks restart) starts the ranks anew."
-        ranks = (
-            f"Rank {living[0]} lives on, and keeps its" if len(living) == 1 else f"Ranks {', '.join(living)} live on"
-        )
-        keeps = " variables" if len(living) == 1 else ", and keep their variables"
-        return f"{ranks}{keeps}. `restart` (%ranks restart) starts the dead anew, and forms a group."
+            return "`restart` (%ranks restart) restarts the ranks."
+        if len(living) == 1:
+            kept = f"Rank {living[0]} is still running and keeps its variables."
+        else:
+            kept = f"Ranks {', '.join(living)} are still running and keep their variables."
+        return f"{kept} `restart` (%ranks restart) restarts the dead ranks, and forms a process group."
 
     def _begin(self, kind: str, *content: Any, on: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
         self._number += 1
@@ -221,7 +221,7 @@ class Controller:
             if now > slow_until and any(each.waited_for(now) > limit for each in busy):
                 found = diagnose(self._standings())
                 if found.kind == "none" and not someone_ended and self._place.outage:
-                    found = Diagnosis("absent", f"{self._place.outage}: {found.verdict}, and nothing comes through")
+                    found = Diagnosis("absent", f"{self._place.outage}: {found.verdict}, but no data arrives")
                 if found.kind in {"order", "shape", "absent", "failed"} and any(each.is_busy for each in workers):
                     self._end_call([each for each in workers if each.is_busy])
                     return found
@@ -264,7 +264,7 @@ class Controller:
         stood = []
         for each in workers:
             where = each.failure.line if each.failure else ""
-            stood.append(f"rank {each.rank} {each.death or (f'was at {where}' if where else 'had ended the call')}")
+            stood.append(f"rank {each.rank} {each.death or (f'was at {where}' if where else 'had finished the call')}")
         text = "\n".join(["interrupted", *(describe_output(line) for line in stood), *self._recover(workers)])
         error = KeyboardInterrupt(text)
         error._render_traceback_ = lambda: f"KeyboardInterrupt: {text}".split("\n")  # type: ignore[attr-defined]
@@ -298,7 +298,9 @@ class Controller:
 
     def _error(self, each: WorkerHandle, others: str) -> RankError:
         if each.is_busy and not each.death:
-            return RankTimeoutError(each.rank, f"did not meet the others within {MEET_SECONDS:g} s", others=others)
+            return RankTimeoutError(
+                each.rank, f"did not join the process group within {MEET_SECONDS:g} s", others=others
+            )
         trace = describe_output(each.failure.traceback) if each.failure else ""
         raised = each.failure.raised if each.failure else None
         log = each.log.tail() if each.death else ""
@@ -330,12 +332,12 @@ class Controller:
             each.outcome = kept[each.rank]
         if not self._has_group:
             return [
-                f"The ranks live on with their variables, and have no process group, as {self._place.outage}. "
-                "They form one with the first call after it is mended."
+                f"The ranks keep their variables, but have no process group, because {self._place.outage}. "
+                "They form one at the first call after the cable is plugged in."
             ]
         return [
-            "The ranks live on with their variables, and have formed a new process group: what holds the old one, such "
-            "as DistributedDataParallel, has to be made again."
+            "The ranks keep their variables, and have formed a new process group. Create objects that hold the old "
+            "group, such as DistributedDataParallel, again."
         ]
 
     def _quietly(self, kind: str, workers: Sequence[WorkerHandle]) -> None:

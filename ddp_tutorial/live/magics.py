@@ -101,7 +101,7 @@ class RankMagics(Magics):
         asked = vars(parser.parse_args(arguments))
         nodes, rate, delay = (asked.pop(name) for name in ("nodes", "rate", "delay"))
         if nodes is None and (rate or delay):
-            raise MagicError("--rate and --delay are of the links between nodes: add, for example, --nodes 2")
+            raise MagicError("--rate and --delay apply to the links between nodes: add, for example, --nodes 2")
         cluster = None if nodes is None else Cluster(nodes, rate, delay)
         pool = Ranks(asked.pop("n"), cluster=cluster, **asked)
         self.end()
@@ -130,9 +130,9 @@ class RankMagics(Magics):
         restarted = pool.restart(everything="--all" in arguments or None)
         if len(restarted) == pool.n:
             self.steps = []
-            print(f"started anew: {pool.description}")
+            print(f"restarted: {pool.description}")
         else:
-            print(f"started anew: rank {', '.join(map(str, restarted))}; the others keep their variables")
+            print(f"restarted: rank {', '.join(map(str, restarted))}; the other ranks keep their variables")
 
     def get(self, arguments: Sequence[str]) -> list[Any]:
         """Return the values of a name on all ranks as a list.
@@ -159,7 +159,9 @@ class RankMagics(Magics):
         [rate] = self._names("rate", arguments, "one speed, such as: %ranks rate 100mbit")
         cluster = self._alive().cluster
         if cluster is None:
-            raise MagicError("%ranks rate: these ranks have no link. Start some on nodes: %ranks start -n 2 --nodes 2")
+            raise MagicError(
+                "%ranks rate: the ranks share one host. To start ranks on nodes: %ranks start -n 2 --nodes 2"
+            )
         cluster.set_rate(rate)
         print(cluster.description)
 
@@ -176,7 +178,8 @@ class RankMagics(Magics):
         print(f"{name}: {launch_command(name, pool.n, pool.nodes)}")
         if lacking := dict.fromkeys(step.lacks for step in self.steps if step.lacks):
             print(
-                f"First give a value in it to {', '.join(lacking)}: a script contains only the numbers that put sent."
+                f"First assign a value to {', '.join(lacking)} in the script: of the values that put sent, it contains "
+                "only numbers."
             )
 
     def end(self) -> None:
@@ -211,16 +214,16 @@ class RankMagics(Magics):
         except (RankError, CollectiveError) as error:
             print(f"{type(error).__name__}: {error}")
         else:
-            raise MagicError("%%ranks --raises: this cell should have failed on some rank, and has not")
+            raise MagicError("%%ranks --raises: the cell must fail on at least one rank, but it succeeded")
 
     def _alive(self) -> Ranks:
         if self.pool is None:
-            raise MagicError("no ranks are alive. Start some: %ranks start -n 2")
+            raise MagicError("no ranks are running. Start them with: %ranks start -n 2")
         return self.pool
 
     def _names(self, command: str, arguments: Sequence[str], wanted: str = "") -> Sequence[str]:
         if not arguments or (command != "put" and len(arguments) > 1):
-            raise MagicError(f"%ranks {command}: give it {wanted or f'one name, such as: %ranks {command} loss'}")
+            raise MagicError(f"%ranks {command} requires {wanted or f'one name, such as: %ranks {command} loss'}")
         return arguments
 
 
@@ -236,10 +239,10 @@ def _ranks_of(text: str, n: int) -> list[int] | None:
     for part in re.split(r"[,\s]+", text.strip()):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise MagicError(f"%%ranks {text}: name ranks as in %%ranks 0, %%ranks 1-3 or %%ranks 0,2")
+            raise MagicError(f"%%ranks {text}: select ranks as in %%ranks 0, %%ranks 1-3 or %%ranks 0,2")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     if wrong := [rank for rank in found if rank >= n]:
-        raise MagicError(f"%%ranks {text}: there are ranks 0 to {n - 1}, no rank {wrong[0]}")
+        raise MagicError(f"%%ranks {text}: ranks must be from 0 to {n - 1}, got {wrong[0]}")
     return sorted(set(found))
 
 

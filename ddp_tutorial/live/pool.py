@@ -87,15 +87,17 @@ class Ranks(Controller):
             RankError: A rank failed to start.
         """
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ConfigError(f"n={n!r}: should be a whole number of ranks, 1 or more, such as 2")
+            raise ConfigError(f"n must be a positive integer such as 2, got {n!r}")
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
-            raise ConfigError(f"threads={threads!r}: should be 1 or more, or None to share out the cores")
+            raise ConfigError(
+                f"threads must be a positive integer, or None to divide the cores evenly, got {threads!r}"
+            )
         for name, seconds in (("wait_timeout", wait_timeout), ("collective_timeout", collective_timeout)):
             if not seconds > 0:
-                raise ConfigError(f"{name}={seconds!r}: should be a positive number of seconds")
+                raise ConfigError(f"{name} must be a positive number of seconds, got {seconds!r}")
         place: Backend = LocalBackend(n) if cluster is None else ClusterBackend(n, cluster)
         if cluster is not None and device == "cuda":
-            raise ConfigError("device='cuda': ranks on the nodes of a cluster are on the CPU. Use 'cpu' or 'auto'.")
+            raise ConfigError("device must be 'cpu' or 'auto' on a cluster, whose nodes have no GPU, got 'cuda'")
         kind = choose_device("cpu" if cluster is not None else device, local_size=n, backend=backend)
         carrier = choose_backend(backend, kind)
         threads = threads or max(1, cores() // n)

@@ -58,7 +58,7 @@ def assignment_step(name: str, value: Any) -> ScriptStep:
     """
     if type(value) in {bool, int, float} and math.isfinite(value):
         return ScriptStep(f"{name} = {value!r}")
-    message = f"give {name} its value here: the script does not contain what %ranks put has sent"
+    message = f"assign a value to {name} here: the script does not contain the value that %ranks put sent"
     return ScriptStep(f"raise NotImplementedError({message!r})", lacks=name)
 
 
@@ -81,7 +81,7 @@ def make_script(
 
     If a step ends with an expression, the script prints its value with the rank in front.
     """
-    where = f"; on each of {nodes} nodes, with n0 for the first one's name" if nodes > 1 else ""
+    where = f". Run it on each of the {nodes} nodes, and replace n0 by the first node's name" if nodes > 1 else ""
     command = launch_command(name, n, nodes).replace("\\", r"\\").replace('"', r"\"")  # for the docstring
     parts = [_BEGINNING.format(where=where, command=command, threads=threads, device=device, backend=backend)]
     for step in steps:

@@ -171,7 +171,9 @@ class WorkerHandle:
         if self.death:
             return self.death
         return (
-            f"raised {strip_noise(describe_output(str(self.failure.raised)))}" if self.failure else "has ended the call"
+            f"raised {strip_noise(describe_output(str(self.failure.raised)))}"
+            if self.failure
+            else "has finished the call"
         )
 
     @property

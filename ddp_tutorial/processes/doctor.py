@@ -78,14 +78,14 @@ def _versions() -> tuple[bool | None, str, str]:
 def _processor() -> tuple[bool | None, str, str]:
     count = cores()
     model = describe_environment()["processor"]
-    advice = "" if count > 1 else "two ranks take turns on one core: right results, no speed-up"
+    advice = "" if count > 1 else "two ranks share one core: the results are correct, but there is no speedup"
     return (True if count > 1 else None), f"{count} cores, {model or platform.machine()}", advice
 
 
 def _memory() -> tuple[bool | None, str, str]:
     memory = psutil.virtual_memory()
     ranks = int(memory.available // (0.5 * GIB))
-    advice = "" if ranks >= 4 else "a rank on a CPU needs about half a GiB: close other programs, or use fewer ranks"
+    advice = "" if ranks >= 4 else "a rank on the CPU needs about 0.5 GiB: close other programs, or use fewer ranks"
     return (
         ranks >= 2,
         f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free, enough for {ranks} ranks",
@@ -96,10 +96,14 @@ def _memory() -> tuple[bool | None, str, str]:
 def _gpus() -> tuple[bool | None, str, str]:
     count = torch.cuda.device_count()
     if not count:
-        advice = "what is written for GPUs has not run on any here; on a machine with one: pytest -m cuda"
-        return None, f"none that torch {torch.__version__} can use; everything here works without", advice
+        advice = "the GPU code is not tested on this machine; on a machine with a GPU, run: pytest -m cuda"
+        return None, f"no GPU that torch {torch.__version__} can use; the notebooks do not need one", advice
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-    return True, f"{count}: {names}; NCCL {'yes' if dist.is_nccl_available() else 'no'}", "try them: pytest -m cuda"
+    return (
+        True,
+        f"{count}: {names}; NCCL {'yes' if dist.is_nccl_available() else 'no'}",
+        "to test the GPU code, run: pytest -m cuda",
+    )
 
 
 def _backends() -> tuple[bool | None, str, str]:
@@ -113,36 +117,36 @@ def _loopback() -> tuple[bool | None, str, str]:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
         port = server.getsockname()[1]
     if not names:
-        return None, f"127.0.0.1 answers (port {port})", "no interface called lo or lo0: set GLOO_SOCKET_IFNAME"
-    return True, f"{names[0]}, 127.0.0.1 answers; free ports are given out, such as {port}", ""
+        return None, f"127.0.0.1 accepts connections (port {port})", "no interface lo or lo0: set GLOO_SOCKET_IFNAME"
+    return True, f"{names[0]}, 127.0.0.1 accepts connections on free ports, such as {port}", ""
 
 
 def _hostname() -> tuple[bool | None, str, str]:
     name = socket.gethostname()
     try:
-        return True, f"{name} is {socket.gethostbyname(name)}", ""
+        return True, f"{name} resolves to {socket.gethostbyname(name)}", ""
     except OSError:
-        advice = "launch does not need it, torchrun may: use --standalone, or --rdzv-endpoint=127.0.0.1:0"
-        return None, f"{name} has no address", advice
+        advice = "launch needs no host name; run torchrun with --standalone or --rdzv-endpoint=127.0.0.1:0"
+        return None, f"{name} does not resolve to an address", advice
 
 
 def _port() -> tuple[bool | None, str, str]:
     """Check whether port 29500, torchrun's default, is free."""
     try:
         with socket.create_server(("127.0.0.1", 29500)):
-            return True, "29500, torchrun's, is free", ""
+            return True, "29500, torchrun's default, is free", ""
     except OSError:
-        return None, "29500, torchrun's, is taken", "torchrun --standalone, or --master-port with another one"
+        return None, "29500, torchrun's default, is in use", "run torchrun with --standalone or --master-port"
 
 
 def _shared_memory() -> tuple[bool | None, str, str]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return None, "no /dev/shm, which is as it should be outside Linux", ""
+        return None, "no /dev/shm, which exists only on Linux", ""
     free = shutil.disk_usage(folder).free
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"\0" * 2**20)
-    advice = "" if free > GIB / 4 else "source.workers needs it: in a container, start that with --shm-size=1g"
+    advice = "" if free > GIB / 4 else "source.workers needs shared memory: start a container with --shm-size=1g"
     return free > GIB / 16, f"{free / GIB:.1f} GiB free in /dev/shm", advice
 
 
@@ -150,8 +154,12 @@ def _folder() -> tuple[bool | None, str, str]:
     place = RUNS if RUNS.is_dir() else Path()
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
-        return False, f"{place.resolve().name}/ cannot be written to", "change to a folder of yours: runs go below it"
-    return free > GIB, f"{free / GIB:.0f} GiB free for runs/", "" if free > GIB else "make room: runs and checkpoints"
+        return False, f"{place.resolve().name}/ is not writable", "change to a writable folder: runs are saved under it"
+    return (
+        free > GIB,
+        f"{free / GIB:.0f} GiB free for runs/",
+        "" if free > GIB else "free disk space for runs and checkpoints",
+    )
 
 
 def _add(world: World) -> float:
@@ -161,7 +169,7 @@ def _add(world: World) -> float:
 def _ranks() -> tuple[bool | None, str, str]:
     results = launch(_add, 2, device="cpu", echo=False, timeout=60)
     well = results == [3.0, 3.0]
-    return well, f"two ranks have met over gloo, and added 1 + 2 to {results[0]:g}", ""
+    return well, f"two ranks all-reduced 1 and 2 over gloo to {results[0]:g}", ""
 
 
 _PROBES: dict[str, Probe] = {
@@ -183,9 +191,9 @@ def verdict(findings: list[Finding]) -> str:
     """Return one line that states what will work on this machine, or which checks have failed."""
     broken = [finding.name for finding in findings if finding.ok is False]
     if broken:
-        return f"will not work as it is: {', '.join(broken)}"
+        return f"failed checks: {', '.join(broken)}"
     gpus = torch.cuda.device_count()
     where = f"on {gpus} GPUs with NCCL, and on CPUs" if gpus > 1 else "on CPUs with gloo"
-    fast = "" if gpus > 1 or cores() > 1 else ", for correctness only: there is one core"
+    fast = "" if gpus > 1 or cores() > 1 else ", without speedup on one core"
     system = "" if sys.platform == "linux" else f" ({sys.platform} is not tested)"
     return f"several ranks will work {where}{fast}{system}"

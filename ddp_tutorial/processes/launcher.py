@@ -168,7 +168,7 @@ def launch(
             raise MissingGuardError(error.message) from None
         raise
     except KeyboardInterrupt as interrupt:  # notebooks show this text without the frames of this module
-        lines = ["KeyboardInterrupt: interrupted; all ranks have been ended", *getattr(interrupt, "__notes__", [])]
+        lines = ["KeyboardInterrupt: interrupted; all ranks have been terminated", *getattr(interrupt, "__notes__", [])]
         interrupt._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
         raise
 
@@ -182,17 +182,17 @@ def _check(
     in_process: bool,
 ) -> None:
     if not callable(fn):
-        raise TypeError(f"launch(fn, nprocs): fn should be a function, found {fn!r}")
+        raise TypeError(f"launch(fn, nprocs): fn must be a function, got {fn!r}")
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
-        raise ValueError(f"nprocs={nprocs!r}: should be a whole number of ranks, 1 or more, such as nprocs=2")
+        raise ValueError(f"nprocs must be a positive integer such as 2, got {nprocs!r}")
     if not collective_timeout > 0:
-        raise ValueError(f"collective_timeout={collective_timeout!r}: should be a positive number of seconds")
+        raise ValueError(f"collective_timeout must be a positive number of seconds, got {collective_timeout!r}")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise ValueError(f"timeout={timeout!r}: should be a positive number of seconds, or None for no limit")
+        raise ValueError(f"timeout must be a positive number of seconds, or None for no timeout, got {timeout!r}")
     if threads is not None and not (isinstance(threads, int) and threads >= 1):
-        raise ValueError(f"threads={threads!r}: should be 1 or more, or None to share out the cores")
+        raise ValueError(f"threads must be a positive integer, or None to divide the cores evenly, got {threads!r}")
     if in_process and nprocs != 1:
-        raise ValueError(f"in_process=True runs one rank, found nprocs={nprocs}. Use nprocs=1, or leave it out.")
+        raise ValueError(f"nprocs must be 1 with in_process=True, got {nprocs}. Use nprocs=1, or omit in_process.")
 
 
 def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
@@ -206,8 +206,8 @@ def _check_call(fn: Callable[..., object], args: Sequence[object]) -> None:
         name = getattr(fn, "__name__", repr(fn))
         given = "".join(f", {type(arg).__name__}" for arg in args)
         raise TypeError(
-            f"a rank calls {name}(world{given}), and {name}{signature} cannot be called so: {error}. What ranks run "
-            "takes `world` first, then what launch is given after the number of ranks."
+            f"each rank calls {name}(world{given}), but {name}{signature} does not accept these arguments: {error}. "
+            "The first parameter must be `world`, followed by the arguments that launch got after nprocs."
         ) from None
 
 
@@ -387,11 +387,13 @@ class _Ranks:
         values = []
         for rank in self.ranks:
             if rank.exit_code:
-                self.console.message(f"rank {rank.rank} returned its result, but then ended with code {rank.exit_code}")
+                self.console.message(
+                    f"rank {rank.rank} returned its result, but then exited with code {rank.exit_code}"
+                )
             try:
                 values.append(pickle.loads(rank.result or b""))
             except Exception as error:
-                why = f"returned a value that cannot be rebuilt here: {type(error).__name__}: {error}"
+                why = f"returned a value that cannot be unpickled here: {type(error).__name__}: {error}"
                 raise RankError(rank.rank, why) from error
         return values
 
@@ -489,8 +491,8 @@ class _Ranks:
         note = f"Meanwhile {', '.join(others)}." if others else ""
         if first.lost_connection and any(rank.result is not None for rank in self.ranks):
             note += (
-                " A rank that returns closes its connections: every rank must enter every collective, with tensors of "
-                "one size. With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, torch names sizes that differ."
+                " A rank that returns closes its connections. Every rank must enter every collective, with tensors of "
+                "the same size. Set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch reports sizes that differ."
             )
         trace = strip_noise(first.traceback)
         return RankError(first.rank, first.reason, trace, first.log.tail(), note, first.raised)
@@ -503,13 +505,13 @@ class _Ranks:
             pass
         stories = []
         for rank in self.ranks:
-            silent = "  no answer: not up yet, stopped, or busy in native code"
+            silent = "  no answer: still starting, stopped, or busy in native code"
             stood = (rank.report or silent).rstrip() if rank in late else ""
             stories.append(f"rank {rank.rank} {rank.reason}\n{stood}".rstrip())
         # Prefer a rank that has not returned and is not waiting in a collective.
         first = min(late, key=lambda rank: (rank.result is not None, ": waiting" in (rank.report or "")))
         running = ", ".join(str(rank.rank) for rank in late)
-        reason = f"did not end within {timeout:g} s (still running: rank {running})"
+        reason = f"did not finish within {timeout:g} s (still running: rank {running})"
         return RankTimeoutError(first.rank, reason, "\n\n".join(stories), first.log.tail())
 
     def _let_go_of_lifeline(self) -> None:

@@ -85,7 +85,7 @@ def require_guard(call: str) -> None:
     """
     if _running is not None:
         raise MissingGuardError(
-            f"{_running.path} calls {call} at its top level. Every rank imports the script, and would start ranks "
-            f'again. Put the call under this line, as the last lines of the script:\n\nif __name__ == "__main__":\n'
+            f"{_running.path} calls {call} at its top level. Every rank imports the script, and would launch ranks "
+            f'again. Move the call to the end of the script, under this guard:\n\nif __name__ == "__main__":\n'
             f"    {call}(...)"
         )

@@ -49,7 +49,7 @@ def oversubscription_warning(nprocs: int, device: str, cores: int) -> str | None
     if device != "cpu" or nprocs <= _CROWD * cores:
         return None
     several = "1 core" if cores == 1 else f"{cores} cores"
-    return f"{nprocs} ranks take turns with {several}: starting them may take minutes, and needs about 150 MB for each"
+    return f"{nprocs} ranks share {several}: starting them may take minutes and needs about 150 MB per rank"
 
 
 def exit_descriptor(process: Any) -> int:
@@ -96,8 +96,8 @@ def terminate_all(processes: list[Any], mark: str) -> list[Any]:
 def cannot_be_killed(rank: int, pid: int) -> str:
     """Return a message that names a process which still exists after SIGKILL."""
     return (
-        f"rank {rank}'s process {pid} is still there after SIGKILL: it waits in the kernel, for a disk or network file "
-        f"system that does not answer, or a debugger holds it. Look at it with: ps -o pid,stat,wchan -p {pid}"
+        f"rank {rank}'s process {pid} still exists after SIGKILL: it is blocked in the kernel by a disk or network "
+        f"file system that does not respond, or held by a debugger. Inspect it with: ps -o pid,stat,wchan -p {pid}"
     )
 
 
@@ -132,9 +132,9 @@ def loopback_store(nprocs: int) -> dist.TCPStore | None:
 
 
 def rank_environment(nprocs: int, threads: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set, all but RANK and LOCAL_RANK, and those that torch's threads need.
+    """Return the environment variables that torchrun would set, except RANK and LOCAL_RANK, and those of OpenMP.
 
-    OpenMP reads its own when torch is imported, so they have to be there when the process starts.
+    OpenMP reads its variables when torch is imported, so they must be set before the process starts.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), "lo")
     return {
