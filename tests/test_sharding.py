@@ -206,10 +206,12 @@ def test_steps_go_on_from_any_cursor_through_the_epochs(
         steps.append(indices.tolist())
     if remainder == "carry":
         assert cursor == k * batch
+        assert sharding.steps_per_epoch == samples / batch
         assert list(chain.from_iterable(steps)) == sharding.order.take(0, cursor).tolist()
         return
     epochs = [step.tolist() for epoch in range(k + 1) for step in sharding.epoch(epoch)]
     assert steps == epochs[:k]
+    assert len(list(sharding.epoch(k))) == sharding.steps_per_epoch
 
 
 @pytest.mark.parametrize("remainder", ["carry", "exact", "drop"])

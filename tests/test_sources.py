@@ -418,6 +418,7 @@ def test_alone_a_dispatched_source_reads_for_itself() -> None:
     sharding = GlobalBatchSampler(Permutation(20, 0), 3, "exact")
     source = DispatchedSource(lambda: ShardedSource(blocks_of(20), sharding, SINGLE_PROCESS), SINGLE_PROCESS)
     alone = ShardedSource(blocks_of(20), sharding, SINGLE_PROCESS)
+    assert source.steps_per_epoch == alone.steps_per_epoch == 7
     for _ in range(9):
         assert numbers(next(source).samples) == numbers(next(alone).samples)
         assert source.state_dict() == alone.state_dict()
@@ -1073,6 +1074,10 @@ def test_a_rank_whose_stream_ends_early_gets_empty_shares_until_all_have_ended()
 
 
 # ------------------------------------------------------------------------------------------------------- by config
+
+
+def test_a_stream_does_not_know_its_steps_per_epoch() -> None:
+    assert made(World(), "streamed").steps_per_epoch is None
 
 
 def test_a_stream_has_no_remainder_and_says_so_before_it_writes_anything(workdir: Path) -> None:

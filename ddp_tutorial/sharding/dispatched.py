@@ -42,7 +42,7 @@ class DispatchedSource:
         *,
         prefetch: int = 2,
     ) -> None:
-        """Create the source of rank 0, and share its batch size and state. Collective.
+        """Create the source of rank 0, and share its batch size, its steps per epoch and its state. Collective.
 
         Args:
             make: Creates the inner source, for a world of one rank. Called only on rank 0.
@@ -53,7 +53,8 @@ class DispatchedSource:
         self.world = world
         with rank_zero_first(world):
             self._inner = make() if world.is_main else None
-            first = (self._inner.batch_size, self._inner.state_dict()) if self._inner else None
+            inner = self._inner
+            first = (inner.batch_size, inner.steps_per_epoch, inner.state_dict()) if inner else None
         self._group: dist.ProcessGroup | None = None
         self._ahead: queue.Queue[tuple[list[LocalBatch], SourceState] | Exception] = queue.Queue(prefetch)
         self._parts = 1  # micro-batches per step
@@ -63,7 +64,8 @@ class DispatchedSource:
         received = from_rank_zero(world, first)
         assert received is not None  # rank 0 sends a tuple
         self.batch_size: int = received[0]
-        self._state: SourceState = received[1]
+        self.steps_per_epoch: float | None = received[1]
+        self._state: SourceState = received[2]
 
     def __next__(self) -> LocalBatch:
         """Return this rank's samples of the next step as one batch. Collective."""

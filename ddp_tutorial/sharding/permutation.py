@@ -181,6 +181,13 @@ class GlobalBatchSampler:
         if self.remainder == "drop" and samples < batch:
             raise ConfigError(f"{samples} samples are less than one batch of {batch}: remainder 'drop' leaves nothing")
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """The number of steps in one epoch. With remainder 'carry', it may be a fraction."""
+        steps = self.order.samples / self.batch_size
+        rounded = {"carry": steps, "drop": math.floor(steps)}
+        return rounded.get(self.remainder, math.ceil(steps))
+
     def step(self, cursor: int) -> GlobalBatch:
         """Return the step that starts after the first `cursor` samples."""
         samples, batch = self.order.samples, self.batch_size

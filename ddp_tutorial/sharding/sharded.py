@@ -83,6 +83,11 @@ class ShardedSource:
         self._revival = WorkerRestart()
 
     @property
+    def steps_per_epoch(self) -> float:
+        """The number of steps in one epoch; see `GlobalBatchSampler.steps_per_epoch`."""
+        return self.sharding.steps_per_epoch
+
+    @property
     def uses_local_rng(self) -> bool:
         """Whether reading draws from, or seeds, the random number generators of this process.
 

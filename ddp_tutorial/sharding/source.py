@@ -32,6 +32,14 @@ class Source(Protocol):
         """The number of samples in a step, over all ranks. The last step of an epoch may be smaller."""
         ...
 
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """The number of steps in one epoch, or None if the source does not know its number of samples.
+
+        It is a fraction if a step may contain samples of two epochs.
+        """
+        ...
+
     def take(self, micro_batches: int) -> list[LocalBatch]:
         """Return this rank's samples of the next step, split into micro-batches.
 

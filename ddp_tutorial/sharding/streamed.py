@@ -106,6 +106,11 @@ class StreamedSource:
         self._empty: Tree | None = None  # a batch of 0 rows, for steps in which this rank has no samples
 
     @property
+    def steps_per_epoch(self) -> None:
+        """None, because a stream does not know its number of samples."""
+        return None
+
+    @property
     def uses_local_rng(self) -> bool:
         """Whether reading draws from, or seeds, the random number generators of this process.
 
