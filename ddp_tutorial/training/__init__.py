@@ -1,8 +1,8 @@
 """The training loop, for any model, data and loss.
 
-`step` is one optimiser step, `trainer` the loop around it, `config` what both are told. `evaluation`, `best`,
-`stopping` and `profiling` are what the loop does now and then. `tasks` are built from a config; `gpt` is the model of
-one.
+`step` builds a training step from a config, `trainer` contains the loop, and `config` defines the settings.
+`evaluation`, `evaluation_tracker`, `stopping` and `profiling` contain what the loop does at intervals. `tasks` builds a
+model, data and a loss from a config; `gpt` is the model of task gpt.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""What a run is told: every setting, with its default, its range, and what it is for.
+"""The settings of a run, with their defaults, ranges and descriptions.
 
-`TrainConfig` is for any model, data and loss. `TaskConfig` adds what it takes to build them by name, as the command
-line and the configs do.
+`TrainConfig` works with any model, data and loss. `TaskConfig` adds the settings that build them by name, for the
+command line and for config files.
 """
 
 import re
@@ -37,14 +37,14 @@ Mode = Literal["min", "max"]
 
 
 class BestConfig(Config):
-    """Which evaluation is the best: for early stopping, and for the model that is kept."""
+    """The criterion for the best evaluation, for early stopping and for the best model."""
 
     metric: str = Field("loss", description="`loss`, or a metric that the loss function returns.")
     mode: Mode = Field("min", description="Whether lower or higher is better.")
 
 
 class EarlyStoppingConfig(Config):
-    """When a run ends before its last step, because it gets no better; see `stopping.without_progress`."""
+    """When a run stops early because the metric no longer improves; see `stopping.without_progress`."""
 
     patience: int = Field(
         0, ge=0, description="Consecutive evaluations without improvement after which the run stops; 0 disables it."
@@ -54,17 +54,18 @@ class EarlyStoppingConfig(Config):
 
 
 class ProfileConfig(Config):
-    """Steps that torch's profiler watches, on every rank; see profiling.py."""
+    """The steps that PyTorch's profiler records on every rank; see profiling.py."""
 
     steps: int = Field(0, ge=0, description="Number of steps to profile; 0 disables profiling.")
     first_step: int = Field(10, ge=1, description="First step to profile; earlier steps are a warm-up.")
 
 
 class TrainConfig(Config):
-    """How a model is trained, whatever the model. Same config, data, world size and machine: same bits, on CPUs.
+    """The settings of a training run, for any model.
 
-    On GPUs no bits are promised: some kernels add up in no fixed order, unless a script asks for others with
-    `torch.use_deterministic_algorithms(True)`, and its environment has CUBLAS_WORKSPACE_CONFIG=:4096:8.
+    On CPUs, runs with the same config, data, world size and machine are bitwise identical. On GPUs they may differ,
+    because some kernels sum in no fixed order. For deterministic kernels, call
+    `torch.use_deterministic_algorithms(True)` and set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8.
     """
 
     name: str = Field(
@@ -162,12 +163,12 @@ class TrainConfig(Config):
 
     @property
     def label(self) -> str:
-        """What a run without a name is called by, after the time."""
+        """Suffix of the default run name, after the timestamp."""
         return "train"
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences to log when the run begins: which settings have another effect than their written value says."""
+        """Messages to log when the run starts, about settings whose effect differs from their value."""
         return []
 
     @model_validator(mode="after")
@@ -248,7 +249,7 @@ class ModelConfig(Config):
 
 
 class TaskConfig(TrainConfig):
-    """A run whose model, data and loss are known by name: a task, what it learns from, and on how many ranks."""
+    """The settings of a run whose model, data and loss are chosen by name, including the number of ranks."""
 
     task: str = Field("gpt", description="Task in `TASKS`: it builds the model, the data and the loss.")
     corpus: str = Field(
@@ -275,19 +276,19 @@ class TaskConfig(TrainConfig):
     collective_timeout: float = Field(
         600, gt=0, description="Seconds that a rank waits for the other ranks in a collective."
     )
-    # Where it runs, not what: no part of what a run writes down of itself, or a checkpoint holds on to.
+    # Excluded from the records of runs and checkpoints, because it does not change the result.
     slurm: SlurmConfig = Field(
         SlurmConfig(), exclude=True, description="Settings of a Slurm job. `nprocs` is the number of ranks."
     )
 
     @property
     def peak_learning_rate(self) -> float:
-        """`learning_rate`, scaled to `batch_size` as `learning_rate_rule` says.
+        """`learning_rate`, scaled to `batch_size` by `learning_rate_rule`.
 
-        These are rules of thumb, for k times the samples in a step. Linear: one step should go as far as k steps did
-        (Goyal et al., "Accurate, large minibatch SGD", 2017; with a warm-up). Square root: the noise of the gradient
-        falls with sqrt(k), and Adam divides by it (Malladi et al., "On the SDEs and scaling rules for adaptive gradient
-        algorithms", 2022).
+        The rules are heuristics for a batch that is k times larger. Linear: one step should move the weights as far as
+        k steps did (Goyal et al., "Accurate, large minibatch SGD", 2017; with a warm-up). Square root: the gradient's
+        noise falls with sqrt(k), and Adam divides by the noise (Malladi et al., "On the SDEs and scaling rules for
+        adaptive gradient algorithms", 2022).
         """
         times = self.batch_size / self.learning_rate_batch
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
@@ -299,15 +300,17 @@ class TaskConfig(TrainConfig):
 
     @property
     def group_options(self) -> dict[str, Any]:
-        """How ranks talk to one another, as `launch` and `run` are told."""
+        """The arguments of `launch` and `run` that set up the process group."""
         return {"device": self.device, "backend": self.backend, "collective_timeout": self.collective_timeout}
 
     @property
     def label(self) -> str:
+        """The kind of the corpus: suffix of the default run name, after the timestamp."""
         return self.corpus.partition(":")[0]
 
     @property
     def remarks(self) -> list[str]:
+        """A message about the learning rate, if it is scaled."""
         if self.learning_rate_rule == "fixed":
             return []
         return [

@@ -1,4 +1,4 @@
-"""The loss and the metrics on samples that the model has not learnt from: the same numbers on any number of ranks."""
+"""Loss and metrics on the validation samples. The set of samples does not depend on the number of ranks."""
 
 import math
 from typing import Any
@@ -28,12 +28,12 @@ def evaluate(
     batch_size: int,
     precision: Precision | None = None,
 ) -> dict[str, float]:
-    """Return the mean loss and metrics over the first `count` held-out samples, or over all if there are fewer.
+    """Return the mean loss and metrics over the first `count` validation samples, or over all if there are fewer.
 
-    Collective. Each rank evaluates its own samples, `batch_size` at a time; no rank pads, and the result is a mean of
-    sums. A rank with fewer batches than rank 0 computes one more, which does not count: with sharded weights, a forward
-    pass is collective. Restores the mode of each module, and all random number generators: training must not depend on
-    when it is evaluated.
+    Collective. Each rank evaluates different samples, `batch_size` at a time, without padding. The result is the sum
+    over all samples divided by their count. A rank with fewer batches than rank 0 runs one more forward pass and
+    discards its result, because with sharded weights a forward pass is collective. The mode of each module and all
+    random number generators are restored, so that evaluation does not affect training.
     """
     precision = precision or Precision(world=world)
     mine, of_rank_zero = (
@@ -51,7 +51,7 @@ def evaluate(
             for name, (total, counted) in pairs.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + float(total), before[1] + float(counted)
-    of_ranks = all_gather(world, sums)  # a rank without samples knows no names
+    of_ranks = all_gather(world, sums)  # empty on a rank without samples
     names = dict.fromkeys(name for each in of_ranks for name in each)
     totals = {name: [sum(each[name][i] for each in of_ranks if name in each) for i in range(2)] for name in names}
     return {name: total / counted if counted else math.nan for name, (total, counted) in totals.items()}

@@ -1,4 +1,4 @@
-"""The evaluations of a run: which was the best, when does it get no better, and the weights of the best."""
+"""Track the evaluations of a run: find the best, detect a lack of progress, and keep the best weights."""
 
 import shutil
 from collections.abc import Mapping
@@ -15,20 +15,21 @@ from ddp_tutorial.world import World
 
 
 class EvaluationTracker:
-    """Every evaluation of a run, and what follows from them, as `config.best` and `config.early_stopping` say.
+    """The evaluations of a run, and the decisions that `config.best` and `config.early_stopping` derive from them.
 
-    All of it is a function of the evaluations, which are in the checkpoint: a resumed run decides as the uninterrupted
-    one. With `config.best_model`, rank 0 keeps the weights of the best in the run's folder.
+    The decisions depend only on the evaluations, which are part of the checkpoint. So a resumed run decides as the
+    uninterrupted one does. With `config.best_model`, rank 0 keeps the weights of the best evaluation in the run folder.
     """
 
     def __init__(self, world: World, run: RunFolder, config: TrainConfig) -> None:
+        """Start without evaluations."""
         self.world, self.run, self.config = world, run, config
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> name -> mean
         self.is_stalled = False
 
     @property
     def values(self) -> dict[int, float]:
-        """Step -> the value of `best.metric` there. Raises `ConfigError` for a metric that is not evaluated."""
+        """The value of `best.metric` by step. Raises `ConfigError` if that metric is not evaluated."""
         name = self.config.best.metric
         for means in self.evaluations.values():
             if name not in means:
@@ -37,13 +38,13 @@ class EvaluationTracker:
 
     @property
     def step(self) -> int | None:
-        """The step of the best evaluation; None where there is none with a finite value."""
+        """The step of the best evaluation, or None if no evaluation has a finite value."""
         return best_step(self.values, self.config.best.mode)
 
     def add(self, step: int, means: Mapping[str, float], model: nn.Module) -> bool:
-        """One more evaluation. Keeps `model` if it is the best. Returns whether the run has stopped to get better."""
+        """Add an evaluation, keep `model` if it is the best, and return whether the run no longer improves."""
         self.evaluations[step] = dict(means)
-        best = self.step  # on every rank: what is wrong with the metric is raised on all
+        best = self.step  # computed on every rank, so that all ranks raise if the metric is wrong
         if self.config.best_model and self.world.is_main and best == step:
             save_model(model, self.run.best / checkpoint_name(step))
             for old in (kept for kept in self.saved_steps() if kept != step):
@@ -51,7 +52,7 @@ class EvaluationTracker:
         return self.has_stalled()
 
     def has_stalled(self) -> bool:
-        """Have there been as many evaluations without progress as `early_stopping` has patience?"""
+        """Return whether the last `early_stopping.patience` evaluations brought no improvement."""
         options = self.config.early_stopping
         if not options.patience:
             return False
@@ -60,12 +61,11 @@ class EvaluationTracker:
         return stalled >= options.patience
 
     def saved_steps(self) -> list[int]:
-        """The steps whose weights are in the run's folder: one, or none."""
+        """Return the steps whose weights are in the run folder: at most one."""
         return sorted(int(folder.name.removeprefix("step_")) for folder in self.run.best.glob("step_*"))
 
     def rewind(self, step: int, evaluations: Mapping[int, Mapping[str, float]]) -> None:
-        """Go back to `step`, with the `evaluations` up to it; weights of a later best are removed from the run's
-        folder."""
+        """Return to `step` and its `evaluations`. Rank 0 removes the weights of later steps from the run folder."""
         self.evaluations = {each: dict(means) for each, means in evaluations.items()}
         self.is_stalled = self.has_stalled()
         if self.world.is_main:

@@ -1,4 +1,4 @@
-"""What to do with a run's model once it is there: judge it, let it write, hand it on."""
+"""Load, evaluate, sample from and export the model of a run."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from ddp_tutorial.world import World, choose_device
 
 
 def config_of(run: str | Path) -> TaskConfig:
-    """The settings that a run of a task was made with. Raises `ConfigError` for other runs, and if it is none."""
+    """Return the settings of a run. Raise `ConfigError` if `run` is not a run, or not a run of a task."""
     path = folder_of(run).config
     content = json.loads(path.read_text())
     if "corpus" not in content:
@@ -35,11 +35,15 @@ def config_of(run: str | Path) -> TaskConfig:
 
 
 def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False) -> nn.Module:
-    """The model that a run has ended with, in evaluation mode; of one that has not ended, that of its newest valid
-    checkpoint. With `best`, the one that `best_model` has kept.
+    """Return the final model of a run in evaluation mode, or that of the newest valid checkpoint if it is unfinished.
 
-    `model` is one of the same architecture, which is given the weights; a run of a task knows its own. Raises
-    `ConfigError` where there is none.
+    Args:
+        run: The directory of the run.
+        model: A model of the same architecture to load the weights into. A run of a task does not need it.
+        best: Load the weights that `best_model` kept instead.
+
+    Raises:
+        ConfigError: If the run has no such model.
     """
     folder = folder_of(run)
     kept = sorted(folder.best.glob("step_*"))
@@ -48,7 +52,7 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
     if best or folder.model.is_dir():
         where = kept[-1] if best else folder.model
         if model is None:
-            # huggingface_hub prints that it loads, which would spoil JSON on stdout
+            # huggingface_hub prints a message, which would corrupt JSON on stdout
             with redirect_stdout(io.StringIO()):
                 return task_of(config_of(run)).load(where)
         load_weights(model, where)
@@ -62,10 +66,10 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
 
 
 def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False) -> dict[str, Any]:
-    """The loss on held-out text: the same samples as in training, or the first `samples`. One process, which is enough.
+    """Return the loss on the first `samples` validation samples, by default those of training, in one process.
 
-    Besides nats per token, as perplexity, and as bits per token: what it would take to write the text down. A token of
-    text is a byte.
+    The loss is in nats per token. The result also contains the perplexity and the loss in bits per token. With
+    tokenizer bytes, a token is one byte.
     """
     config, model = config_of(run), load(run, best=best)
     world, task = World(device=choose_device(config.device if config.device == "cpu" else "auto")), task_of(config)
@@ -84,8 +88,11 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
 def sample(
     run: str | Path, prompt: str, *, length: int = 200, temperature: float = 0.8, seed: int = 0, best: bool = False
 ) -> str:
-    """`prompt` and the `length` bytes that the run's model writes after it. Raises `ConfigError` for an empty
-    prompt, and where the run has no model, or none of task gpt."""
+    """Return `prompt` followed by `length` tokens that the run's model generates.
+
+    Raises:
+        ConfigError: If the prompt is empty, if the run has no model of task gpt, or if its tokens are not text.
+    """
     if not prompt:
         raise ConfigError("an empty prompt: give the model at least one character to go on from")
     model = load(run, best=best)
@@ -103,9 +110,9 @@ def sample(
 
 
 def export(run: str | Path, folder: Path, *, best: bool = False) -> None:
-    """Write the model to a new `folder`, as safetensors and JSON: `GPT.from_pretrained(folder)` has it back.
+    """Write the model to a new `folder`, as safetensors and JSON. `GPT.from_pretrained(folder)` loads it.
 
-    `training.json` beside it says how it was made. Raises `ConfigError` if `folder` is there already.
+    The file `training.json` in `folder` contains the settings of the run. Raises `ConfigError` if `folder` exists.
     """
     config, model = config_of(run), load(run, best=best)
     try:

@@ -1,7 +1,7 @@
-"""A small GPT in plain torch: token and position embeddings, blocks of causal attention and an MLP, a tied head.
+"""A small GPT in plain PyTorch: token and position embeddings, blocks of causal attention and an MLP, a tied head.
 
-The architecture of GPT-2 (Radford et al., 2019), pre-norm, without its biases in linear layers. `save_pretrained`
-and `from_pretrained` come from the hub's mixin: safetensors and a config.json, nothing executable.
+The architecture is that of GPT-2 (Radford et al., 2019), without biases in linear layers. `save_pretrained` and
+`from_pretrained` come from the mixin of huggingface_hub: they use safetensors and a config.json, nothing executable.
 """
 
 import math
@@ -15,15 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `heads` heads: [batch, time, width] -> the same."""
+    """Causal self-attention over `heads` heads: [batch, time, width] -> the same shape."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
+        """Create the projections. `width` must be a multiple of `heads`."""
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the attention output of `x`."""
         batch, time, width = x.shape
         # [batch, time, 3 * width] -> three of [batch, heads, time, width / heads]
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
@@ -33,9 +35,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block, [batch, time, width] -> the same: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A transformer block that computes x + attention(norm(x)), then x + mlp(norm(x)), for x [batch, time, width]."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
+        """Create the layers. `width` must be a multiple of `heads`."""
         super().__init__()
         self.norm_1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
@@ -45,12 +48,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the block for `x`."""
         x = x + self.dropout(self.attention(self.norm_1(x)))
         return x + self.dropout(self.project(F.gelu(self.expand(self.norm_2(x)))))
 
 
 class _Embed(nn.Module):
-    """Tokens [batch, time] -> [batch, time, width]. Its parts stay those of the GPT that they come from."""
+    """Tokens [batch, time] -> [batch, time, width]. Its modules are shared with the GPT that created it."""
 
     def __init__(self, tokens: nn.Embedding, positions: nn.Embedding, dropout: nn.Dropout) -> None:
         super().__init__()
@@ -62,7 +66,7 @@ class _Embed(nn.Module):
 
 
 class _Recomputed(nn.Module):
-    """A block whose insides are forgotten in forward, and computed once more in backward."""
+    """A block whose activations are recomputed in the backward pass."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -73,14 +77,14 @@ class _Recomputed(nn.Module):
 
 
 class GPT(nn.Module, PyTorchModelHubMixin):
-    """Tokens [batch, time] -> logits [batch, time, vocab], where time is at most `context`.
+    """A GPT that maps tokens [batch, time] to logits [batch, time, vocab], where time is at most `context`.
 
-    With `recompute`, what a block computes on the way is forgotten, and computed once more in backward: memory for the
-    inputs of blocks only, against about a third more computing (Chen et al., "Training deep nets with sublinear memory
-    cost", 2016). The bits are the same, dropout's too.
+    With `recompute`, only the inputs of blocks are stored, and the backward pass recomputes the other activations. This
+    saves memory for about a third more computation (Chen et al., "Training deep nets with sublinear memory cost",
+    2016). The result is bitwise identical, also with dropout.
 
-    The weights depend on torch's random numbers at the time: call `torch.manual_seed` with the same seed on
-    every rank first, and the ranks start out equal by construction.
+    The weights depend on the state of torch's random number generator. Call `torch.manual_seed` with the same seed on
+    every rank before, so that all ranks start with the same weights.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         dropout: float = 0.0,
         recompute: bool = False,
     ) -> None:
+        """Create a model with random weights; `heads` must divide `width`."""
         super().__init__()
         if width % heads:
             raise ValueError(f"width={width} does not divide into heads={heads} equal parts")
@@ -105,9 +110,11 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         self.head = nn.Linear(width, vocab, bias=False)
         self.apply(self._init)
         for name, weight in self.named_parameters():
-            if name.endswith("project.weight"):  # 2 per layer feed the residual stream: keep its variance at one
+            if name.endswith(
+                "project.weight"
+            ):  # the 2 per layer that add to the residual stream: keep its variance constant
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
-        self.head.weight = self.tokens.weight  # tied: one tensor, two uses, its gradients add up
+        self.head.weight = self.tokens.weight  # tied: one tensor with two uses, whose gradients are summed
 
     @staticmethod
     def _init(module: nn.Module) -> None:
@@ -115,6 +122,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next token at each position."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
@@ -122,9 +130,9 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         return self.head(self.norm(x))
 
     def chain(self) -> dict[str, nn.Module]:
-        """What `forward` does, as modules of which each takes what the one before gives: a pipeline cuts between them.
+        """Return `forward` as a sequence of named modules that a pipeline can split.
 
-        They are views of this model: the same parameters, under names of their own.
+        Each module takes the output of the one before. The modules share the parameters of this model.
         """
         parts: dict[str, nn.Module] = {"tokens": _Embed(self.tokens, self.positions, self.dropout)}
         for number, block in enumerate(self.blocks):
@@ -133,7 +141,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 
     @torch.no_grad()
     def generate(self, prompt: torch.Tensor, length: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
-        """`prompt` [time] followed by `length` sampled tokens; the same seed gives the same text."""
+        """Return `prompt` [time] followed by `length` sampled tokens; the same seed samples the same tokens."""
         was_training, tokens = self.training, prompt
         generator = torch.Generator(prompt.device).manual_seed(seed)
         self.eval()
@@ -145,14 +153,22 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats, summed over all targets but -100: sums of ranks add up, and means do not."""
+    """Return the cross-entropy in nats, summed over all targets except -100.
+
+    The result is a sum, because the sums of ranks can be added and their means cannot.
+    """
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def next_token_loss(model: Any, samples: Any) -> tuple[torch.Tensor, int]:
-    """To predict each token from those before it: the sum over all targets in nats, and how many they are.
+    """Return the loss of predicting each token from the tokens before it, in nats, summed over all targets.
 
-    `samples["tokens"]` is [batch, time + 1], of any integer type; targets are the tokens shifted by one.
+    Args:
+        model: Maps tokens to logits.
+        samples: A dictionary whose `tokens` are integers of shape [batch, time + 1].
+
+    Returns:
+        The sum, and the number of targets.
     """
     tokens = samples["tokens"].long()
     targets = tokens[:, 1:]

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate's schedule, by name or as somebody brings them."""
+"""The optimizer and the learning rate schedule, chosen by name or passed as objects."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ from ddp_tutorial.config import ConfigError
 from ddp_tutorial.training.config import TrainConfig
 
 Optimizer = torch.optim.Optimizer
-# Ready ones, or functions that make them of the model and of the optimizer.
+# An object, or a function that makes it from the model or from the optimizer.
 OptimizerLike = Optimizer | Callable[[nn.Module], Optimizer]
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
 }
 
-# How much of the way down is left, after the part `done` of it.
+# The remaining fraction of the decay, after the fraction `done` of its steps.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "linear": lambda done: 1 - done,
@@ -44,20 +44,22 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """The parameters that are trained, in groups for an optimizer. Decay is for matrices; norms and biases are left to
-    themselves."""
+    """Return the trainable parameters in two groups: matrices with weight decay, norms and biases without it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
-    """The schedule that `config` describes."""
+    """Return the learning rate schedule that `config` describes."""
     return LambdaLR(optimizer, learning_rate_factor(config))
 
 
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
-    """A line up over the warm-up, then as `schedule` says down to `final_lr_fraction` at the last step."""
+    """Return the learning rate factor as a function of the step.
+
+    The factor rises linearly during the warm-up, then falls to `final_lr_fraction` at the last step.
+    """
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
@@ -70,8 +72,11 @@ def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise `ConfigError` unless it has each parameter of `model` that is trained, and no others, and steps without a
-    closure."""
+    """Raise `ConfigError` unless `optimizer` fits `model`.
+
+    The optimizer must have all trainable parameters of the model, must have no tensors that the model does not have,
+    and must step without a closure.
+    """
     require_no_closure(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -90,26 +95,28 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """What an optimizer and its schedule were made with: all but what they learn on the way."""
+    """The options of an optimizer and its schedule, without the state that changes during training."""
 
-    groups: list[dict[str, Any]]  # of each group of parameters: weight decay, learning rate, ...
-    schedule: dict[str, Any]  # its state before the first step
+    groups: list[dict[str, Any]]  # per parameter group: weight decay, learning rate, ...
+    schedule: dict[str, Any]  # the schedule's state before the first step
 
     @classmethod
     def of(cls, optimizer: Optimizer, scheduler: LRScheduler) -> "OptimizerOptions":
-        """Those of an optimizer and a schedule that have taken no step."""
+        """Return the options of an optimizer and a schedule that have not taken a step."""
         groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
         return cls(deepcopy(groups), deepcopy(scheduler.state_dict()))
 
     def restore(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        """Let an optimizer that a checkpoint was loaded into go on with these: its averages stay, and the schedule is
-        stepped anew, as often as it had been."""
+        """Restore these options in an optimizer and a schedule that were loaded from a checkpoint.
+
+        The optimizer keeps its moving averages. The schedule is reset and stepped to its current step.
+        """
         steps = scheduler.last_epoch
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(deepcopy(options))
         scheduler.load_state_dict(deepcopy(self.schedule))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch has not seen the optimizer step, which was in another process
+            warnings.simplefilter("ignore")  # torch warns because the optimizer stepped in a different process
             for _ in range(steps):
                 scheduler.step()
 
@@ -119,6 +126,6 @@ _SCHEDULE = ("warmup_steps", "schedule", "final_lr_fraction")
 
 
 def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a run's settings that its optimizer and schedule are made of."""
+    """Return the subset of a run's `settings` that defines its optimizer and schedule."""
     length = settings.get("schedule_steps") or settings.get("steps")
     return {name: settings.get(name) for name in (*_OPTIONS, *_SCHEDULE)} | {"schedule_steps": length}

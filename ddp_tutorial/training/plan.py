@@ -1,4 +1,4 @@
-"""What a run would do, found out without doing it: `train CONFIG --dry-run`. Nothing is written, no rank started."""
+"""Describe a run without running it, for `train CONFIG --dry-run`. Nothing is written, and no rank is started."""
 
 import json
 import math
@@ -23,14 +23,19 @@ from ddp_tutorial.world import World, choose_backend, choose_device, is_launched
 from ddp_tutorial.zero.memory import bytes_gathered, bytes_sent, model_state_bytes
 
 DEFAULT = "default"
-OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # for each parameter: two averages, or one, in float32
+OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4}  # per parameter: two moving averages, or one, in float32
 
 
 def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Settings with where each came from, the world, the batch, what there is to do, memory, and the folder.
+    """Return the plan of a run: settings and their origins, world, batch, work, memory, communication, directory.
 
-    `layers` are those that `config` was made from. Raises `ConfigError` where the world or the device is not to be had,
-    and what else training would refuse at its start (see `tasks.check_start`).
+    Args:
+        config: The config of the run.
+        layers: The layers that `config` was made from.
+        environ: The environment variables, which specify the world if torchrun or Slurm started this process.
+
+    Raises:
+        ConfigError: If the world or the device is not available, or if `tasks.check_start` rejects the config.
     """
     if joins := is_launched_rank(environ):
         world = World.detect(environ, device=config.device, backend=config.backend)
@@ -47,7 +52,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
     units = config.batch_size * task.units_per_sample(config)
     return {
         "settings": settings(config, layers),
-        "unit": task.unit,  # of what the loss counts
+        "unit": task.unit,  # what the loss counts
         "world": {
             "ranks": size,
             "device": device.type,
@@ -78,7 +83,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
 
 
 def settings(config: TaskConfig, layers: Iterable[Layer]) -> dict[str, dict[str, Any]]:
-    """Each setting by its dotted name: its value, and where that was set last."""
+    """Return each setting by its dotted name, with its value and the last layer that set it."""
     set_by: dict[str, str] = {}
     for origin, values in layers:
         set_by |= dict.fromkeys(flat(values), origin)
@@ -89,12 +94,21 @@ def settings(config: TaskConfig, layers: Iterable[Layer]) -> dict[str, dict[str,
 
 
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
-    """Bytes of one rank, as estimated: four for each parameter and for its gradient, and what the optimizer keeps,
-    divided by the number of ranks that have a copy of the model where the strategy shares it out; weights that are
-    whole for a while then; and what forward leaves for backward with `samples` in a micro-batch, computed on torch's
-    meta device, without data. Of a pipeline, it is the rank that needs the most. `parameters` are all of the model.
+    """Estimate the bytes that one rank needs.
 
-    Attention may need less than that says. Python and torch themselves come on top: about 300 MB on a CPU.
+    The estimate contains four bytes per parameter and per gradient, and the optimizer state. A strategy that shards
+    them divides them by the number of ranks per replica, and adds the weights that a rank gathers temporarily. The
+    activations that the forward pass saves for backward are computed on torch's meta device, without data. Attention
+    may need less. Python and torch need about 300 MB more on a CPU.
+
+    Args:
+        config: The config of the run.
+        samples: The number of samples in a micro-batch.
+        ranks: The number of ranks.
+
+    Returns:
+        The bytes by purpose and in `total`; for a pipeline, of the rank that needs the most. `parameters` is the
+        number of parameters of the whole model.
     """
     task = task_of(config)
     with torch.device("meta"):
@@ -106,17 +120,21 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         held = max((rank["memory"] for rank in stages_of_ranks(config, samples, ranks)), key=_total)
     else:
         span = mesh_of(config, ranks).span
-        kind = "ddp" if config.strategy in LOCAL else config.strategy  # a rank that steps by itself has all, too
+        kind = (
+            "ddp" if config.strategy in LOCAL else config.strategy
+        )  # with local steps, each rank has the whole model too
         held = model_state_bytes(kind, parameters, span, OPTIMIZER_BYTES[config.optimizer])
         held |= {"gathered": bytes_gathered(kind, model) if span > 1 else 0, "activations": kept.nbytes}
     if config.strategy == "diloco":
-        held["outer"] = 8 * parameters  # where the round began, and the velocity
+        held["outer"] = 8 * parameters  # the weights at the start of the round, and the velocity
     return {"parameters": parameters, **held, "total": _total(held)}
 
 
 def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[str, Any]]:
-    """Of each rank of a pipeline: its parameters, bytes that it keeps, by what they are for, and bytes that it sends in
-    a step, with `samples` in a micro-batch."""
+    """Return, for each rank of a pipeline, its parameters, its memory by purpose, and the bytes it sends in a step.
+
+    `samples` is the number of samples in a micro-batch. Memory is in bytes.
+    """
     task, stages = task_of(config), pipeline_of(config, ranks)
     with torch.device("meta"):
         costs = stage_costs(task.model(config), task.loss, task.batch_like(config, samples), stages)
@@ -133,7 +151,7 @@ def _total(held: Mapping[str, int]) -> int:
 
 
 def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batches: int) -> int:
-    """Bytes that one rank sends in a step for gradients and weights; on average, where that is not in each step."""
+    """Return the bytes that one rank sends for gradients and weights per step, averaged over all steps."""
     mesh = mesh_of(config, ranks)
     if config.strategy not in LOCAL:
         return bytes_sent(config.strategy, parameters, mesh.span, micro_batches, mesh.replicate)
@@ -142,7 +160,7 @@ def step_bytes_sent(config: TaskConfig, parameters: int, ranks: int, micro_batch
 
 
 def total_memory(device: str, ranks: int) -> int:
-    """Bytes that so many ranks of this machine have in all: its main memory, or that of the GPUs that they take."""
+    """Return the bytes of memory for `ranks` ranks on this machine: its main memory, or that of `ranks` GPUs."""
     if device == "cuda":
         return sum(
             torch.cuda.get_device_properties(number).total_memory
@@ -152,7 +170,7 @@ def total_memory(device: str, ranks: int) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes for people: "19.4 MB", "1.2 GB"."""
+    """Return a number of bytes as text: "19.4 MB", "1.2 GB"."""
     units = iter(("B", "kB", "MB", "GB", "TB", "PB"))
     unit = next(units)
     while nbytes >= 999.95 and unit != "PB":
@@ -161,7 +179,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """A plan for people."""
+    """Return a plan as readable text."""
     settings = found["settings"]
     shown = {f"{name}: {json.dumps(each['value'])}": each["from"] for name, each in settings.items()}
     width = max(map(len, shown))

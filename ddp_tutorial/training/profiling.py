@@ -18,18 +18,19 @@ from ddp_tutorial.world import World
 
 
 class StepProfiler:
-    """Watches the steps from `first` to `last`, counted from 1; none if there is none between them.
+    """Profile the steps from `first` to `last`, counted from 1. Nothing is profiled if `last` is less than `first`.
 
     Call `before` and `after` around each step, on all ranks.
     """
 
     def __init__(self, world: World, run: RunFolder, first: int, last: int, link: Link | None) -> None:
+        """Create a profiler that is not running yet. `link` carries the gradients; None if PyTorch sends them."""
         self.world, self.run, self.first, self.last, self.link = world, run, first, last, link
         self._recorder: Recorder | None = None
         self._watching = ExitStack()
 
     def before(self, step: int) -> None:
-        """Begin to watch, if `step` is the first. A run that is resumed in the middle of them watches none."""
+        """Start profiling if `step` is the first. A run that resumes after the first step profiles nothing."""
         if step != self.first or self.first > self.last:
             return
         activities = [ProfilerActivity.CPU]
@@ -43,7 +44,7 @@ class StepProfiler:
             self._watching.callback(setattr, self.link, "observer", None)
 
     def after(self, step: int) -> None:
-        """Write what was seen, if `step` is the last. Collective then."""
+        """Write the profile if `step` is the last. Collective in that step."""
         if self._recorder is None or step != self.last:
             return
         recorder, self._recorder = self._recorder, None
@@ -63,8 +64,9 @@ class StepProfiler:
             LOG.info("steps %d to %d in %s", self.first, self.last, self.run.profile)
 
     def __enter__(self) -> "StepProfiler":
+        """Return the profiler itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop watching; steps that have not all come leave no result."""
+        """Stop profiling; unless all steps were profiled, nothing is written."""
         self._watching.close()

@@ -1,4 +1,4 @@
-"""Stop early, all ranks at the same step: on a signal, because somebody has asked for it, or for lack of progress."""
+"""Stop a run early, on all ranks after the same step: on a signal, on request, or for lack of progress."""
 
 import math
 import time
@@ -11,34 +11,39 @@ from ddp_tutorial.runs.folder import RunFolder, StopRequest
 from ddp_tutorial.training.config import Mode
 from ddp_tutorial.world import World
 
-# What all ranks do: stop; save and stop, as somebody has asked; the same, as a signal has told some rank; go on.
+# "stop": stop. "save": save a checkpoint and stop. "signal": the same, after a signal. "": continue.
 StopDecision = StopRequest | Literal["signal", ""]
-_STOP, _SAVE, _SIGNAL = 1, 2, 4  # each more than what is below it can come to
-CHECK_EVERY = 0.01  # seconds: to look for a request takes a hundredth of a step of 3 ms
+_STOP, _SAVE, _SIGNAL = 1, 2, 4  # only rank 0 sends 1 or 2, so a sum of at least 4 contains a signal
+CHECK_EVERY = 0.01  # seconds between checks for a request; a check takes about 30 microseconds
 
 
 class StopRequests:
-    """What some rank was asked to do, agreed by all ranks at the end of the same step.
+    """Requests to stop that reach some rank, agreed by all ranks at the end of the same step.
 
-    Each rank has a vote in every step. The votes are added up with the loss (see `accumulation.loss.StepLoss.reduce`),
-    so that asking all ranks costs no all-reduce of its own.
+    Each rank has a stop flag in every step. The flags are summed in the all-reduce of the loss (see
+    `accumulation.loss.StepLoss.reduce`), so agreement needs no additional all-reduce.
     """
 
     def __init__(self, world: World, run: RunFolder) -> None:
+        """Start without a request. `run` is the run folder, in which rank 0 looks for a request."""
         self.world, self.request = world, run.stop_request
         self.signalled = False
         self._asked = -math.inf
 
     def handle_signals(self) -> AbstractContextManager[None]:
-        """Inside, a signal asks to save and stop."""
+        """Return a context in which a signal is a request to save and stop."""
         return handling(SIGNALS, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         self.signalled = True
 
     def local_stop_flags(self) -> float:
-        """This rank's vote, a number that is added up over the ranks. Rank 0 alone reads the request in the run's
-        folder: 1 to stop, 2 to save first. A signal may come to any rank."""
+        """Return this rank's stop flag, to be summed over the ranks.
+
+        Returns:
+            4 if this rank has received a signal. On rank 0, 1 or 2 if the run folder contains a request to stop, or to
+            save and stop. Otherwise 0.
+        """
         if self.signalled:
             return _SIGNAL
         if not self.world.is_main or time.monotonic() - self._asked < CHECK_EVERY:
@@ -49,12 +54,14 @@ class StopRequests:
         return _SAVE if self.request.read_text().strip() == "save" else _STOP
 
     def decide(self, stop_flags: float) -> StopDecision:
-        """What all ranks do, from the sum of their votes. A signal counts more than a request: after it the run is to
-        go on."""
+        """Return the decision of all ranks, from the sum of their stop flags.
+
+        A signal takes precedence over a request, because a run that received a signal is to be resumed.
+        """
         return "signal" if stop_flags >= _SIGNAL else "save" if stop_flags >= _SAVE else "stop" if stop_flags else ""
 
     def close(self) -> None:
-        """Remove the request to stop from the run's folder: it has been met, or the run has ended."""
+        """Remove the stop request from the run folder, because the run has stopped."""
         if self.world.is_main:
             self.request.unlink(missing_ok=True)
 
@@ -62,11 +69,15 @@ class StopRequests:
 def without_progress(
     values: Mapping[int, float], minimum_delta: float = 0.0, grace_steps: int = 0, mode: Mode = "min"
 ) -> int:
-    """Evaluations in a row that were not better than the best before them, up to the last. `values` are by step.
+    """Return the number of consecutive evaluations, up to the last, that did not improve on the best before them.
 
-    Better means lower (with mode max: higher) by more than `minimum_delta`; a NaN never is. Evaluations of the first
-    `grace_steps` steps may be the best, but are not held against the run. All there is to know is in the values, so a
-    resumed run decides as the uninterrupted one.
+    The result depends only on `values`, so a resumed run decides as the uninterrupted one does.
+
+    Args:
+        values: The value of the metric by step.
+        minimum_delta: An improvement must be larger than this. NaN is never an improvement.
+        grace_steps: Evaluations in the first `grace_steps` steps can be the best, but are not counted.
+        mode: Whether lower or higher is better.
     """
     sign = 1 if mode == "min" else -1
     best, count = math.inf, 0
@@ -79,7 +90,7 @@ def without_progress(
 
 
 def best_step(values: Mapping[int, float], mode: Mode = "min") -> int | None:
-    """The step with the lowest (with mode max: highest) value, the first of equals; None where no value is finite."""
+    """Return the first step with the lowest value (for mode max: the highest), or None if no value is finite."""
     sign = 1 if mode == "min" else -1
     finite = [step for step in sorted(values) if math.isfinite(values[step])]
     return min(finite, key=lambda step: sign * values[step], default=None)

@@ -1,4 +1,4 @@
-"""The strategy that a config names."""
+"""Build the strategy that a config names."""
 
 from torch import nn
 
@@ -21,13 +21,15 @@ from ddp_tutorial.world import World
 def make_strategy(
     config: TrainConfig, model: nn.Module, world: World, loss: Loss, precision: Precision | None = None
 ) -> Strategy:
-    """The strategy that `config` names, with its settings from there. Collective."""
+    """Return the strategy that `config` describes. Collective."""
     precision = precision or Precision(config.precision, world)
     match config.strategy:
         case "invariant":
             return InvariantStrategy(model, world, loss, config.micro_batches, config.seed, precision=precision)
         case "pipeline":
-            from ddp_tutorial.pipeline.strategy import PipelineStrategy  # as zero's: with DTensor, half a second
+            from ddp_tutorial.pipeline.strategy import (
+                PipelineStrategy,
+            )  # slow to import, because of DTensor: half a second
 
             return PipelineStrategy(model, world, loss, pipeline_of(config, world.size), config.seed, precision)
         case "local_sgd" | "post_local_sgd" | "diloco" as name:
@@ -75,21 +77,27 @@ def make_strategy(
 
 
 def mesh_of(config: TrainConfig, world_size: int) -> Mesh:
-    """How many copies of the model so many ranks have, and how many ranks each copy. Raises `ConfigError` where these
-    ranks are not those of the config's mesh."""
+    """Return the number of replicas of the model and the number of ranks per replica, on `world_size` ranks.
+
+    Raises:
+        ConfigError: If the config's mesh does not fit the world size.
+    """
     if config.strategy in {"ddp", "invariant", "accelerate", *LOCAL}:
         return Mesh(world_size, 1)
     return make_mesh(config.mesh, world_size, "pipeline" if config.strategy == "pipeline" else "shard")
 
 
 def pipeline_of(config: TrainConfig, world_size: int) -> PipelineConfig:
-    """The stages of strategy pipeline on so many ranks. Raises `ConfigError` where they cannot be."""
+    """Return the stages of strategy pipeline. Raise `ConfigError` if they do not fit `world_size` ranks."""
     return config.pipeline.on(mesh_of(config, world_size).span)
 
 
 def micro_batches_per_rank(config: TrainConfig, world_size: int) -> int:
-    """How many micro-batches of a step each rank computes, known without a model. Raises `ConfigError` where they
-    cannot be shared out."""
+    """Return the number of micro-batches per step on each rank, without building a model.
+
+    Raises:
+        ConfigError: If the micro-batches cannot be distributed evenly.
+    """
     if config.strategy == "pipeline":
         return require_even_micro_batches(pipeline_of(config, world_size))
     if config.strategy != "invariant":

@@ -1,10 +1,10 @@
-"""What a config can name: a task is a model, samples and a loss, built from a `TaskConfig`.
+"""Tasks: a model, samples and a loss that are built from a `TaskConfig`.
 
     config = TaskConfig(steps=100)
-    results = launch(train, 2, config)      # two processes; or launch(train, 1, config), the same run on one
+    results = launch(train, 2, config)      # two processes; launch(train, 1, config) does the same work in one
 
-One process and N ranks do the same work: `batch_size` counts the samples of a step over all ranks. To train a model of
-your own from configs and the command line, put it into `TASKS`.
+`batch_size` is the number of samples in a step over all ranks, so one process and N ranks do the same work. To train
+your own model from config files and the command line, add it to `TASKS`.
 """
 
 from collections.abc import Callable
@@ -38,15 +38,15 @@ from ddp_tutorial.world import World, choose_backend, choose_device
 
 @dataclass(frozen=True)
 class Task:
-    """How to build what is trained. All ranks call the functions alike; `samples` reads files, rank 0 first."""
+    """Functions that build a model, samples and a loss. All ranks call them; rank 0 is the first to call `samples`."""
 
     model: Callable[[TaskConfig], nn.Module]
-    samples: Callable[[TaskConfig], tuple[Data, Data]]  # to learn from, and held out
+    samples: Callable[[TaskConfig], tuple[Data, Data]]  # training samples, validation samples
     loss: Loss
     unit: str  # what the loss counts
     units_per_sample: Callable[[TaskConfig], int]
-    batch_like: Callable[[TaskConfig, int], Any]  # a batch of so many samples, for its shapes: to estimate memory
-    load: Callable[[Any], nn.Module]  # the model, from the folder where it was saved
+    batch_like: Callable[[TaskConfig, int], Any]  # a batch with that number of samples, to estimate memory
+    load: Callable[[Any], nn.Module]  # loads the model from the folder where it was saved
 
 
 def _gpt(config: TaskConfig) -> nn.Module:
@@ -84,14 +84,14 @@ TASKS: dict[str, Task] = {
 
 
 def task_of(config: TaskConfig) -> Task:
-    """The task that `config` names. Raises `ConfigError` if there is none of that name."""
+    """Return the task that `config` names. Raise `ConfigError` if there is no such task."""
     if config.task not in TASKS:
         raise ConfigError(f"'task' {config.task!r} is not known.{did_you_mean(config.task, sorted(TASKS))}")
     return TASKS[config.task]
 
 
 def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
-    """The samples to learn from and those held out. Raises `ConfigError` where they are too few. Collective."""
+    """Return the training and validation samples. Raise `ConfigError` if there are too few. Collective."""
     with rank_zero_first(world):
         train, held_out = task_of(config).samples(config)
     if len(train) < config.batch_size or not len(held_out):
@@ -104,14 +104,16 @@ def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
 
 
 def source_of(config: TaskConfig, world: World) -> Source:
-    """The source that `config` describes. Collective."""
+    """Return the source of training batches that `config` describes. Collective."""
     train, _ = samples_of(config, world)
     return make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
 
 
 def check_start(config: TaskConfig, ranks: int) -> None:
-    """Raise an error where `train` would on so many ranks, as far as can be known without them, and without writing: a
-    corpus that is first to be downloaded or converted is not looked at."""
+    """Validate `config` for `ranks` ranks, as `train` would, without starting ranks or writing files.
+
+    A corpus that must first be downloaded or converted is not checked.
+    """
     load_tokenizer(config.tokenizer)
     if is_cached(config.corpus) and (config.has_tokens or config.tokenizer == BYTES):
         train, _ = samples_of(config, World())
@@ -123,8 +125,10 @@ def check_start(config: TaskConfig, ranks: int) -> None:
 
 
 def check_world(config: TaskConfig, ranks: int) -> None:
-    """Raise `ConfigError` where the mesh or the stages of `config` are not for so many ranks, or the package that its
-    strategy is of is not installed. Takes no time."""
+    """Raise `ConfigError` if the mesh or the stages do not fit `ranks` ranks, or if a required package is missing.
+
+    This check is fast: it reads no data.
+    """
     if config.strategy == "accelerate":
         require_accelerate()
     micro_batches_per_rank(config, ranks)
@@ -137,13 +141,13 @@ def check_world(config: TaskConfig, ranks: int) -> None:
 
 
 def model_of(config: TaskConfig) -> nn.Module:
-    """The model, with weights that depend on `config.seed` alone."""
+    """Return the model with initial weights that depend only on `config.seed`."""
     torch.manual_seed(config.seed)
     return task_of(config).model(config)
 
 
 def make_trainer(config: TaskConfig, world: World) -> Trainer:
-    """A Trainer of the task that `config` names. Collective."""
+    """Return a Trainer for the task that `config` names. Collective."""
     task = task_of(config)
     train, held_out = samples_of(config, world)
     source = make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
@@ -151,15 +155,18 @@ def make_trainer(config: TaskConfig, world: World) -> Trainer:
 
 
 def train(world: World, config: TaskConfig) -> TrainResult:
-    """Train the task that `config` names, on this rank: the function for `launch(train, config.nprocs, config)`.
-    Collective. Raises `ConfigError` as `make_trainer` and `Trainer` do."""
+    """Train the task that `config` names on this rank, as in `launch(train, config.nprocs, config)`. Collective.
+
+    Raises:
+        ConfigError: If `make_trainer` or `Trainer` rejects the config.
+    """
     return make_trainer(config, world).train()
 
 
 def launch_training(config: TaskConfig, **options: Any) -> TrainResult:
-    """Train on `config.nprocs` ranks of this machine and return rank 0's result, which is that of all.
+    """Train on `config.nprocs` ranks of this machine and return rank 0's result.
 
-    `options` are those of `launch`.
+    `options` are passed to `launch`.
     """
     check_world(config, config.nprocs)
     defaults = {"forward_signals": SIGNALS, **config.group_options}

@@ -1,10 +1,10 @@
-"""Train any model, on any data, with any loss, on any number of ranks. The loop is `Trainer.train`.
+"""Train any model on any data with any loss, on any number of ranks. The loop is `Trainer.train`.
 
-def loss(model, batch):                        # a sum, and what it is a sum of
+def loss(model, batch):                        # returns a sum and a count
     return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
 
 def main(world):
-    source = make_source(dataset, 64, world)   # 64 samples a step, over all ranks
+    source = make_source(dataset, 64, world)   # 64 samples per step, over all ranks
     return Trainer(nn.Linear(8, 1), source, loss, world, TrainConfig(steps=300)).train()
 
 launch(main, 2)
@@ -48,19 +48,19 @@ from ddp_tutorial.world import World
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to; the same on every rank, but for the rate, which each has measured for itself."""
+    """The result of a run. It is the same on every rank, except `rate`, which each rank measures itself."""
 
-    run: Any  # the folder, a Path
+    run: Any  # the run folder, a Path
     losses: list[float]  # of each step, a mean over all ranks
-    evaluations: dict[int, dict[str, float]]  # step -> name -> mean: the loss and the metrics on held-out samples
-    rate: float  # of what the loss counts (samples, tokens) per second
-    weights: str  # a digest of all weights, to compare runs bit for bit
-    stopped_at: int | None = None  # the step, if somebody had it stopped before the last one
-    by_signal: bool = False  # so it was by a signal, as a cluster sends it, and not by a request
+    evaluations: dict[int, dict[str, float]]  # step -> name -> mean loss or metric on the validation samples
+    rate: float  # what the loss counts (samples, tokens) per second
+    weights: str  # a digest of all weights, to check whether runs are bitwise identical
+    stopped_at: int | None = None  # the step, if a signal or a request stopped the run before the last one
+    by_signal: bool = False  # whether a signal stopped the run, as on a cluster
 
     @property
     def eval_losses(self) -> dict[int, float]:
-        """Held-out losses by step."""
+        """Validation losses by step."""
         return {step: means[LOSS] for step, means in self.evaluations.items()}
 
 
@@ -97,10 +97,11 @@ class Trainer:
         scheduler: SchedulerLike | None = None,
         unit: str = "samples",
     ) -> None:
+        """Build the training step, and create the run folder."""
         config = config or TrainConfig()
         if validation_data is None and (config.best_model or config.early_stopping.patience):
             raise ConfigError("'early_stopping' and 'best_model' go by evaluations: give the Trainer validation_data")
-        self.threads = torch.get_num_threads()  # of the caller; `invariant` uses one thread from here on
+        self.threads = torch.get_num_threads()  # restored by `train`; strategy invariant uses one thread
         self.train_step = make_train_step(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.options = OptimizerOptions.of(self.train_step.optimizer, self.train_step.scheduler)
         self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
@@ -110,11 +111,11 @@ class Trainer:
         reseed(config.seed, world.rank, device=world.device)  # different on every rank, for dropout
         self.settings = config.model_dump(mode="json")
         options = config.checkpoint
-        if not options.shared:  # what rank 0 cannot do for all is refused before there is a folder
+        if not options.shared:  # reject what rank 0 cannot save for all ranks, before the folder is created
             require_unsharded(world, self.step_components())
             if config.resume == "auto":
                 require_rank_zeros(world, config.name)
-        # Before there is a folder; of a run that goes on in its own, when that is locked.
+        # Before the folder is created. A run that resumes in its own folder does this once it has locked the folder.
         self.start = ResumePoint() if config.resume == "auto" else self.find_resume_point()
         self.run = open_folder(
             world,
@@ -145,15 +146,15 @@ class Trainer:
 
     @property
     def step_count(self) -> int:
-        """How many steps have been taken."""
+        """The number of completed steps."""
         return self.train_step.number
 
     def train(self) -> TrainResult:
-        """All steps, then the result."""
+        """Run all remaining steps and return the result."""
         with ExitStack() as afterwards, self.record.exclusive():
             afterwards.callback(torch.set_num_threads, self.threads)
             if self.config.resume == "auto":
-                self.start = self.find_resume_point()  # or refuse, with every file as it was
+                self.start = self.find_resume_point()  # if it raises, no file has changed
             with self.record, self.stopping.handle_signals(), self.profiler:
                 self.log_start()
                 self.resume()
@@ -163,20 +164,21 @@ class Trainer:
                         self.evaluate()
                     if self.is_due(self.config.checkpoint.every):
                         self.save()
-                with phase("result"):  # who observes may object, and then there is none
+                with phase("result"):  # an observer may raise, and then there is no result
                     return self.finish()
 
     def is_done(self) -> bool:
+        """Return whether the run has reached its last step, no longer improves, or was requested to stop."""
         return self.step_count >= self.config.steps or self.best.is_stalled or bool(self.requested)
 
     def is_due(self, every: int) -> bool:
-        """Is something due after this step that is done once in `every` steps, and after the last one? Never, for 0."""
+        """Return whether the current step is a multiple of `every` or the last step. `every=0` disables the action."""
         if not every:
             return False
         return self.step_count % every == 0 or self.step_count == self.config.steps or self.best.is_stalled
 
     def step(self) -> None:
-        """One optimiser step, logged."""
+        """Run one optimizer step and log it."""
         self.profiler.before(self.step_count + 1)
         done = self.train_step(self.stopping.local_stop_flags())
         seconds = self.record.record_step(self.step_count)
@@ -200,14 +202,14 @@ class Trainer:
             LOG.info(remark)
 
     def find_resume_point(self) -> ResumePoint:
-        """Where the config says that the run goes on. Raises `ConfigError` where it cannot; nothing is touched."""
+        """Return the point to resume from. Raise `ConfigError` if the run cannot resume. Changes no file."""
         config = self.config
         run, shared = RUNS / config.name, config.checkpoint.shared
         return find_resume_point(self.world, run, config.resume, self.settings, config.resume_allow, shared=shared)
 
     def resume(self) -> None:
         """Resume from the checkpoint that `find_resume_point` returned, or start without one."""
-        is_found = self.config.resume == "auto"  # the folder: it may be that of a run which was killed
+        is_found = self.config.resume == "auto"  # the run folder may be that of a run that was killed
         for problem in self.start.skipped if self.world.is_main else ():
             LOG.info("passed over: %s", problem)
         if is_found:
@@ -215,15 +217,13 @@ class Trainer:
         if self.start.checkpoint is not None:
             self.train_step.warm_up()
             self.checkpoints.load(self.start.checkpoint, self.config.resume_without)
-            if update_settings(self.start.settings) != update_settings(
-                self.settings
-            ):  # allowed, or it would have been refused
+            if update_settings(self.start.settings) != update_settings(self.settings):  # `resume_allow` permits it
                 self.options.restore(self.train_step.optimizer, self.train_step.scheduler)
             left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
             LOG.info("going on after step %d, from %s%s", self.start.step, self.start.checkpoint, left_out)
         elif is_found:
             self.log.rewind(0, [], 0)
-        if self.is_done():  # a finished run, said again: nothing is new
+        if self.is_done():  # the command of a finished run was rerun
             return
         self.record.reopen()
         if is_found and self.world.is_main:
@@ -235,7 +235,7 @@ class Trainer:
         return {name: Component(part, cast("Shared", shared)) for name, (part, shared) in parts.items()}
 
     def components(self) -> dict[str, Component]:
-        """All that a run needs to go on as if nothing had happened, and who has the same of it."""
+        """Return the components of a checkpoint: all state that makes a resumed run bitwise identical."""
         return self.step_components() | {
             "progress": Component(FunctionState(self.progress, self.set_progress)),
             "rng": Component(RandomState(self.world.device, self.reseed), "per_rank"),
@@ -246,7 +246,7 @@ class Trainer:
         reseed(self.config.seed, self.world.rank, step, device=self.world.device)
 
     def progress(self) -> dict[str, Any]:
-        """How far the run is, as plain values and tensors."""
+        """Return the progress of the run as plain values and tensors."""
         return {
             "step": self.step_count,
             "count": self.log.count,
@@ -255,12 +255,13 @@ class Trainer:
         }
 
     def set_progress(self, state: dict[str, Any]) -> None:
+        """Restore the progress of the run, and rewind its evaluations and its log."""
         self.train_step.number = self.record.step = state["step"]
         self.best.rewind(state["step"], state["evaluations"])
         self.log.rewind(state["step"], state["losses"].tolist(), state["count"])
 
     def save(self) -> None:
-        """A checkpoint of this step, with the log up to it."""
+        """Save a checkpoint of the current step, and sync the log up to it."""
         self.train_step.strategy.sync_buffers()
         self.log.sync()
         with phase("save"), self.log.paused():
@@ -269,7 +270,7 @@ class Trainer:
             self.checkpoints.save(self.step_count, metrics)
 
     def evaluate(self) -> dict[str, float]:
-        """The mean loss and metrics over the first `eval_samples` held-out samples, each seen by exactly one rank."""
+        """Evaluate the first `eval_samples` validation samples, log the mean loss and metrics, and return them."""
         assert self.validation_data is not None, "there are no held-out samples"
         self.log.flush()
         with phase("evaluate"), self.log.paused():
@@ -281,7 +282,8 @@ class Trainer:
             with self.train_step.strategy.evaluation_weights():
                 means = evaluate(self.world, self.model, self.loss, self.validation_data, samples, size, precision)
             used = self.record.usage.gather()
-            # The values are the same on all ranks. But whoever leaves the loop alone makes the others wait for ever.
+            # The values are the same on all ranks. The ranks agree anyway, because a rank that left the loop alone
+            # would make the others wait forever.
             with (
                 self.train_step.strategy.full_parameters()
                 if self.config.best_model
@@ -322,7 +324,7 @@ class Trainer:
                 run=self.run.path,
                 losses=self.log.losses,
                 evaluations=self.best.evaluations,
-                rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first warms up
+                rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first is a warm-up
                 weights=digest(weights),
                 stopped_at=self.step_count
                 if self.step_count < self.config.steps and not self.best.is_stalled
@@ -334,7 +336,7 @@ class Trainer:
                 LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
 
             def write() -> None:
-                if not self.run.result.exists():  # it exists if a finished run is run again
+                if not self.run.result.exists():  # it exists if the command of a finished run was rerun
                     save_model(model, self.run.model)
                     self.record.write_result(self.summary(result, used))
 
@@ -342,7 +344,7 @@ class Trainer:
         return result
 
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:
-        """What `result.json` says; `used` is of all ranks."""
+        """Return the content of `result.json`; `used` is the resource usage of all ranks."""
         best, last = self.best.step, result.evaluations.get(self.step_count, {})
         reason = f"no better since step {best}" if self.best.is_stalled else ""
         if result.stopped_at is not None:

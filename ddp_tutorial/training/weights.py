@@ -1,4 +1,4 @@
-"""A model's weights in a folder that cannot execute anything when it is read."""
+"""Save and load a model's weights, in a format that executes no code when it is loaded."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +15,10 @@ WEIGHTS = "model.safetensors"
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write `model` into `folder`, in place of an earlier one there, which stays until the new one is on the disk.
+    """Write `model` to `folder`. An earlier model there is replaced once the new one is on the disk.
 
-    A model with `save_pretrained`, as Hugging Face's and our GPT have it, writes what it takes to load it without its
-    code's arguments; of any other it is the weights and buffers, as safetensors, tied ones once.
+    A model with `save_pretrained`, such as Hugging Face's models and our GPT, is written by that method, which also
+    stores its config. Of any other model, the weights and buffers are written as safetensors, and tied ones once.
     """
     remove_temporary(folder.parent, folder.name)
     with directory_replaced_atomically(folder) as aside:
@@ -26,7 +26,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def write_model(model: nn.Module, folder: Path) -> None:
-    """The files of `save_model`, into a folder that is there."""
+    """Write the files of `save_model` to an existing folder."""
     if hasattr(model, "save_pretrained"):
         save: Any = model.save_pretrained
         save(folder)
@@ -35,9 +35,9 @@ def write_model(model: nn.Module, folder: Path) -> None:
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Put the weights of a checkpoint into `model`, of the same architecture.
+    """Load the weights of a checkpoint into `model`, which has the same architecture.
 
-    Those that were sharded are vectors there, and a tied one is there by its first name only.
+    Weights that were sharded may be flat vectors in `state`, and tied weights occur only under their first name.
     """
     first = {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
     whole = model.state_dict(keep_vars=True)
@@ -46,9 +46,10 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Put weights that `save_model` has written into `model`.
+    """Load weights that `save_model` wrote into `model`.
 
-    Raises `ConfigError` where there are none, and where they are those of another model.
+    Raises:
+        ConfigError: If `folder` has no weights, or if they do not fit `model`.
     """
     path = folder / WEIGHTS
     if not path.is_file():
