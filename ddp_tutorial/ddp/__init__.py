@@ -1,9 +1,9 @@
-"""How do the ranks come to agree on a gradient?
+"""Average gradients over ranks.
 
-`variants` has four ways: one all-reduce for each parameter, one for all, buckets that are sent while backward still
-runs, and torch's own. `buckets` and `hooks` are their parts; `link` is a model of what sending costs, and a link slowed
-down to it; `timeline` records when each rank computed and when its link carried something; `shared_memory` is for two
-ranks of one host; `sync_bn` is BatchNorm over the batch of all ranks.
+`wrappers` contains four implementations: one all-reduce per parameter, one for all parameters, buckets that are reduced
+during the backward pass, and PyTorch's own. `buckets` and `hooks` are their parts. `link` models the cost of
+communication and simulates slow links. `timeline` records when each rank computes and communicates. `shared_memory` is
+a transport for two ranks of one host. `sync_bn` is BatchNorm over the batch of all ranks.
 """
 
 import lazy_loader

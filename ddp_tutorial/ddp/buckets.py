@@ -1,4 +1,4 @@
-"""Gradients that are sent together. Which parameter goes into which bucket is pure arithmetic: `assign_buckets`."""
+"""Buckets of gradients that are reduced together. `assign_buckets` assigns parameters to buckets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,19 @@ MIB = 2**20
 
 
 def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, first_cap: float) -> list[list[int]]:
-    """Cut the sequence of gradients, in the order in which they become ready, into buckets; returns indices.
+    """Assign gradients, in the order in which they become ready, to buckets.
 
-    A bucket is closed as soon as it holds `cap` bytes (`first_cap` for the first), so its last gradient may exceed the
-    cap, and no gradient is cut in two; torch has the same rule. All gradients of a bucket are of one kind (dtype and
-    device), and each kind has a first bucket. Buckets come in the order in which they are complete.
+    A bucket is closed as soon as it contains at least `cap` bytes, so its last gradient may exceed the cap, and no
+    gradient is split. PyTorch uses the same rule. A small first bucket lets the first all-reduce start early.
 
-    The first should be small: the earlier it is full, the earlier the first all-reduce can start.
+    Args:
+        nbytes: The size of each gradient.
+        kinds: The kind of each gradient (dtype and device). All gradients of a bucket have the same kind.
+        cap: The size in bytes at which a bucket is closed.
+        first_cap: The same for the first bucket of each kind.
+
+    Returns:
+        The indices of the gradients of each bucket. Buckets are in the order in which they are complete.
     """
     buckets: list[list[int]] = []
     open_bucket: dict[object, list[int]] = {}
@@ -34,7 +40,7 @@ def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, f
 
 @dataclass
 class Bucket:
-    """One flat buffer for several gradients, and a view of it for each of them, in the order of the buffer."""
+    """A flat buffer for several gradients, and a view of it for each gradient, in the order of the buffer."""
 
     name: str
     buffer: torch.Tensor
@@ -44,7 +50,7 @@ class Bucket:
 
     @staticmethod
     def of(name: str, named: Sequence[tuple[str, nn.Parameter]]) -> "Bucket":
-        """A bucket of zeros for these parameters, which are all of one dtype and device."""
+        """Return a bucket of zeros for these parameters, which all have the same dtype and device."""
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         sizes = [parameter.numel() for parameter in parameters]
         buffer = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
@@ -53,10 +59,10 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self, place: int, world_size: int) -> None:
-        """Copy the gradient of parameter `place` into the buffer, divided by the world size: the sum will be the mean.
+        """Copy the gradient of parameter `place` into the buffer, divided by the world size, and make `.grad` the view.
 
-        Divided before the sum, so that a sum in half precision does not overflow. Afterwards `.grad` is the view, so
-        the gradient is in memory once.
+        The sum over ranks is then the mean. Dividing first avoids overflow in half precision. A missing gradient
+        contributes zeros.
         """
         parameter, view = self.parameters[place], self.views[place]
         gradient = parameter.grad
@@ -64,7 +70,7 @@ class Bucket:
             view.zero_()
             return
         check_dense(self.names[place], gradient)
-        if gradient.data_ptr() == view.data_ptr() and gradient.numel():  # it is the view, since the last step
+        if gradient.data_ptr() == view.data_ptr() and gradient.numel():  # already the view, since the last step
             view.mul_(1 / world_size)
         else:
             torch.mul(gradient, 1 / world_size, out=view)
@@ -72,7 +78,7 @@ class Bucket:
 
 
 def check_dense(name: str, gradient: torch.Tensor | None) -> None:
-    """Raise `ValueError` for a sparse gradient: it holds only some rows, and other ranks have other rows."""
+    """Raise `ValueError` if `gradient` is sparse, because ranks may have gradients for different rows."""
     if gradient is not None and gradient.is_sparse:
         raise ValueError(f"parameter {name!r} has a sparse gradient: build its layer with sparse=False")
 
@@ -80,7 +86,10 @@ def check_dense(name: str, gradient: torch.Tensor | None) -> None:
 def make_buckets(
     parameters: Sequence[tuple[str, nn.Parameter]], cap: float = float("inf"), first_cap: float | None = None
 ) -> list[Bucket]:
-    """Buckets of `cap` bytes for the named parameters, in the order given; without a cap, one for each dtype."""
+    """Return buckets of `cap` bytes for the named parameters, in the given order.
+
+    Without a cap, there is one bucket for each dtype and device.
+    """
     tensors = [parameter for _, parameter in parameters]
     groups = assign_buckets(
         [tensor.nbytes for tensor in tensors],

@@ -15,7 +15,7 @@ class LinkConfig(Config):
 
 
 class DDPConfig(Config):
-    """Which variant, and its options, named as torch names them where torch has them."""
+    """The DDP variant and its options. Options of PyTorch keep their names."""
 
     variant: Literal["naive", "flat", "bucket", "torch"] = Field(
         "torch", description="Which DDP implementation averages the gradients."

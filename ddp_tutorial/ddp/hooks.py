@@ -1,7 +1,7 @@
-"""How a bucket is sent: as it is, in 16 bits, or as two thin matrices (PowerSGD).
+"""Communication hooks: send a bucket uncompressed, in 16 bits, or as two low-rank matrices (PowerSGD).
 
-A hook starts the all-reduce of a bucket, which holds this rank's gradients divided by the world size, and returns a
-`Pending` to wait for. After that the bucket holds the mean over ranks, or what the compression has left of it.
+A hook starts the all-reduce of a bucket, which contains this rank's gradients divided by the world size, and returns a
+`Pending` to wait for. Afterwards the bucket contains the mean over ranks, or its approximation after compression.
 """
 
 import zlib
@@ -17,46 +17,49 @@ from ddp_tutorial.ddp.link import Link
 
 
 class Pending(Protocol):
-    """An all-reduce that has been started."""
+    """A pending all-reduce."""
 
     def wait(self) -> object:
-        """Return when it is done. Raises if it failed."""
+        """Wait until the all-reduce is complete. Raises its error if it failed."""
         ...
 
 
 class Hook(Protocol):
-    """How a bucket is averaged."""
+    """A way to average a bucket."""
 
     link: Link
 
     def start(self, bucket: Bucket) -> Pending:
-        """Start to average the bucket over all ranks, without waiting."""
+        """Start averaging the bucket over all ranks, without waiting for the result."""
         ...
 
 
 class AllReduceHook:
-    """Send the gradients as they are."""
+    """Send the gradients uncompressed."""
 
     def __init__(self, link: Link) -> None:
+        """Create a hook that sends over `link`."""
         self.link = link
 
     def start(self, bucket: Bucket) -> Future[torch.Tensor]:
-        """Begin to sum the bucket over all ranks."""
+        """Start summing the bucket over all ranks."""
         return self.link.all_reduce(bucket.buffer, bucket.name)
 
 
 class CastHook:
-    """Send gradients in `dtype`, of 16 bits: half of float32's bytes. A complex number is sent as two numbers.
+    """Send gradients in a 16-bit `dtype`: half the bytes of float32. A complex number is sent as two real numbers.
 
-    bfloat16 keeps float32's range, and 8 bits of precision. float16 keeps 11 bits, but anything below 6e-8 becomes zero
-    and above 65,504 infinity. The sum is computed in `dtype` as well, so its error grows with the number of ranks.
+    bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits, but numbers below 6e-8 become zero,
+    and numbers above 65,504 become infinite. The sum is also computed in `dtype`, so its error grows with the number of
+    ranks.
     """
 
     def __init__(self, link: Link, dtype: torch.dtype) -> None:
+        """Create a hook that sends over `link` in `dtype`."""
         self.link, self.dtype = link, dtype
 
     def start(self, bucket: Bucket) -> Future[torch.Tensor]:
-        """Begin to sum the bucket over all ranks; the sum is cast back as soon as it has arrived."""
+        """Start summing the bucket over all ranks. The sum is cast back once it is complete."""
         numbers = torch.view_as_real(bucket.buffer) if bucket.buffer.is_complex() else bucket.buffer
         summed = self.link.all_reduce(numbers.to(self.dtype), bucket.name)
 
@@ -70,52 +73,58 @@ class CastHook:
 class PowerSGD:
     """Send a gradient matrix M [n, m] as P = M Q [n, rank] and Q = M' P [m, rank]: one step of power iteration.
 
-    The part of M that P Q' does not represent is kept on this rank and added to its next gradient (error feedback), so
-    it arrives late instead of never. Q is kept too, as the start of the next step's iteration. Vectors, complex
-    gradients, and matrices for which P and Q would not be smaller, are sent as they are. Raises `ValueError` for a
-    `rank` below 1.
+    The part of M that P Q' does not represent stays on this rank and is added to its next gradient (error feedback), so
+    it is delayed instead of lost. Q is also kept, as the start of the next step's iteration. Vectors, complex
+    gradients, and matrices for which P and Q would not be smaller are sent uncompressed.
 
     Vogels, Karimireddy & Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
     """
 
     def __init__(self, link: Link, world_size: int, rank: int = 2, seed: int = 0) -> None:
+        """Start without errors. Raise `ValueError` if `rank` is less than 1.
+
+        Args:
+            link: The link to send over.
+            world_size: The number of ranks.
+            rank: The rank of the approximation.
+            seed: The seed of the first Q.
+        """
         if rank < 1:
             raise ValueError(f"rank={rank}: should be 1 or more")
         self.link, self.world_size, self.rank, self.seed = link, world_size, rank, seed
-        # By parameter, not by bucket: buckets are rebuilt after the first step.
+        # By parameter, because buckets are rebuilt after the first step.
         self.errors: dict[str, torch.Tensor] = {}
         self.qs: dict[str, torch.Tensor] = {}
 
     def start(self, bucket: Bucket) -> "_Factors":
-        """Begin to sum the first factors, P, and all that is not compressed."""
+        """Start summing the first factors, P, and the uncompressed gradients."""
         return _Factors(self, bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept from one step to the next: of this rank, what it has yet to send."""
+        """Return the state that is kept between steps: this rank's errors, and Q."""
         return {"rank": self.rank, "errors": dict(self.errors), "qs": dict(self.qs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. With another `rank`, the iteration begins anew, and nothing that is yet to be sent is
-        lost."""
+        """Restore a state. If its `rank` is different, the iteration starts over, and the errors are kept."""
         self.errors = dict(state["errors"])
         self.qs = dict(state["qs"]) if state["rank"] == self.rank else {}
 
     def is_compressible(self, shape: torch.Size) -> bool:
-        """Are the two factors smaller than a gradient of this shape?"""
+        """Return whether the two factors are smaller than a gradient of this shape."""
         rows, columns = shape[0] if len(shape) > 1 else 0, shape[1:].numel()
         return self.rank * (rows + columns) < rows * columns
 
     def first_q(self, name: str, columns: int, like: torch.Tensor) -> torch.Tensor:
-        """A random start [columns, rank], the same on every rank."""
+        """Return a random initial Q [columns, rank], the same on every rank."""
         generator = torch.Generator().manual_seed(self.seed ^ zlib.crc32(name.encode()))
         return torch.randn(columns, self.rank, generator=generator).to(like)
 
 
 class _Factors:
-    """The factors of one bucket: P's all-reduce has been started, Q's starts in `wait`, in the order of the buckets.
+    """The factors of one bucket. The constructor starts the all-reduce of P, and `wait` that of Q.
 
-    Not in a callback of P's future: those of different buckets run in different orders on different ranks, and would
-    start their all-reduces in different orders too.
+    `wait` is called in the order of the buckets. Callbacks of P's futures would run in different orders on different
+    ranks, and would start the all-reduces of Q in different orders.
     """
 
     @torch.no_grad()
@@ -149,6 +158,6 @@ class _Factors:
         copy_from_flat(second, qs)
         for (name, matrix), basis, q in zip(self.matrices.items(), bases, qs, strict=True):
             mean = basis @ q.t()
-            self.hook.errors[name] = matrix - mean / self.hook.world_size  # of this rank's share
+            self.hook.errors[name] = matrix - mean / self.hook.world_size  # this rank's part of the error
             self.hook.qs[name] = q
             matrix.copy_(mean)

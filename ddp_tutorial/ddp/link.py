@@ -1,8 +1,8 @@
-"""What carries gradients between ranks: a link with a latency and a bandwidth, the machine's own or a simulated one.
+"""Links that carry gradients between ranks: the machine's own, or a simulated one.
 
-The alpha-beta model (Hockney, 1994) says that a message of n bytes takes alpha + n / beta seconds, with the latency
-alpha and the bandwidth beta. `fit_link` estimates both from measurements. `SimulatedLink` delays all-reduces so that
-they take as long as on a link with a given latency and bandwidth, to study slow networks on one machine.
+In the alpha-beta model (Hockney, 1994), a message of n bytes takes alpha + n / beta seconds, where alpha is the latency
+and beta the bandwidth. `fit_link` estimates both from measurements. `SimulatedLink` delays all-reduces so that they
+take as long as on a link with a given latency and bandwidth, to study slow networks on one machine.
 """
 
 import math
@@ -39,34 +39,41 @@ class LinkModel:
         return cls(config.latency_ms / 1e3, config.megabytes_per_second * 1e6)
 
     def __str__(self) -> str:
+        """Return the latency and the bandwidth as text."""
         return f"{self.latency * 1e3:g} ms, {self.bandwidth / 1e6:g} MB/s"
 
     def seconds(self, nbytes: float, rounds: float = 1) -> float:
-        """The time of `rounds` messages one after another, with `nbytes` in all of them together."""
+        """Return the time of `rounds` consecutive messages with `nbytes` bytes in total."""
         return rounds * self.latency + nbytes / self.bandwidth
 
     def ring_seconds(self, nbytes: float, size: int) -> float:
-        """A ring all-reduce of `nbytes` over `size` ranks: 2 (N - 1) rounds of a chunk of nbytes / N."""
+        """Return the time of a ring all-reduce over N = `size` ranks: 2 (N - 1) rounds with `nbytes` / N each."""
         rounds = 2 * (size - 1)
         return self.seconds(rounds * nbytes / size, rounds)
 
     def tree_seconds(self, nbytes: float, size: int) -> float:
-        """A tree all-reduce: 2 log2 N rounds, rounded up, of all `nbytes`."""
+        """Return the time of a tree all-reduce over N = `size` ranks: 2 ceil(log2 N) rounds with `nbytes` each."""
         rounds = 2 * math.ceil(math.log2(size))
         return self.seconds(rounds * nbytes, rounds)
 
 
 def bytes_all_reduced(nbytes: int, size: int) -> int:
-    """Bytes that each of `size` ranks sends in a ring all-reduce of `nbytes`: 2 (N - 1) chunks of nbytes / N."""
+    """Return the bytes each of N = `size` ranks sends in a ring all-reduce: 2 (N - 1) chunks of `nbytes` / N."""
     return 2 * nbytes * (size - 1) // size
 
 
 def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]) -> LinkModel:
-    """The latency and bandwidth that fit measurements best: `seconds[i]` for `rounds[i]` messages one after another,
-    with `nbytes[i]` in all of them together.
+    """Return the latency and bandwidth that fit measurements best.
 
-    Least squares of the relative error, so that small messages count as much as large ones. Raises `ValueError` where
-    the measurements do not determine both numbers, for example because all have the same size.
+    The fit minimizes the squared relative error, so that small messages count as much as large ones.
+
+    Args:
+        rounds: The number of consecutive messages of each measurement.
+        nbytes: The total bytes of each measurement.
+        seconds: The duration of each measurement.
+
+    Raises:
+        ValueError: If the measurements do not determine both numbers, for example because all have the same size.
     """
     measured = np.asarray(seconds, dtype=float)
     if not np.all(measured > 0):
@@ -88,7 +95,7 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
 
 
 class Transfer(NamedTuple):
-    """One all-reduce that a link has carried; times are in seconds of the machine's monotonic clock."""
+    """A completed all-reduce of a link. Times are in seconds of the machine's monotonic clock."""
 
     name: str
     nbytes: int
@@ -98,31 +105,33 @@ class Transfer(NamedTuple):
 
 
 class Link(Protocol):
-    """Carries all-reduces, in the order in which they are started; every rank must start the same ones.
+    """Carries all-reduces in the order in which they are started. Every rank must start the same all-reduces.
 
-    `observer` is called with each one that has ended.
+    `observer` is called after each all-reduce.
     """
 
     observer: Callable[[Transfer], object] | None
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
-        """Start summing `tensor` over all ranks, in place. The future's value is the tensor, once it is summed."""
+        """Start summing `tensor` over all ranks, in place. The future's value is the summed tensor."""
         ...
 
 
 class DirectLink:
     """The machine's own link: `torch.distributed`'s all-reduce, through NCCL or gloo.
 
-    NCCL's future is there when the work is enqueued; a thread then waits for its end, to tell the observer.
+    NCCL's future completes when the work is enqueued, so a thread waits for the end of the work to call the observer.
     """
 
     def __init__(self, world: World) -> None:
+        """Create a link between all ranks of `world`."""
         require_group(world)
         self.world = world
         self.observer: Callable[[Transfer], object] | None = None
         self._calls = _calls_of("direct link") if world.backend == "nccl" else None
 
     def __str__(self) -> str:
+        """Return the name of the link."""
         return "direct link"
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
@@ -132,7 +141,7 @@ class DirectLink:
         issued = time.monotonic()
 
         def arrived(reduced: Future[list[torch.Tensor]]) -> torch.Tensor:
-            reduced.value()  # raises if it failed, which `then` alone would not
+            reduced.value()  # raises if the all-reduce failed; `then` alone would not
             if self._calls is not None and self.observer is not None:
                 event = torch.cuda.current_stream().record_event()
                 self._calls.put(partial(self._report, name, tensor.nbytes, issued, event))
@@ -143,7 +152,7 @@ class DirectLink:
         return dist.all_reduce(tensor, async_op=True).get_future().then(arrived)
 
     def _report(self, name: str, nbytes: int, issued: float, event: torch.cuda.Event | None = None) -> None:
-        """Tell the observer about an all-reduce, after waiting for `event` on a GPU."""
+        """Call the observer for an all-reduce, after waiting for `event` on a GPU."""
         if self.observer is None:
             return
         if event is not None:
@@ -152,31 +161,34 @@ class DirectLink:
 
 
 class SimulatedLink:
-    """A link slowed down to `model`: each all-reduce over N ranks takes as long as a ring would, 2 (N - 1) latencies
-    and the time for 2 (N - 1) / N of its bytes, counted from when the last rank has joined it and the one before ended.
+    """A link that is slowed down to `model`.
 
-    A thread computes the sum with a real all-reduce, then sleeps until that time is over; meanwhile the rank goes on
-    computing, as it does beside a network card. All simulated links of a rank share this thread, and take turns.
-    `overruns` counts the all-reduces that really took longer than the
-    model says: a simulated link cannot be faster than the machine. Only for ranks on the CPU of one machine, whose
-    monotonic clock they share: raises `ConfigError` for others.
+    Each all-reduce over N ranks takes as long as a ring: 2 (N - 1) latencies plus the time for 2 (N - 1) / N of its
+    bytes. The time starts when the last rank has joined the all-reduce and the all-reduce before it has ended.
+
+    A thread computes the sum with a real all-reduce and then sleeps until that time is over. Meanwhile the rank
+    continues computing, as it does with a network card. All simulated links of a rank share this thread and take turns.
+    `overruns` counts the all-reduces that took longer than in the model, because a simulated link cannot be faster than
+    the machine.
     """
 
     def __init__(self, world: World, model: LinkModel) -> None:
+        """Create a link. Raise `ConfigError` unless all ranks are on the CPU of one machine and share its clock."""
         require_group(world)
         if world.device.type != "cpu" or world.local_size != world.size:
             raise ConfigError(f"a simulated link connects ranks on the CPU of one machine; this is {world}")
         self.world, self.model = world, model
         self.observer: Callable[[Transfer], object] | None = None
         self.overruns = 0
-        self._free = 0.0  # when the link is free for the next all-reduce; the same time on all ranks
+        self._free = 0.0  # when the link is free for the next all-reduce, the same on all ranks
         if world.size > 1:
-            # Not the default group: there, the main thread's collectives could come before the link thread's on one
-            # rank and after them on another.
+            # A separate group, because the main thread's collectives could run before the link thread's on one rank
+            # and after them on a different rank.
             self._group = shared_group(range(world.size), "simulated link", backend="gloo", timeout=world.timeout)
             self._calls = _calls_of("simulated link")
 
     def __str__(self) -> str:
+        """Return the latency and the bandwidth as text."""
         return f"simulated link: {self.model}"
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
@@ -197,7 +209,7 @@ class SimulatedLink:
 
     def _sum(self, tensor: torch.Tensor, name: str, issued: float) -> None:
         joined = torch.tensor(issued, dtype=torch.float64)
-        dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)  # when did the last rank join in?
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)  # when the last rank joined
         start = max(float(joined), self._free)
         end = start + self.model.ring_seconds(tensor.nbytes, self.world.size)
         dist.all_reduce(tensor, group=self._group)
@@ -237,4 +249,4 @@ def _calls_of(name: str) -> SimpleQueue[Call | None]:
 def _make_calls(calls: SimpleQueue[Call | None]) -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # it refers to a link, which would outlive its owner while this thread waits
+        del call  # it references a link, which would otherwise stay alive while this thread waits

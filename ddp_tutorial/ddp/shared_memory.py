@@ -1,12 +1,13 @@
-"""Two ranks of one host add up gradients in memory that both of them see.
+"""Sum the gradients of two ranks of one host in shared memory.
 
 Between processes of one machine, gloo's ring sends all bytes through sockets, in several messages that wait for one
-another. Here each rank copies a bucket into memory that the other has mapped too, and rings a bell; at the end of
-backward each adds up the two. That is one copy and one wait, with the bits of the ring, since a + b is b + a.
+another. Here each rank copies a bucket into memory that both ranks have mapped, and signals an eventfd. At the end of
+the backward pass each rank sums both copies. That takes one copy and one wait. The result is bitwise identical to the
+ring's, because a + b equals b + a.
 
-A rank that waits for longer than `PATIENCE` goes on waiting in an all-reduce of gloo, where torch's time limit, its
-errors and its flight recorder are. The other finds that out when it comes, and follows; if that is in the middle of its
-backward, it does not go on with the layers below until the sum is there.
+A rank that has waited longer than `PATIENCE` falls back to gloo's all-reduce, which has torch's timeout, errors and
+flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If it is still
+in its backward pass, it waits for the sum before it continues with the next layers.
 
 Steps with 34 kB, 480 kB and 3.3 MB of gradients took 4.5, 15 and 53 ms on two cores, and 6.7, 18 and 58 ms through gloo
 (`bench overhead`).
@@ -35,16 +36,16 @@ from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.ddp.link import Transfer
 from ddp_tutorial.world import World
 
-PATIENCE = 0.1  # seconds that a rank waits here for the other; who is later by more is as well waited for in gloo
+PATIENCE = 0.1  # seconds that a rank waits for the other before it falls back to gloo
 
-# A rank's memory begins with three numbers, which it alone writes: the last bucket that lies there, the last one that
-# it has added up, and the last one for which it went to gloo.
+# A rank's memory starts with three numbers that only this rank writes: the last bucket that it has written, the last
+# one that it has summed, and the last one for which it fell back to gloo.
 _WRITTEN, _ADDED, _LEFT = range(3)
-_ALIGNED = 64  # bytes, of those numbers and of each bucket
+_ALIGNED = 64  # alignment in bytes of those numbers and of each bucket
 
 
 class _Sum(NamedTuple):
-    """A sum that has been started: of `mine`, and of what the other rank has, or will have, at the same `place`."""
+    """A pending sum of `mine` and of the other rank's bucket at the same `place`."""
 
     number: int
     mine: torch.Tensor
@@ -55,17 +56,23 @@ class _Sum(NamedTuple):
 
 
 class SharedMemory:
-    """A `Link` of two ranks, for buckets of torch's DDP, whose hook is `add_in_memory`.
+    """A `Link` between two ranks for the buckets of PyTorch's DDP, whose hook is `add_in_memory`.
 
         link = SharedMemory.connect(world, ddp.parameters())
         ddp.register_comm_hook(link, add_in_memory)
 
-    It takes as much memory again as the gradients of each rank. That has no name: it is gone with the two processes.
-    Buckets are numbered alike on both ranks, from 1.
+    Each rank needs additional memory of the size of its gradients. The memory has no name, so the system frees it when
+    both processes have exited. Both ranks number the buckets in the same way, from 1.
     """
 
     def __init__(self, world: World, mine: Sequence[int], theirs: Sequence[int]) -> None:
-        """`mine` and `theirs` are open here: of each rank its memory, and the bell that calls it."""
+        """Map the memory of both ranks.
+
+        Args:
+            world: The two ranks.
+            mine: The file descriptors of this rank's memory and of the eventfd that wakes it up.
+            theirs: The same for the other rank, opened in this process.
+        """
         self.observer: Callable[[Transfer], object] | None = None
         self.world = world
         (my_memory, self._my_bell), (their_memory, self._their_bell) = mine, theirs
@@ -75,22 +82,23 @@ class SharedMemory:
         self._bell = select.poll()
         self._bell.register(self._my_bell, select.POLLIN)
         self._number = 0  # of the last bucket
-        self._before = 0  # that of the last bucket of the backward before
-        self._end = _ALIGNED  # of the memory that this backward has filled
+        self._before = 0  # of the last bucket of the previous backward pass
+        self._end = _ALIGNED  # of the memory that this backward pass has written
         self._started: list[_Sum] = []
-        self._is_queued = False  # `_finish`, for the end of backward
+        self._is_queued = False  # whether `_finish` is queued for the end of the backward pass
         finalize(self, _close, [*mine, *theirs])
 
     def __str__(self) -> str:
+        """Return the name of the link."""
         return "memory of two ranks"
 
     @classmethod
     def connect(cls, world: World, parameters: Iterable[nn.Parameter]) -> "SharedMemory | None":
-        """Memory for the gradients of `parameters`. Collective.
+        """Create shared memory for the gradients of `parameters`. Collective.
 
         Returns:
-            The link; None on all ranks if there are not two ranks on the CPU of one host, or if the system has no
-            unnamed memory, as Linux has.
+            The link, or None on all ranks if there are not two ranks on the CPU of one host, or if the system has no
+            unnamed memory (memfd, on Linux).
         """
         if world.size != 2 or world.local_size != 2 or world.device.type != "cpu":
             return None
@@ -104,15 +112,18 @@ class SharedMemory:
         return cls(world, mine, theirs)
 
     def begin(self) -> None:
-        """A backward comes to its first bucket. It may overwrite those of the one before, once they are added up; what
-        is left of one that has raised is dropped."""
+        """Start a backward pass, at its first bucket.
+
+        The new buckets overwrite those of the previous backward pass once both ranks have summed them. Pending sums of
+        a backward pass that raised are dropped.
+        """
         self._before, self._end = self._number, _ALIGNED
         self._started, self._is_queued = [], False
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all-reduce") -> Future[torch.Tensor]:
-        """Start summing `tensor` over both ranks, in place; it is summed at the end of backward. Within a backward.
+        """Start summing `tensor` over both ranks, in place. The sum is complete at the end of the backward pass.
 
-        Raises `ValueError` for a sparse tensor.
+        Call this method only during a backward pass. Raises `ValueError` for a sparse tensor.
         """
         check_dense(name, tensor)
         self._number += 1
@@ -120,8 +131,8 @@ class SharedMemory:
         self._end += _aligned(tensor.nbytes)
         started = _Sum(self._number, tensor, place, Future(), name, time.monotonic())
         if not self._is_queued:
-            # It is called once all layers are done, and before DDP, which asks for it later, looks for the sums. In a
-            # backward within backward (a reentrant checkpoint) it is called at the end of the inner one.
+            # Runs after all layers, and before the callback of DDP, which is queued later and uses the sums. In a
+            # nested backward pass (a reentrant checkpoint) it runs at the end of the inner one.
             after_backward(self._finish)
             self._is_queued = True
         if self._write(tensor, place):
@@ -131,7 +142,7 @@ class SharedMemory:
         return started.future
 
     def _write(self, tensor: torch.Tensor, place: slice) -> bool:
-        """Put it where the other rank sees it. False where one of the two has gone to gloo for it."""
+        """Write `tensor` to shared memory. Return False if a rank has fallen back to gloo for this bucket."""
         if not self._comes(_ADDED, self._before, self._number):
             return False
         self._my_bytes[place].view(tensor.dtype).copy_(tensor.view(-1))
@@ -143,13 +154,13 @@ class SharedMemory:
         return True
 
     def _finish(self) -> None:
-        """Add up what has been started. Raises what gloo does, where the other rank is lost or late."""
+        """Compute all pending sums. If the other rank is late or has died, gloo waits for it and raises its errors."""
         started, self._started, self._is_queued = self._started, [], False
         for each in started:
             if self._comes(_WRITTEN, each.number, each.number):
                 mine = each.mine.view(-1)
                 theirs = self._their_bytes[each.place].view(mine.dtype)
-                # Rank 0's first on both: of two NaN, a sum is the first.
+                # Rank 0's operand is first on both ranks, because the sum of two NaNs is the first of them.
                 torch.add(*((mine, theirs) if self.world.is_main else (theirs, mine)), out=mine)
                 self._done(each)
             else:
@@ -168,9 +179,13 @@ class SharedMemory:
         each.future.set_result(each.mine)
 
     def _comes(self, which: int, value: int, number: int) -> bool:
-        """Wait until a number of the other rank's has come to `value`. False where that takes too long: then this rank
-        has gone to gloo for the bucket `number`. As it looks and goes under the lock, the other rank has either written
-        that bucket before, or finds, when it is about to, that this one has left."""
+        """Wait until the other rank's number `which` has reached `value`.
+
+        Returns:
+            False after `PATIENCE` seconds. This rank has then recorded that it falls back to gloo for the bucket
+            `number`. It checks and records under the lock. So the other rank has either written that bucket before, or
+            detects the fallback when it is about to write it.
+        """
         deadline = time.monotonic() + PATIENCE
         while True:
             left = deadline - time.monotonic()
@@ -186,8 +201,11 @@ class SharedMemory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Inside, the other rank is not; what it has written before it was there, is seen here. The lock of a process
-        that has died is free. Raises `TimeoutError` where one has been stopped in there."""
+        """Hold the lock that both ranks share, so that this rank sees all earlier writes of the other one.
+
+        The system releases the lock of a process that has died. Raises `TimeoutError` if the other rank holds the lock
+        for longer than the collective timeout, because it was stopped.
+        """
         deadline = time.monotonic() + self.world.timeout.total_seconds()
         try:
             while not _try_to_lock(self._lock):
@@ -200,7 +218,7 @@ class SharedMemory:
 
 
 def add_in_memory(link: SharedMemory, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """The hook: torch's DDP calls it for each bucket that is full, in the same order on both ranks."""
+    """Start averaging a bucket: the hook that PyTorch's DDP calls for full buckets, in the same order on both ranks."""
     if bucket.index() == 0:
         link.begin()
     return link.all_reduce(bucket.buffer().div_(2), f"bucket {bucket.index()}")
@@ -211,18 +229,19 @@ def _aligned(nbytes: int) -> int:
 
 
 def _try_to_lock(file: int) -> bool:
-    """Lock it for this process, unless another has it. Not with flock, as `files` does: that locks an open file, and
-    both ranks have the same one."""
+    """Lock the file for this process, and return whether that succeeded.
+
+    `flock`, which `files` uses, would not work: it locks an open file, and both ranks share the open file.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # as systems differ
+    except (BlockingIOError, PermissionError):  # which of the two depends on the system
         return False
     return True
 
 
 def _memory_and_bell(nbytes: int) -> list[int]:
-    """A file in memory, and a counter to wait for, both without a name; none, where the system or this Python has no
-    such things."""
+    """Return the file descriptors of a memfd and an eventfd; empty if the system or this Python does not have them."""
     files: list[int] = []
     try:
         files.append(os.memfd_create("gradients", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -236,7 +255,7 @@ def _memory_and_bell(nbytes: int) -> list[int]:
 
 
 def _swapped(world: World, mine: Sequence[int]) -> list[int]:
-    """Return the other rank's files, open in this process; empty if a rank has none or cannot send them. Collective.
+    """Return the other rank's files, opened in this process; empty if a rank has none or cannot send them. Collective.
 
     Each rank receives on a socket in a folder that only its user can enter, so another user of the machine cannot send
     files of their own.
@@ -266,21 +285,21 @@ def _send(path: str, files: Sequence[int]) -> None:
 
 
 def _seals() -> int:
-    """The seals that fix a file's size, on Linux: an access beyond the end of a shortened file kills the process."""
+    """Return the seals that fix a file's size, because an access beyond a truncated file's end kills the process."""
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _is_sealed(memory: int, nbytes: int) -> bool:
-    """Return whether a file in memory has this size, and keeps it."""
+    """Return whether `memory` is a memfd of this size whose size is sealed."""
     try:
         seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
-    except OSError:  # not a file in memory
+    except OSError:  # not a memfd
         return False
     return os.fstat(memory).st_size == nbytes and seals & _seals() == _seals()
 
 
 def _mapped(memory: int) -> tuple[torch.Tensor, memoryview]:
-    """All of a file as bytes, and the numbers with which it begins."""
+    """Map a file, and return all of its bytes and the numbers at its start."""
     whole = mmap.mmap(memory, 0)
     return torch.frombuffer(whole, dtype=torch.uint8), memoryview(whole)[:_ALIGNED].cast("q")
 

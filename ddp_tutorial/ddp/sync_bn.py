@@ -16,15 +16,15 @@ from torch import nn
 from ddp_tutorial.groups import group_of, shared_group
 from ddp_tutorial.world import World
 
-# The layers need a process group of their own: they start all-reduces during backward, while another thread may be
-# sending buckets of gradients. In one group, ranks could start these in different orders and sum unrelated numbers.
+# The layers use their own process group, because they start all-reduces in the backward pass, while a different thread
+# may be reducing buckets. In one group, ranks could start these in different orders and sum unrelated numbers.
 _PURPOSE = "batch norm"
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over ranks. Every rank's output depends on every rank's input, so the gradient is a sum as well."""
+    """Sum over ranks. Every rank's output depends on every rank's input, so the gradient is also a sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -69,6 +69,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized `x`. Collective in training."""
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)

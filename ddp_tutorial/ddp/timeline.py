@@ -1,4 +1,4 @@
-"""When did each rank compute, when did its link carry gradients, and how much of that was hidden behind backward?
+"""Record when each rank computes and when its link carries gradients, and measure how much the two overlap.
 
     def steps(world):
         ...
@@ -40,7 +40,7 @@ TORCHS_OWN = "torch's own all-reduces, from its profiler"
 
 
 class Span(NamedTuple):
-    """Something that lasted from `start` to `end`, in seconds, in one lane of a figure: a process, or a part of it."""
+    """An interval from `start` to `end`, in seconds, in one lane of a figure."""
 
     lane: str
     name: str
@@ -49,9 +49,10 @@ class Span(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """How much communication went on during backward, in seconds.
+    """The overlap of communication and the backward pass, in seconds.
 
-    `hideable` is the most that could: all of the communication, or all of backward if that is shorter.
+    `hidden` is the communication during the backward pass. `hideable` is its upper bound: the duration of the
+    communication or of the backward pass, whichever is shorter.
     """
 
     communication: float
@@ -60,32 +61,32 @@ class Overlap(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Of what could be hidden, how much was: 0 to 1."""
+        """The fraction of the hideable communication that was hidden, from 0 to 1."""
         return self.hidden / self.hideable if self.hideable else 0.0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of all ranks, in seconds of rank 0's clock. `link` describes what carried the gradients."""
+    """The spans of all ranks, in seconds of rank 0's clock. `link` describes the link that carried the gradients."""
 
     ranks: list[list[Span]]
     link: str
 
     def of(self, rank: int, name: str) -> list[Span]:
-        """A rank's spans of one name, in order."""
+        """Return the spans of a rank with the given name, in order."""
         return sorted((span for span in self.ranks[rank] if span.name == name), key=lambda span: span.start)
 
     def overlap(self, rank: int) -> Overlap:
-        """How much of a rank's communication went on during its backward?"""
+        """Return the overlap of a rank's communication and backward pass."""
         return overlap(self.ranks[rank])
 
     def save_trace(self, path: Path) -> None:
-        """Write it for chrome://tracing or https://ui.perfetto.dev: a process for each rank, a thread for each lane."""
+        """Write a trace for chrome://tracing or https://ui.perfetto.dev: a process per rank, a thread per lane."""
         write_atomically(path, json.dumps({"traceEvents": list(self._events())}).encode())
 
     @classmethod
     def load_trace(cls, path: Path) -> "Timeline":
-        """Return the timeline that `save_trace` has written. Its times count from the first span."""
+        """Return the timeline that `save_trace` wrote. Its times count from the start of the first span."""
         events = json.loads(path.read_text())["traceEvents"]
         named = [event for event in events if event["ph"] == "M" and event["name"] == "thread_name"]
         lanes = {(event["pid"], event["tid"]): event["args"]["name"].partition(" (") for event in named}
@@ -112,29 +113,32 @@ class Timeline:
 
 
 class Recorder:
-    """Turns phases into spans of the compute lane, and the transfers of a link into spans of the link's lane."""
+    """Records phases as spans of the compute lane, and the transfers of a link as spans of the link's lane."""
 
     def __init__(self, link: str = "") -> None:
+        """Start without spans. `link` describes the link."""
         self.link = link
         self.spans: list[Span] = []
         self._open: dict[str, float] = {}
         self._issued: list[Transfer] = []
 
     def on_edge(self, edge: PhaseEvent) -> None:
+        """Record the start or the end of a phase."""
         if edge.entered:
             self._open[edge.name] = edge.time
         elif edge.name in self._open:
             self.spans.append(Span(COMPUTE, edge.name, self._open.pop(edge.name), edge.time))
 
     def on_transfer(self, transfer: Transfer) -> None:
+        """Record a completed transfer."""
         self.spans.append(Span(LINK, transfer.name, transfer.start, transfer.end))
         self._issued.append(transfer)
 
     def close(self) -> None:
-        """Split the backward of torch's DDP, which returns only when the last bucket has arrived.
+        """Split the backward pass of PyTorch's DDP, which returns only after the last all-reduce.
 
-        It counts as backward until that bucket was issued, when the last gradient was there. The rest is waiting, which
-        our variants do in `finish`, and is called so.
+        The time until the last bucket was issued stays backward. The remaining time is spent waiting, and is recorded
+        as `finish`, where the other variants wait.
         """
         for place, span in enumerate(self.spans):
             within = [each for each in self._issued if span.start <= each.issued <= span.end]
@@ -146,9 +150,9 @@ class Recorder:
 
 @contextmanager
 def record(link: Link | None) -> Iterator[Recorder]:
-    """Record the phases of this rank and the transfers of `link`, while the block runs.
+    """Record the phases of this rank and the transfers of `link` while the block runs.
 
-    Raises `ValueError` without a link, as for torch's DDP without a hook: use `record_torch`.
+    Raises `ValueError` if `link` is None. For PyTorch's DDP without a hook, use `record_torch`.
     """
     if link is None:
         raise ValueError("this model has no link to record: torch's DDP sends by itself. Use record_torch().")
@@ -164,9 +168,9 @@ def record(link: Link | None) -> Iterator[Recorder]:
 
 @contextmanager
 def record_torch() -> Iterator[Recorder]:
-    """The same for torch's own DDP, whose all-reduces are taken from torch's profiler.
+    """Record the phases of this rank and the all-reduces of PyTorch's DDP, which come from PyTorch's profiler.
 
-    The profiler has a clock of its own. Both record the phases, which gives the difference between the two clocks.
+    The profiler uses a different clock. The phases, which both record, determine the difference of the clocks.
     """
     recorder = Recorder(TORCHS_OWN)
     with ExitStack() as stack:
@@ -178,7 +182,7 @@ def record_torch() -> Iterator[Recorder]:
 
 
 def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
-    """Add the all-reduces among the `events` of torch's profiler, which has recorded the same phases as `recorder`."""
+    """Add the all-reduces among the `events` of PyTorch's profiler, which recorded the same phases as `recorder`."""
     ahead = _ahead_of_profiler(recorder.spans, events)
     reduced = [event.time_range for event in events if event.name.endswith(":all_reduce")]
     for number, times in enumerate(sorted(reduced, key=lambda times: times.start)):
@@ -187,10 +191,12 @@ def add_transfers_of_torch(recorder: Recorder, events: Sequence[Any]) -> None:
 
 
 def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
-    """Seconds to add to the profiler's times. Observers are called a little before the profiler records that a phase
-    begins, and a little after it records its end; so the difference of the clocks is between the largest one seen at a
-    beginning and the smallest one seen at an end. Phases of other threads, such as the one that writes a checkpoint,
-    the profiler has not recorded."""
+    """Return the seconds to add to the profiler's times.
+
+    Observers are called shortly before the profiler records the start of a phase, and shortly after it records the end.
+    So the difference of the clocks lies between the largest difference at a start and the smallest one at an end. The
+    profiler does not record phases of other threads, such as the thread that writes a checkpoint.
+    """
     least, most = [], []
     for name in {span.name for span in spans}:
         ours = sorted((span for span in spans if span.name == name), key=lambda span: span.start)
@@ -202,17 +208,18 @@ def _ahead_of_profiler(spans: Sequence[Span], events: Sequence[Any]) -> float:
 
 
 def gather(world: World, recorder: Recorder) -> Timeline:
-    """The spans of all ranks on rank 0's clock, the same on every rank. Collective."""
+    """Return the spans of all ranks on rank 0's clock, the same on every rank. Collective."""
     behind = clock_offset(world)
     mine = [span._replace(start=span.start + behind, end=span.end + behind) for span in recorder.spans]
     return Timeline(all_gather(world, mine), recorder.link)
 
 
 def clock_offset(world: World, clock: Callable[[], float] = time.monotonic, rounds: int = 16) -> float:
-    """Seconds to add to this rank's clock to get rank 0's. Collective. The error is at most half a round trip.
+    """Return the seconds to add to this rank's clock to get rank 0's. Collective.
 
-    Each rank in turn asks rank 0 for its time, as NTP does (Mills, 1991), and uses the answer that came quickest. Ranks
-    on one machine share its monotonic clock, and find about zero.
+    Each rank in turn asks rank 0 for its time, as in NTP (Mills, 1991), and uses the answer with the shortest round
+    trip. The error is at most half a round trip. On one machine, ranks share a monotonic clock, and the result is about
+    zero.
     """
     require_group(world)
     offset, best = 0.0, float("inf")
@@ -238,9 +245,10 @@ def _time(world: World, seconds: float = 0.0) -> torch.Tensor:
 
 
 def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, float]:
-    """Seconds from the start of `backward()` until each parameter's gradient is there, by name, in that order.
+    """Return the seconds from the start of `backward()` until each gradient is ready, by parameter name, in that order.
 
-    An all-reduce of that gradient could start then. Measure it without all-reduces, which would delay backward.
+    The all-reduce of a gradient could start at that time. Measure without all-reduces, which would delay the backward
+    pass.
     """
     seconds: dict[str, float] = {}
 
@@ -262,18 +270,23 @@ def arrivals(module: nn.Module, backward: Callable[[], object]) -> dict[str, flo
 
 
 def ready_times(buckets: Sequence[Bucket], arrivals: Mapping[str, float]) -> list[float]:
-    """When each bucket can start: when the last of its gradients has arrived, and not before the bucket before it."""
+    """Return the time at which each bucket can start: after its last gradient, and not before the previous bucket."""
     return list(accumulate((max(arrivals[name] for name in bucket.names) for bucket in buckets), max))
 
 
 def predict_step(
     ready: Sequence[float], all_reduce_seconds: Sequence[float], backward: float, rest: float = 0.0
 ) -> float:
-    """Seconds of a step whose buckets are `ready` after so many seconds of backward, on a link that takes
-    `all_reduce_seconds` for each and carries one at a time; `rest` is what a step takes before and after backward.
+    """Return the predicted seconds of a step, on a link that carries one bucket at a time.
 
-    The link is idle until a bucket is ready and the one before it has arrived; the step ends when backward and the
-    last bucket have.
+    The all-reduce of a bucket starts when the bucket is ready and the previous all-reduce has ended. The step ends
+    after the backward pass and the last all-reduce.
+
+    Args:
+        ready: The seconds from the start of the backward pass until each bucket is ready.
+        all_reduce_seconds: The seconds of each bucket's all-reduce.
+        backward: The seconds of the backward pass.
+        rest: The seconds of a step before and after the backward pass.
     """
     free = 0.0
     for bucket_ready, seconds in zip(ready, all_reduce_seconds, strict=True):
@@ -282,7 +295,7 @@ def predict_step(
 
 
 def overlap(spans: Sequence[Span]) -> Overlap:
-    """How much of the time in the link's lane is also in a span called backward?"""
+    """Return how much of the time in the link's lane overlaps with spans named backward."""
     carried = _union([(span.start, span.end) for span in spans if span.lane == LINK])
     backward = _union([(span.start, span.end) for span in spans if span.name == "backward"])
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in carried for b in backward)
@@ -291,7 +304,7 @@ def overlap(spans: Sequence[Span]) -> Overlap:
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same stretches of time without overlaps, in order."""
+    """Return the union of the intervals, as disjoint intervals in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

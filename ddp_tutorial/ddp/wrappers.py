@@ -1,14 +1,15 @@
-"""Four ways to average gradients over ranks, behind one small interface: `forward`, `no_sync`, `finish`.
+"""Four DDP implementations that average gradients over ranks, with one interface: `forward`, `no_sync`, `finish`.
 
     model = data_parallel(module, world, DDPConfig(variant="bucket"))
-    with model.no_sync():                  # all micro-batches of a step but the last
+    with model.no_sync():                  # all micro-batches of a step except the last
         loss(model(first)).backward()
     loss(model(last)).backward()
-    model.finish()                         # now every rank holds the mean of all ranks' gradients
+    model.finish()                         # now every rank has the mean of all ranks' gradients
     optimizer.step()
 
-`NaiveDDP` and `FlatDDP` send gradients after backward, `BucketDDP` while backward is still running; `TorchDDP` is
-torch's own. Backward computes the gradient of this rank's loss; `finish` leaves the mean over ranks in `.grad`.
+`NaiveDDP` and `FlatDDP` reduce gradients after the backward pass, `BucketDDP` during it, and `TorchDDP` wraps PyTorch's
+implementation. The backward pass computes the gradient of this rank's loss; `finish` stores the mean over ranks in
+`.grad`.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -38,25 +39,33 @@ from ddp_tutorial.world import World, require_group
 
 
 class DataParallel(ABC):
-    """A model that every rank holds a copy of, and trains on its own part of the batch.
+    """A model that is replicated on every rank and trained on each rank's part of the batch.
 
-    A wrapper is not an `nn.Module`: the model is `.module`, whose state dict is the one to save. Constructing is
+    A wrapper is not an `nn.Module`. The model is `.module`, whose state dict is the one to save. The constructor is
     collective: the ranks compare their models, and start with rank 0's weights and buffers. A wrapper averages the
-    parameters that are trainable when it is made. Wrap the module again after unfreezing parameters, and after any
-    other change of its parameters; the new wrapper replaces the older one.
+    parameters that are trainable when it is created. Wrap the module again after you unfreeze or replace parameters;
+    the new wrapper replaces the older one.
 
     Raises:
-        RuntimeError: On every rank, if the ranks hold different models or nothing is trainable.
+        RuntimeError: On every rank, if the ranks have different models or no parameter is trainable.
     """
 
-    link: Link | None = None  # what carries the gradients; None where torch's C++ code sends them by itself
-    kept: PowerSGD | None = None  # what this rank keeps of its own from one step to the next, if it compresses so
-    acts_in_backward: ClassVar[bool] = False  # then no other wrapper of the same parameters can be in use
+    link: Link | None = None  # carries the gradients; None if PyTorch's C++ code sends them directly
+    kept: PowerSGD | None = None  # the state of PowerSGD, which is different on each rank
+    acts_in_backward: ClassVar[bool] = False  # if true, no other wrapper of the same parameters can be in use
     calls = 0  # forward passes so far
 
     def __init__(
         self, module: nn.Module, world: World, *, find_unused_parameters: bool = False, sync_buffers: bool = True
     ) -> None:
+        """Check that all ranks have the same model, and give them rank 0's weights and buffers.
+
+        Args:
+            module: The model, on this rank's device.
+            world: The ranks.
+            find_unused_parameters: Allow parameters without a gradient.
+            sync_buffers: Broadcast rank 0's buffers in each step.
+        """
         sync_initial_state(module, world)
         self.module, self.world = module, world
         self.find_unused_parameters = find_unused_parameters
@@ -70,38 +79,40 @@ class DataParallel(ABC):
         _replace_older(self)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Run the forward pass."""
         self.check()
         self.calls += 1
         return self.forward(*inputs, **named)
 
     def __reduce__(self) -> NoReturn:
+        """Raise `TypeError`, because a wrapper cannot be copied."""
         name = type(self).__name__
         raise TypeError(f"{name} cannot be copied or pickled: copy or save its .module, and wrap the copy again")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's output on this rank's inputs."""
+        """Return the model's output for this rank's inputs."""
         return self.module(*inputs, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward and backward inside add to this rank's gradients, without any communication."""
+        """Accumulate this rank's gradients without communication, in forward and backward passes inside the block."""
         yield
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers that `finish` broadcasts. Listed anew each time: `self.count = self.count + 1` replaces one."""
+        """The buffers that `finish` broadcasts. The list is not cached: `self.count = self.count + 1` replaces one."""
         return list(self.module.buffers()) if self.sync_buffers else []
 
     @abstractmethod
     def finish(self) -> None:
         """Average every `.grad` over all ranks, and broadcast rank 0's buffers. Collective.
 
-        Call this method after the last backward of a step. With `find_unused_parameters`, a parameter without a
-        gradient on some ranks counts as zero there. A parameter that no rank has used has no gradient afterwards.
+        Call this method after the last backward pass of a step. With `find_unused_parameters`, a rank without a
+        gradient for a parameter contributes zeros. If no rank has a gradient, `.grad` is None afterwards.
 
         Raises:
             RuntimeError: On all ranks, if a parameter has no gradient on some rank and `find_unused_parameters` is
-                False. Also if parameters were unfrozen, or a newer wrapper was made.
+                False. Also if parameters were unfrozen, or a newer wrapper was created.
         """
 
     def check(self) -> None:
@@ -114,7 +125,7 @@ class DataParallel(ABC):
         require_frozen(self._frozen, "Wrap the model again")
 
     def detach(self) -> None:
-        """Stop averaging gradients: a newer wrapper does it. Using this wrapper raises an error from now on."""
+        """Stop averaging gradients, because a newer wrapper does. From now on, using this wrapper raises an error."""
         self._is_replaced = True
 
 
@@ -128,12 +139,16 @@ def require_frozen(named: Iterable[tuple[str, nn.Parameter]], advice: str) -> No
         )
 
 
-_wrappers: WeakSet[DataParallel] = WeakSet()  # in use; a notebook may keep an old one alive, in a traceback for example
+_wrappers: WeakSet[DataParallel] = (
+    WeakSet()
+)  # in use; a notebook may keep an old wrapper alive, for example in a traceback
 
 
 def _replace_older(wrapper: DataParallel) -> None:
-    """Detach older wrappers that share parameters, if one of the two averages in backward: gradients would be averaged
-    twice."""
+    """Detach older wrappers that share parameters with `wrapper`, if either acts in the backward pass.
+
+    Otherwise gradients would be averaged twice.
+    """
     parameters = {parameter for _, parameter in wrapper.trainable}
     for older in list(_wrappers):
         shares = not parameters.isdisjoint(parameter for _, parameter in older.trainable)
@@ -144,20 +159,23 @@ def _replace_older(wrapper: DataParallel) -> None:
 
 
 class NaiveDDP(DataParallel):
-    """The simplest version: after backward, one all-reduce for each parameter, one after another."""
+    """The simplest version: one all-reduce per parameter, one after the other, after the backward pass."""
 
     link: Link
 
     def __init__(self, module: nn.Module, world: World, link: Link, **options: bool) -> None:
+        """Wrap `module`. The `options` are those of `DataParallel`."""
         super().__init__(module, world, **options)
         self.link = link
 
     @torch.no_grad()
     def finish(self) -> None:
+        """Average every `.grad` with its own all-reduce."""
         for name, parameter in all_reduce_used(self, self.link):
             check_dense(name, parameter.grad)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            # The same layout on every rank: a gradient in channels_last would meet zeros in another order of elements.
+            # Every rank needs the same layout. Otherwise a gradient in channels_last would be summed with zeros in a
+            # different order of elements.
             parameter.grad = gradient.contiguous()
             parameter.grad /= self.world.size
             self.link.all_reduce(parameter.grad, name).wait()
@@ -165,16 +183,18 @@ class NaiveDDP(DataParallel):
 
 
 class FlatDDP(DataParallel):
-    """All gradients in one flat buffer: one all-reduce after backward, so its latency is paid once."""
+    """All gradients in one flat buffer: one all-reduce after the backward pass, so its latency is paid once."""
 
     link: Link
 
     def __init__(self, module: nn.Module, world: World, link: Link, **options: bool) -> None:
+        """Wrap `module`. The `options` are those of `DataParallel`."""
         super().__init__(module, world, **options)
         self.link = link
         self.buckets = make_buckets(self.trainable)  # one for each dtype and device
 
     def finish(self) -> None:
+        """Average all gradients with one all-reduce per buffer."""
         used = all_reduce_used(self, self.link)
         for bucket in self.buckets:
             for place in range(len(bucket.parameters)):
@@ -185,11 +205,12 @@ class FlatDDP(DataParallel):
 
 
 class BucketDDP(DataParallel):
-    """Buckets whose all-reduce starts as soon as they are full, while backward goes on with the layers below.
+    """Buckets whose all-reduce starts as soon as they are full, while the backward pass continues with earlier layers.
 
-    Backward reaches the last layers first, so the first bucket has the parameters that were registered last. After the
-    first step the buckets are cut anew, in the order in which gradients arrived. All ranks start the same buckets in
-    the same order, whatever order their own gradients come in: all-reduces are matched by order, not by name.
+    The backward pass reaches the last layers first, so the first bucket contains the parameters that were registered
+    last. After the first step, the buckets are rebuilt in the order in which gradients arrived. All ranks start the
+    buckets in the same order, regardless of the order of their gradients, because all-reduces are matched by order, not
+    by name.
     """
 
     link: Link
@@ -198,6 +219,15 @@ class BucketDDP(DataParallel):
     def __init__(
         self, module: nn.Module, world: World, hook: Hook, *, bucket_cap_mb: float | None = None, **options: bool
     ) -> None:
+        """Wrap `module`.
+
+        Args:
+            module: The model, on this rank's device.
+            world: The ranks.
+            hook: Reduces a bucket.
+            bucket_cap_mb: Bucket size in MiB; by default, 1 for the first bucket and 25 for the others.
+            options: The options of `DataParallel`.
+        """
         super().__init__(module, world, **options)
         self.hook, self.link = hook, hook.link
         self.kept = hook if isinstance(hook, PowerSGD) else None
@@ -206,31 +236,33 @@ class BucketDDP(DataParallel):
         self._sync = True
         self._rebuilt = False
         self._build(range(len(self.trainable))[::-1])
-        # The autograd nodes that accumulate the gradients. Their hooks run after all hooks of the parameters: those may
-        # still change the gradient. A parameter does not keep its node alive.
+        # The autograd nodes that accumulate the gradients. Their hooks run after all hooks of the parameters, which may
+        # change the gradient. A parameter does not keep its node alive.
         self._nodes = [get_gradient_edge(parameter).node for _, parameter in self.trainable]
         arrive: WeakMethod[Callable[[int], None]] = WeakMethod(self._arrive)
         self._hooks = [node.register_hook(partial(_arrive_at, arrive, index)) for index, node in enumerate(self._nodes)]
 
     def detach(self) -> None:
+        """Remove the autograd hooks."""
         super().detach()
         for hook in self._hooks:
             hook.remove()
 
     def _build(self, order: Sequence[int]) -> None:
-        """Cut the parameters into buckets, in the order of these indices."""
+        """Assign the parameters to buckets, in the order of these indices."""
         self.buckets = make_buckets([self.trainable[index] for index in order], self.cap, self.first_cap)
         slots = {name: (b, s) for b, bucket in enumerate(self.buckets) for s, name in enumerate(bucket.names)}
         self._slot = [slots[name] for name, _ in self.trainable]
         self._expect()
 
     def _expect(self) -> None:
-        """Begin a step: no gradient has arrived, and no bucket is under way."""
+        """Start a step, in which no gradient has arrived and no all-reduce has started."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._arrived: dict[int, None] = {}  # a set that keeps its order
         self._pending: list[Pending] = []
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return the model's output. Raise `RuntimeError` if `finish` was not called after a backward pass."""
         if self._arrived and torch.is_grad_enabled():
             raise RuntimeError(
                 "a forward came after a backward that no finish() has ended. Call finish() before the optimiser's "
@@ -240,6 +272,7 @@ class BucketDDP(DataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients inside the block without starting all-reduces."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -247,9 +280,13 @@ class BucketDDP(DataParallel):
             self._sync = before
 
     def _arrive(self, index: int) -> None:
-        """Start the all-reduce of the parameter's bucket if the bucket is complete. Autograd calls this method once the
-        parameter's gradient is final for this backward."""
-        if index in self._arrived:  # its bucket may be under way, and adding to it, in no_sync too, would spoil the sum
+        """Start the all-reduce of the parameter's bucket if the bucket is complete.
+
+        Autograd calls this method once the parameter's gradient is final for this backward pass.
+        """
+        if (
+            index in self._arrived
+        ):  # its bucket may be in an all-reduce; adding to it would corrupt the sum
             raise RuntimeError(
                 f"parameter {self.trainable[index][0]!r} got a second gradient before finish(). Run all but the last "
                 "backward of a step inside no_sync(). If a checkpointed layer is used twice, use "
@@ -261,7 +298,7 @@ class BucketDDP(DataParallel):
         self._fill_slot(index)
 
     def _fill_slot(self, index: int) -> None:
-        """Put a gradient into its bucket, then start every bucket that is complete and whose turn has come."""
+        """Copy a gradient to its bucket, then start the complete buckets that are next in order."""
         bucket, slot = self._slot[index]
         self.buckets[bucket].collect(slot, self.world.size)
         self._missing[bucket] -= 1
@@ -269,13 +306,14 @@ class BucketDDP(DataParallel):
             self._pending.append(self.hook.start(self.buckets[following]))
 
     def finish(self) -> None:
+        """Start the remaining buckets, wait for all of them, and rebuild the buckets after the first step."""
         try:
             for index in range(len(self.trainable)):
-                if index not in self._arrived:  # unused in this backward; an earlier micro-batch may have used it
+                if index not in self._arrived:  # not used in this backward pass, but maybe in an earlier micro-batch
                     self._fill_slot(index)
             try:
                 used = all_reduce_used(self, self.link)
-            finally:  # after an error too: no bucket may be under way when the next backward begins
+            finally:  # also after an error: no all-reduce may be pending in the next backward pass
                 for pending in self._pending:
                     pending.wait()
             assign_grads(self.buckets, used)
@@ -286,7 +324,7 @@ class BucketDDP(DataParallel):
         broadcast_tensors(self.world, self.buffers)
 
     def _rebuild(self) -> None:
-        """Cut the buckets in the order in which rank 0's gradients arrived, then those that did not arrive."""
+        """Rebuild the buckets in the order in which rank 0's gradients arrived, followed by those that did not."""
         self._rebuilt = True
         never = [index for index in range(len(self.trainable))[::-1] if index not in self._arrived]
         self._build(from_rank_zero(self.world, [*self._arrived, *never]))
@@ -297,35 +335,36 @@ class BucketDDP(DataParallel):
 
 
 def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object) -> None:
-    """The hook of a node. A graph may keep the node, and with it this hook, longer than its `BucketDDP`."""
+    """Call `arrive`, unless its `BucketDDP` is gone: an autograd graph may keep the node and its hook alive."""
     if (method := arrive()) is not None:
         method(index)
 
 
 class TorchDDP(DataParallel):
-    """torch's own `DistributedDataParallel`. Its backward waits for the all-reduces.
+    """PyTorch's `DistributedDataParallel`. Its backward pass waits for the all-reduces.
 
-    Two promises of `finish` are torch's. Buffers are broadcast before the next forward pass instead of in `finish`. And
-    `finish` raises an error for unused parameters only on the ranks that did not use them; the other ranks may wait in
-    backward until the collective timeout.
+    Two guarantees of `finish` are different. Buffers are broadcast before the next forward pass instead of in `finish`.
+    And `finish` raises an error for unused parameters only on the ranks that did not use them; the other ranks may wait
+    in the backward pass until the collective timeout.
     """
 
     acts_in_backward = True
 
     def __init__(self, module: nn.Module, world: World, config: DDPConfig, hook: Hook | None = None) -> None:
+        """Wrap `module` with the options of `config`. Without a `hook`, PyTorch reduces the buckets itself."""
         super().__init__(
             module,
             world,
             find_unused_parameters=config.find_unused_parameters,
-            sync_buffers=False,  # torch does that itself
+            sync_buffers=False,  # PyTorch does that itself
         )
-        self.link = hook.link if hook else None  # without a hook, torch's C++ code calls gloo or NCCL by itself
+        self.link = hook.link if hook else None  # without a hook, PyTorch's C++ code calls gloo or NCCL directly
         self.ddp: DistributedDataParallel | None = None
         self._allows_unused = config.find_unused_parameters or config.static_graph
         if world.size == 1:
             return
         gpu = [world.device.index] if world.device.type == "cuda" else None
-        if config.shared_memory:  # which goes with none of these
+        if config.shared_memory:  # the config allows no hook beside it
             self.link = SharedMemory.connect(world, (p for p in module.parameters() if p.requires_grad))
         self.ddp = DistributedDataParallel(
             module,
@@ -335,7 +374,7 @@ class TorchDDP(DataParallel):
             static_graph=config.static_graph,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             forward_sync_buffers=config.sync_buffers,
-            init_sync=False,  # sync_initial_state has done it, and names what differs
+            init_sync=False,  # sync_initial_state has done this, and its errors name the difference
         )
         if isinstance(self.link, SharedMemory):
             self.ddp.register_comm_hook(self.link, add_in_memory)
@@ -343,10 +382,12 @@ class TorchDDP(DataParallel):
             self.ddp.register_comm_hook(hook, _reduce_with)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return the model's output for this rank's inputs."""
         return (self.ddp or self.module)(*inputs, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients inside the block without communication."""
         if self.ddp is None:
             yield
         else:
@@ -354,26 +395,30 @@ class TorchDDP(DataParallel):
                 yield
 
     def finish(self) -> None:
+        """Check that all parameters have a gradient. The backward pass has averaged them."""
         self.check()
         unused = [name for name, parameter in self.trainable if parameter.grad is None]
         if self.ddp is not None and unused and not self._allows_unused:
             raise _unused_error({self.world.rank: unused})
 
     def detach(self) -> None:
+        """Release PyTorch's wrapper and its hooks."""
         super().detach()
         self.ddp = None
 
 
 def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """One of our hooks in the form that torch's DDP calls, with a bucket that is not yet divided by the world size."""
+    """Call `hook` as a communication hook of PyTorch's DDP, whose bucket is not yet divided by the world size."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     pending = hook.start(Bucket(f"bucket {bucket.index()}", buffer, [], [], bucket.gradients()))
-    future = cast("Future[torch.Tensor]", pending)  # of the hooks here, only PowerSGD returns something else
-    return future.then(lambda done: done.value())  # C++ sees an exception that Python has set only if value() raises it
+    future = cast("Future[torch.Tensor]", pending)  # only PowerSGD returns a different type
+    return future.then(
+        lambda done: done.value()
+    )  # value() raises a Python exception, which C++ would not see otherwise
 
 
 def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = None) -> DataParallel:
-    """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` says. Collective."""
+    """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` specifies. Collective."""
     config = config or DDPConfig()
     link = make_link(config, world)
     options = {"find_unused_parameters": config.find_unused_parameters, "sync_buffers": config.sync_buffers}
@@ -388,14 +433,14 @@ def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = No
 
 
 def make_link(config: DDPConfig, world: World) -> Link:
-    """The machine's own link, or the simulated one that `config` describes. Collective."""
+    """Return the machine's own link, or the simulated link that `config` describes. Collective."""
     if config.simulated_link is None:
         return DirectLink(world)
     return SimulatedLink(world, LinkModel.from_config(config.simulated_link))
 
 
 def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:
-    """The hook that `config` names, over `link`; one rank alone sends nothing, so it compresses nothing."""
+    """Return the hook that `config` names. With one rank nothing is sent, so nothing is compressed."""
     if config.hook == "none" or world.size == 1:
         return AllReduceHook(link)
     if config.hook == "powersgd":
@@ -404,10 +449,11 @@ def make_hook(link: Link, world: World, config: DDPConfig) -> Hook:
 
 
 def sync_initial_state(module: nn.Module, world: World) -> None:
-    """Check that all ranks have the same model, then give all of them rank 0's weights and buffers. Collective.
+    """Check that all ranks have the same model, then broadcast rank 0's weights and buffers. Collective.
 
-    Raises `RuntimeError` on every rank, naming the first difference. Without the check, tensors of different shapes
-    could meet in one all-reduce, and gloo would add up what fits without an error.
+    Raises:
+        RuntimeError: On every rank, with the first difference. Without the check, an all-reduce could sum tensors of
+            different shapes, and gloo would not raise an error.
     """
     require_group(world)
     layouts = all_gather(world, _layout(module))
@@ -421,7 +467,7 @@ def sync_initial_state(module: nn.Module, world: World) -> None:
 
 
 def _layout(module: nn.Module) -> list[str]:
-    """A line for each parameter and buffer, in the order of registration."""
+    """Describe each parameter and buffer, in the order of registration."""
 
     def described(kind: str, name: str, tensor: torch.Tensor) -> str:
         return f"{kind} {name!r}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -435,9 +481,12 @@ def _layout(module: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Parameter]]:
-    """The trainable parameters that have a gradient on some rank. Collective: one all-reduce of a number for each.
+    """Return the trainable parameters that have a gradient on some rank. Collective.
 
-    Raises `RuntimeError`, on all ranks, for a parameter without a gradient on some rank, unless that is allowed.
+    The function runs one all-reduce of one number per parameter.
+
+    Raises:
+        RuntimeError: On all ranks, if a parameter has no gradient on some rank and `find_unused_parameters` is False.
     """
     model.check()
     mine = [parameter.grad is not None for _, parameter in model.trainable]
@@ -450,7 +499,7 @@ def all_reduce_used(model: DataParallel, link: Link) -> list[tuple[str, nn.Param
 
 
 def _unused_error(unused: Mapping[int, Sequence[str]]) -> RuntimeError:
-    """The error for parameters without a gradient: rank -> their names."""
+    """Return the error for parameters without a gradient, from their names by rank."""
     told = "; ".join(f"on rank {rank} {', '.join(map(repr, names))}" for rank, names in unused.items() if names)
     return RuntimeError(
         f"parameters that got no gradient: {told}. The loss does not depend on them. Use them, freeze them with "
@@ -459,7 +508,7 @@ def _unused_error(unused: Mapping[int, Sequence[str]]) -> RuntimeError:
 
 
 def assign_grads(buckets: Sequence[Bucket], used: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Set `.grad` of each used parameter to its view of the bucket, and that of all others to None."""
+    """Set `.grad` of each used parameter to its view of the bucket, and `.grad` of all others to None."""
     names = {name for name, _ in used}
     for bucket in buckets:
         for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=True):
