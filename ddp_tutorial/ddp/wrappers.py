@@ -284,9 +284,7 @@ class BucketDDP(DataParallel):
 
         Autograd calls this method once the parameter's gradient is final for this backward pass.
         """
-        if (
-            index in self._arrived
-        ):  # its bucket may be in an all-reduce; adding to it would corrupt the sum
+        if index in self._arrived:  # its bucket may be in an all-reduce; adding to it would corrupt the sum
             raise RuntimeError(
                 f"parameter {self.trainable[index][0]!r} got a second gradient before finish(). Run all but the last "
                 "backward of a step inside no_sync(). If a checkpointed layer is used twice, use "
