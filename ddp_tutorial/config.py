@@ -14,7 +14,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,7 +36,14 @@ class FailedError(RuntimeError):
 
 
 class Config(BaseModel):
-    """The base class of all configs: frozen, without unknown keys or implicit type conversions."""
+    """The base class of all configs: frozen, without unknown keys or implicit type conversions.
+
+    Attributes:
+        alternatives: Pairs of settings that determine the same thing, such as `steps` and `num_epochs`. A layer that
+            sets one of a pair discards the other from the layers before it.
+    """
+
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -87,16 +94,23 @@ def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfi
     return _checked(cls, [(COMMAND_LINE, _override(argument)) for argument in arguments])
 
 
+def load_with(source: str | Path, cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
+    """Read a config file and override it with `values`, like `load`. Error messages about `values` name `origin`."""
+    return _checked(cls, [*layers(source), (origin, dict(values))])
+
+
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
     """Return the settings of each file, from the base to the named file, followed by the overrides."""
     return [*_read(find_config(source), seen=()), *((COMMAND_LINE, _override(override)) for override in overrides)]
 
 
-def merged(layers: Iterable[Layer]) -> dict[str, Any]:
-    """Merge the layers. A later layer overrides the layers before it."""
+def merged(layers: Iterable[Layer], alternatives: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
+    """Merge the layers. A later layer overrides the layers before it, and `alternatives` of its settings."""
+    both_ways = [*alternatives, *((other, one) for one, other in alternatives)]
     values: dict[str, Any] = {}
     for _, above in layers:
-        values = merge(values, above)
+        replaced = {other for one, other in both_ways if above.get(one) is not None}
+        values = merge({name: value for name, value in values.items() if name not in replaced}, above)
     return values
 
 
@@ -125,7 +139,7 @@ def _checked(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
         ConfigError: If a value is invalid. The message is one line that starts with the layer of the invalid setting.
     """
     try:
-        return cls.model_validate(merged(layers))
+        return cls.model_validate(merged(layers, cls.alternatives))
     except ValidationError as error:
         first = error.errors()[0]
         origin = _origin(layers, first)

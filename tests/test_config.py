@@ -427,3 +427,14 @@ def test_every_setting_has_an_example_of_a_right_value_in_its_error(path: tuple[
         assert "is an option of" in str(error), "of another option's value, that is"  # noqa: PT017
     typed = message_of("base", f"{'.'.join(path)}={'3' if is_group else '{x: {y: 1}}'}").partition(", for example ")[2]
     assert typed.startswith(f"{'.'.join(path)}{'.' if is_group else '='}")
+
+
+# ------------------------------------------------------------------------------------------------ alternatives
+
+
+def test_a_setting_replaces_its_alternative_in_the_layers_below() -> None:
+    config = load("2proc", TaskConfig, ["num_epochs=2", "per_device_train_batch_size=8"])
+    assert (config.num_epochs, config.per_device_train_batch_size) == (2, 8)
+    assert not {"steps", "batch_size"} & config.model_fields_set
+    assert load("2proc", TaskConfig, ["num_epochs=2", "steps=5"]).num_epochs is None
+    assert load("2proc", TaskConfig, ["num_epochs=null"]).steps == 200

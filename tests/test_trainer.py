@@ -30,8 +30,8 @@ from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.config import ModelConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.optimization import learning_rate_factor, make_optimizer
-from ddp_tutorial.training.tasks import launch_training, make_trainer, train
-from ddp_tutorial.training.trainer import Trainer, TrainResult
+from ddp_tutorial.training.tasks import launch_training, make_trainer, train, with_batch_size
+from ddp_tutorial.training.trainer import Trainer, TrainResult, with_steps
 from ddp_tutorial.world import World
 from disk import failing
 from ranks import error_of
@@ -167,6 +167,74 @@ def test_all_sources_train_and_give_the_same_bits_again_and_dispatched_those_of_
         assert len(set(weights.values())) == 3  # the streams come in another order
 
 
+def test_epochs_are_converted_to_steps_and_logged() -> None:
+    config = changed(QUICK, corpus="stories:40", num_epochs=1.5, batch_size=64, log_every=1)
+    config = config.model_copy(update={"eval_every": 5})
+    samples = len(load_corpus("stories:40").train) // TINY.context
+    results = run_on(2, TaskConfig.model_validate(config.model_dump(exclude={"steps"})))
+    steps = math.ceil(1.5 * samples / 64)
+    assert [len(result.losses) for result in results] == [steps, steps]
+    rows = log_of(results[0].run)
+    assert [row["epoch"] for row in rows] == [round(row["step"] * 64 / samples, 4) for row in rows]
+    assert rows[-1]["epoch"] == pytest.approx(1.5, abs=0.1)
+    saved = json.loads((results[0].run / "config.json").read_text())
+    assert (saved["steps"], saved["num_epochs"]) == (steps, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "batch_size"),
+    [
+        ({}, 2, 6),
+        ({"accumulation": 2}, 3, 18),
+        ({"strategy": "invariant", "micro_batches": 4}, 2, 12),
+        ({"strategy": "pipeline", "pipeline": {"micro_batches": 2}, "mesh": {"replicate": 2}}, 4, 12),
+    ],
+)
+def test_the_batch_size_of_a_device_is_multiplied_to_that_of_a_step(
+    values: dict[str, Any], ranks: int, batch_size: int
+) -> None:
+    given = {"per_device_train_batch_size": 3, **values}
+    assert with_batch_size(TaskConfig(**given), ranks).batch_size == batch_size
+    assert with_batch_size(TaskConfig(**given, batch_size=batch_size), ranks).batch_size == batch_size
+    message = error_of(lambda: with_batch_size(TaskConfig(**given, batch_size=100), ranks))
+    assert f"= {batch_size} samples per step, but 'batch_size' is 100" in message
+
+
+def test_epochs_that_contradict_steps_and_streams_without_length_are_refused() -> None:
+    assert with_steps(TrainConfig(num_epochs=2, steps=9), 4.5).steps == 9
+    message = error_of(lambda: with_steps(TrainConfig(num_epochs=2, steps=10), 4.5))
+    assert "'num_epochs' 2 x 4.5 steps per epoch = 9 steps, but 'steps' is 10" in message
+    streamed = changed(QUICK, source={"kind": "streamed"}, num_epochs=1)
+    assert "requires data of known length" in error_of(lambda: run_on(1, streamed))
+    assert not Path("runs").exists() or not list(Path("runs").glob("stories-*"))
+
+
+def test_a_run_stops_at_the_target_loss_on_all_ranks_and_resumes_as_finished() -> None:
+    config = changed(QUICK, target_loss=5.0, eval_every=2, name="target", resume="auto", learning_rate=0.1)
+    first, second = run_on(2, config)
+    assert len(first.losses) == len(second.losses) == max(first.evaluations) < QUICK.steps
+    assert first.eval_losses[max(first.evaluations)] <= 5.0
+    assert all(loss > 5.0 for step, loss in first.eval_losses.items() if step < len(first.losses))
+    summary = json.loads((first.run / "result.json").read_text())
+    assert summary["reason"] == f"the validation loss reached target_loss=5 at step {len(first.losses)}"
+    assert summary["status"] == "finished"
+
+
+def test_evaluation_uses_all_samples_and_its_own_batch_size_if_asked() -> None:
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        sizes.extend([] if torch.is_grad_enabled() else [len(batch[0])])
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+    data = TensorDataset(torch.randn(300, 2), torch.randn(300, 1))
+    config = TrainConfig(steps=2, eval_samples=None, per_device_eval_batch_size=128)
+    source = make_source(data, 8, World())
+    trainer = Trainer(nn.Linear(2, 1), source, loss, World(), config, validation_data=data)
+    trainer.evaluate()
+    assert sizes == [128, 128, 44]
+
+
 def test_another_seed_is_another_run() -> None:
     assert train(World(), QUICK).weights != train(World(), changed(QUICK, seed=1)).weights
 
@@ -232,7 +300,7 @@ def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
     assert [line["loss"] for line in steps] == result.losses
     for line in steps:
         measured = {"loss", "grad_norm", "tokens_per_second", "seconds", "elapsed"}
-        assert set(line) == {"step", "tokens", "learning_rate", "loss_scale"} | measured
+        assert set(line) == {"step", "tokens", "epoch", "learning_rate", "loss_scale"} | measured
         assert set(line["seconds"]) >= {"data", "grads", "update"}
         assert all(value >= 0 for value in line["seconds"].values())
         assert line["tokens"] == line["step"] * 6 * 32  # 6 samples of 32 tokens a step

@@ -26,7 +26,8 @@ from ddp_tutorial.world import World
 _FREE = (
     *("name", "nprocs", "mesh", "device", "backend", "collective_timeout"),
     *("resume", "resume_allow", "resume_without", "checkpoint"),
-    *("log_every", "eval_every", "eval_samples", "best", "early_stopping", "best_model"),
+    *("log_every", "eval_every", "eval_samples", "per_device_eval_batch_size"),
+    *("target_loss", "best", "early_stopping", "best_model"),
     *("tensorboard", "private", "memory_limit_mb", "oom_skips", "profile"),
 )
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ddp_tutorial.config import ConfigError, FailedError, SomeConfig, check, did_you_mean, load, merge
+from ddp_tutorial.config import ConfigError, FailedError, SomeConfig, check, did_you_mean, load_with
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
 from ddp_tutorial.files import RUNS, new_directory, write_atomically, write_json
 from ddp_tutorial.processes.process_tags import kill_tagged
@@ -66,8 +66,7 @@ def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple
         known = sorted({*cls.model_fields, *also, "extends"})
         raise ConfigError(f"unknown parameter {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
     base = names.get("extends")
-    values = load(base, cls).model_dump() if base else {}
-    return check(cls, merge(values, given), origin="parameters")
+    return load_with(base, cls, given, "parameters") if base else check(cls, given, "parameters")
 
 
 def open_folder(name: str, kind: str) -> Path:

@@ -5,7 +5,7 @@ command line and for config files.
 """
 
 import re
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -68,6 +68,8 @@ class TrainConfig(Config):
     `torch.use_deterministic_algorithms(True)` and set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8.
     """
 
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("steps", "num_epochs"),)
+
     name: str = Field(
         "",
         examples=["first-run"],
@@ -96,6 +98,9 @@ class TrainConfig(Config):
     )
 
     steps: int = Field(200, ge=1, description="Number of optimizer steps.")
+    num_epochs: float | None = Field(
+        None, gt=0, examples=[3], description="Number of passes over the training data, instead of `steps`."
+    )
     optimizer: Literal["adamw", "sgd"] = Field(
         "adamw", description="AdamW with betas 0.9 and 0.95, or SGD with momentum 0.9."
     )
@@ -138,7 +143,18 @@ class TrainConfig(Config):
 
     log_every: int = Field(10, ge=1, description="Steps between writes to the log; the log contains every step.")
     eval_every: int = Field(50, ge=1, description="Steps between evaluations.")
-    eval_samples: int = Field(256, ge=1, description="Validation samples in one evaluation, over all ranks.")
+    eval_samples: int | None = Field(
+        256, ge=1, description="Validation samples in one evaluation, over all ranks; `null` evaluates all samples."
+    )
+    per_device_eval_batch_size: int | None = Field(
+        None,
+        ge=1,
+        examples=[32],
+        description="Samples in a forward pass of an evaluation on one rank; by default, as in training.",
+    )
+    target_loss: float | None = Field(
+        None, examples=[2.0], description="Stop as soon as the validation loss is at most this value."
+    )
     best: BestConfig = Field(
         BestConfig(),
         description="The metric that decides which evaluation is the best, for `early_stopping` and `best_model`.",
@@ -251,6 +267,11 @@ class ModelConfig(Config):
 class TaskConfig(TrainConfig):
     """The settings of a run whose model, data and loss are chosen by name, including the number of ranks."""
 
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
+        *TrainConfig.alternatives,
+        ("batch_size", "per_device_train_batch_size"),
+    )
+
     task: str = Field("gpt", description="Task in `TASKS`: it builds the model, the data and the loss.")
     corpus: str = Field(
         "python",
@@ -262,6 +283,13 @@ class TaskConfig(TrainConfig):
     model: ModelConfig = Field(ModelConfig(), description="Size of the GPT that task gpt trains.")
     source: SourceConfig = Field(SourceConfig(), description="How samples are read and distributed.")
     batch_size: int = Field(16, ge=1, description="Samples in one optimizer step, over all ranks.")
+    per_device_train_batch_size: int | None = Field(
+        None,
+        ge=1,
+        examples=[8],
+        description="Samples in one forward pass on one rank, instead of `batch_size`. A step has this number of "
+        "samples, times the micro-batches of each rank, times the number of ranks.",
+    )
     learning_rate_rule: Literal["fixed", "linear", "sqrt"] = Field(
         "fixed", description="How the learning rate scales with `batch_size`."
     )

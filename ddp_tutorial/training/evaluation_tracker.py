@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from ddp_tutorial.accumulation.loss import LOSS
 from ddp_tutorial.checkpoint.manifest import checkpoint_name
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.runs.folder import RunFolder
@@ -25,7 +26,7 @@ class EvaluationTracker:
         """Start without evaluations."""
         self.world, self.run, self.config = world, run, config
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> name -> mean
-        self.is_stalled = False
+        self.is_over = False  # on all ranks; see `reason_to_stop`
 
     @property
     def values(self) -> dict[int, float]:
@@ -41,15 +42,23 @@ class EvaluationTracker:
         """The step of the best evaluation, or None if no evaluation has a finite value."""
         return best_step(self.values, self.config.best.mode)
 
-    def add(self, step: int, means: Mapping[str, float], model: nn.Module) -> bool:
-        """Add an evaluation, keep `model` if it is the best, and return whether the run no longer improves."""
+    def add(self, step: int, means: Mapping[str, float], model: nn.Module) -> str:
+        """Add an evaluation, keep `model` if it is the best, and return the reason to stop, or ""."""
         self.evaluations[step] = dict(means)
         best = self.step  # computed on every rank, so that all ranks raise if the metric is wrong
         if self.config.best_model and self.world.is_main and best == step:
             save_model(model, self.run.best / checkpoint_name(step))
             for old in (kept for kept in self.saved_steps() if kept != step):
                 shutil.rmtree(self.run.best / checkpoint_name(old))
-        return self.has_stalled()
+        return self.reason_to_stop()
+
+    def reason_to_stop(self) -> str:
+        """Return why the evaluations end the run before its last step, or "" if they do not."""
+        target = self.config.target_loss
+        reached = [step for step, means in self.evaluations.items() if target is not None and means[LOSS] <= target]
+        if reached:
+            return f"the validation loss reached target_loss={target:g} at step {reached[0]}"
+        return f"no better since step {self.step}" if self.has_stalled() else ""
 
     def has_stalled(self) -> bool:
         """Return whether the last `early_stopping.patience` evaluations brought no improvement."""
@@ -67,7 +76,7 @@ class EvaluationTracker:
     def rewind(self, step: int, evaluations: Mapping[int, Mapping[str, float]]) -> None:
         """Return to `step` and its `evaluations`. Rank 0 removes the weights of later steps from the run folder."""
         self.evaluations = {each: dict(means) for each, means in evaluations.items()}
-        self.is_stalled = self.has_stalled()
+        self.is_over = bool(self.reason_to_stop())
         if self.world.is_main:
             for later in (each for each in self.saved_steps() if each > step):
                 shutil.rmtree(self.run.best / checkpoint_name(later))

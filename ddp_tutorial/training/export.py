@@ -74,7 +74,7 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
     config, model = config_of(run), load(run, best=best)
     world, task = World(device=choose_device(config.device if config.device == "cpu" else "auto")), task_of(config)
     _, held_out = samples_of(config, world)
-    count = min(samples or config.eval_samples, len(held_out))
+    count = min(samples or config.eval_samples or len(held_out), len(held_out))
     means = evaluate_here(world, model.to(world.device), task.loss, held_out, count, config.batch_size)
     return {
         "eval_loss": means["loss"],

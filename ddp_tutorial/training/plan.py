@@ -18,7 +18,7 @@ from ddp_tutorial.pipeline.memory import rank_costs, stage_costs
 from ddp_tutorial.pipeline.schedules import table_of
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
-from ddp_tutorial.training.tasks import check_start, task_of
+from ddp_tutorial.training.tasks import check_start, resolved, task_of
 from ddp_tutorial.world import World, choose_backend, choose_device, is_launched_rank
 from ddp_tutorial.zero.memory import bytes_gathered, bytes_sent, model_state_bytes
 
@@ -44,6 +44,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
         size = here = config.nprocs
         device = choose_device(config.device, local_size=size, backend=config.backend)
     parts = micro_batches_per_rank(config, size)
+    config = resolved(config, size)
     check_start(config, size)
     samples = math.ceil(config.batch_size / size / parts)
     needed, mesh = memory(config, samples, size), mesh_of(config, size)

@@ -24,6 +24,7 @@ from ddp_tutorial.pipeline.parallel import check_pipeline
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.signals import SIGNALS
 from ddp_tutorial.sharding.corpus import is_cached, load_corpus
+from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.samples import Data, TokenBlocks
 from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import check_source, make_source
@@ -32,7 +33,7 @@ from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer, tokenize
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
-from ddp_tutorial.training.trainer import Trainer, TrainResult
+from ddp_tutorial.training.trainer import Trainer, TrainResult, with_steps
 from ddp_tutorial.world import World, choose_backend, choose_device
 
 
@@ -83,6 +84,49 @@ TASKS: dict[str, Task] = {
 }
 
 
+def with_batch_size(config: TaskConfig, ranks: int) -> TaskConfig:
+    """Return `config` with `per_device_train_batch_size` converted to `batch_size`.
+
+    Raises:
+        ConfigError: If `batch_size` contradicts it.
+    """
+    per_device = config.per_device_train_batch_size
+    if per_device is None:
+        return config
+    micro_batches = micro_batches_per_rank(config, ranks)
+    total = per_device * micro_batches * ranks
+    if "batch_size" in config.model_fields_set and config.batch_size != total:
+        raise ConfigError(
+            f"'per_device_train_batch_size' {per_device} x {micro_batches} micro-batches x {ranks} ranks = {total} "
+            f"samples per step, but 'batch_size' is {config.batch_size}; remove one of them"
+        )
+    return config.model_copy(update={"batch_size": total, "per_device_train_batch_size": None})
+
+
+def is_readable(config: TaskConfig) -> bool:
+    """Return whether the samples can be read without writing a cache of the corpus or of its tokens."""
+    return is_cached(config.corpus) and (config.has_tokens or config.tokenizer == BYTES)
+
+
+def resolved(config: TaskConfig, ranks: int) -> TaskConfig:
+    """Return `config` with the numbers of steps and of samples per step that training on `ranks` ranks would use.
+
+    Raises:
+        ConfigError: If settings contradict each other, or if `num_epochs` is set and the corpus is not readable yet.
+    """
+    config = with_batch_size(config, ranks)
+    if config.num_epochs is None:
+        return config
+    if not is_readable(config):
+        raise ConfigError(
+            f"'num_epochs' cannot be converted to steps, because corpus {config.corpus!r} has not been converted to "
+            "tokens yet; set 'steps', or train first"
+        )
+    train, _ = samples_of(config, World())
+    batches = GlobalBatchSampler(Permutation(len(train), config.seed), config.batch_size, config.source.remainder)
+    return with_steps(config, None if config.source.kind == "streamed" else batches.steps_per_epoch)
+
+
 def task_of(config: TaskConfig) -> Task:
     """Return the task that `config` names. Raise `ConfigError` if there is no such task."""
     if config.task not in TASKS:
@@ -105,21 +149,27 @@ def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
 
 def source_of(config: TaskConfig, world: World) -> Source:
     """Return the source of training batches that `config` describes. Collective."""
+    config = with_batch_size(config, world.size)
     train, _ = samples_of(config, world)
     return make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
 
 
 def check_start(config: TaskConfig, ranks: int) -> None:
-    """Validate `config` for `ranks` ranks, as `train` would, without starting ranks or writing files.
+    """Validate `config` for training on `ranks` ranks, without starting ranks and without writing.
 
-    A corpus that must first be downloaded or converted is not checked.
+    If the corpus must first be downloaded or converted, its samples and the checkpoint to resume are not checked.
+
+    Raises:
+        ConfigError: If training would raise it.
     """
     load_tokenizer(config.tokenizer)
-    if is_cached(config.corpus) and (config.has_tokens or config.tokenizer == BYTES):
-        train, _ = samples_of(config, World())
-        if isinstance(train, TokenBlocks):
-            check_source(train, config.batch_size, World(0, ranks, 0, ranks), config.source)
     check_world(config, ranks)
+    if not is_readable(config):
+        return
+    config = resolved(config, ranks)
+    train, _ = samples_of(config, World())
+    if isinstance(train, TokenBlocks):
+        check_source(train, config.batch_size, World(0, ranks, 0, ranks), config.source)
     settings = config.model_dump(mode="json")
     find_resume_point(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
 
@@ -148,7 +198,7 @@ def model_of(config: TaskConfig) -> nn.Module:
 
 def make_trainer(config: TaskConfig, world: World) -> Trainer:
     """Return a Trainer for the task that `config` names. Collective."""
-    task = task_of(config)
+    config, task = with_batch_size(config, world.size), task_of(config)
     train, held_out = samples_of(config, world)
     source = make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
     return Trainer(model_of(config), source, task.loss, world, config, validation_data=held_out, unit=task.unit)

@@ -10,12 +10,13 @@ def main(world):
 launch(main, 2)
 """
 
+import math
 import os
 import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -44,6 +45,8 @@ from ddp_tutorial.training.step import make_train_step
 from ddp_tutorial.training.stopping import StopDecision, StopRequests
 from ddp_tutorial.training.weights import save_model
 from ddp_tutorial.world import World
+
+SomeTrainConfig = TypeVar("SomeTrainConfig", bound=TrainConfig)
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,13 @@ class Trainer:
     ) -> None:
         """Build the training step, and create the run folder."""
         config = config or TrainConfig()
-        if validation_data is None and (config.best_model or config.early_stopping.patience):
-            raise ConfigError("'early_stopping' and 'best_model' go by evaluations: give the Trainer validation_data")
+        needs_evaluations = config.best_model or config.early_stopping.patience or config.target_loss is not None
+        if needs_evaluations and validation_data is None:
+            raise ConfigError(
+                "'best_model', 'early_stopping' and 'target_loss' require evaluations; pass validation_data to Trainer"
+            )
+        self.shows_epochs = config.num_epochs is not None
+        config = with_steps(config, source.steps_per_epoch)
         self.threads = torch.get_num_threads()  # restored by `train`; strategy invariant uses one thread
         self.train_step = make_train_step(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.options = OptimizerOptions.of(self.train_step.optimizer, self.train_step.scheduler)
@@ -169,13 +177,13 @@ class Trainer:
 
     def is_done(self) -> bool:
         """Return whether the run has reached its last step, no longer improves, or was requested to stop."""
-        return self.step_count >= self.config.steps or self.best.is_stalled or bool(self.requested)
+        return self.step_count >= self.config.steps or self.best.is_over or bool(self.requested)
 
     def is_due(self, every: int) -> bool:
         """Return whether the current step is a multiple of `every` or the last step. `every=0` disables the action."""
         if not every:
             return False
-        return self.step_count % every == 0 or self.step_count == self.config.steps or self.best.is_stalled
+        return self.step_count % every == 0 or self.step_count == self.config.steps or self.best.is_over
 
     def step(self) -> None:
         """Run one optimizer step and log it."""
@@ -183,17 +191,22 @@ class Trainer:
         done = self.train_step(self.stopping.local_stop_flags())
         seconds = self.record.record_step(self.step_count)
         scale = self.train_step.precision.loss_scale
-        self.log.add(
-            self.step_count, done.means, done.count, done.grad_norm, done.learning_rate, seconds, loss_scale=scale
-        )
+        others = {"loss_scale": scale} | self.epoch()
+        self.log.add(self.step_count, done.means, done.count, done.grad_norm, done.learning_rate, seconds, **others)
         if self.is_due(self.config.log_every):
             self.log.flush()
             self.record.usage.watch_memory()
             LOG.debug("step %d: %s", self.step_count, format_values(done.means))
-            progress(self.step_count, self.config.steps, **self.log.latest)
+            shown = self.epoch() if self.shows_epochs else {}
+            progress(self.step_count, self.config.steps, **shown, **self.log.latest)
         self.profiler.after(self.step_count)
         self.checkpoints.poll()
         self.requested = self.stopping.decide(done.stop_flags)
+
+    def epoch(self) -> dict[str, float]:
+        """Return the number of passes over the data so far as `epoch`, or nothing if the source does not know it."""
+        per_epoch = self.train_step.source.steps_per_epoch
+        return {"epoch": round(self.step_count / per_epoch, 4)} if per_epoch else {}
 
     def log_start(self) -> None:
         """Log the world and the remarks of the config."""
@@ -278,7 +291,9 @@ class Trainer:
             # Evaluation needs no more memory than training: a forward pass has no more samples than a micro-batch.
             micro_batches = self.world.size * self.train_step.strategy.micro_batches_per_rank
             size = max(1, self.train_step.source.batch_size // micro_batches)
-            precision, samples = self.train_step.precision, self.config.eval_samples
+            size = self.config.per_device_eval_batch_size or size
+            precision = self.train_step.precision
+            samples = self.config.eval_samples or len(self.validation_data)
             with self.train_step.strategy.evaluation_weights():
                 means = evaluate(self.world, self.model, self.loss, self.validation_data, samples, size, precision)
             used = self.record.usage.gather()
@@ -289,11 +304,12 @@ class Trainer:
                 if self.config.best_model
                 else nullcontext(self.model) as model
             ):
-                stalled = self.best.add(self.step_count, means, model)
-            self.best.is_stalled = any_rank(self.world, stalled)
+                reason = self.best.add(self.step_count, means, model)
+            self.best.is_over = any_rank(self.world, bool(reason))
         self.log.write(
             {
                 "step": self.step_count,
+                **self.epoch(),
                 **{f"eval_{name}": value for name, value in means.items()},
                 "elapsed": self.log.elapsed(),
                 "seconds": self.record.watch.take(),
@@ -326,9 +342,7 @@ class Trainer:
                 evaluations=self.best.evaluations,
                 rate=statistics.median(self.log.rates[1:] or self.log.rates or [0.0]),  # the first is a warm-up
                 weights=digest(weights),
-                stopped_at=self.step_count
-                if self.step_count < self.config.steps and not self.best.is_stalled
-                else None,
+                stopped_at=self.step_count if self.step_count < self.config.steps and not self.best.is_over else None,
                 by_signal=self.requested == "signal",
             )
             used = self.record.usage.gather_totals()
@@ -346,7 +360,7 @@ class Trainer:
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:
         """Return the content of `result.json`; `used` is the resource usage of all ranks."""
         best, last = self.best.step, result.evaluations.get(self.step_count, {})
-        reason = f"no better since step {best}" if self.best.is_stalled else ""
+        reason = self.best.reason_to_stop() if self.best.is_over else ""
         if result.stopped_at is not None:
             reason = "a signal" if result.by_signal else "a request"
         metrics = {"loss": result.losses[-1] if result.losses else None}
@@ -370,6 +384,25 @@ class Trainer:
             ),
             "ranks": used,
         }
+
+
+def with_steps(config: SomeTrainConfig, steps_per_epoch: float | None) -> SomeTrainConfig:
+    """Return `config` with `num_epochs` converted to `steps`.
+
+    Raises:
+        ConfigError: If the length of an epoch is not known, or if `steps` contradicts `num_epochs`.
+    """
+    if config.num_epochs is None:
+        return config
+    if steps_per_epoch is None:
+        raise ConfigError("'num_epochs' requires data of known length, but a stream's length is not known; set 'steps'")
+    steps = max(1, math.ceil(round(config.num_epochs * steps_per_epoch, 6)))
+    if "steps" in config.model_fields_set and config.steps != steps:
+        raise ConfigError(
+            f"'num_epochs' {config.num_epochs:g} x {steps_per_epoch:g} steps per epoch = {steps} steps, but 'steps' is "
+            f"{config.steps}; remove one of them"
+        )
+    return config.model_copy(update={"steps": steps, "num_epochs": None})
 
 
 def format_values(values: Mapping[str, float]) -> str:
