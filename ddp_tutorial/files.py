@@ -26,8 +26,9 @@ from ddp_tutorial.config import ConfigError
 
 LOG = logging.getLogger(__name__)
 
-# The folder of all runs, relative to the working directory of the command or the notebook's kernel.
-RUNS = Path("runs")
+# The folder of all runs. A relative path starts at the working directory of the command or the notebook's kernel.
+# The environment variable also reaches ranks, sweep points and kernels; the option `--runs-dir` sets it.
+RUNS = Path(os.environ.get("DDP_TUTORIAL_RUNS") or "runs")
 
 Operation = Literal["write", "fsync", "rename", "remove", "read"]
 DiskObserver = Callable[[Operation, Path], object]

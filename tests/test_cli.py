@@ -271,3 +271,18 @@ def test_help_lists_the_commands() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert re.search(r"\d+\.\d+\.\d+", run("--version").stdout)
+
+
+def test_runs_dir_and_its_variable_select_the_folder_for_commands_and_ranks() -> None:
+    done = run("train", "tiny", "device=cpu", "steps=2", "name=gpt", "--runs-dir", "elsewhere")
+    assert done.returncode == 0, done.stderr
+    folder = Path("elsewhere/gpt")
+    assert {"result.json", "rank_0.log", "rank_1.log"} <= {path.name for path in folder.iterdir()}
+    listed = run("logs", "list", DDP_TUTORIAL_RUNS="elsewhere")
+    assert str(folder.absolute()) in listed.stdout
+    assert "no runs below runs/" in run("logs", "list").stderr
+    Path("file").touch()
+    for refused in (run("train", "tiny", "--runs-dir", "file"), run("logs", "list", DDP_TUTORIAL_RUNS="file")):
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "Directory 'file' is a file." in refused.stderr
+    assert sorted(path.name for path in Path().iterdir()) == ["elsewhere", "file"]

@@ -49,6 +49,16 @@ def of(slurm_config: SlurmConfig, ranks: int) -> str:
     return batch_script("train.py", ranks, slurm_config, run="mine", name="mine", about="a test")
 
 
+def test_a_job_writes_to_the_folder_of_runs_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = check(SlurmConfig, {"starter": "torchrun"}, "test")
+    assert "DDP_TUTORIAL_RUNS" not in of(torchrun, 1)
+    monkeypatch.setattr("ddp_tutorial.slurm.job.RUNS", Path("/scratch/my runs"))
+    script = of(torchrun, 1)
+    assert is_shell(script)
+    assert "export DDP_TUTORIAL_RUNS='/scratch/my runs'\n" in script
+    assert """ '/scratch/my runs'/"$run/result.json"; then""" in script
+
+
 @given(
     nodes=st.integers(1, 64),
     here=st.integers(1, 16),

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ddp_tutorial.commands import runs_dir
 from ddp_tutorial.config import ConfigError
 
 
@@ -35,6 +36,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 @checkpoint.command("list")
+@runs_dir
 @_a_path
 @_as_json
 def checkpoint_list(path: Path, as_json: bool) -> None:
@@ -63,6 +65,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 @checkpoint.command("inspect")
+@runs_dir
 @_a_path
 @_as_json
 def checkpoint_inspect(path: Path, as_json: bool) -> None:
@@ -84,6 +87,7 @@ def checkpoint_inspect(path: Path, as_json: bool) -> None:
 
 
 @checkpoint.command("verify")
+@runs_dir
 @_a_path
 @_as_json
 def checkpoint_verify(path: Path, as_json: bool) -> None:
@@ -101,6 +105,7 @@ def checkpoint_verify(path: Path, as_json: bool) -> None:
 
 
 @checkpoint.command("diff")
+@runs_dir
 @_a_path
 @click.argument("other", type=click.Path(path_type=Path))
 @_as_json

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddp_tutorial.commands import a_run, complete_runs
+from ddp_tutorial.commands import a_run, complete_runs, runs_dir
 from ddp_tutorial.config import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _runs_named(names: tuple[str, ...]) -> list[Path]:
     if not names:
         if newest := find_runs()[-1:]:
             return newest
-        raise ConfigError("no runs below runs/; start one with: python -m ddp_tutorial train 2proc")
+        raise ConfigError(f"no runs below {RUNS}/; start one with: python -m ddp_tutorial train 2proc")
     found: dict[Path, None] = {}
     skipped = []
     for name in names:
@@ -60,17 +60,19 @@ def _runs_named(names: tuple[str, ...]) -> list[Path]:
 
 
 @logs.command("list")
+@runs_dir
 def list_runs() -> None:
     """A line for each run, the newest last.
 
     Of all below runs/. A run is finished; stopped before its last step, on request or by a signal; failed, where a rank
     has raised; killed, where it ended without writing a result or an error; or running.
     """
+    from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_runs, summarize
 
     rows = [_cells(summarize(folder)) for folder in find_runs()]
     if not rows:
-        click.echo("no runs below runs/; start one with: python -m ddp_tutorial train 2proc", err=True)
+        click.echo(f"no runs below {RUNS}/; start one with: python -m ddp_tutorial train 2proc", err=True)
         return
     head = ["state", "step", "loss", "held out", "rate", "ranks", "took", "began", "run"]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
@@ -132,6 +134,7 @@ def _when(began: float) -> str:
 
 
 @logs.command("summary")
+@runs_dir
 @_some_runs
 @click.option("--all", "everything", is_flag=True, help="All runs below runs/.")
 @click.option(
@@ -359,6 +362,7 @@ def _memory(run: "Summary") -> str | None:
 
 
 @logs.command("plot")
+@runs_dir
 @_some_runs
 @click.option("--metrics", help="Names with commas between them.  [default: loss,grad_norm,learning_rate]")
 @click.option("--x", "axis", type=click.Choice(["step", "time", "tokens"]), default="step", show_default=True)
@@ -425,6 +429,7 @@ def _joined(folders: list[Path]) -> str:
 
 
 @logs.command("timeline")
+@runs_dir
 @a_run
 def draw_timeline(run: str) -> None:
     """Draw the profiled steps of a run, with all ranks on one clock.
@@ -455,6 +460,7 @@ def draw_timeline(run: str) -> None:
 
 
 @logs.command("tail")
+@runs_dir
 @a_run
 @click.option(
     "-n",

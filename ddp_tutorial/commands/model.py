@@ -5,12 +5,13 @@ from pathlib import Path
 
 import click
 
-from ddp_tutorial.commands import a_run
+from ddp_tutorial.commands import a_run, runs_dir
 
 _best = click.option("--best", is_flag=True, help="The best weights, kept with best_model=true, not the last.")
 
 
 @click.command()
+@runs_dir
 @a_run
 @_best
 @click.option("--samples", type=click.IntRange(min=1), help="Held-out samples; by default, as many as in training.")
@@ -29,6 +30,7 @@ def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
 
 
 @click.command()
+@runs_dir
 @a_run
 @_best
 @click.option("--prompt", default="def ", show_default=True, help="The text to continue.")
@@ -50,6 +52,7 @@ def sample(run: str, best: bool, prompt: str, length: int, temperature: float, s
 
 
 @click.command()
+@runs_dir
 @a_run
 @click.argument("folder", type=click.Path(path_type=Path))
 @_best

@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 
 import click
 
+from ddp_tutorial.commands import runs_dir
 from ddp_tutorial.config import ConfigError
 
 
 @click.command()
+@runs_dir
 @click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Optimiser steps.")
 def run(steps: int) -> None:
     """The main job: train on two ranks and on one process, on real text, and compare. Two to three minutes."""

@@ -4,11 +4,13 @@ import sys
 
 import click
 
+from ddp_tutorial.commands import runs_dir
 from ddp_tutorial.commands.training import config_argument, overrides_argument
 from ddp_tutorial.processes.signals import stopped_by_signals
 
 
 @click.command()
+@runs_dir
 @config_argument
 @overrides_argument
 @click.option("--submit", is_flag=True, help="Hand it to Slurm, instead of printing it.")

@@ -8,8 +8,11 @@ from typing import Any
 
 import click
 
+from ddp_tutorial.commands import runs_dir
+
 
 @click.command()
+@runs_dir
 @click.argument("notebook", type=click.Path(path_type=Path))
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE,VALUE...]...")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Executions of each point.")

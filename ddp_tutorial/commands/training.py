@@ -12,7 +12,7 @@ import yaml
 from click.shell_completion import CompletionItem
 
 from ddp_tutorial import config as configs
-from ddp_tutorial.commands import a_run
+from ddp_tutorial.commands import a_run, runs_dir
 from ddp_tutorial.processes.signals import exit_code, stopped_by_signals
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 @click.command()
+@runs_dir
 @config_argument
 @overrides_argument
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and with which settings from where.")
@@ -210,6 +211,7 @@ def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
 
 
 @click.command()
+@runs_dir
 @a_run
 @click.option("--save", is_flag=True, help="Save a checkpoint before it stops.")
 def stop(run: str, save: bool) -> None:

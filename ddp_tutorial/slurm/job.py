@@ -94,6 +94,7 @@ def batch_script(
         f"#SBATCH --output={OUTPUT}",
         "",
         *slurm.setup,
+        *([f"export DDP_TUTORIAL_RUNS={shlex.quote(str(RUNS))}"] if str(RUNS) != "runs" else []),
         f"export OMP_NUM_THREADS={slurm.cpus}",
         f"run={run}",
         "",
@@ -130,7 +131,8 @@ def _agents(srun: str, python: str, command: str, nodes: int, here: int) -> Iter
         f"    {command}",
         "code=$?",
         "# It ends with 0 where ranks were told to stop, too. The result says if it is done, or was asked to stop.",
-        f"""if [ $code = 0 ] && ! grep -qsE '{_DONE}' "runs/$run/result.json"; then code={REQUEUE_CODE}; fi""",
+        f"if [ $code = 0 ] && ! grep -qsE '{_DONE}' "
+        f"""{shlex.quote(str(RUNS))}/"$run/result.json"; then code={REQUEUE_CODE}; fi""",
     )
 
 
