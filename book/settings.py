@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -114,6 +114,10 @@ def _written(annotation: Any) -> str:
     if NoneType in get_args(annotation):
         [inner] = [each for each in get_args(annotation) if each is not NoneType]
         return f"{_written(inner)}, or `null`"
+    if get_origin(annotation) is dict:
+        return "`{class: PATH, args: {...}}`"
+    if get_origin(annotation) in {Union, UnionType}:
+        return " or ".join(_written(each) for each in get_args(annotation))
     return str(getattr(annotation, "__name__", annotation))
 
 

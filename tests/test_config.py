@@ -426,7 +426,7 @@ def test_every_setting_has_an_example_of_a_right_value_in_its_error(path: tuple[
     except ConfigError as error:
         assert "is an option of" in str(error), "of another option's value, that is"  # noqa: PT017
     typed = message_of("base", f"{'.'.join(path)}={'3' if is_group else '{x: {y: 1}}'}").partition(", for example ")[2]
-    assert typed.startswith(f"{'.'.join(path)}{'.' if is_group else '='}")
+    assert typed.startswith(f"{'.'.join(path)}{'.' if isinstance(value, dict) else '='}")
 
 
 # ------------------------------------------------------------------------------------------------ alternatives

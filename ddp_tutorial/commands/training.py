@@ -126,7 +126,7 @@ def _train(
         return
     if joins and world.is_main:
         click.echo(str(world), err=True)
-    if not joins and settings.strategy not in {"ddp", "invariant"}:
+    if not joins and (settings.strategy not in {"ddp", "invariant"} or settings.names_classes):
         from ddp_tutorial.training.tasks import check_world
 
         check_world(settings, settings.nprocs)

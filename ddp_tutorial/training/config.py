@@ -4,10 +4,13 @@
 command line and for config files.
 """
 
+import json
 import re
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from ddp_tutorial.accumulation.config import FORWARDED_OPTIONS, PrecisionConfig
 from ddp_tutorial.checkpoint.config import CheckpointConfig
@@ -34,6 +37,32 @@ Kind = Literal[  # see strategies.make_strategy
     "accelerate",
 ]
 Mode = Literal["min", "max"]
+OptimizerName = Literal["adamw", "sgd"]
+ClassSetting = dict[str, Any]  # {"class": "torch.optim.SGD", "args": {"momentum": 0.9}}
+
+
+def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
+    """Return one of `names`, or the import path of a class with its arguments. Nothing is imported here.
+
+    Raises:
+        PydanticCustomError: If `value` is neither.
+    """
+    if value in names:
+        return value
+    try:
+        path, args = value["class"], value.get("args", {})
+        json.dumps(args, allow_nan=False)  # the arguments are stored in config.json
+        is_path = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path)
+        if is_path and isinstance(args, Mapping) and value.keys() <= {"class", "args"}:
+            return {"class": path, "args": dict(args)}
+    except (TypeError, KeyError, ValueError, AttributeError):
+        pass
+    named = "".join(f"{name!r}, " for name in names)
+    raise PydanticCustomError(
+        "class_setting",
+        "Input should be {named}the import path of a class and its arguments, like {example}",
+        {"named": named and f"{named}or ", "example": "{class: PATH, args: {NAME: VALUE}}"},
+    )
 
 
 class BestConfig(Config):
@@ -101,10 +130,20 @@ class TrainConfig(Config):
     num_epochs: float | None = Field(
         None, gt=0, examples=[3], description="Number of passes over the training data, instead of `steps`."
     )
-    optimizer: Literal["adamw", "sgd"] = Field(
-        "adamw", description="AdamW with betas 0.9 and 0.95, or SGD with momentum 0.9."
+    optimizer: OptimizerName | ClassSetting = Field(
+        "adamw",
+        description="AdamW with betas 0.9 and 0.95, SGD with momentum 0.9, or the import path of a subclass of "
+        "`torch.optim.Optimizer` and its arguments, such as `{class: torch.optim.SGD, args: {momentum: 0.9}}`.",
     )
-    learning_rate: float = Field(3e-3, gt=0, description="Peak learning rate of the schedule.")
+    learning_rate: float = Field(
+        3e-3, gt=0, description="Peak learning rate of the schedule, unless `optimizer.args` contains `lr`."
+    )
+    scheduler: ClassSetting | None = Field(
+        None,
+        examples=[{"class": "torch.optim.lr_scheduler.CosineAnnealingLR", "args": {"T_max": 100}}],
+        description="The import path of a subclass of `torch.optim.lr_scheduler.LRScheduler` and its arguments. It "
+        "replaces `warmup_steps`, `schedule`, `schedule_steps` and `final_lr_fraction`.",
+    )
     warmup_steps: int = Field(20, ge=0, description="Steps in which the learning rate rises linearly from zero.")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="Shape of the decay after the warm-up."
@@ -113,7 +152,11 @@ class TrainConfig(Config):
         None, ge=1, examples=[200], description="Length of the schedule in steps; by default, `steps`."
     )
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
-    weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices; biases and norms have none.")
+    weight_decay: float = Field(
+        0.1,
+        ge=0,
+        description="Weight decay of matrices for `adamw` and `sgd`; biases and norms have none.",
+    )
     clip: float = Field(1.0, gt=0, description="Maximum norm of the gradient.")
     oom_skips: int = Field(
         0,
@@ -178,6 +221,11 @@ class TrainConfig(Config):
         return self.learning_rate
 
     @property
+    def names_classes(self) -> bool:
+        """Whether the optimizer or the scheduler is specified by its import path."""
+        return self.scheduler is not None or not isinstance(self.optimizer, str)
+
+    @property
     def label(self) -> str:
         """Suffix of the default run name, after the timestamp."""
         return "train"
@@ -233,6 +281,16 @@ class TrainConfig(Config):
         if self.resume == "auto" and not self.name:
             raise ValueError("'resume' auto goes on with the run of the same 'name': give it one")
         return self
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _optimizer_is_a_name_or_a_class(cls, value: Any) -> Any:
+        return check_class(value, get_args(OptimizerName))
+
+    @field_validator("scheduler", mode="before")
+    @classmethod
+    def _scheduler_is_a_class(cls, value: Any) -> Any:
+        return None if value is None else check_class(value)
 
     @field_validator("name")
     @classmethod
@@ -345,6 +403,19 @@ class TaskConfig(TrainConfig):
             f"learning rate {self.peak_learning_rate:g}: {self.learning_rate:g}, scaled from batch_size "
             f"{self.learning_rate_batch} to {self.batch_size} by the rule {self.learning_rate_rule!r}"
         ]
+
+    @model_validator(mode="after")
+    def _rule_has_a_learning_rate(self) -> "TaskConfig":
+        if (
+            self.learning_rate_rule != "fixed"
+            and not isinstance(self.optimizer, str)
+            and "lr" in self.optimizer["args"]
+        ):
+            raise ValueError(
+                f"'learning_rate_rule' {self.learning_rate_rule} scales 'learning_rate', which 'optimizer.args.lr' "
+                "replaces: remove 'optimizer.args.lr', or set learning_rate_rule=fixed"
+            )
+        return self
 
     @model_validator(mode="after")
     def _samples_have_numbers(self) -> "TaskConfig":

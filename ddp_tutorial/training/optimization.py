@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ddp_tutorial.accumulation.precision import require_no_closure
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.training.config import TrainConfig
+from ddp_tutorial.training.imported import construct
+from ddp_tutorial.zero.elementwise import require_elementwise
 
 Optimizer = torch.optim.Optimizer
 # An object, or a function that makes it from the model or from the optimizer.
@@ -36,8 +38,15 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """Return the optimizer that `config` names, for the trainable parameters.
 
-    The optimizer is fused, unless a parameter is complex: torch has no fused kernel for complex numbers.
+    AdamW and SGD are fused, unless a parameter is complex: torch has no fused kernel for complex numbers. A class that
+    `config` names by its import path gets no options except the learning rate and its own arguments.
+
+    Raises:
+        ConfigError: If the class cannot be imported, is not an optimizer, or does not accept its arguments.
     """
+    if not isinstance(config.optimizer, str):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return construct("optimizer", config.optimizer, Optimizer, trained, lr=config.peak_learning_rate)
     kind, options = OPTIMIZERS[config.optimizer]
     fused = all(parameter.is_floating_point() for parameter in model.parameters() if parameter.requires_grad)
     return kind(parameter_groups(model, config), lr=config.peak_learning_rate, fused=fused, **options)
@@ -51,8 +60,33 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, An
 
 
 def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
-    """Return the learning rate schedule that `config` describes."""
+    """Return the learning rate schedule that `config` describes.
+
+    Raises:
+        ConfigError: If its class cannot be imported, is not a schedule, or does not accept its arguments.
+    """
+    if config.scheduler is not None:
+        scheduler = construct("scheduler", config.scheduler, LRScheduler, optimizer)
+        require_no_metric(scheduler)
+        return scheduler
     return LambdaLR(optimizer, learning_rate_factor(config))
+
+
+def require_no_metric(scheduler: LRScheduler) -> None:
+    """Raise `ConfigError` for `ReduceLROnPlateau`, which depends on evaluations instead of the step."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau is not supported: a step updates the schedule, and ReduceLROnPlateau requires a "
+            "validation loss. Use a schedule that depends on the step, such as torch.optim.lr_scheduler.StepLR"
+        )
+
+
+def check_update(config: TrainConfig) -> None:
+    """Raise `ConfigError` if the optimizer or the schedule of `config` cannot be constructed, without the model."""
+    optimizer = make_optimizer(nn.Linear(4, 4, bias=False), config)
+    make_scheduler(optimizer, config)
+    if config.strategy in {"zero2", "zero3"}:
+        require_elementwise(optimizer, config.strategy)
 
 
 def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
@@ -122,7 +156,7 @@ class OptimizerOptions:
 
 
 _OPTIONS = ("optimizer", "learning_rate", "learning_rate_rule", "learning_rate_batch", "batch_size", "weight_decay")
-_SCHEDULE = ("warmup_steps", "schedule", "final_lr_fraction")
+_SCHEDULE = ("scheduler", "warmup_steps", "schedule", "final_lr_fraction")
 
 
 def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ddp_tutorial import environment
 from ddp_tutorial.accumulation import memory as activations
@@ -16,7 +17,8 @@ from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.local_sgd.rounds import Rounds
 from ddp_tutorial.pipeline.memory import rank_costs, stage_costs
 from ddp_tutorial.pipeline.schedules import table_of
-from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.config import TaskConfig, TrainConfig
+from ddp_tutorial.training.optimization import make_optimizer
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.tasks import check_start, resolved, task_of
 from ddp_tutorial.world import World, choose_backend, choose_device, is_launched_rank
@@ -124,7 +126,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         kind = (
             "ddp" if config.strategy in LOCAL else config.strategy
         )  # with local steps, each rank has the whole model too
-        held = model_state_bytes(kind, parameters, span, OPTIMIZER_BYTES[config.optimizer])
+        held = model_state_bytes(kind, parameters, span, optimizer_bytes(config))
         held |= {"gathered": bytes_gathered(kind, model) if span > 1 else 0, "activations": kept.nbytes}
     if config.strategy == "diloco":
         held["outer"] = 8 * parameters  # the weights at the start of the round, and the velocity
@@ -141,10 +143,22 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
         costs = stage_costs(task.model(config), task.loss, task.batch_like(config, samples), stages)
     found = []
     for cost in rank_costs(costs, table_of(stages), ranks // stages.ranks):
-        held = model_state_bytes("ddp", cost.parameters, 1, OPTIMIZER_BYTES[config.optimizer])
+        held = model_state_bytes("ddp", cost.parameters, 1, optimizer_bytes(config))
         held |= {"gathered": 0, "activations": cost.activations}
         found.append({"parameters": cost.parameters, "memory": held, "sent": cost.sent})
     return found
+
+
+def optimizer_bytes(config: TrainConfig) -> int:
+    """Return the bytes that the optimizer keeps for each parameter. A class is measured in a step of a small matrix."""
+    if isinstance(config.optimizer, str):
+        return OPTIMIZER_BYTES[config.optimizer]
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = make_optimizer(model, config)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in kept) // model.weight.numel()
 
 
 def _total(held: Mapping[str, int]) -> int:

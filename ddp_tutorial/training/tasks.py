@@ -32,6 +32,7 @@ from ddp_tutorial.sharding.token_files import largest_token
 from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer, tokenize
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.optimization import check_update
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.trainer import Trainer, TrainResult, with_steps
 from ddp_tutorial.world import World, choose_backend, choose_device
@@ -177,10 +178,12 @@ def check_start(config: TaskConfig, ranks: int) -> None:
 def check_world(config: TaskConfig, ranks: int) -> None:
     """Raise `ConfigError` if the mesh or the stages do not fit `ranks` ranks, or if a required package is missing.
 
-    This check is fast: it reads no data.
+    Also constructs an optimizer and a schedule that `config` specifies by import path. This check reads no data.
     """
     if config.strategy == "accelerate":
         require_accelerate()
+    if config.names_classes:
+        check_update(config)
     micro_batches_per_rank(config, ranks)
     mesh_of(config, ranks)
     if config.strategy == "pipeline":

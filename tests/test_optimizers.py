@@ -1,0 +1,112 @@
+"""Optimizers, schedules and clipping: which ones a config and a script select, and which ones are rejected."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import TensorDataset
+
+from commands import call
+from ddp_tutorial.config import load
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding.sources import make_source
+from ddp_tutorial.training.config import TaskConfig, TrainConfig
+from ddp_tutorial.training.optimization import make_optimizer
+from ddp_tutorial.training.plan import optimizer_bytes
+from ddp_tutorial.training.trainer import Trainer
+from ddp_tutorial.world import World
+from ranks import error_of
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+SGD = {"class": "torch.optim.SGD", "args": {"lr": 0.05, "momentum": 0.9}}
+COSINE = {"class": "torch.optim.lr_scheduler.CosineAnnealingLR", "args": {"T_max": 8}}
+
+
+def squared_error(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return (model(batch[0]) - 1).square().sum(), len(batch[0])
+
+
+def trainer_of(world: World, config: TrainConfig | None = None, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    source = make_source(TensorDataset(torch.randn(32, 3)), 8, world)
+    return Trainer(nn.Linear(3, 2), source, squared_error, world, config or TrainConfig(steps=8), **options)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+# ---------------------------------------------------------------------------------------------- by import path
+
+
+@pytest.mark.parametrize("below", ["adamw", "{class: torch.optim.SGD, args: {momentum: 0.5}}"])
+def test_a_class_on_the_command_line_overrides_the_optimizer_of_a_file(below: str) -> None:
+    Path("mine.yaml").write_text(f"extends: tiny\noptimizer: {below}\nlearning_rate: 0.02\n")
+    overrides = ["optimizer.class=torch.optim.SGD", "optimizer.args.momentum=0.9", "optimizer.args.nesterov=true"]
+    config = load("mine.yaml", TaskConfig, overrides)
+    assert config.optimizer == {"class": "torch.optim.SGD", "args": {"momentum": 0.9, "nesterov": True}}
+    [group] = make_optimizer(nn.Linear(2, 2), config).param_groups
+    assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.02, 0.9, True, 0)
+    assert load("mine.yaml", TaskConfig, ["optimizer=sgd"]).optimizer == "sgd"
+
+
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("optimizer=adam",), "'optimizer' should be 'adamw', 'sgd', or the import path of a class and its arguments"),
+    (("optimizer.args.momentum=0.9",), "'optimizer' should be 'adamw', 'sgd', or the import path of a class"),
+    (("optimizer.class=SGD",), "'optimizer' should be 'adamw', 'sgd', or the import path of a class"),
+    (("scheduler=cosine",), "'scheduler' should be the import path of a class and its arguments"),
+    (("optimizer.class=torch.optim.SDG",), "does not contain 'SDG'. Did you mean 'SGD'?"),
+    (("optimizer.class=torch.optimizer.SGD",), "the module 'torch.optimizer' cannot be imported: ModuleNotFoundError"),
+    (("optimizer.class=exits.Mine",), "the module 'exits' cannot be imported: SystemExit: 3"),
+    (("optimizer.class=torch.nn.Linear",), "must be a subclass of torch.optim.optimizer.Optimizer, got 'torch.nn.L"),
+    (("optimizer.class=torch.optim.SGD", "optimizer.args.momentun=1"), "unexpected keyword argument 'momentun'"),
+    (("optimizer.class=torch.optim.SGD", "optimizer.args.lr=-1"), "ValueError: Invalid learning rate: -1"),
+    (("scheduler.class=torch.optim.lr_scheduler.StepLR",), "missing 1 required positional argument: 'step_size'"),
+    (("scheduler.class=torch.optim.lr_scheduler.ReduceLROnPlateau",), "ReduceLROnPlateau is not supported"),
+    (("optimizer.class=torch.optim.Adafactor", "strategy=zero2"), "strategy zero2 steps a flat piece of each"),
+    (
+        ("optimizer.class=torch.optim.SGD", "optimizer.args.lr=1", "learning_rate_rule=sqrt"),
+        "'learning_rate_rule' sqrt scales 'learning_rate', which 'optimizer.args.lr' replaces",
+    ),
+]
+
+
+def test_a_wrong_class_is_rejected_in_one_line_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("exits.py").write_text("raise SystemExit(3)\n")
+    for arguments, message in WRONG:
+        for dry in ((), ("--dry-run",)):
+            done = call("train", "tiny", *arguments, *dry)
+            assert (done.returncode, done.stdout) == (2, ""), done
+            assert message in done.stderr
+            assert done.stderr.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_the_memory_of_an_optimizer_by_import_path_is_measured() -> None:
+    kept = {"torch.optim.SGD": 0, "torch.optim.Adagrad": 4, "torch.optim.NAdam": 8}
+    for path, nbytes in kept.items():
+        assert optimizer_bytes(TrainConfig(optimizer={"class": path})) == nbytes
+
+
+def by_import_path_and_by_hand(world: World) -> dict[str, Any]:
+    named = TrainConfig(steps=8, name="named", optimizer=SGD, scheduler=COSINE, checkpoint={"every": 4})
+    by_hand = trainer_of(
+        world, TrainConfig(steps=8, clip=1.0), optimizer=sgd, scheduler=lambda o: CosineAnnealingLR(o, 8)
+    )
+    trained = {"named": trainer_of(world, named).train().weights, "by hand": by_hand.train().weights}
+    start = {"name": "again", "resume": "runs/named/checkpoints/step_00000004"}
+    trained["resumed"] = trainer_of(world, named.model_copy(update=start)).train().weights
+    other = named.model_copy(update=start | {"optimizer": {"class": "torch.optim.SGD", "args": {"lr": 0.05}}})
+    return trained | {"refused": error_of(lambda: trainer_of(world, other))}
+
+
+def test_classes_by_import_path_train_as_the_same_objects_do_and_resume() -> None:
+    found, same = launch(by_import_path_and_by_hand, 2, device="cpu", threads=1, echo=False)
+    assert found == same
+    assert found["named"] == found["by hand"] == found["resumed"]
+    assert "optimizer.args.momentum" in found["refused"]
