@@ -608,6 +608,7 @@ def test_a_summary_without_a_name_is_of_the_newest_run() -> None:
         (("plot", "mine", "-o", "figure"), "the ending says what to write, one of .png, .svg, .pdf"),
         (("plot", "mine", "-o", "gone/figure.png"), "there is no folder 'gone'"),
         (("summary", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
+        (("plot", "mine", "--all"), "give the names of runs, or --all, not both"),
         (("summary", "mine", "--all"), "give the names of runs, or --all, not both"),
         (("tail", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
         (("tail", "mine", "--rank", "5"), "there is no log of rank 5 in runs/mine; there are those of 0, 1"),
@@ -725,6 +726,27 @@ def test_a_figure_without_a_name_is_of_the_newest_run() -> None:
     made("older")
     os.utime("runs/older/config.json", (1000, 1000))
     assert printed("plot") == "runs/plot-newest.png\n"
+
+
+def test_all_runs_are_drawn_and_the_figure_or_the_log_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    made("a")
+    (made("b") / "rank_0.log").touch()
+    viewer = Path("viewer").absolute()
+    viewer.write_text('#!/bin/sh\necho "$@" >> opened.txt\n')
+    viewer.chmod(0o755)
+    monkeypatch.setenv("BROWSER", f"{viewer} %s")
+    monkeypatch.setenv("EDITOR", str(viewer))
+    monkeypatch.delenv("VISUAL", raising=False)
+    assert printed("plot", "--all", "-e") == "runs/plot-a-b.png\n"
+    assert printed("tail", "b", "-e") == ""
+    assert Path("opened.txt").read_text().split() == [
+        Path("runs/plot-a-b.png").absolute().as_uri(),
+        "runs/b/rank_0.log",
+    ]
+    monkeypatch.setenv("BROWSER", "false %s")
+    done = run("logs", "plot", "a", "-e")
+    assert (done.returncode, done.stdout) == (1, "runs/plot-a.png\n")
+    assert done.stderr.startswith("error: no viewer was found for runs/plot-a.png.")
 
 
 def test_without_a_name_a_figure_goes_below_runs() -> None:

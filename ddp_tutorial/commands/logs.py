@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddp_tutorial.commands import a_run, complete_runs, runs_dir
-from ddp_tutorial.config import ConfigError
+from ddp_tutorial.config import ConfigError, FailedError
 
 if TYPE_CHECKING:
     from ddp_tutorial.runs.summaries import Summary, Values
@@ -25,10 +25,12 @@ def logs() -> None:
 
 
 _some_runs = click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=complete_runs)
+_all_runs = click.option("--all", "everything", is_flag=True, help="All runs in the directory of runs.")
+_open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figure in a viewer, such as $BROWSER.")
 
 
-def _runs_named(names: tuple[str, ...]) -> list[Path]:
-    """Return the folders of the named runs, each once; without names, that of the newest run.
+def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
+    """Return the folders of the named runs, each once; without names, that of the newest run, or of all runs.
 
     Existing files and folders that are not runs are skipped, and their number is reported: `runs/*` also matches
     figures, caches and sweeps. Raises `ConfigError` if a name does not exist, or if nothing is left.
@@ -36,9 +38,11 @@ def _runs_named(names: tuple[str, ...]) -> list[Path]:
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_run, find_runs
 
+    if names and everything:
+        raise ConfigError("give the names of runs, or --all, not both")
     if not names:
-        if newest := find_runs()[-1:]:
-            return newest
+        if there := find_runs():
+            return there if everything else there[-1:]
         raise ConfigError(f"no runs below {RUNS}/; start one with: python -m ddp_tutorial train 2proc")
     found: dict[Path, None] = {}
     skipped = []
@@ -136,7 +140,7 @@ def _when(began: float) -> str:
 @logs.command("summary")
 @runs_dir
 @_some_runs
-@click.option("--all", "everything", is_flag=True, help="All runs below runs/.")
+@_all_runs
 @click.option(
     "--format",
     "form",
@@ -150,12 +154,9 @@ def summary(runs: tuple[str, ...], everything: bool, form: str) -> None:
 
     What they were, how they ended, losses, speed, where the time went, memory, checkpoints.
     """
-    from ddp_tutorial.runs.summaries import find_runs, summarize
+    from ddp_tutorial.runs.summaries import summarize
 
-    if runs and everything:
-        raise ConfigError("give the names of runs, or --all, not both")
-    folders = (everything and find_runs()) or _runs_named(runs)
-    summaries = [summarize(folder) for folder in folders]
+    summaries = [summarize(folder) for folder in _chosen(runs, everything)]
     if form == "json":
         click.echo(json.dumps([asdict(run) for run in summaries], indent=2))
     elif form == "md":
@@ -364,6 +365,7 @@ def _memory(run: "Summary") -> str | None:
 @logs.command("plot")
 @runs_dir
 @_some_runs
+@_all_runs
 @click.option("--metrics", help="Names with commas between them.  [default: loss,grad_norm,learning_rate]")
 @click.option("--x", "axis", type=click.Choice(["step", "time", "tokens"]), default="step", show_default=True)
 @click.option(
@@ -377,14 +379,17 @@ def _memory(run: "Summary") -> str | None:
 @click.option("--compare", is_flag=True, help="All runs on the same axes, and the settings in which they differ.")
 @click.option("--loss-curves", "with_losses", is_flag=True, help="A panel of training and held-out loss.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="A file .png, .svg or .pdf.")
+@_open
 def plot(
     runs: tuple[str, ...],
+    everything: bool,
     metrics: str | None,
     axis: str,
     window: int,
     compare: bool,
     with_losses: bool,
     output: Path | None,
+    opens: bool,
 ) -> None:
     """Draw the metrics of runs, by default of the newest.
 
@@ -398,7 +403,7 @@ def plot(
         raise ConfigError(f"'-o' {output}: the ending says what to write, one of {', '.join(endings)}")
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"'-o' {output}: there is no folder {str(output.parent)!r}")
-    folders = _runs_named(runs)
+    folders = _chosen(runs, everything)
 
     import matplotlib as mpl
 
@@ -413,7 +418,16 @@ def plot(
     path = output or RUNS / f"plot-{_joined(folders)}.png"
     path.parent.mkdir(exist_ok=True)  # runs/, where all runs are elsewhere
     write_figure(figure, path)
+    _announce(path, opens)
+
+
+def _announce(path: Path, opens: bool) -> None:
+    """Print the path of a figure, and open it on request: in $BROWSER, or as the desktop opens files."""
+    import webbrowser
+
     click.echo(str(path))
+    if opens and not webbrowser.open(path.absolute().as_uri()):
+        raise FailedError(f"no viewer was found for {path}. Set BROWSER to a program that displays images")
 
 
 def _joined(folders: list[Path]) -> str:
@@ -431,7 +445,8 @@ def _joined(folders: list[Path]) -> str:
 @logs.command("timeline")
 @runs_dir
 @a_run
-def draw_timeline(run: str) -> None:
+@_open
+def draw_timeline(run: str, opens: bool) -> None:
     """Draw the profiled steps of a run, with all ranks on one clock.
 
     The figure goes to profile/timeline.png in the folder of the run. A run profiles the steps of config.profile.
@@ -453,7 +468,7 @@ def draw_timeline(run: str) -> None:
 
     path = folder.timeline.with_suffix(".png")
     write_figure(profiled_steps(Timeline.load_trace(folder.timeline)), path)
-    click.echo(str(path))
+    _announce(path, opens)
 
 
 # ---------------------------------------------------------------------------------------------------------------- tail
@@ -472,7 +487,8 @@ def draw_timeline(run: str) -> None:
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--metrics", is_flag=True, help="Follow the numbers of its steps instead.")
-def tail(run: str, count: int, rank: int, metrics: bool) -> None:
+@click.option("-e", "--edit", is_flag=True, help="Open the file in $VISUAL or $EDITOR instead of following it.")
+def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
     """Follow the log of a run until it has ended.
 
     Shown is the log of one rank; of a run that kept no such log, the numbers of its steps.
@@ -488,6 +504,9 @@ def tail(run: str, count: int, rank: int, metrics: bool) -> None:
         there = sorted(int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.log"))
         told = f"; there are those of {', '.join(map(str, there))}" if there else ", nor of any other"
         raise ConfigError(f"there is no log of rank {rank} in {folder}{told}")
+    if edit:
+        click.edit(filename=str(log))
+        return
     try:
         for line in follow(log, lambda: state_of(folder) != "running", count):
             click.echo(_step(line) if log.suffix == ".jsonl" else line)
