@@ -1,5 +1,6 @@
 """Reading what runs have written: whichever way they ended, whatever is missing, and without torch."""
 
+import csv
 import errno
 import fcntl
 import json
@@ -571,6 +572,29 @@ def test_a_summary_in_markdown_has_the_settings_that_differ_as_columns() -> None
     assert head.count("|") == rule.count("|") == first.count("|") == second.count("|") - 1
 
 
+def with_rate(name: str, ranks: int, rate: float, **settings: Any) -> None:
+    result = RESULT | {"world_size": ranks, "metrics": {"tokens_per_second": rate}}
+    made(name, result=result, nprocs=ranks, **settings)
+
+
+def test_tables_hold_the_speedup_over_the_run_with_the_fewest_ranks_or_over_the_baseline() -> None:
+    with_rate("four", 4, 300.0)
+    with_rate("two", 2, 200.0, strategy="fsdp")
+    made("killed", [], result=None, nprocs=1)
+    head, _, *rows = printed("summary", "four", "two", "killed", "--format", "md").splitlines()
+    assert head.endswith("| ranks | took | speedup | efficiency |")
+    assert [row.split(" | ")[-2:] for row in rows] == [["1.50", "75% |"], ["1.00", "100% |"], ["-", "- |"]]
+    with_rate("other", 1, 100.0, batch_size=16, steps=9)
+    done = run("logs", "summary", "two", "other", "--format", "csv", "--baseline", "four")
+    assert done.stderr == "no speedup over runs/four for runs with different settings: runs/other (batch_size)\n"
+    two, other = csv.DictReader(done.stdout.splitlines())
+    assert [two[key] for key in ("run", "ranks", "throughput", "unit")] == ["runs/two", "2", "200.0", "tokens/s"]
+    assert [float(two["speedup"]), float(two["efficiency"])] == pytest.approx([2 / 3, 4 / 3])
+    assert other["speedup"] == other["efficiency"] == ""
+    [alone] = json.loads(printed("summary", "other", "--format", "json"))
+    assert alone["speedup"] is None
+
+
 def test_a_summary_in_json_is_a_list_of_objects() -> None:
     made("a")
     [found] = json.loads(printed("summary", "runs/a", "--format", "json"))
@@ -610,6 +634,9 @@ def test_a_summary_without_a_name_is_of_the_newest_run() -> None:
         (("summary", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
         (("plot", "mine", "--all"), "give the names of runs, or --all, not both"),
         (("summary", "mine", "--all"), "give the names of runs, or --all, not both"),
+        (("summary", "mine", "--baseline", "mine"), "--baseline requires --format md, csv or json, got --format text"),
+        (("summary", "mine", "--format", "md", "--baseline", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
+        (("summary", "mine", "--format", "md", "--baseline", "empty"), "the baseline runs/empty has no throughput"),
         (("tail", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
         (("tail", "mine", "--rank", "5"), "there is no log of rank 5 in runs/mine; there are those of 0, 1"),
     ],

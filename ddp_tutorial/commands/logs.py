@@ -1,9 +1,11 @@
 """Read what runs have written. Nothing here imports torch, and only `plot` imports matplotlib: they start at once."""
 
+import csv
 import json
 import sys
 import time
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from ddp_tutorial.commands import a_run, complete_runs, runs_dir
 from ddp_tutorial.config import ConfigError, FailedError
 
 if TYPE_CHECKING:
+    from ddp_tutorial.runs.speedup import Speedup
     from ddp_tutorial.runs.summaries import Summary, Values
 
 
@@ -137,6 +140,9 @@ def _when(began: float) -> str:
 # ------------------------------------------------------------------------------------------------------------- summary
 
 
+_BASELINE = "Run to compare the throughput with.  [default: the run with the fewest ranks that does the same work]"
+
+
 @logs.command("summary")
 @runs_dir
 @_some_runs
@@ -144,27 +150,46 @@ def _when(began: float) -> str:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "one-line", "md", "json"]),
+    type=click.Choice(["text", "one-line", "md", "csv", "json"]),
     default="text",
     show_default=True,
-    help="A page for each run; a line of key=value for each; a table in Markdown; a list of JSON objects.",
+    help="A page for each run; a line of key=value for each; a table in Markdown or CSV; a list of JSON objects.",
 )
-def summary(runs: tuple[str, ...], everything: bool, form: str) -> None:
+@click.option("--baseline", metavar="RUN", shell_complete=complete_runs, help=_BASELINE)
+def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | None) -> None:
     """Sum up runs, by default the newest.
 
-    What they were, how they ended, losses, speed, where the time went, memory, checkpoints.
+    What they were, how they ended, losses, speed, where the time went, memory, checkpoints. The formats md, csv and
+    json also contain the speedup and the efficiency of each run relative to the baseline.
     """
     from ddp_tutorial.runs.summaries import summarize
 
+    if baseline is not None and form in {"text", "one-line"}:
+        raise ConfigError(f"--baseline requires --format md, csv or json, got --format {form}")
     summaries = [summarize(folder) for folder in _chosen(runs, everything)]
+    if form in {"md", "csv", "json"}:
+        speedups = _speedups(summaries, baseline)
     if form == "json":
-        click.echo(json.dumps([asdict(run) for run in summaries], indent=2))
+        click.echo(json.dumps([asdict(run) | asdict(s) for run, s in zip(summaries, speedups, strict=True)], indent=2))
     elif form == "md":
-        click.echo(_table(summaries))
+        click.echo(_table(summaries, speedups))
+    elif form == "csv":
+        click.echo(_csv(summaries, speedups), nl=False)
     elif form == "one-line":
         click.echo("\n".join(map(_one_line, summaries)))
     else:
         click.echo("\n\n".join(map(_page, summaries)))
+
+
+def _speedups(summaries: list["Summary"], name: str | None) -> list["Speedup"]:
+    """Return the speedup of each run over the named baseline, or over the default one. Report runs with other work."""
+    from ddp_tutorial.runs.speedup import default_baseline, not_comparable, require_throughput, speedup
+    from ddp_tutorial.runs.summaries import find_run, summarize
+
+    baseline = default_baseline(summaries) if name is None else require_throughput(summarize(find_run(name)))
+    if baseline is not None and (message := not_comparable(summaries, baseline)):
+        click.echo(message, err=True)
+    return [speedup(run, baseline) for run in summaries]
 
 
 def _one_line(run: "Summary") -> str:
@@ -197,19 +222,38 @@ def _shortened(error: str, longest: int = 160) -> str:
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
-def _table(summaries: list["Summary"]) -> str:
+def _table(summaries: list["Summary"], speedups: list["Speedup"]) -> str:
     """A row for each run, with the settings that are not the same in all of them."""
     from ddp_tutorial.runs.summaries import differing_settings
 
     settings = {name: values for name, values in differing_settings(summaries).items() if name != "nprocs"}
     head = ["run", *settings, "state", "step", "loss", "held out", "best held out", "rate", "ranks", "took"]
-    lines = [head, ["---"] * (1 + len(settings)) + ["---"] + ["---:"] * 7]
-    for number, run in enumerate(summaries):
+    head += ["speedup", "efficiency"]
+    lines = [head, ["---"] * (1 + len(settings)) + ["---"] + ["---:"] * 9]
+    for number, (run, relative) in enumerate(zip(summaries, speedups, strict=True)):
         best = run.eval_loss and run.eval_loss.best
         state, step, loss, held_out, rate, ranks, took, _, path = _cells(run)
         cells = [path, *(_plain(values[number]) for values in settings.values()), state, step, loss, held_out]
-        lines.append([*cells, "-" if best is None else f"{best:.3f}", rate, ranks, took])
+        cells += ["-" if best is None else f"{best:.3f}", rate, ranks, took]
+        lines.append([*cells, _formatted(relative.speedup, "{:.2f}"), _formatted(relative.efficiency, "{:.0%}")])
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _formatted(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _csv(summaries: list["Summary"], speedups: list["Speedup"]) -> str:
+    """Return a table of the runs as CSV. Unknown values are empty."""
+    text = StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    head = ["run", "state", "ranks", "step", "steps", "seconds", "loss", "eval_loss", "throughput", "unit"]
+    table.writerow([*head, "speedup", "efficiency"])
+    for run, relative in zip(summaries, speedups, strict=True):
+        losses = [values and values.last for values in (run.loss, run.eval_loss)]
+        cells = [run.path, run.state, run.ranks, run.step, run.steps, run.seconds, *losses, run.rate, f"{run.unit}/s"]
+        table.writerow([*cells, relative.speedup, relative.efficiency])
+    return text.getvalue()
 
 
 def _plain(value: Any) -> str:

@@ -1,0 +1,63 @@
+"""Compare the throughput of runs with that of a baseline. This module does not import torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.runs.summaries import Summary, differing_settings
+
+# Settings that determine the work of a step. Throughput can only be compared between runs that share them.
+_WORK = ("task", "corpus", "tokenizer", "model", "batch_size", "per_device_train_batch_size")
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """The throughput of a run relative to a baseline.
+
+    Attributes:
+        speedup: Throughput divided by that of the baseline; None if the runs are not comparable.
+        efficiency: Speedup divided by the ratio of the numbers of ranks.
+    """
+
+    speedup: float | None = None
+    efficiency: float | None = None
+
+
+def default_baseline(summaries: Sequence[Summary]) -> Summary | None:
+    """Return the run with the fewest ranks that is comparable with at least one other run, or None if there is none."""
+    rated = [run for run in summaries if run.rate and run.state in {"finished", "stopped"}]
+    shared = [run for run in rated if any(run is not other and not different_work(run, other) for other in rated)]
+    return min(shared, key=lambda run: run.ranks, default=None)
+
+
+def require_throughput(run: Summary) -> Summary:
+    """Return the run.
+
+    Raises:
+        ConfigError: If its log contains no throughput.
+    """
+    if not run.rate:
+        raise ConfigError(f"the baseline {run.path} has no throughput: its log contains no steps")
+    return run
+
+
+def speedup(run: Summary, baseline: Summary | None) -> Speedup:
+    """Return the speedup and the efficiency of a run. Both are None without a baseline, or if the work differs."""
+    if baseline is None or not baseline.rate or not run.rate or different_work(run, baseline):
+        return Speedup()
+    factor = run.rate / baseline.rate
+    return Speedup(factor, factor * baseline.ranks / run.ranks)
+
+
+def different_work(run: Summary, baseline: Summary) -> list[str]:
+    """Return the settings that make a step of the two runs different work."""
+    return [name for name in differing_settings([run, baseline]) if name.split(".")[0] in _WORK]
+
+
+def not_comparable(summaries: Sequence[Summary], baseline: Summary) -> str | None:
+    """Return a sentence that names the runs whose work differs from that of the baseline, or None if there are none."""
+    others = {run.path: names for run in summaries if (names := different_work(run, baseline))}
+    if not others:
+        return None
+    listed = "; ".join(f"{path} ({', '.join(names)})" for path, names in others.items())
+    return f"no speedup over {baseline.path} for runs with different settings: {listed}"
