@@ -219,7 +219,7 @@ def test_an_answer_that_computes_for_ever_is_ended_and_told_its_line(monkeypatch
     monkeypatch.setattr(ddp_tutorial.exercises, "_SECONDS", 0.2)
     EXERCISES["quickstart.deal_samples"].check(deal)
     said = capsys.readouterr().out
-    assert said.startswith("Not yet. Your answer has computed for 60 seconds and has not ended")
+    assert said.startswith("Not yet. Your answer has used 60 seconds of CPU time and has not returned")
     assert re.search(r"It was at File .*test_exercises.py\", line \d+: (while True|try|sum\(indices\))", said)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 

@@ -99,7 +99,7 @@ def test_a_disk_that_refuses_is_told_in_a_line_after_the_verdict(
     quickstart.deal_samples.check(quickstart.deal_samples.solution)
     right, told = capsys.readouterr().out.splitlines()
     assert right.startswith("Right. ")
-    assert told == "(Not noted for progress(): runs/exercises.txt cannot be written, Is a directory.)"
+    assert told == "(Not recorded for progress(): runs/exercises.txt cannot be written, Is a directory.)"
     assert not of("quickstart.deal_samples")
 
 

@@ -1,17 +1,17 @@
-"""Exercises: a task, a check that explains what is wrong, hints one by one, and a solution.
+"""Exercises: a task, a check that explains what is wrong, a series of hints, and a solution.
 
 In a notebook:
 
     def answer(...):
         raise NotImplementedError("your turn")
 
-    exercise.check(answer)      # says what is right, or what is not and why
+    exercise.check(answer)      # reports whether the answer is right, and if not, why
     exercise.hint()             # the next hint
     exercise.show_solution()
 
-Each exercise also has wrong answers, the mistakes that people make. The tests put the solution and every wrong
-answer through the same check: the first must pass, all others must fail. The exercises of a notebook are in the
-module of its name. `progress()` shows which of them you have passed.
+Each exercise also contains wrong answers that show common mistakes. The tests pass the solution and every wrong answer
+to the same check: the solution must pass, and every wrong answer must fail. The exercises of a notebook are in the
+module named after it. `progress()` shows which exercises you have passed.
 """
 
 import ast
@@ -40,20 +40,27 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.spawn import rename_cells
 
 Answer = Callable[..., Any]
-# Beginnings of the names of files that no learner has written.
+# Path prefixes of files that the learner did not write.
 _NOT_OWN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), sys.prefix, sys.base_prefix, "<frozen")
 
 
 class WrongAnswerError(AssertionError):
-    """An answer is wrong; the message explains to the learner what."""
+    """A wrong answer. The message explains to the learner what is wrong."""
 
 
 @dataclass
 class Exercise:
-    """`test(answer)` returns what is good about the answer, or raises `WrongAnswerError`; it may start ranks.
+    """A task for the learner, with its check, hints, solution and wrong answers.
 
-    An answer is a function, a class, or the path of a script. `wrong` maps a mistake, in a few words, to an answer that
-    makes it.
+    An answer is a function, a class, or the path of a script.
+
+    Attributes:
+        task: What to write. Printed for an answer that is not filled in yet.
+        test: Takes the answer and returns praise, or raises `WrongAnswerError`. It may start ranks.
+        solution: A right answer.
+        wrong: Maps a short description of a mistake to an answer that makes it.
+        hints: The hints, in the order in which `hint` prints them.
+        hints_given: Number of hints printed so far.
     """
 
     task: str
@@ -64,23 +71,25 @@ class Exercise:
     hints_given: int = 0
 
     def check(self, answer: Answer | Path) -> None:
-        """Print whether `answer` is right, and if not, why. Never raises for a wrong answer. A right one that a person
-        has given is remembered, for `progress`."""
-        right, said = self.verdict(answer)
-        print(said)
+        """Print whether `answer` is right, and if not, why.
+
+        A wrong answer raises no error. A right answer is recorded for `progress` if a person ran the cell.
+        """
+        right, verdict = self.verdict(answer)
+        print(verdict)
         if right and self.name:
             remember(self.name)
 
     @property
     def name(self) -> str:
-        """Its module and what it is called there, such as `quickstart.mean_loss`; "" where it is in no module here."""
+        """Module and variable, such as `quickstart.mean_loss`; "" for an exercise outside this package."""
         loaded = [module for module in _modules() if f"{__name__}.{module}" in sys.modules]
         return next((name for name, exercise in _exercises_of(loaded) if exercise is self), "")
 
     def verdict(self, answer: Answer | Path) -> tuple[bool, str]:
-        """Whether `answer` is right, and what `check` prints about it."""
+        """Return whether `answer` is right, and the text that `check` prints."""
         try:
-            with _ending():
+            with _limit_cpu_time():
                 return True, f"Right. {self.test(answer)}"
         except WrongAnswerError as wrong:
             return False, f"Not yet. {wrong}"
@@ -91,23 +100,25 @@ class Exercise:
                 return False, f"Your turn. {self.task}"
             if error.is_a(WrongAnswerError):
                 return False, f"Not yet. {error.message}"
-            return False, f"Not yet. When your answer ran on real ranks, {error}{_of_none(error)}"
+            return False, f"Not yet. When your answer ran on real ranks, {error}{_missing_return_hint(error)}"
         except _EndlessError as error:
             return False, f"Not yet. {_ENDLESS}{_own_line(error)}"
         except Exception as error:
             return False, f"Not yet. Your answer raised {type(error).__name__}: {error}{_own_line(error)}"
 
     def hint(self) -> None:
-        """Print the next hint; after the last one, say where the solution is."""
+        """Print the next hint. After the last one, print how to show the solution."""
         if self.hints_given < len(self.hints):
             self.hints_given += 1
             print(f"Hint {self.hints_given} of {len(self.hints)}: {self.hints[self.hints_given - 1]}")
         else:
-            print("These were all the hints. show_solution() shows one way to do it.")
+            print("There are no more hints. show_solution() prints one solution.")
 
     def show_solution(self) -> None:
-        """Print the source of a right answer, as one would type it into a cell: without annotations, and with the
-        imports that the notebook does not have."""
+        """Print the source of the solution, ready to paste into a cell.
+
+        Annotations are removed, and the imports that the notebook lacks are added.
+        """
         if isinstance(self.solution, Path):
             source = self.solution.read_text(encoding="utf-8")
         else:
@@ -118,16 +129,16 @@ class Exercise:
 
 
 class _EndlessError(BaseException):
-    """An answer computes for ever. No `except Exception` of an answer catches it."""
+    """An answer exceeded its CPU time. Not an `Exception`, so that the answer's own handlers do not catch it."""
 
 
-_SECONDS = 60.0  # of this process's own computing; what it waits for ranks does not count
-_ENDLESS = f"Your answer has computed for {_SECONDS:.0f} seconds and has not ended: is there a loop without an end?"
+_SECONDS = 60.0  # CPU time of this process; waiting for ranks does not count
+_ENDLESS = f"Your answer has used {_SECONDS:.0f} seconds of CPU time and has not returned. Is there an infinite loop?"
 
 
 @contextmanager
-def _ending() -> Iterator[None]:
-    """Raises `_EndlessError` in a block that computes for too long. In the main thread only, as signals are."""
+def _limit_cpu_time() -> Iterator[None]:
+    """Raise `_EndlessError` if the block uses too much CPU time. Has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,20 +156,20 @@ def _ending() -> Iterator[None]:
 
 
 def _own_line(error: BaseException) -> str:
-    """The line of the answer at which it was, and what it says; where it had returned, what may be wrong with that."""
+    """Return the place and source of the answer's line that raised `error`, or a hint if the answer had returned."""
     own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_OWN)]
     if not own:
-        return _of_none(error)
+        return _missing_return_hint(error)
     place = rename_cells(f'File "{own[-1].filename}", line {own[-1].lineno}')
     return f"\nIt was at {place}: {own[-1].line}"
 
 
-def _of_none(error: BaseException) -> str:
+def _missing_return_hint(error: BaseException) -> str:
     return "\nA function without a `return` returns None. Is one missing?" if "NoneType" in str(error) else ""
 
 
 def progress() -> Progress:
-    """A table of all exercises, and which of them have been passed here; see `passed`."""
+    """Return a table of all exercises that marks the ones passed on this machine; see `passed`."""
     return progress_in([name for name, _ in _exercises_of(_modules())])
 
 
@@ -174,9 +185,9 @@ def _exercises_of(modules: Sequence[str]) -> Iterator[tuple[str, Exercise]]:
 
 
 def without_annotations(source: str) -> str:
-    """The same source without the types of arguments and results, whose names a notebook need not have imported."""
+    """Return `source` without type annotations, whose names a notebook may not have imported."""
     lines = source.split("\n")
-    spans = []  # (line, column) of the beginning and of the end of what goes
+    spans = []  # (line, column) of the start and end of each annotation
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.arg) and node.annotation is not None:
             spans.append(((node.lineno, node.col_offset + len(node.arg)), _end(node.annotation)))
@@ -189,8 +200,7 @@ def without_annotations(source: str) -> str:
 
 
 def imports_for(source: str, solution: Answer) -> list[str]:
-    """The imports, from the module of `solution`, of the names that `source` calls and `__main__`, which is the
-    notebook, does not have."""
+    """Return the imports from the module of `solution` that `source` needs and `__main__`, the notebook, lacks."""
     lacking = globals_in(source) - vars(sys.modules["__main__"]).keys() - vars(builtins).keys()
     lines = []
     for node in ast.parse(inspect.getsource(sys.modules[solution.__module__])).body:
@@ -201,7 +211,7 @@ def imports_for(source: str, solution: Answer) -> list[str]:
 
 
 def globals_in(source: str) -> set[str]:
-    """The names that functions in `source` look for outside of themselves when they are called."""
+    """Return the global names that functions in `source` read when they are called."""
     found: set[str] = set()
     codes = [compile(source, "solution", "exec")]
     while codes:
@@ -218,20 +228,23 @@ def _end(node: ast.expr) -> tuple[int, int]:
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Raise `WrongAnswerError` with what should have been, unless `condition`."""
+    """Raise `WrongAnswerError` with the message `otherwise`, unless `condition` is true."""
     if not condition:
         raise WrongAnswerError(otherwise)
 
 
 def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeout: float) -> list[Any]:
-    """Run the check on real ranks. Raises `WrongAnswerError`, which begins with `stuck`, where some rank has not
-    returned after `timeout` seconds."""
+    """Run a check on real ranks, and return the result of each rank.
+
+    Raises:
+        WrongAnswerError: A rank has not returned after `timeout` seconds. The message starts with `stuck`.
+    """
     try:
-        return launch(run, nprocs, *args, device="cpu", timeout=timeout)  # what an answer prints is shown
+        return launch(run, nprocs, *args, device="cpu", timeout=timeout)  # the output of the answer is shown
     except RankTimeoutError as error:
         raise WrongAnswerError(f"{stuck}\n{error}") from None
 
 
 def numbers(tensor: torch.Tensor, digits: int = 6) -> str:
-    """The values of a tensor in one line."""
+    """Format the values of a tensor on one line."""
     return "[" + ", ".join(f"{number:.{digits}g}" for number in tensor.detach().flatten().tolist()) + "]"

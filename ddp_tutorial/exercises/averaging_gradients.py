@@ -1,4 +1,4 @@
-"""The exercises of 03_averaging_gradients: average by hand, weight unequal parts, start with the same model."""
+"""Exercises of 03_averaging_gradients: average by hand, weight unequal batches, start from the same model."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, n
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
-# ---------------------------------------------------------------------------------------------- 1. average by hand
+# --------------------------------------------------------------------------------------------------- 1. average by hand
 
 
 class _Routes(nn.Module):
     """Three vectors of the same length: one that every rank uses, one that only some ranks use, and a frozen one.
 
-    The loss is a product with the inputs, so the gradient of `always` is the input itself, and that of `sometimes` ten
-    times the input.
+    The loss is a product with the inputs, so the gradient of `always` is the input itself, and the gradient of
+    `sometimes` is ten times the input.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class _Routes(nn.Module):
 
 
 def _run_average(world: World, answer: Answer) -> None:
-    """Rank r has the input [r + 1, 0]. First all ranks use `sometimes`, then all but the last."""
+    """Check two averages. Rank r has the input [r + 1, 0]. First all ranks use `sometimes`, then all but the last."""
     local = torch.tensor([world.rank + 1.0, 0.0])
     everyone = sum(range(1, world.size + 1)) / world.size
     with_detour = sum(range(1, world.size)) / world.size
@@ -46,60 +46,61 @@ def _run_average(world: World, answer: Answer) -> None:
     model, last = _Routes(), world.rank == world.size - 1
     model(local, detour=not last).backward()
     story = (
-        f"Here the last rank, rank {world.size - 1}, does not use the weight `sometimes` in its loss, so on that rank "
-        "`sometimes.grad` is None. It counts as zero in the average, and that rank has to enter the all-reduce too."
+        f"Here the last rank, rank {world.size - 1}, does not use the weight `sometimes` in its loss, so "
+        "`sometimes.grad` is None on that rank. It counts as zero in the average, and that rank must enter the "
+        "all-reduce too."
     )
     try:
         answer(world, model)
     except (TypeError, AttributeError, RuntimeError) as error:
-        raise WrongAnswerError(f"{story} Your function ended in {type(error).__name__}: {error}") from None
+        raise WrongAnswerError(f"{story} Your function raised {type(error).__name__}: {error}") from None
     local = torch.tensor([0.0, 0.0]) if last else 10 * local
     _expect_average(world, model, "sometimes", local, torch.tensor([10 * with_detour, 0.0]), story)
     frozen = model.frozen.grad
-    expect(frozen is None or not frozen.any(), "The frozen weight should have no gradient after averaging either.")
+    expect(frozen is None or not frozen.any(), "The frozen weight must have no gradient after averaging either.")
 
 
 def _expect_average(
     world: World, model: nn.Module, name: str, local: torch.Tensor, average: torch.Tensor, story: str = ""
 ) -> None:
     weight = model.get_parameter(name)
-    expect(bool((weight == 1).all()), f"The weights should stay as they are; `{name}` became {numbers(weight)}.")
-    expect(weight.grad is not None, f"{story} Rank {world.rank} still has no gradient for it afterwards.".strip())
+    expect(bool((weight == 1).all()), f"The weights must not change, but `{name}` is now {numbers(weight)}.")
+    expect(weight.grad is not None, f"{story} Rank {world.rank} still has no gradient for `{name}`.".strip())
     got = torch.zeros_like(weight) if weight.grad is None else weight.grad
     if torch.allclose(got, average):
         return
     if torch.allclose(got, local):
-        found = "it is still that of its own samples"
+        found = "this is still the rank's own gradient"
     elif torch.allclose(got, average * world.size):
         found = "this is the sum over the ranks"
     elif torch.allclose(got, average / world.size):
-        found = "it has been divided twice"
+        found = "this was divided twice"
     else:
-        found = f"neither that nor its own, {numbers(local)}"
+        found = f"this is neither the average nor the rank's own gradient, {numbers(local)}"
     raise WrongAnswerError(
-        f"{story} On rank {world.rank} of {world.size}, the gradient of `{name}` should be the average "
-        f"{numbers(average)}; got {numbers(got)}: {found}.".strip()
+        f"{story} On rank {world.rank} of {world.size}, the gradient of `{name}` must be the average "
+        f"{numbers(average)}, got {numbers(got)}: {found}.".strip()
     )
 
 
 def _test_average(answer: Answer) -> str:
-    stuck = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
+    stuck = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
     on_ranks(_run_average, 3, answer, stuck=stuck, timeout=15)
-    return "Every rank has the average, also where one of them had no gradient to give, and the weights are untouched."
+    return "Every rank has the average, even when a rank had no gradient, and the weights did not change."
 
 
 def _average_gradients(world: World, model: nn.Module) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad:  # the same on all ranks
             continue
-        if parameter.grad is None:  # perhaps not the same on all ranks: take part with zeros
+        if parameter.grad is None:  # may differ between ranks: contribute zeros
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
         parameter.grad /= world.size
 
 
 def _with(finish: Callable[[World, nn.Parameter, torch.Tensor], None]) -> Answer:
-    """The solution, but with `finish` to be called on each weight and its gradient."""
+    """Return the solution with `finish` in place of the all-reduce and the division of each gradient."""
 
     def answer(world: World, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -150,34 +151,37 @@ def _expects_all(world: World, model: nn.Module) -> None:
 
 
 average_gradients = Exercise(
-    task="average_gradients(world, model): after backward, replace each gradient by its average over the ranks.",
+    task="average_gradients(world, model): after backward, replace each gradient with its average over the ranks.",
     test=_test_average,
     solution=_average_gradients,
     wrong={
-        "adds up and does not divide": _with(_sum_only),
+        "sums without dividing": _with(_sum_only),
         "divides by two, whatever the number of ranks": _with(_divide_by_two),
         "divides before and after": _with(_divide_twice),
         "averages the weights": _with(_average_weight),
         "averages a copy": _with(_average_copy),
-        "skips a weight that has no gradient here, but has one elsewhere": _skips_missing,
-        "expects a gradient everywhere": _expects_all,
+        "skips a weight that has a gradient on other ranks only": _skips_missing,
+        "expects a gradient on every rank": _expects_all,
     },
     hints=(
-        "dist.all_reduce(tensor) adds up over the ranks, in place, and returns nothing. What is left to do?",
-        "A weight that took no part in this rank's loss has .grad None. Do the other ranks know that?",
-        "Let every rank take part for every weight that requires_grad; whoever has no gradient brings zeros.",
+        "dist.all_reduce(tensor) sums over the ranks in place and returns None. What is left to do?",
+        "If a weight took no part in this rank's loss, its .grad is None. Do the other ranks know that?",
+        "Let every rank all-reduce every weight with requires_grad; a rank without a gradient contributes zeros.",
     ),
 )
 
-# ----------------------------------------------------------------------------------------- 2. weight unequal parts
+# -------------------------------------------------------------------------------------------- 2. weight unequal batches
 
 _PARTS: tuple[tuple[tuple[float, ...], ...], ...] = (((1, 2, 3), (9,)), ((2, 4, 6, 8), (1, 5)), ((3, 5), ()))
-_ALL_ENTER = "every rank must enter the collective, also one that has no samples this time."
+_ALL_ENTER = "every rank must enter the collective, even a rank that has no samples in this step."
 
 
 def _run_ragged(world: World, answer: Answer) -> list[float]:
-    """This rank's gradient for each case in `_PARTS`. There is one weight w = 1, and a sample x has the loss w * x, so
-    the gradient of a sum of losses is the sum of the samples."""
+    """Return this rank's gradient for each case in `_PARTS`.
+
+    The model is one weight w = 1, and a sample x has the loss w * x, so the gradient of a sum of losses is the sum of
+    the samples.
+    """
     gradients = []
     for parts in _PARTS:
         weight = torch.ones((), requires_grad=True)
@@ -187,35 +191,35 @@ def _run_ragged(world: World, answer: Answer) -> list[float]:
         except RuntimeError as error:
             if not lost_connection(error):
                 raise
-            message = f"Rank {world.rank} waited in a collective, and the other rank had left: {_ALL_ENTER}"
+            message = f"Rank {world.rank} waited in a collective that the other rank never entered: {_ALL_ENTER}"
             raise WrongAnswerError(message) from None
         expect(
             isinstance(loss, torch.Tensor) and loss.requires_grad,
-            "What you return has no gradient: backward would fail. A collective leaves plain numbers, which do not "
-            "remember where they came from. Use it for counts, not for the loss itself.",
+            "The result must be a tensor that requires grad: otherwise backward would fail. Autograd does not record "
+            "collectives, so all-reduce only the count, and keep the loss itself out of the collective.",
         )
         gradients.append(float(torch.autograd.grad(loss, weight)[0]))
     return gradients
 
 
 def _test_ragged(answer: Answer) -> str:
-    stuck = f"Some rank waits for the others for ever: {_ALL_ENTER}"
+    stuck = f"A rank waits forever for the others: {_ALL_ENTER}"
     results = on_ranks(_run_ragged, 2, answer, stuck=stuck, timeout=15)
     for parts, gradients in zip(_PARTS, zip(*results, strict=True), strict=True):
         union = [sample for part in parts for sample in part]
         averaged, true = sum(gradients) / len(parts), sum(union) / len(union)
         expect(
             abs(averaged - true) < 1e-5,
-            f"With samples {list(parts[0])} on rank 0 and {list(parts[1])} on rank 1, all {len(union)} in one batch "
-            f"have the gradient {true:.4f}. Yours, averaged over the ranks, is {averaged:.4f}.",
+            f"With samples {list(parts[0])} on rank 0 and {list(parts[1])} on rank 1, the gradient of one batch with "
+            f"all {len(union)} samples is {true:.4f}. Your gradient, averaged over the ranks, is {averaged:.4f}.",
         )
-    return "However unequal the parts, the averaged gradient is that of one batch; even with nothing on one rank."
+    return "The averaged gradient equals that of one large batch, even if one rank has no samples."
 
 
 def _ragged_loss(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
-    everyones = torch.tensor(float(count))
-    dist.all_reduce(everyones)  # how many samples there are on all ranks
-    return loss_sum * world.size / everyones  # the averaging will divide by world.size
+    total_count = torch.tensor(float(count))
+    dist.all_reduce(total_count)  # number of samples on all ranks
+    return loss_sum * world.size / total_count  # the averaging will divide by world.size
 
 
 def _own_mean(world: World, loss_sum: torch.Tensor, count: int) -> torch.Tensor:
@@ -240,35 +244,35 @@ def _skips_when_empty(world: World, loss_sum: torch.Tensor, count: int) -> torch
 
 ragged_loss = Exercise(
     task=(
-        "ragged_loss(world, loss_sum, count): return what to call .backward() on, so that averaging the gradients over "
-        "the ranks gives that of the mean loss over all their samples."
+        "ragged_loss(world, loss_sum, count): return a loss whose gradients, averaged over the ranks, are those of the "
+        "mean loss over all samples of all ranks."
     ),
     test=_test_ragged,
     solution=_ragged_loss,
     wrong={
         "takes the mean of its own samples": _own_mean,
         "forgets that averaging divides by the number of ranks": _over_everyones_count,
-        "adds up the losses, which cuts them off from the weights": _sums_of_losses,
-        "multiplies a sum by its count once more": _weighed_twice,
+        "sums the losses, which detaches them from the weights": _sums_of_losses,
+        "multiplies a sum by its count a second time": _weighed_twice,
         "does not enter the collective when it has no samples": _skips_when_empty,
     },
     hints=(
-        "What you want: (sum of rank 0 + sum of rank 1 + ...) / (count of rank 0 + count of rank 1 + ...).",
-        "A rank knows its own count. One all-reduce of a number tells it the count of all.",
-        "The averaging afterwards divides by world.size. Multiply by it before.",
+        "You want (sum of rank 0 + sum of rank 1 + ...) / (count of rank 0 + count of rank 1 + ...).",
+        "A rank knows only its own count. One all-reduce returns the count over all ranks.",
+        "The averaging divides by world.size afterwards. Multiply by it first.",
     ),
 )
 
-# ------------------------------------------------------------------------------------- 3. start with the same model
+# ----------------------------------------------------------------------------------------- 3. start from the same model
 
 
 def _make_own(rank: int) -> nn.Sequential:
-    """A model with other weights on each rank, also in a frozen layer, and other buffers (floats and a count)."""
+    """Return a model whose weights (also in a frozen layer) and buffers (floats and a count) depend on the rank."""
     torch.manual_seed(100 + rank)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[2].requires_grad_(False)
     for _ in range(rank + 1):
-        model(torch.randn(5, 3))  # the batch norm counts batches, and keeps a running mean
+        model(torch.randn(5, 3))  # batch norm counts batches, and keeps a running mean
     return model
 
 
@@ -280,29 +284,29 @@ def _run_start(world: World, answer: Answer) -> None:
     for name, parameter in model.named_parameters():
         expect(
             parameter.data_ptr() == before[name],
-            f"`{name}` is a new tensor now. An optimiser made before would go on with the old one: copy into what is "
-            "there.",
+            f"`{name}` is a new tensor now. An existing optimizer would keep updating the old one: copy into the "
+            "existing tensor.",
         )
     for name, got in model.state_dict().items():
         if torch.equal(got, rank_zero[name]):
             continue
         kind = "buffer" if name in dict(model.named_buffers()) else "weight"
         frozen = kind == "weight" and not model.get_parameter(name).requires_grad
-        found = "still its own" if torch.equal(got, own[name]) else "neither its own nor that of rank 0"
+        found = "still has its initial value" if torch.equal(got, own[name]) else "differs from its initial value too"
         raise WrongAnswerError(
-            f"On rank {world.rank}, the {'frozen ' if frozen else ''}{kind} `{name}` is {found}: it starts with "
-            f"{numbers(got.flatten()[:2])}, rank 0's with {numbers(rank_zero[name].flatten()[:2])}."
+            f"On rank {world.rank}, the {'frozen ' if frozen else ''}{kind} `{name}` {found}: it must start with rank "
+            f"0's {numbers(rank_zero[name].flatten()[:2])}, got {numbers(got.flatten()[:2])}."
         )
 
 
 def _test_start(answer: Answer) -> str:
-    stuck = "Some rank waits for the others for ever. Every rank must enter the same collectives."
+    stuck = "A rank waits forever for the others. Every rank must enter the same collectives."
     on_ranks(_run_start, 2, answer, stuck=stuck, timeout=15)
-    return "Weights, frozen weights and buffers are those of rank 0, on every rank, in the same tensors as before."
+    return "On every rank, the weights, frozen weights and buffers equal rank 0's, in the same tensors as before."
 
 
 def _sync_initial_state(world: World, model: nn.Module) -> None:
-    for tensor in model.state_dict().values():  # weights and buffers, not copied: the model's own memory
+    for tensor in model.state_dict().values():  # weights and buffers; these share memory with the model
         dist.broadcast(tensor, src=0)
 
 
@@ -341,20 +345,20 @@ def _new_tensors(world: World, model: nn.Module) -> None:
 
 
 sync_initial_state = Exercise(
-    task="sync_initial_state(world, model): give every rank the model of rank 0, all that its state_dict() holds.",
+    task="sync_initial_state(world, model): give every rank all tensors of rank 0's model.state_dict().",
     test=_test_start,
     solution=_sync_initial_state,
     wrong={
         "leaves out the buffers": _weights_only,
-        "leaves out what is frozen": _without_frozen,
+        "leaves out frozen weights": _without_frozen,
         "broadcasts copies": _broadcast_copies,
-        "averages the starts": _average_starts,
+        "averages the initial weights": _average_starts,
         "broadcasts on rank 0 only": _on_rank_zero,
-        "puts new tensors in": _new_tensors,
+        "replaces the tensors": _new_tensors,
     },
     hints=(
-        "dist.broadcast(tensor, src=0) sends on rank 0 and receives on all others: every rank calls it.",
-        "A model is more than its parameters(): batch norm, for one, has buffers.",
-        "model.state_dict() gives weights and buffers, and each of its tensors shares memory with the model.",
+        "dist.broadcast(tensor, src=0) sends on rank 0 and receives on all other ranks: every rank must call it.",
+        "A model contains more than its parameters(): for example, batch norm has buffers.",
+        "model.state_dict() contains weights and buffers, and each of its tensors shares memory with the model.",
     ),
 )

@@ -13,7 +13,7 @@ from ddp_tutorial.collectives import all_gather, digest
 from ddp_tutorial.exercises import Answer, Exercise, expect, on_ranks
 from ddp_tutorial.world import World
 
-# -------------------------------------------------------------------------------------------------- 1. save atomically
+# --------------------------------------------------------------------------------------------------- 1. save atomically
 
 
 class _PowerCutError(Exception):
@@ -352,7 +352,7 @@ state_of = Exercise(
     ),
 )
 
-# ----------------------------------------------------------------------------------------------- 3. are ranks equal?
+# -------------------------------------------------------------------------------------------------- 3. are ranks equal?
 
 NAN = float("nan")
 _CASES: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {

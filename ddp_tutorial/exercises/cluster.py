@@ -13,7 +13,7 @@ def _number(answer: Answer, *arguments: object) -> float:
     return got
 
 
-# -------------------------------------------------------------------------------------------- 1. seconds on the wire
+# ----------------------------------------------------------------------------------------------- 1. seconds on the wire
 
 
 def _wire_seconds(nbytes: int, ranks: int, bits_per_second: float) -> float:
@@ -74,7 +74,7 @@ wire_seconds = Exercise(
     ),
 )
 
-# ---------------------------------------------------------------------------------------------------- 2. far away
+# ---------------------------------------------------------------------------------------------------------- 2. far away
 
 
 def _far_seconds(nbytes: int, tensors: int, ranks: int, delay: float, bytes_per_second: float) -> float:
@@ -137,7 +137,7 @@ far_seconds = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------------- 3. how many micro-batches
+# -------------------------------------------------------------------------------------------- 3. how many micro-batches
 
 
 def _micro_batches(compute: float, communication: float, wanted: float) -> int:
@@ -198,7 +198,7 @@ micro_batches = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------ 4. who is lost
+# ------------------------------------------------------------------------------------------------------- 4. who is lost
 
 Missed = Mapping[str, set[str]]
 

@@ -1,5 +1,6 @@
-"""The exercises of 02_collectives: which chunk to send, a length that does not divide, the cost of both ways, and a
-whole ring all-reduce from blocking sends and receives."""
+"""Exercises of 02_collectives: the chunk to send in a ring, tensors of any length, the cost of ring and tree, and a
+complete ring all-reduce from blocking sends and receives.
+"""
 
 import math
 import re
@@ -19,18 +20,18 @@ from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.world import World
 
-# ------------------------------------------------------------------------------- 1. which chunk, in which round?
+# -------------------------------------------------------------------------------------- 1. which chunk, in which round?
 
 
 def _test_chunk_to_send(answer: Answer) -> str:
     for size in range(1, 9):
-        # holds[rank][chunk] counts how often the share of each rank has been added to it
+        # holds[rank][chunk] counts how often each rank's contribution has been added to the chunk
         holds = [[Counter({rank: 1}) for _ in range(size)] for rank in range(size)]
         for step in range(size - 1):
             sends = [answer(rank, step, size) for rank in range(size)]
             for rank, chunk in enumerate(sends):
-                said = f"With {size} ranks, in round {step}, rank {rank} sends chunk {chunk!r}"
-                expect(isinstance(chunk, int) and -size <= chunk < size, f"{said}, but there is no such chunk.")
+                case = f"With {size} ranks, in round {step}, rank {rank} sends chunk {chunk!r}"
+                expect(isinstance(chunk, int) and -size <= chunk < size, f"{case}, but there is no such chunk.")
             passed = [holds[rank][chunk].copy() for rank, chunk in enumerate(sends)]
             for rank, (chunk, shares) in enumerate(zip(sends, passed, strict=True)):
                 receiver = (rank + 1) % size
@@ -39,16 +40,16 @@ def _test_chunk_to_send(answer: Answer) -> str:
                 expect(
                     not twice,
                     f"With {size} ranks, in round {step}, rank {rank} sends chunk {chunk % size} to rank {receiver}, "
-                    f"which then has the share of rank {twice and twice[0]} in it twice.",
+                    f"which then contains the contribution of rank {twice and twice[0]} twice.",
                 )
         complete = [[chunk for chunk in range(size) if len(holds[rank][chunk]) == size] for rank in range(size)]
         missing = sorted(set(range(size)) - {chunk for chunks in complete for chunk in chunks})
         expect(
             not missing,
-            f"With {size} ranks, after the last round, no rank has all shares of chunk "
-            f"{', '.join(map(str, missing))}. Expected one complete chunk on each rank, found {complete}.",
+            f"With {size} ranks, no rank has the complete chunk {', '.join(map(str, missing))} after the last round. "
+            f"Every rank must have one complete chunk, got {complete}.",
         )
-    return "From 1 to 8 ranks, each ends with a complete chunk of its own, and no share was added twice."
+    return "With 1 to 8 ranks, every rank has a different complete chunk, and no contribution was added twice."
 
 
 def _chunk_to_send(rank: int, step: int, size: int) -> int:
@@ -79,28 +80,28 @@ chunk_to_send = Exercise(
         "sends its own chunk in every round": _always_its_own,
         "lets all ranks send the same chunk": _all_the_same,
         "counts up, against the ring": _against_the_ring,
-        "stops at chunk 0, where the ring should close": _ring_not_closed,
+        "stops at chunk 0 instead of wrapping around": _ring_not_closed,
     },
     hints=(
-        "In the first round rank r sends chunk r. What has it just received then, and from whom?",
-        "A rank passes on what it received in the round before: the chunk that its left neighbour sent.",
-        "So chunk(rank, step) is chunk(rank - 1, step - 1). Go back to step 0, and close the ring with % size.",
+        "In the first round, rank r sends chunk r. Which chunk does it receive in that round, and from which rank?",
+        "A rank forwards the chunk that it received in the previous round, which its left neighbor sent.",
+        "So chunk(rank, step) is chunk(rank - 1, step - 1). Go back to step 0, and wrap around with % size.",
     ),
 )
 
-# --------------------------------------------------------------------------------- 2. a length that does not divide
+# --------------------------------------------------------------------------------------------- 2. tensors of any length
 
 _LENGTHS = (6, 7, 8, 1)
 
 
 def _instead(*_: object, **__: object) -> None:
     raise WrongAnswerError(
-        "That is torch's own all-reduce. Build one from reduce_scatter_tensor and all_gather_into_tensor."
+        "Do not call torch's own all-reduce. Build one from reduce_scatter_tensor and all_gather_into_tensor."
     )
 
 
 def _run_any_length(world: World, answer: Answer) -> list[list[float] | str]:
-    """What the answer returned for each length, until torch raised an error (on all ranks alike), then its message."""
+    """Return the answer's result for each length. If torch raises an error (on all ranks), its message comes last."""
     results: list[list[float] | str] = []
     for length in _LENGTHS:
         mine = (torch.arange(float(length)) + 1) * 10**world.rank
@@ -116,25 +117,26 @@ def _run_any_length(world: World, answer: Answer) -> list[list[float] | str]:
 
 
 def _test_any_length(answer: Answer) -> str:
-    stuck = "Some rank waits for ever. All ranks must enter both collectives, with equal lengths."
+    stuck = "A rank waits forever. All ranks must enter both collectives, with equal lengths."
     results = on_ranks(_run_any_length, 3, answer, stuck=stuck, timeout=20)
     for rank, seen in enumerate(results):
         for length, got in zip(_LENGTHS, seen, strict=False):
-            said = f"3 ranks, each with {length} numbers"
-            refused = (
-                f"{said}: torch refuses it ({got}). reduce_scatter_tensor cuts into equal parts: make {length} divide."
+            case = f"3 ranks, each with {length} numbers"
+            expect(
+                not isinstance(got, str),
+                f"{case}: torch raises an error ({got}). reduce_scatter_tensor splits a tensor into equal chunks: pad "
+                f"{length} numbers to a multiple of 3.",
             )
-            expect(not isinstance(got, str), refused)
             true = [111.0 * (i + 1) for i in range(length)]
             expect(
                 got == true,
-                f"{said}: the sum is\n  {true}, {length} numbers;\nrank {rank} returned\n  {got}, {len(got)}.",
+                f"{case}: the sum is\n  {true} ({length} numbers);\nrank {rank} returned\n  {got} ({len(got)}).",
             )
-    return f"All three ranks have the sum, for lengths {', '.join(map(str, _LENGTHS))}."
+    return f"All three ranks return the sum, for lengths {', '.join(map(str, _LENGTHS))}."
 
 
 def _any_length(world: World, tensor: torch.Tensor) -> torch.Tensor:
-    padded = F.pad(tensor, (0, -len(tensor) % world.size))  # zeros at the end, as many as are missing
+    padded = F.pad(tensor, (0, -len(tensor) % world.size))  # append zeros up to a multiple
     chunk = padded.new_empty(len(padded) // world.size)
     dist.reduce_scatter_tensor(chunk, padded)
     dist.all_gather_into_tensor(padded, chunk)
@@ -172,32 +174,32 @@ def _gathers_without_adding(world: World, tensor: torch.Tensor) -> torch.Tensor:
 
 
 any_length = Exercise(
-    task="any_length(world, tensor): return the sum of tensor over all ranks, whatever its length, by "
+    task="any_length(world, tensor): return the sum of a tensor of any length over all ranks. Use "
     "dist.reduce_scatter_tensor(chunk, padded) and dist.all_gather_into_tensor(padded, chunk).",
     test=_test_any_length,
     solution=_any_length,
     wrong={
         "does not pad": _does_not_pad,
-        "drops what does not divide": _drops_the_rest,
+        "drops the remainder": _drops_the_rest,
         "returns the padding too": _keeps_the_padding,
         "stops after the reduce-scatter": _stops_half_way,
-        "gathers without adding up": _gathers_without_adding,
+        "gathers without summing": _gathers_without_adding,
     },
     hints=(
-        "Both collectives want chunks of equal length. What could you append so that the sum stays right?",
+        "Both collectives require chunks of equal length. What can you append without changing the sum?",
         "-len(tensor) % world.size zeros are missing; torch.nn.functional.pad(tensor, (0, missing)) appends them.",
-        "chunk = padded.new_empty(len(padded) // world.size); then both collectives; then cut off what you appended.",
+        "chunk = padded.new_empty(len(padded) // world.size); then both collectives; then remove the padding.",
     ),
 )
 
-# -------------------------------------------------------------------------------------------- 3. what will it cost?
+# -------------------------------------------------------------------------------------------------- 3. predict the cost
 
 
 def _test_ring_or_tree(answer: Answer) -> str:
     cases = [
         (1e8, 4, 1e-4, 1e8),  # large: ring
         (4, 4, 1e-4, 1e8),  # small: tree
-        (4, 2, 1e-4, 1e8),  # two ranks: as many rounds, half the bytes
+        (4, 2, 1e-4, 1e8),  # two ranks: the same number of rounds, half the bytes
         (1e6, 64, 1e-5, 1e10),  # a megabyte, but 126 rounds
         (1e9, 64, 1e-5, 1e10),
         (1e4, 5, 1e-3, 1e9),  # a tree of five needs as many rounds as one of eight
@@ -206,13 +208,13 @@ def _test_ring_or_tree(answer: Answer) -> str:
         link = LinkModel(latency, bandwidth)
         ring, tree = link.ring_seconds(nbytes, size), link.tree_seconds(nbytes, size)
         got = answer(nbytes, size, latency, bandwidth)
-        said = f"{nbytes:,.0f} bytes, {size} ranks, {latency * 1e6:,.0f} us, {bandwidth / 1e6:,.0f} MB/s"
-        expect(isinstance(got, tuple) and len(got) == 2, f"Return a name and a time, a pair; you gave {got!r}.")
+        case = f"{nbytes:,.0f} bytes, {size} ranks, {latency * 1e6:,.0f} us, {bandwidth / 1e6:,.0f} MB/s"
+        expect(isinstance(got, tuple) and len(got) == 2, f"The result must be a pair (name, seconds), got {got!r}.")
         name, seconds = got
         true_name, true_seconds = ("ring", ring) if ring < tree else ("tree", tree)
-        expected = f"{said}: the ring takes {ring:.6g} s, the tree {tree:.6g} s. You gave {name!r}, {seconds:.6g} s."
+        expected = f"{case}: the ring takes {ring:.6g} s, the tree {tree:.6g} s; got {name!r}, {seconds:.6g} s."
         expect(name == true_name and math.isclose(seconds, true_seconds, rel_tol=1e-6), expected)
-    return "You can say before you start which one will be faster, and how long it will take."
+    return "You can predict which algorithm is faster, and how long it takes."
 
 
 def _ring_or_tree(nbytes: float, size: int, latency: float, bandwidth: float) -> tuple[str, float]:
@@ -250,21 +252,21 @@ ring_or_tree = Exercise(
     wrong={
         "sends the whole tensor in each round of the ring": _whole_tensors_in_the_ring,
         "forgets the way back": _one_way_only,
-        "leaves the latency out": _without_latency,
-        "lets a tree have a fraction of a round": _fraction_of_a_round,
+        "ignores the latency": _without_latency,
+        "does not round up the number of rounds of a tree": _fraction_of_a_round,
     },
     hints=(
-        "A round takes latency + bytes of its message / bandwidth. How many rounds, and of how many bytes?",
-        "The ring: 2 (N - 1) rounds of nbytes / N. The tree: up and down, and each round halves those that are left.",
-        "The tree has 2 * math.ceil(math.log2(size)) rounds of all nbytes.",
+        "A round takes latency + message bytes / bandwidth. How many rounds are there, and how large is a message?",
+        "The ring has 2 (N - 1) rounds of nbytes / N. The tree goes up and down; going up halves the ranks.",
+        "The tree has 2 * math.ceil(math.log2(size)) rounds of nbytes each.",
     ),
 )
 
-# ----------------------------------------------------------------------------------------------- 4. the whole ring
+# ---------------------------------------------------------------------------------------------------- 4. the whole ring
 
 _SIZES = (2, 3, 4)
 _RING_LENGTHS = (12, 7, 3)  # divides by all sizes; by none; shorter than a ring of four
-_PATIENCE = 10.0  # seconds that a rank waits in one send or receive
+_TIMEOUT = 10.0  # seconds that a rank waits in one send or receive
 _OTHERS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "all_gather_object"),
@@ -273,33 +275,33 @@ _OTHERS = (
 
 
 class _RingRun(NamedTuple):
-    """What the answer did on this rank with one tensor: what it left in it, and to whom it sent how many bytes."""
+    """Effects of the answer on one tensor of this rank: the values in the tensor, and the bytes sent to each rank."""
 
     got: list[float]
     sent: dict[int, int]
 
 
 def _not_this(name: str, *_: object, **__: object) -> None:
-    raise WrongAnswerError(f"Use nothing but dist.send and dist.recv; your answer called dist.{name}.")
+    raise WrongAnswerError(f"Use only dist.send and dist.recv; your answer called dist.{name}.")
 
 
 def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tensor, other: int) -> None:
-    """Blocks as torch's own does, but not for ever."""
-    said = f"{world.size} ranks: rank {world.rank} {what} rank {other}"
-    expect(0 <= other < world.size and other != world.rank, f"{said}, which is not another rank.")
+    """Send or receive like the blocking function of torch, but with a timeout."""
+    case = f"{world.size} ranks: rank {world.rank} {what} rank {other}"
+    expect(0 <= other < world.size and other != world.rank, f"{case}, which is not a different rank of the ring.")
     try:
-        begin(tensor, other).wait(timedelta(seconds=_PATIENCE))
+        begin(tensor, other).wait(timedelta(seconds=_TIMEOUT))
     except RuntimeError as error:
         if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
             raise
         raise WrongAnswerError(
-            f"{said}, and has waited for {_PATIENCE:.0f} seconds. Blocking calls that wait for one another in a circle "
-            "never end: does somebody receive while its neighbour sends?"
+            f"{case}, and has waited for {_TIMEOUT:.0f} seconds. Blocking calls that wait for one another in a cycle "
+            "never return: does each rank receive while its neighbor sends?"
         ) from None
 
 
 def _run_whole_ring(world: World, answer: Answer) -> list[_RingRun | None]:
-    """Rings of the first 2, 3 and 4 ranks, one after another, with tensors of each length."""
+    """Run the answer in rings of the first 2, 3 and 4 ranks, with tensors of each length."""
     isend, irecv = dist.isend, dist.irecv
     runs: list[_RingRun | None] = []
     for size in _SIZES:
@@ -326,32 +328,32 @@ def _run_whole_ring(world: World, answer: Answer) -> list[_RingRun | None]:
 
 
 def _test_whole_ring(answer: Answer) -> str:
-    stuck = "Some rank does not come back, and not because of a send or receive: is there a loop that never ends?"
+    stuck = "A rank does not return, although no send or receive blocks it. Is there an infinite loop?"
     of_ranks = on_ranks(_run_whole_ring, max(_SIZES), answer, stuck=stuck, timeout=30)
     cases = [(size, length) for size in _SIZES for length in _RING_LENGTHS]
     for number, (size, length) in enumerate(cases):
         runs: list[_RingRun] = [of_ranks[rank][number] for rank in range(size)]
-        said = f"{size} ranks, each with {length} numbers"
+        case = f"{size} ranks, each with {length} numbers"
         true = [float("1" * size) * (i + 1) for i in range(length)]
         for rank, run in enumerate(runs):
             expect(
                 run.got == true,
-                f"{said}: the sum is\n  {true};\nafter your answer rank {rank} has\n  {run.got}, where each digit is "
-                "the share of one rank. It should end in the tensor itself, on every rank.",
+                f"{case}: the sum is\n  {true};\nafter your answer, rank {rank} has\n  {run.got}, where each digit is "
+                "the contribution of one rank. Leave the sum in the tensor itself, on every rank.",
             )
         most = 2 * (size - 1) * math.ceil(length / size) * 4
         each = [sum(run.sent.values()) for run in runs]
         expect(
             max(each) <= most and sum(each) == 2 * (size - 1) * length * 4,
-            f"{said}: the sums are right, and it is no ring. The ranks send {each} bytes of a tensor of {4 * length}; "
-            f"in a ring each sends 2 (N - 1) / N of it, here {most} at most.",
+            f"{case}: the sums are right, but this is not a ring. The ranks send {each} bytes for a tensor of "
+            f"{4 * length} bytes. In a ring, each rank sends 2 (N - 1) / N of the tensor, here at most {most} bytes.",
         )
         for rank, run in enumerate(runs):
             expect(
                 len(run.sent) <= 1,
-                f"{said}: rank {rank} sends to ranks {sorted(run.sent)}. In a ring each sends to one neighbour only.",
+                f"{case}: rank {rank} sends to ranks {sorted(run.sent)}. In a ring, a rank sends to one neighbor only.",
             )
-    return "On 2, 3 and 4 ranks every one has the sum, for any length, and none sends more than 2 (N - 1) / N of it."
+    return "On 2, 3 and 4 ranks, every rank has the sum for any length, and sends only 2 (N - 1) / N of the tensor."
 
 
 def _whole_ring(world: World, tensor: torch.Tensor) -> None:
@@ -360,7 +362,7 @@ def _whole_ring(world: World, tensor: torch.Tensor) -> None:
     for step in range(2 * (world.size - 1)):
         outgoing, incoming = chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size]
         theirs = torch.empty_like(incoming)
-        for sending in (True, False) if world.rank % 2 == 0 else (False, True):  # so that the circle is broken
+        for sending in (True, False) if world.rank % 2 == 0 else (False, True):  # avoids a deadlock around the ring
             if sending and outgoing.numel():
                 dist.send(outgoing, right)
             if not sending and theirs.numel():
@@ -379,7 +381,7 @@ def _all_send_first(world: World, tensor: torch.Tensor) -> None:
 
 
 def _exchange(world: World, outgoing: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
-    """Pass one tensor on around the ring; what came in, of the shape of `incoming`."""
+    """Send `outgoing` to the next rank, and return the tensor received, which has the shape of `incoming`."""
     theirs = torch.empty_like(incoming)
     for sending in (True, False) if world.rank % 2 == 0 else (False, True):
         if sending and outgoing.numel():
@@ -431,25 +433,25 @@ def _first_half_only(world: World, tensor: torch.Tensor) -> None:
 whole_ring = Exercise(
     task=(
         "whole_ring(world, tensor): sum a tensor of one dimension and any length over all ranks, in place, around a "
-        "ring: reduce-scatter, then all-gather, with nothing but dist.send and dist.recv, which block."
+        "ring: a reduce-scatter, then an all-gather. Use only dist.send and dist.recv, which block."
     ),
     test=_test_whole_ring,
     solution=_whole_ring,
     wrong={
-        "lets everyone send before anyone receives": _all_send_first,
-        "has one round in each half, which is right on two ranks only": _one_round_each,
+        "sends on all ranks before any rank receives": _all_send_first,
+        "runs one round in each half, which is right on two ranks only": _one_round_each,
         "sends everything to rank 0": _all_to_rank_zero,
         "passes whole tensors around": _whole_tensors,
-        "leaves out what does not divide": _leaves_the_rest,
+        "ignores the remainder": _leaves_the_rest,
         "stops after the reduce-scatter": _first_half_only,
     },
     hints=(
-        "tensor.tensor_split(world.size) gives chunks of any lengths, and they are views: what you write into them is "
-        "in the tensor. Which chunk to send in which round is exercise 1.",
-        "send returns when the other side receives. If all ranks send first, nobody receives: let the even ranks send "
+        "tensor.tensor_split(world.size) returns chunks of nearly equal length. They are views, so writing to a chunk "
+        "writes to the tensor. Exercise 1 computes the chunk to send in each round.",
+        "send returns when the receiver receives. If all ranks send first, no rank receives. Let the even ranks send "
         "first, and the odd ranks receive first.",
-        "After world.size - 1 rounds of adding, rank r has all of chunk r + 1. Send that one next, and in "
-        "world.size - 1 further rounds replace what is there by what comes in.",
-        "A tensor shorter than the ring leaves some chunks empty: send and receive nothing for those, on both sides.",
+        "After world.size - 1 rounds of adding, rank r has the complete chunk r + 1. Send that chunk next. In "
+        "world.size - 1 further rounds, overwrite each chunk with the received one.",
+        "If the tensor is shorter than the ring, some chunks are empty: skip the send and the receive for those.",
     ),
 )

@@ -16,7 +16,7 @@ from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, o
 from ddp_tutorial.processes.errors import RankError
 from ddp_tutorial.world import World
 
-# ------------------------------------------------------------------------------------------- 1. the first divergence
+# ---------------------------------------------------------------------------------------------- 1. the first divergence
 
 Places = dict[str | None, list[int]]
 Divergence = tuple[int, Places]
@@ -106,7 +106,7 @@ first_divergence = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------- 2. stop together
+# ----------------------------------------------------------------------------------------------------- 2. stop together
 
 HeldOut = Callable[[], tuple[float, int]]
 _MOST = 6
@@ -259,7 +259,7 @@ train_until_flat = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------- 3. a watchdog
+# -------------------------------------------------------------------------------------------------------- 3. a watchdog
 
 _SECONDS = 0.8
 _CALM_SECONDS = 2.4  # how long a story without a hang is told

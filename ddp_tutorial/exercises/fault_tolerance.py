@@ -14,7 +14,7 @@ from typing import Any
 from ddp_tutorial.exercises import Answer, Exercise, expect, on_ranks
 from ddp_tutorial.world import World
 
-# ----------------------------------------------------------------------------------------------- 1. how often to save
+# ------------------------------------------------------------------------------------------------- 1. how often to save
 
 # Seconds of a step, seconds of a save, seconds between failures -> steps from one save to the next.
 _INTERVALS = {
@@ -60,7 +60,7 @@ interval = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------------- 2. what a chain was worth
+# -------------------------------------------------------------------------------------------- 2. what a chain was worth
 
 # Lives, each (the step that it went on from, the last step that it has done, its seconds), and seconds of a step.
 _CHAINS: list[tuple[list[tuple[int, int, float]], float, float]] = [
@@ -124,7 +124,7 @@ goodput = Exercise(
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- 3. whose a folder is
+# ------------------------------------------------------------------------------------------------- 3. whose a folder is
 
 
 def _in_a_child(run: Callable[[], Any]) -> tuple[int, int]:

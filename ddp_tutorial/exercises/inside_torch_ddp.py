@@ -17,7 +17,7 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
-# --------------------------------------------------------------------------------------------------- 1. which way in?
+# ----------------------------------------------------------------------------------------------------- 1. which way in?
 
 Evaluated = tuple[float, dict[str, torch.Tensor]] | None
 
@@ -168,7 +168,7 @@ train_and_evaluate = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------ 2. a hook of 16 bits
+# ------------------------------------------------------------------------------------------------- 2. a hook of 16 bits
 
 _LATE = 1.5  # seconds that rank 1 comes later to the first bucket
 # The gradients of the two ranks; the mean of the last numbers is more than float16 can hold.
@@ -346,7 +346,7 @@ bf16_hook = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------- 3. a script that trains worse on two ranks
+# --------------------------------------------------------------------------- 3. a script that trains worse on two ranks
 
 _FEATURES, _BATCH, _EPOCHS = 4, 16, 4
 

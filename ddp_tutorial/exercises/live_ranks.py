@@ -1,4 +1,4 @@
-"""The exercises of live_ranks: find the replica that has drifted, and bring it back, with the ranks alive."""
+"""Exercises of live_ranks: find the replica that has drifted, and repair it without restarting the ranks."""
 
 import torch
 
@@ -12,7 +12,7 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 """
-# The rank that drifts, and the name of what is other there: the last digit of a weight, or a buffer.
+# Name of the tensor that drifts, and the code that changes it: the last digit of a weight, or a buffer.
 _DRIFT = {
     "0.weight": "model[0].weight.data[1, 2] += 1e-6",
     "1.running_mean": "model[1].running_mean += 0.5",
@@ -36,19 +36,19 @@ def _ask(answer: Answer, ranks: Ranks) -> object:
         raise WrongAnswerError(f"The ranks wait for one another: {hang}") from None
 
 
-# ------------------------------------------------------------------------------------------------ 1. who has drifted?
+# ------------------------------------------------------------------------------------------ 1. find the drifted replica
 
 
 def _test_drifted(answer: Answer) -> str:
     with _pool(3) as ranks:
-        expect(_ask(answer, ranks) is None, "As long as all replicas are equal, the answer is None.")
+        expect(_ask(answer, ranks) is None, "The result must be None while all replicas are equal.")
         for rank, (name, drift) in zip((2, 0), _DRIFT.items(), strict=True):
             ranks.execute(_MODEL)
             ranks.execute(drift, on=[rank])
             found = _ask(answer, ranks)
-            where = f"{name!r} has drifted on rank {rank}, by less than a print shows"
-            expect(found == (rank, name), f"{where}: expected {(rank, name)}, found {found}.")
-    return "The rank and the tensor, be it a weight or a buffer."
+            case = f"{name!r} has drifted on rank {rank}, perhaps by less than a print shows"
+            expect(found == (rank, name), f"{case}: the result must be {(rank, name)}, got {found}.")
+    return "You found the rank and the tensor, both for a weight and for a buffer."
 
 
 def _drifted(ranks: Ranks) -> tuple[int, str] | None:
@@ -57,7 +57,7 @@ def _drifted(ranks: Ranks) -> tuple[int, str] | None:
         for rank in range(3):
             others = [states[other][name] for other in range(3) if other != rank]
             if others[0].equal(others[1]) and not states[rank][name].equal(others[0]):
-                return rank, name  # the two others agree
+                return rank, name  # the other two agree
     return None
 
 
@@ -91,22 +91,22 @@ def _nearly_equal(ranks: Ranks) -> tuple[int, str] | None:
 
 
 drifted = Exercise(
-    task="drifted(ranks): three ranks hold a model. Return (rank, name) of the one tensor of its state dict that is "
-    "not what the two others have, or None where all are equal.",
+    task="drifted(ranks): three ranks hold replicas of a model. Return (rank, name) of the one state dict tensor that "
+    "differs from the other two ranks, or None if all are equal.",
     test=_test_drifted,
     solution=_drifted,
     wrong={
-        "takes rank 0 for right": _against_rank_zero,
+        "assumes that rank 0 is right": _against_rank_zero,
         "forgets the buffers": _parameters_only,
-        "takes nearly equal for equal": _nearly_equal,
+        "treats nearly equal as equal": _nearly_equal,
     },
     hints=(
-        'ranks.get("model.state_dict()") is a list: a state dict of each rank.',
-        "Compare bits, not digits: a.equal(b). And rank 0 may be the odd one: it is, where the two others agree.",
+        'ranks.get("model.state_dict()") returns a list with the state dict of each rank.',
+        "Compare bitwise: a.equal(b). Rank 0 may be the one that drifted: if the other two agree, it is.",
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- 2. bring it back
+# --------------------------------------------------------------------------------------------------------- 2. repair it
 
 
 def _test_bring_back(answer: Answer) -> str:
@@ -118,11 +118,11 @@ def _test_bring_back(answer: Answer) -> str:
         _ask(answer, ranks)
         after = _state(ranks)
         same = pids == [each["pid"] for each in ranks.status()]
-        expect(same, "The ranks have been started anew. Repair them alive: who restarts loses all else they had.")
+        expect(same, "The ranks were restarted. Repair the running ranks: a restart loses everything else in memory.")
         for name, value in before[0].items():
-            expect(after[0][name].equal(value), f"{name!r} has changed on rank 0, which was right.")
+            expect(after[0][name].equal(value), f"{name!r} changed on rank 0, which was right.")
             expect(after[1][name].equal(value), f"{name!r} still differs on rank 1.")
-    return "All replicas are rank 0's again, to the bit, and nobody had to start anew."
+    return "Both replicas are bitwise identical to rank 0's again, without a restart."
 
 
 def _bring_back(ranks: Ranks) -> None:
@@ -147,17 +147,17 @@ def _start_anew(ranks: Ranks) -> None:
 
 
 bring_back = Exercise(
-    task="bring_back(ranks): rank 1's model has drifted from rank 0's. Give it rank 0's state, without a restart.",
+    task="bring_back(ranks): rank 1's model has drifted from rank 0's. Copy rank 0's state to it, without a restart.",
     test=_test_bring_back,
     solution=_bring_back,
     wrong={
         "averages what is right with what is wrong": _average,
         "forgets the buffers": _weights_only,
-        "asks rank 1 alone": _on_one,
-        "starts the ranks anew": _start_anew,
+        "broadcasts on rank 1 only": _on_one,
+        "restarts the ranks": _start_anew,
     },
     hints=(
-        'ranks.execute("...") runs source on all ranks. Which collective gives all of them what rank 0 has?',
-        "dist.broadcast(tensor, src=0), on all ranks, for each tensor of model.state_dict(): it holds the buffers too.",
+        'ranks.execute("...") runs code on all ranks. Which collective copies a tensor from rank 0 to all ranks?',
+        "On all ranks, call dist.broadcast(tensor, src=0) for each tensor of model.state_dict(), buffers included.",
     ),
 )

@@ -16,7 +16,7 @@ from ddp_tutorial.world import World
 
 _STUCK = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
 
-# --------------------------------------------------------------------------------------------- 1. a loss that is fair
+# ----------------------------------------------------------------------------------------------- 1. a loss that is fair
 
 _COUNTS = [(5, 5), (7, 2), (1, 9)]  # tokens of rank 0 and of rank 1
 
@@ -96,7 +96,7 @@ fair_loss = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------- 2. the place in the data
+# --------------------------------------------------------------------------------------------- 2. the place in the data
 
 _SAMPLES, _PER_RANK, _STEPS = 24, 3, 11  # two ranks: an epoch has four steps
 _ASK_FOR = 40  # batches, before an answer that goes on for ever is left
@@ -184,7 +184,7 @@ batches_from = Exercise(
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- 3. the random numbers
+# ------------------------------------------------------------------------------------------------ 3. the random numbers
 
 
 def _test_random(answer: Answer) -> str:

@@ -1,8 +1,8 @@
-"""Which exercises a person has passed: noted in a file below `runs/`, and shown as a table. Nothing is sent anywhere.
+"""Record which exercises a person has passed, in a file under `runs/`, and show them as a table. Nothing is sent.
 
-The file has a name on each line, such as `quickstart.mean_loss`. A line is added by one write to the end of the file,
-so two kernels that do so at once both succeed, and whatever else is in the file is left as it is and not counted.
-Answers that a program gives, such as nbval, papermill or a test, are not noted: see `a_person_is_there`.
+Each line of the file is a name, such as `quickstart.mean_loss`. A single write appends a line, so two kernels can
+append at the same time. Unknown lines are kept and not counted. Answers from a program, such as nbval, papermill or a
+test, are not recorded: see `a_person_is_there`.
 """
 
 import html
@@ -14,18 +14,21 @@ from pathlib import Path
 from ddp_tutorial.files import RUNS
 from ddp_tutorial.processes.console import ipython_shell
 
-FILE = RUNS / "exercises.txt"  # below the folder that the notebook's kernel works in
+FILE = RUNS / "exercises.txt"  # relative to the working directory of the notebook's kernel
 
 
 def a_person_is_there() -> bool:
-    """Did a person run this cell? A front end such as JupyterLab says with each cell that its user can be asked for
-    input; programs that execute notebooks say that nobody can. Without a kernel, as in a script: no."""
+    """Return whether a person ran this cell.
+
+    With each cell, a front end such as JupyterLab reports that it can ask its user for input. Programs that execute
+    notebooks report that they cannot. Without a kernel, as in a script, the result is False.
+    """
     kernel = getattr(ipython_shell(), "kernel", None)
     return kernel is not None and bool(kernel.get_parent().get("content", {}).get("allow_stdin"))
 
 
 def read_passed() -> set[str]:
-    """The names in the file, and whatever else its lines hold; empty where it is not there or cannot be read."""
+    """Return the lines of the file; an empty set if the file is missing or unreadable."""
     try:
         return set(FILE.read_text(encoding="utf-8", errors="replace").splitlines())
     except OSError:
@@ -33,8 +36,10 @@ def read_passed() -> set[str]:
 
 
 def remember(name: str) -> None:
-    """Note that a person has passed the exercise, unless that is noted already. Prints one line where the disk refuses:
-    the check itself has done its work."""
+    """Record that a person has passed the exercise, unless it is already recorded.
+
+    If the file cannot be written, print one line instead of raising an error, because the check itself succeeded.
+    """
     if not a_person_is_there() or name in read_passed():
         return
     try:
@@ -42,29 +47,30 @@ def remember(name: str) -> None:
         with FILE.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 1, 0))
-            half_a_line = size > 0 and file.read(1) != b"\n"  # of a write that was cut short
+            half_a_line = size > 0 and file.read(1) != b"\n"  # from an interrupted write
             file.write(f"{chr(10) if half_a_line else ''}{name}\n".encode())
     except OSError as error:
-        print(f"(Not noted for progress(): {FILE} cannot be written, {error.strerror}.)")
+        print(f"(Not recorded for progress(): {FILE} cannot be written, {error.strerror}.)")
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """A notebook's exercises: the name of each, and whether it is passed."""
+    """A notebook's exercises; `exercises` maps each name to whether it is passed."""
 
     part: str
     name: str
-    path: Path | None  # of the notebook, where it is there
+    path: Path | None  # of the notebook, if the notebook exists
     exercises: Mapping[str, bool]
 
     @property
     def count(self) -> str:
+        """How many exercises are passed, such as "1 of 3"."""
         return f"{sum(self.exercises.values())} of {len(self.exercises)}"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A table of all exercises by part and notebook; a notebook shows it as such."""
+    """A table of all exercises by part and notebook, which a notebook renders as HTML."""
 
     chapters: tuple[Chapter, ...]
 
@@ -90,7 +96,7 @@ class Progress:
                 rows.append(f'<tr><th colspan="3" style="text-align: left">{html.escape(chapter.part)}</th></tr>')
                 part = chapter.part
             name = html.escape(chapter.name)
-            # Elsewhere than in the repository, the front end's folder does not hold the notebook.
+            # Outside the repository, the front end's folder does not contain the notebook.
             if chapter.path is not None and Path.cwd().is_relative_to(chapter.path.parents[1]):
                 name = f'<a href="{html.escape(Path(os.path.relpath(chapter.path)).as_posix())}">{name}</a>'
             each = ", ".join(
@@ -102,7 +108,7 @@ class Progress:
 
 
 def progress_in(names: Collection[str]) -> Progress:
-    """The exercises of these names, as `quickstart.mean_loss`, in the order of the notebooks, with what is noted."""
+    """Return a table of the named exercises (such as `quickstart.mean_loss`), in the order of the notebooks."""
     from ddp_tutorial.experiments.notebooks import chapters
 
     passed = read_passed()

@@ -14,7 +14,7 @@ from ddp_tutorial.pipeline.schedules import Action, ScheduleError, Table, check,
 from ddp_tutorial.pipeline.stages import balance, split_into_stages
 from ddp_tutorial.world import World
 
-# ---------------------------------------------------------------------------------------------- 1. the order of 1F1B
+# ------------------------------------------------------------------------------------------------- 1. the order of 1F1B
 
 _SIZES = [(1, 3), (2, 2), (2, 5), (3, 4), (4, 8), (4, 4)]  # stages, micro-batches
 
@@ -152,7 +152,7 @@ order_of_1f1b = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------- 2. enough micro-batches
+# ---------------------------------------------------------------------------------------------- 2. enough micro-batches
 
 _WANTED = [(2, 0.2), (4, 0.2), (8, 0.1), (8, 0.5), (3, 0.34), (1, 0.01), (16, 0.05)]  # stages, at most
 
@@ -216,7 +216,7 @@ fewest_micro_batches = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------------------- 3. stages that balance
+# ----------------------------------------------------------------------------------------------- 3. stages that balance
 
 _MODELS: list[tuple[list[int], int]] = [
     ([1, 1, 1, 1], 2),

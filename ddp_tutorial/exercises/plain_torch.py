@@ -1,4 +1,4 @@
-"""The exercises of 06_plain_torch: where a run goes on, one step with torch's own DDP, and a whole script."""
+"""Exercises of 06_plain_torch: where a run resumes, one step with torch's own DDP, and a complete script."""
 
 import ast
 import os
@@ -22,11 +22,11 @@ from ddp_tutorial.exercises.torchrun import Torchrun
 from ddp_tutorial.exercises.words import course, lines_of, make_words, wrong_after_resuming, wrong_from_the_start
 from ddp_tutorial.world import World
 
-# ----------------------------------------------------------------------------------------------- 1. where to go on
+# --------------------------------------------------------------------------------------------------- 1. where to resume
 
 
 def _loader() -> Any:
-    """Rank 1 of 2, 24 samples, 4 batches an epoch."""
+    """Return the loader of rank 1 of 2 over 24 samples, with 4 batches per epoch."""
     samples = range(24)
     return DataLoader(samples, 3, sampler=DistributedSampler(samples, 2, 1, seed=3))  # type: ignore[arg-type]
 
@@ -45,12 +45,12 @@ def _test_position(answer: Answer) -> str:
         epoch, taken = divmod(step, 4)
         got = [batch.tolist() for batch in islice(answer(_loader(), step), 13)]
         left = epochs[epoch][taken:]
-        said = f"4 batches an epoch, {step} steps made: left are {left}, and you gave {got}."
+        case = f"After {step} steps with 4 batches per epoch, the remaining batches must be {left}, got {got}."
         found = [number for number, batches in enumerate(epochs) if got and got[-1] in batches]
-        expect(not found or epoch in found, f"{said} They are of epoch {max(found, default=0)}, it is {epoch}.")
-        expect(got == left or len(got) == len(left), f"{said} Of this epoch, {taken} have been taken.")
-        expect(got == left, said)
-    return "A run that goes on after any step sees what the uninterrupted one would have seen."
+        expect(not found or epoch in found, f"{case} Your batches are from epoch {max(found, default=0)}, not {epoch}.")
+        expect(got == left or len(got) == len(left), f"{case} {taken} batches of this epoch are already done.")
+        expect(got == left, case)
+    return "A run that resumes after any step reads the same batches as an uninterrupted run."
 
 
 def _position(loader: Any, step: int) -> Iterator[Any]:
@@ -80,27 +80,27 @@ def _position_one_too_far(loader: Any, step: int) -> Iterator[Any]:
 
 
 position = Exercise(
-    task="position(loader, step): return an iterator over the batches that are left of the epoch after `step` steps.",
+    task="position(loader, step): return an iterator over the remaining batches of the epoch after `step` steps.",
     test=_test_position,
     solution=_position,
     wrong={
         "forgets set_epoch": _position_without_epoch,
-        "begins the epoch anew": _position_from_the_start,
-        "takes the step for the epoch": _position_by_step,
-        "leaves one batch out": _position_one_too_far,
+        "starts the epoch over": _position_from_the_start,
+        "uses the step as the epoch": _position_by_step,
+        "skips one batch": _position_one_too_far,
     },
     hints=(
-        "len(loader) is how many batches an epoch has.",
-        "loader.sampler is the DistributedSampler; it has to know the epoch before the loader is iterated over.",
-        "itertools.islice(loader, n, None) leaves out the first n.",
+        "len(loader) is the number of batches per epoch.",
+        "loader.sampler is the DistributedSampler. Set its epoch before you iterate over the loader.",
+        "itertools.islice(loader, n, None) skips the first n batches.",
     ),
 )
 
-# ---------------------------------------------------------------------------------- 2. a step of batches that differ
+# ---------------------------------------------------------------------------------------- 2. a step with ragged batches
 
 
 def _batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Two micro-batches: of 4 and 1 samples on rank 0, of 2 and 5 on rank 1."""
+    """Return two micro-batches: of 4 and 1 samples on rank 0, and of 2 and 5 on rank 1."""
     generator = torch.Generator().manual_seed(rank)
     sizes = ((4, 1), (2, 5))[rank]
     return [(torch.randn(n, 3, generator=generator), 4 * torch.randn(n, 1, generator=generator)) for n in sizes]
@@ -116,7 +116,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _expected() -> tuple[float, torch.Tensor]:
-    """One process, all samples at once."""
+    """Return the loss and the weights of one process that takes the step on all samples at once."""
     model = _model()
     pairs = [pair for rank in range(2) for pair in _batches(rank)]
     inputs, targets = (torch.cat(each) for each in zip(*pairs, strict=True))
@@ -127,7 +127,7 @@ def _expected() -> tuple[float, torch.Tensor]:
 
 
 def _counted(times: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's own all-reduce, and a count of how often DDP asks for it."""
+    """Run torch's own all-reduce, and count the calls."""
     times.append(1)
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default group
 
@@ -142,27 +142,31 @@ def _take_ragged_step(world: World, answer: Answer) -> tuple[float, torch.Tensor
 
 
 def _test_ragged_step(answer: Answer) -> str:
-    stuck = "Some rank waits for the others for ever: does each enter the same collectives, in the same order?"
+    stuck = "A rank waits forever for the others. Does every rank enter the same collectives in the same order?"
     results = on_ranks(_take_ragged_step, 2, answer, stuck=stuck, timeout=30)
     loss, weights = _expected()
     for rank, (returned, found, clean, times) in enumerate(results):
-        expect(torch.equal(found, results[0][1]), "The ranks have different weights: some gradient was not averaged.")
-        expect(times == 1, f"DDP talked {times} times in one step: all backwards but the last belong in no_sync().")
-        told = f"On rank {rank} the weights are {numbers(found, 4)}, and one process comes to {numbers(weights, 4)}"
+        expect(torch.equal(found, results[0][1]), "The ranks have different weights: a gradient was not averaged.")
+        expect(
+            times == 1,
+            f"DDP synchronized {times} times in one step: run every backward pass but the last one in no_sync().",
+        )
         expect(
             torch.allclose(found, weights, atol=1e-5),
-            f"{told}. All 12 samples should weigh the same, and the gradient of all be clipped, once.",
+            f"The weights on rank {rank} must be {numbers(weights, 4)}, as in one process, got {numbers(found, 4)}. "
+            "All 12 samples must count equally, and the gradient over all of them must be clipped once.",
         )
-        expect(clean, "The gradients are still there: the next step would add to them.")
+        expect(clean, "The gradients were not cleared: the next step would add to them.")
         expect(
-            abs(returned - loss) < 1e-4, f"Rank {rank} returns {returned:.4f}; the mean over all samples is {loss:.4f}."
+            abs(returned - loss) < 1e-4,
+            f"The loss must be the mean over all samples, {loss:.4f}, got {returned:.4f} on rank {rank}.",
         )
-    return "As one process with all samples at once, and every rank says the same loss."
+    return "The step equals that of one process with all samples at once, and every rank returns the same loss."
 
 
 def _ragged_step(ddp: Any, optimizer: Any, batches: Any) -> float:
     total = torch.tensor([0.0, sum(len(targets) for _, targets in batches)])
-    dist.all_reduce(total[1:])  # the count of all ranks, before anything is divided by it
+    dist.all_reduce(total[1:])  # number of samples on all ranks, needed before the first backward pass
     for number, (inputs, targets) in enumerate(batches):
         with nullcontext() if number == len(batches) - 1 else ddp.no_sync():
             loss = F.mse_loss(ddp(inputs), targets, reduction="sum")
@@ -189,7 +193,7 @@ def _mean_of_means(ddp: Any, optimizer: Any, batches: Any) -> float:
     return float(total / dist.get_world_size())
 
 
-def _never_synchronised(ddp: Any, optimizer: Any, batches: Any) -> float:
+def _never_synchronized(ddp: Any, optimizer: Any, batches: Any) -> float:
     with ddp.no_sync():
         for inputs, targets in batches:
             (F.mse_loss(ddp(inputs), targets, reduction="sum") / 6).backward()
@@ -199,7 +203,7 @@ def _never_synchronised(ddp: Any, optimizer: Any, batches: Any) -> float:
     return 0.0
 
 
-def _always_synchronised(ddp: Any, optimizer: Any, batches: Any) -> float:
+def _always_synchronized(ddp: Any, optimizer: Any, batches: Any) -> float:
     ddp.no_sync = nullcontext
     return _ragged_step(ddp, optimizer, batches)
 
@@ -212,39 +216,41 @@ def _own_loss(ddp: Any, optimizer: Any, batches: Any) -> float:
 
 
 ragged_step = Exercise(
-    task="ragged_step(ddp, optimizer, batches): one step with the mean over the samples of all ranks; return it.",
+    task="ragged_step(ddp, optimizer, batches): take one step on the mean loss over all ranks' samples, and return it.",
     test=_test_ragged_step,
     solution=_ragged_step,
     wrong={
         "takes a mean of means": _mean_of_means,
-        "never synchronises": _never_synchronised,
-        "synchronises every micro-batch": _always_synchronised,
-        "returns its own loss": _own_loss,
+        "never synchronizes": _never_synchronized,
+        "synchronizes every micro-batch": _always_synchronized,
+        "returns the rank's own loss": _own_loss,
     },
     hints=(
-        "The count of all ranks has to be known before the first backward: all-reduce it.",
-        "DDP averages over ranks. Give it this rank's sum, times the world size, over the count of all ranks.",
-        "`with nullcontext() if is_last else ddp.no_sync():` around forward and backward.",
+        "Before the first backward pass, every rank needs the count over all ranks: all-reduce it.",
+        "DDP averages over ranks. Call backward on the rank's loss sum times the world size, divided by the count over "
+        "all ranks.",
+        "Put `with nullcontext() if is_last else ddp.no_sync():` around the forward and backward pass.",
     ),
 )
 
-# --------------------------------------------------------------------------------------------------- 3. a whole script
+# --------------------------------------------------------------------------------------------------- - 3. a full script
 
-_EVERY = 17  # steps from one checkpoint to the next; an epoch has 13
-_SEEN = _EVERY + 4  # steps before the kill: a checkpoint, and some that are lost
-_LATER = 20  # steps after the checkpoint, to the end: over the end of an epoch
-_FOREVER = 20_000  # steps of the run that is killed; should nobody kill it, it ends some time
+_EVERY = 17  # steps between checkpoints; an epoch has 13 steps
+_SEEN = _EVERY + 4  # steps before the kill: up to a checkpoint, and a few that are lost
+_LATER = 20  # steps from the checkpoint to the end, across the end of an epoch
+_FOREVER = 20_000  # steps of the run that is killed; finite in case the kill fails
 _SOLUTION = Path(__file__).with_name("plain_torch_script.py")
 
 State = dict[str, Any]
 
 
 class Changed(NamedTuple):
-    """A wrong script: the solution, with each text replaced by the one after it."""
+    """A wrong script: the solution with replacements. `texts` alternates between old and new text."""
 
     texts: tuple[str, ...]
 
     def write(self, path: Path) -> Path:
+        """Write the wrong script to `path`, and return `path`."""
         text = _SOLUTION.read_text(encoding="utf-8")
         for old, new in zip(self.texts[::2], self.texts[1::2], strict=True):
             assert old in text, f"the solution has no {old!r}"
@@ -254,17 +260,17 @@ class Changed(NamedTuple):
 
 
 def _read_script(script: Path) -> None:
-    """Refuse, before anything is started, what is no script of the learner's own."""
-    expect(script.is_file(), f"There is no file {script}. Has the cell that writes it been run?")
+    """Reject a missing, invalid or unfinished script before any rank starts."""
+    expect(script.is_file(), f"There is no file {script}. Run the cell that writes it.")
     try:
         nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
     except SyntaxError as error:
-        raise WrongAnswerError(f"The script cannot be read: {error.msg}, in line {error.lineno}.") from None
+        raise WrongAnswerError(f"The script is not valid Python: {error.msg}, in line {error.lineno}.") from None
     if any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in nodes):
         raise NotImplementedError
     imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     expect(
-        not any("ddp_tutorial" in each for each in imports), "Plain torch: the script should import nothing of ours."
+        not any("ddp_tutorial" in each for each in imports), "Use plain torch: the script must not import ddp_tutorial."
     )
 
 
@@ -276,32 +282,32 @@ def _test_train_script(answer: Path | str | Changed) -> str:
         torch.save(make_words(), folder / "words.pt")
         saved = _kill_and_load(script, folder)
         stop, killed = saved["step"] + _LATER, folder / "killed.pt"
-        with killed.open("rb") as before:  # a file that is open keeps its number: no other can have it
+        with killed.open("rb") as before:  # while the file is open, its inode number is not reused
             with _torchrun(script, 2, folder, "killed", stop) as resumed:
-                after_kill = _finished(resumed, "The run that went on after the kill", killed, stop, saved["step"])
+                after_kill = _finished(resumed, "The run that resumed after the kill", killed, stop, saved["step"])
             expect(
                 os.fstat(before.fileno()).st_ino != killed.stat().st_ino,
-                "The checkpoint is written over the one before it: a kill in the middle of that leaves half a file, "
-                "and nothing to go on from. Write to another name, then os.replace.",
+                "The script overwrites the previous checkpoint in place: a crash midway leaves half a file, and no "
+                "checkpoint to resume from. Write to a temporary name, then call os.replace.",
             )
         with _torchrun(script, 2, folder, "two", stop) as two, _torchrun(script, 1, folder, "one", stop) as one:
-            undisturbed = _finished(two, "The run of two ranks that nobody disturbed", folder / "two.pt", stop)
-            alone = _finished(one, "The run of one rank", folder / "one.pt", stop)
+            uninterrupted = _finished(two, "The uninterrupted run on two ranks", folder / "two.pt", stop)
+            alone = _finished(one, "The run on one rank", folder / "one.pt", stop)
     right = course(stop).weights
-    for ranks, model in (("two ranks", undisturbed), ("one rank", alone)):
+    for ranks, model in (("two ranks", uninterrupted), ("one rank", alone)):
         expect(
             (apart := _distance(model, right)) < 1e-4,
-            f"The weights that {ranks} save after step {stop} are {apart:.1e} from those of one process; up to 1e-4 "
-            "is rounding. The losses are right: are the weights of another step?",
+            f"The weights that {ranks} save after step {stop} differ from one process's by {apart:.1e}; up to 1e-4 is "
+            "rounding. The losses are right. Did you save the weights of a different step?",
         )
     expect(
-        (apart := _distance(after_kill, undisturbed)) == 0.0,
-        f"Killed and resumed, the weights are {apart:.1e} from those of the undisturbed run. They should be equal to "
-        "the last bit: is all that a step changes saved, and saved as it is?",
+        (apart := _distance(after_kill, uninterrupted)) == 0.0,
+        f"After kill and resume, the weights differ from the uninterrupted run's by {apart:.1e}. They must be bitwise "
+        "identical: does the checkpoint contain, unmodified, everything that a step changes?",
     )
     return (
-        "One rank and two come to the same weights, and report the loss of all. Rank 1 was killed, and the run that "
-        "went on took no step twice: its weights are those of a run that nobody disturbed, bit for bit."
+        "One rank and two ranks reach the same weights, and report the loss over all ranks. After rank 1 was killed, "
+        "the resumed run repeated no step, and its weights are bitwise identical to an uninterrupted run's."
     )
 
 
@@ -310,19 +316,19 @@ def _torchrun(script: Path, nprocs: int, folder: Path, name: str, steps: int) ->
 
 
 def _kill_and_load(script: Path, folder: Path) -> State:
-    """Two ranks from the beginning, until rank 1 is killed; then the checkpoint that is left."""
+    """Start two ranks, kill rank 1 after `_SEEN` steps, and return the checkpoint that is left."""
     with _torchrun(script, 2, folder, "killed", _FOREVER) as run:
         code = run.wait(lambda printed: len(lines_of(printed)) >= _SEEN or printed.count("\n") > 9 * _SEEN)
         if code is None:
             run.kill(rank=1)
         printed = run.printed()
         lines = lines_of(printed)[:_SEEN]
-        said = wrong_from_the_start(lines)
-        expect(not said, f"On two ranks: {said}")
-        expect(code is None, f"Two ranks should make {_FOREVER} steps, and ended after {len(lines)}. {run.error()}")
+        mistake = wrong_from_the_start(lines)
+        expect(not mistake, f"On two ranks: {mistake}")
+        expect(code is None, f"Two ranks must take {_FOREVER} steps, but exited after {len(lines)}. {run.error()}")
         expect(
             len(lines) == _SEEN,
-            "For each step, print a line like 'step 1: loss 3.4675 over 83 letters'. The first that you print: "
+            "For each step, print a line like 'step 1: loss 3.4675 over 83 letters'. Your first line is "
             f"{printed[:60].splitlines()[0]!r}.",
         )
         run.wait()
@@ -330,31 +336,31 @@ def _kill_and_load(script: Path, folder: Path) -> State:
 
 
 def _load(checkpoint: Path, when: str) -> State:
-    expect(checkpoint.exists(), f"{when}, and there is no checkpoint. Save after each EVERY steps, and after the last.")
+    expect(checkpoint.exists(), f"{when}, and there is no checkpoint. Save every EVERY steps and after the last step.")
     try:
         saved = torch.load(checkpoint)
     except Exception as error:
         message = f"{when}, and torch.load cannot read the checkpoint. {type(error).__name__}: {str(error)[:200]}"
         raise WrongAnswerError(message) from None
     is_whole = isinstance(saved, dict) and isinstance(saved.get("step"), int) and isinstance(saved.get("model"), dict)
-    expect(is_whole, "The checkpoint should be a dict, with a number as 'step' and a state dict as 'model'.")
+    expect(is_whole, "The checkpoint must be a dict with an integer 'step' and a state dict 'model'.")
     names, own = list(course(0).weights), list(saved["model"])
     advice = " Save the state dict of the model inside DDP, ddp.module." if own[:1] == [f"module.{names[0]}"] else ""
-    expect(own == names, f"In the checkpoint, 'model' has {own}, and should have {names}.{advice}")
+    expect(own == names, f"The keys of 'model' in the checkpoint must be {names}, got {own}.{advice}")
     return saved
 
 
 def _finished(run: Torchrun, what: str, checkpoint: Path, stop: int, begin: int = 0) -> State:
-    """The model that a run ends with which began after step `begin`. Checks all that it did."""
+    """Wait for a run that started after step `begin`, check its lines and checkpoint, and return its final model."""
     code = run.wait(lambda printed: len(lines_of(printed)) > stop)
     lines = lines_of(run.printed())
-    said = wrong_after_resuming(lines, begin) if begin else wrong_from_the_start(lines)
-    expect(not said, said if begin else f"{what}: {said}")
+    mistake = wrong_after_resuming(lines, begin) if begin else wrong_from_the_start(lines)
+    expect(not mistake, mistake if begin else f"{what}: {mistake}")
     made = begin + len(lines)
-    expect(code is not None and made == stop, f"{what} should end after step {stop}; it came to {made}. {run.error()}")
-    expect(code == 0, f"{what} made all {stop} steps, and then torchrun ended with exit code {code}. {run.error()}")
-    saved = _load(checkpoint, f"{what} has ended after step {stop}")
-    expect(saved["step"] == stop, f"{what} ended after step {stop}; its last checkpoint is of step {saved['step']}.")
+    expect(code is not None and made == stop, f"{what} must end after step {stop}, got {made} steps. {run.error()}")
+    expect(code == 0, f"{what} took all {stop} steps, and then torchrun exited with code {code}. {run.error()}")
+    saved = _load(checkpoint, f"{what} finished step {stop}")
+    expect(saved["step"] == stop, f"{what} finished step {stop}, but its last checkpoint is of step {saved['step']}.")
     return dict(saved["model"])
 
 
@@ -362,10 +368,10 @@ def _distance(model: State, other: State) -> float:
     return max(float((model[name] - other[name]).abs().max()) for name in other)
 
 
-_SAVE = "torch.save(state, aside)\n"
+_SAVE = "torch.save(state, part)\n"
 
 train_script = Exercise(
-    task="Write a script for torchrun that trains alike on one rank and two, and goes on exactly after a kill.",
+    task="Write a torchrun script that trains the same on one and on two ranks, and resumes exactly after a kill.",
     test=_test_train_script,
     solution=_SOLUTION,
     wrong={
@@ -374,21 +380,21 @@ train_script = Exercise(
         "reports the loss of rank 0's letters": Changed(
             ("total[0].item() / total[1].item()", "loss.item() / (following >= 0).sum().item()")
         ),
-        "has a barrier that rank 0 alone enters": Changed((_SAVE, f"{_SAVE}                dist.barrier()\n")),
-        "goes on without set_epoch": Changed(("sampler.set_epoch(epoch)", "taken or sampler.set_epoch(epoch)")),
+        "calls a barrier on rank 0 only": Changed((_SAVE, f"{_SAVE}                dist.barrier()\n")),
+        "resumes without set_epoch": Changed(("sampler.set_epoch(epoch)", "taken or sampler.set_epoch(epoch)")),
         "saves without the optimizer": Changed(
             (', "optimizer": optimizer.state_dict()', "", 'optimizer.load_state_dict(saved["optimizer"])', "pass")
         ),
     },
     hints=(
-        "Begin with the step: two all-reduces, of the number of letters before backward and of the loss after it. "
-        "`following >= 0` says where there is a letter; reduction='sum' leaves out the -100.",
-        "DDP divides the sum over ranks by their number. So this rank's sum, times the world size, over the letters of "
-        "all ranks, becomes the gradient of the mean over all letters.",
-        "DataLoader(data, 16 // size, sampler=DistributedSampler(data, size, rank, seed=0)) has 13 batches, the last "
-        "one smaller. After `done` steps, divmod(done, 13) says which epoch it is, and how many batches to leave out.",
+        "Write the step first. It has two all-reduces: of the number of letters before the backward pass, and of the "
+        "loss after it. `following >= 0` is true for letters; cross_entropy ignores targets of -100.",
+        "DDP divides the sum over ranks by the world size. Call backward on this rank's loss sum times the world size, "
+        "divided by the letters of all ranks: the result is the gradient of the mean over all letters.",
+        "DataLoader(data, 16 // size, sampler=DistributedSampler(data, size, rank, seed=0)) has 13 batches; the last "
+        "batch is smaller. After `done` steps, divmod(done, 13) is the epoch and the number of batches to skip.",
         "Load the model, the optimizer and the number of steps before DDP wraps the model. Rank 0 reads the file and "
-        "sends its content with dist.broadcast_object_list. Save on rank 0, to a temporary name, and then rename.",
-        "Leave with os._exit(0) after destroy_process_group(), as above.",
+        "sends its content with dist.broadcast_object_list. Save on rank 0 to a temporary name, then rename.",
+        "Exit with os._exit(0) after destroy_process_group(), as above.",
     ),
 )

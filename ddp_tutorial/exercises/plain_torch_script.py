@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, batch: list[torch.Tensor]) -> tuple[float, int]:
-    """One optimiser step. Returns the mean loss over the letters of all ranks, and how many they are."""
+    """Take one optimizer step. Returns the mean loss over the letters of all ranks, and the number of letters."""
     letters, following = batch
     total = torch.tensor([0.0, (following >= 0).sum()])
-    dist.all_reduce(total[1:])  # before backward: the ranks' words differ in length, and every letter weighs the same
+    dist.all_reduce(total[1:])  # before backward: the ranks' words differ in length, and every letter counts equally
     loss = F.cross_entropy(ddp(letters).flatten(0, 1), following.flatten(), reduction="sum")
-    (loss * dist.get_world_size() / total[1]).backward()  # of which DDP takes the mean over ranks
+    (loss * dist.get_world_size() / total[1]).backward()  # DDP averages the gradients over ranks
     nn.utils.clip_grad_norm_(ddp.parameters(), 0.4)
     optimizer.step()
     optimizer.zero_grad()
@@ -41,7 +41,7 @@ def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
     model = nn.Sequential(nn.Embedding(27, 16), nn.Linear(16, 27))
     optimizer, done = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), 0
     sent = [torch.load(checkpoint) if rank == 0 and checkpoint.exists() else None]
-    dist.broadcast_object_list(sent)  # rank 0 decides for all ranks: another rank may not see the file
+    dist.broadcast_object_list(sent)  # rank 0 decides for all ranks: other ranks may not see the file
     if saved := sent[0]:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -58,12 +58,12 @@ def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
                 print(f"step {done}: loss {loss:.6f} over {count} letters", flush=True)
             if rank == 0 and (done % every == 0 or done == steps):
                 state = {"step": done, "model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
-                aside = checkpoint.with_suffix(".part")
-                torch.save(state, aside)
-                aside.replace(checkpoint)  # whole, or as it was before, should we be killed
+                part = checkpoint.with_suffix(".part")
+                torch.save(state, part)
+                part.replace(checkpoint)  # atomic: a crash midway leaves the old checkpoint intact
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-    os._exit(0)  # with DDP on gloo, threads that outlive the group may abort or block Python's own end (torch 2.13)
+    os._exit(0)  # with DDP on gloo, threads that outlive the group may abort or block Python's exit (torch 2.13)

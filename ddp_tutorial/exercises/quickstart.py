@@ -1,4 +1,4 @@
-"""The exercises of 00_quickstart: the arithmetic by which two ranks compute what one process does."""
+"""Exercises of 00_quickstart: the arithmetic that makes two ranks compute the same as one process."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ddp_tutorial.exercises import Answer, Exercise, expect
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
-# ------------------------------------------------------------------------------------------------ 1. deal the samples
+# ------------------------------------------------------------------------------------------------- 1. split the samples
 
 
 def _test_deal(answer: Answer) -> str:
@@ -18,12 +18,12 @@ def _test_deal(answer: Answer) -> str:
         indices = list(range(100, 100 + samples))
         parts = [[int(i) for i in answer(indices, rank, size)] for rank in range(size)]
         dealt = sorted(index for part in parts for index in part)
-        said = f"With {samples} samples and {size} ranks you gave {parts}"
-        expect(len(dealt) == len(set(dealt)), f"{said}: some sample goes to two ranks, and would count twice.")
-        expect(dealt == indices, f"{said}: some sample goes to nobody.")
+        case = f"For {samples} samples and {size} ranks you returned {parts}"
+        expect(len(dealt) == len(set(dealt)), f"{case}: two ranks have the same sample, which counts twice.")
+        expect(dealt == indices, f"{case}: not every sample is assigned to a rank.")
         lengths = [len(part) for part in parts]
-        expect(max(lengths) - min(lengths) <= 1, f"{said}: one rank has much more to do, and all wait for it.")
-    return "Every sample goes to exactly one rank, and no rank has more than one sample more than another."
+        expect(max(lengths) - min(lengths) <= 1, f"{case}: one rank has much more work, and the others wait for it.")
+    return "Every sample is assigned to exactly one rank, and the ranks' sample counts differ by at most one."
 
 
 def _deal(indices: list[int], rank: int, size: int) -> list[int]:
@@ -50,26 +50,26 @@ def _deal_rest_to_last(indices: list[int], rank: int, size: int) -> list[int]:
 
 
 deal_samples = Exercise(
-    task="deal(indices, rank, size): return the indices that this rank should work on.",
+    task="deal(indices, rank, size): return the indices that this rank should process.",
     test=_test_deal,
     solution=_deal,
     wrong={
-        "drops what does not divide": _deal_floor,
-        "gives everything to everyone": _deal_all,
+        "drops the remainder": _deal_floor,
+        "gives every sample to every rank": _deal_all,
         "pads with copies": _deal_padded,
-        "leaves the rest to the last rank": _deal_rest_to_last,
+        "gives the remainder to the last rank": _deal_rest_to_last,
     },
     hints=(
-        "Think of dealing cards: one to each player, then again from the start.",
+        "Think of dealing cards: one card to each player, then start again with the first player.",
         "A Python slice has three parts: start, stop and step.",
     ),
 )
 
-# ------------------------------------------------------------------------------------- 2. the mean loss of all ranks
+# ---------------------------------------------------------------------------------------- 2. the mean loss of all ranks
 
 
 def _uneven_loss(world: World, answer: Answer) -> tuple[float, float]:
-    """Rank r has 2 r + 1 tokens, each with loss r + 1: ranks with more tokens have higher losses."""
+    """Give rank r 2 r + 1 tokens, each with loss r + 1, so that ranks with more tokens have higher losses."""
     count = 2 * world.rank + 1
     loss_sum = torch.tensor(float(count * (world.rank + 1)))
     true = all_reduce_sum(world, torch.stack([loss_sum, torch.tensor(float(count))]))
@@ -81,16 +81,16 @@ def _test_mean_loss(answer: Answer) -> str:
     for rank, (got, true) in enumerate(results):
         expect(
             abs(got - true) < 1e-6,
-            f"Rank 0 has 1 token with loss 1, rank 1 has 3 tokens with loss 2 each. The mean over the 4 tokens is "
-            f"{true:.4f}; your answer on rank {rank} is {got:.4f}.",
+            f"Rank 0 has 1 token with loss 1, and rank 1 has 3 tokens with loss 2 each. The mean over the 4 tokens "
+            f"must be {true:.4f}, got {got:.4f} on rank {rank}.",
         )
-    return f"Both ranks report {results[0][0]:.4f}, the mean over all tokens."
+    return f"Both ranks return {results[0][0]:.4f}, the mean over all tokens."
 
 
 def _mean_loss(world: World, loss_sum: torch.Tensor, count: int) -> float:
     both = all_reduce_sum(
         world, torch.stack([loss_sum, torch.tensor(float(count))])
-    )  # of the sums and counts of all ranks
+    )  # loss sum and token count over all ranks
     return float(both[0] / both[1])
 
 
@@ -122,15 +122,15 @@ mean_loss = Exercise(
     solution=_mean_loss,
     wrong={
         "takes the mean of means": _mean_of_means,
-        "reports its own loss": _local_mean,
+        "returns the rank's own loss": _local_mean,
         "assumes equal counts": _sum_over_local_count,
-        "knows it on rank 0 only": _on_rank_zero_only,
+        "returns the mean on rank 0 only": _on_rank_zero_only,
     },
     hints=(
-        "A mean of means counts the tokens of the rank that has few of them too much.",
-        "Sums can be added up, and counts can be added up. Divide once, at the end.",
-        "Put both numbers into one tensor and call total(world, tensor), as `add_up` above does: it returns the sum "
-        "over all ranks, on every rank.",
+        "A mean of means gives too much weight to the tokens of a rank that has few tokens.",
+        "Loss sums can be summed over ranks, and so can counts. Divide once, at the end.",
+        "Put both numbers into one tensor and call all_reduce_sum(world, tensor): it returns the sum over all ranks, "
+        "on every rank.",
     ),
 )
 
@@ -138,7 +138,7 @@ mean_loss = Exercise(
 
 
 def _test_scaled_loss(answer: Answer) -> str:
-    # one weight w = 1, loss of a token x: w * x, so the gradient of a sum of losses is the sum of its tokens
+    # One weight w = 1. The loss of a token x is w * x, so the gradient of a sum of losses is the sum of the tokens.
     for tokens in ([[1.0, 2.0], [3.0, 4.0]], [[5.0], [1.0, 2.0, 3.0]], [[1.0], [2.0], [6.0, 3.0]]):
         size, world_tokens = len(tokens), sum(map(len, tokens))
         gradients = []
@@ -149,10 +149,10 @@ def _test_scaled_loss(answer: Answer) -> str:
         averaged, true = sum(gradients) / size, sum(map(sum, tokens)) / world_tokens
         expect(
             abs(averaged - true) < 1e-6,
-            f"Ranks with tokens {tokens}: DDP averages your gradients {gradients} to {averaged:.4f}, but one process "
-            f"with all {world_tokens} tokens has {true:.4f}.",
+            f"With tokens {tokens} on the ranks, DDP averages your gradients {gradients} to {averaged:.4f}. One "
+            f"process with all {world_tokens} tokens computes {true:.4f}.",
         )
-    return "The averaged gradient is that of one process with all tokens, however they are spread over the ranks."
+    return "The averaged gradient equals that of one process with all tokens, however the ranks split the tokens."
 
 
 def _scaled_loss(loss_sum: torch.Tensor, world_tokens: int, size: int) -> torch.Tensor:
@@ -177,8 +177,8 @@ scaled_loss = Exercise(
     solution=_scaled_loss,
     wrong={
         "forgets that DDP divides by the number of ranks": _forgets_the_average,
-        "leaves the sum a sum": _not_scaled,
-        "divides by the number of ranks once more": _averages_twice,
+        "does not divide the sum": _not_scaled,
+        "divides by the number of ranks a second time": _averages_twice,
     },
     hints=(
         "Write down what you want: (sum of rank 0 + sum of rank 1 + ...) / world_tokens.",

@@ -16,7 +16,7 @@ def _number(answer: Answer, *arguments: object) -> float:
     return got
 
 
-# -------------------------------------------------------------------------------------------- 1. a fair speed-up
+# --------------------------------------------------------------------------------------------------- 1. a fair speed-up
 
 
 class Timing(NamedTuple):
@@ -133,7 +133,7 @@ fair_speed_up = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------- 2. where sending outweighs computing
+# --------------------------------------------------------------------------------- 2. where sending outweighs computing
 
 _LINKS = [
     # batch, seconds a sample, bytes, latency, bandwidth
@@ -217,7 +217,7 @@ break_even = Exercise(
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- 3. a batch that scales
+# ----------------------------------------------------------------------------------------------- 3. a batch that scales
 
 _STEPS = [
     (StepModel(0.0, 5e-3, 3.3e6, LinkModel(50e-6, 0.125e9)), 8, 0.9),

@@ -19,7 +19,7 @@ from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, n
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.memory import model_state_bytes
 
-# ------------------------------------------------------------------------------------------------ 1. does it fit?
+# ------------------------------------------------------------------------------------------------------ 1. does it fit?
 
 _GB = 10**9
 _ASKED = [  # parameters, ranks, bytes on each
@@ -108,7 +108,7 @@ first_that_fits = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------- 2. a real reduce-scatter
+# --------------------------------------------------------------------------------------------- 2. a real reduce-scatter
 
 _LENGTH = 5_000  # elements of a row
 

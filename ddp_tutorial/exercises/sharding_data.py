@@ -16,7 +16,7 @@ from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, o
 from ddp_tutorial.sharding.permutation import Permutation
 from ddp_tutorial.world import World
 
-# --------------------------------------------------------------------------------------------- 1. the rest of an epoch
+# ---------------------------------------------------------------------------------------------- 1. the rest of an epoch
 
 
 def _hands(answer: Answer, order: Permutation, cursor: int, batch: int, size: int) -> list[list[list[int]]]:
@@ -155,7 +155,7 @@ rest_of_epoch = Exercise(
     ),
 )
 
-# ----------------------------------------------------------------------------------------------- 2. evaluate in step
+# -------------------------------------------------------------------------------------------------- 2. evaluate in step
 
 _SETS = (8, 7, 5, 1)  # numbers of samples, for 3 ranks: divisible or not, and too few for all
 
@@ -290,7 +290,7 @@ evaluate = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------ 3. the worker's part
+# ------------------------------------------------------------------------------------------------- 3. the worker's part
 
 
 def _all_parts(answer: Answer, samples: int, size: int, workers: int) -> list[list[list[int]]]:
@@ -375,7 +375,7 @@ own_samples = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------- 4. a sampler of steps that goes on
+# ----------------------------------------------------------------------------------- 4. a sampler of steps that goes on
 
 _WORLDS = (1, 2, 3, 4)
 _SHAPES = ((24, 6), (23, 6), (19, 6), (7, 4), (5, 8), (1, 4))  # samples, and samples a step

@@ -10,7 +10,7 @@ from torch import nn
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
-# ----------------------------------------------------------------------------------------- 1. a round of local SGD
+# ---------------------------------------------------------------------------------------------- 1. a round of local SGD
 
 _RANKS, _ROUND = 3, 3
 
@@ -163,7 +163,7 @@ local_round = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------------------------- 2. DiLoCo's outer step
+# ----------------------------------------------------------------------------------------------- 2. DiLoCo's outer step
 
 
 def _test_outer(answer: Answer) -> str:
@@ -244,7 +244,7 @@ outer_step = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------- 3. how long is a round?
+# ---------------------------------------------------------------------------------------------- 3. how long is a round?
 
 # bytes of the model, ranks, latency in seconds, bytes a second, seconds of a step, the part of all time
 _LINKS = [

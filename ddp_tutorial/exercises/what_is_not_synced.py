@@ -15,7 +15,7 @@ from ddp_tutorial.world import World
 
 _STUCK = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
 
-# -------------------------------------------------------------------------------------------- 1. sync-BN, ragged
+# --------------------------------------------------------------------------------------------------- 1. sync-BN, ragged
 
 Total = Callable[[torch.Tensor], torch.Tensor]
 
@@ -168,7 +168,7 @@ sync_normalise = Exercise(
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- 2. agree on overflow
+# ------------------------------------------------------------------------------------------------- 2. agree on overflow
 
 _CASES = {
     "all gradients are finite": {},
@@ -320,7 +320,7 @@ step_together = Exercise(
     ),
 )
 
-# -------------------------------------------------------------------------------------------- 3. unequal batches
+# --------------------------------------------------------------------------------------------------- 3. unequal batches
 
 Work = Callable[[str | None], None]
 AnyRank = Callable[[bool], bool]

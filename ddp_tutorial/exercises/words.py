@@ -1,7 +1,7 @@
-"""What `train_script` of 06_plain_torch asks for, in one process; and what the usual mistakes make of it.
+"""A single-process reference for `train_script` of 06_plain_torch, with variants that make the usual mistakes.
 
-A run prints a loss and a number of letters for each step. The numbers of letters tell which words were read, the losses
-how they were weighed; so a mistake is found by making it here, and comparing.
+A run prints the loss and the number of letters of each step. The number of letters reveals which words were read, and
+the loss how they were weighted. To diagnose a mistake, the check makes the same mistake here and compares the output.
 """
 
 import re
@@ -19,11 +19,11 @@ from ddp_tutorial.sharding.stories import story
 WORDS, BATCH = 200, 16
 STEPS_AN_EPOCH = 13  # 12 of 16 words and one of 8
 _LONGEST = 12
-_CLOSE = 1e-3  # between losses, which may be printed with four digits
+_CLOSE = 1e-3  # tolerance between losses, which may be printed with four digits
 
 
 class Line(NamedTuple):
-    """What is printed for a step: its number, from 1, the loss and the number of letters of all ranks."""
+    """The printed line of a step: its number (from 1), and the loss and number of letters over all ranks."""
 
     step: int
     loss: float
@@ -31,6 +31,7 @@ class Line(NamedTuple):
 
 
 def lines_of(printed: str) -> list[Line]:
+    """Return the step lines in the output of a run."""
     found = re.findall(r"^step (\d+): loss (\S+) over (\d+) letters *$", printed, re.MULTILINE)
     return [Line(int(step), _number(loss), int(letters)) for step, loss, letters in found]
 
@@ -44,9 +45,9 @@ def _number(text: str) -> float:
 
 @cache
 def make_words() -> tuple[Tensor, Tensor]:
-    """200 words of the stories: their letters and the letter that follows each, both (200, 13).
+    """Return 200 words of the stories: their letters, and the letter that follows each one, both of shape (200, 13).
 
-    A word begins with a 0 and is followed by a 0; a is 1, and z is 26. Where there is no letter, the following is -100.
+    Codes are 1 for a to 26 for z. Code 0 marks the start and the end of a word. Padding targets are -100.
     """
     found = sorted(
         {word for number in range(1000) for word in re.findall(rf"[a-z]{{2,{_LONGEST}}}", story(number).lower())}
@@ -60,25 +61,25 @@ def make_words() -> tuple[Tensor, Tensor]:
     return letters, following
 
 
-# -------------------------------------------------------------------------------------------- which words were read
+# ------------------------------------------------------------------------------------------------ which words were read
 
 _ORDERS = {
     "": "",
-    "first": "Every epoch has the order of epoch 0: tell the sampler the epoch, with set_epoch.",
-    "file": "The words come in the order of the file: they are not shuffled.",
+    "first": "Every epoch uses the order of epoch 0: call the sampler's set_epoch(epoch) before each epoch.",
+    "file": "The words are read in file order: they are not shuffled.",
 }
 _SHARES = {
     "": "",
-    "each": "A step has 16 words on each rank; 16 is what all ranks have together.",
-    "same": "Both ranks read the same 16 words in a step. Each has its own, from a sampler that knows the rank.",
-    "half": "Both ranks read the same 8 words in a step. Each has its own, from a sampler that knows the rank.",
+    "each": "A step reads 16 words on each rank; it should read 16 words on all ranks together.",
+    "same": "Both ranks read the same 16 words in a step. Create a sampler that knows the rank, so that they differ.",
+    "half": "Both ranks read the same 8 words in a step. Create a sampler that knows the rank, so that they differ.",
 }
-_DROPS = {False: "", True: "The last, smaller step of an epoch is left out."}
-_REPORTS = {"": "", "own": "The number of letters is that of rank 0 alone: add up over all ranks."}
+_DROPS = {False: "", True: "The last, smaller step of each epoch is skipped."}
+_REPORTS = {"": "", "own": "The number of letters is rank 0's only: sum it over all ranks."}
 
 
 def _read(order: str = "", share: str = "", drop: bool = False, epoch: int = 0) -> Iterator[list[Sequence[int]]]:
-    """The numbers of the words that each of two ranks reads, step by step, from the beginning of an epoch on."""
+    """Yield, for each step from the start of `epoch`, the word indices that each of two ranks reads."""
     step = {"": BATCH, "each": 2 * BATCH, "same": BATCH, "half": BATCH // 2}[share]
     for number in count(epoch):
         generator = torch.Generator().manual_seed(0 if order == "first" else number)
@@ -89,7 +90,7 @@ def _read(order: str = "", share: str = "", drop: bool = False, epoch: int = 0) 
 
 
 def _letters(steps: Iterator[list[Sequence[int]]], many: int, ranks: slice = slice(None)) -> list[int]:
-    """The number of letters in each of `many` steps, of some of the ranks."""
+    """Return the number of letters that `ranks` read in each of the first `many` steps."""
     of_word = _lengths()
     return [sum(of_word[word] for part in step[ranks] for word in part) for step in islice(steps, many)]
 
@@ -100,7 +101,7 @@ def _lengths() -> list[int]:
 
 
 def _wrong_words(lines: Sequence[Line]) -> str:
-    """Whose words were read in a run from its beginning? "" for those that should have been."""
+    """Explain which wrong words a run read, starting at step 1. Returns "" if the words are right."""
     found = [line.letters for line in lines]
     for order, share, drop, report in product(_ORDERS, _SHARES, _DROPS, _REPORTS):
         if found == _letters(_read(order, share, drop), len(lines), slice(1 if report else 2)):
@@ -108,31 +109,31 @@ def _wrong_words(lines: Sequence[Line]) -> str:
     right = _letters(_read(), len(lines))
     step = next(step for step, (mine, yours) in enumerate(zip(right, found, strict=True), start=1) if mine != yours)
     return (
-        f"The words of step {step} have {right[step - 1]} letters, on all ranks together; you print {found[step - 1]}. "
-        "The order of epoch e is that of DistributedSampler with seed 0, after set_epoch(e)."
+        f"The words of step {step} must have {right[step - 1]} letters over all ranks, got {found[step - 1]}. "
+        "The order of epoch e is that of DistributedSampler with seed 0 after set_epoch(e)."
     )
 
 
-# ---------------------------------------------------------------------------------------------- how they were weighed
+# ------------------------------------------------------------------------------------------------ how they were weighed
 
 _GRADIENTS = {
     "": "",
-    "means": "The gradient is the mean of the ranks' means: a letter counts more on the rank that has fewer of them. "
-    "Divide by the number of letters of all ranks.",
-    "half": "The gradient is half of what it should be. DDP takes the mean over ranks, where you need the sum.",
-    "double": "The gradient is twice what it should be. DDP has taken the mean over ranks already.",
-    "apart": "Each rank trains on its own gradient: nobody averages them. Is the model called through DDP?",
+    "means": "The gradient is the mean of the ranks' means, so a letter counts more on the rank with fewer letters. "
+    "Divide by the number of letters on all ranks.",
+    "half": "The gradient is half of what it should be. DDP averages over the ranks, but you need the sum.",
+    "double": "The gradient is twice what it should be. DDP has already averaged over the ranks.",
+    "apart": "Each rank trains on its own gradient: the gradients are not averaged. Do you call the model through DDP?",
     "unclipped": "The gradient is not clipped to norm 0.4.",
     "without momentum": "The steps are those of SGD without momentum.",
 }
 _FACTORS = {"means": 0.5, "half": 0.5, "double": 2.0}
 
 
-# What could be taken for the loss of a step: of the sums and the numbers of letters of both ranks.
+# Candidates for the printed loss of a step, computed from both ranks' loss sums and numbers of letters.
 _LOSSES: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
     "": lambda sums, letters: sum(sums) / sum(letters),
-    "The loss is that of rank 0's letters alone.": lambda sums, letters: sums[0] / letters[0],
-    "The loss is that of rank 1's letters alone.": lambda sums, letters: sums[1] / letters[1],
+    "The loss is that of rank 0's letters only.": lambda sums, letters: sums[0] / letters[0],
+    "The loss is that of rank 1's letters only.": lambda sums, letters: sums[1] / letters[1],
     "The loss is the mean of the ranks' means.": lambda sums, letters: (
         (sums[0] / letters[0] + sums[1] / letters[1]) / 2
     ),
@@ -141,7 +142,7 @@ _LOSSES: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
 
 
 class Course(NamedTuple):
-    """A run: what it prints, the same with losses that are none of all letters, and the weights after its last step."""
+    """A reference run: its lines, the lines with each candidate loss of `_LOSSES`, and the final weights."""
 
     lines: tuple[Line, ...]
     reports: dict[str, tuple[Line, ...]]
@@ -150,7 +151,7 @@ class Course(NamedTuple):
 
 @lru_cache(maxsize=16)
 def course(steps: int, gradient: str = "") -> Course:
-    """The run as it should be, or with another gradient, on two ranks that are played here."""
+    """Simulate a run on two ranks in this process, with the right gradient or with the mistake `gradient`."""
     words = make_words()
     reports: dict[str, list[Line]] = {said: [] for said in _LOSSES}
     with torch.random.fork_rng(devices=[]):
@@ -192,78 +193,78 @@ def _sum(model: nn.Module, part: Sequence[Tensor]) -> Tensor:
 
 
 def _wrong_losses(lines: Sequence[Line]) -> str:
-    """What is wrong in a run that has read the right words? "" for nothing."""
+    """Explain what is wrong with the losses of a run that read the right words. Returns "" if they are right."""
     for loss, gradient in product(_LOSSES, _GRADIENTS):
         if not _apart(lines, course(len(lines), gradient).reports[loss]):
             return " ".join(filter(None, (loss, _GRADIENTS[gradient])))
     right = course(len(lines)).reports
     if all(_apart(lines[:1], report) for report in right.values()):
         return (
-            f"{_apart(lines[:1], right[''])} Begin with torch.manual_seed(0), then the model. The loss is the sum over "
-            "the letters of all ranks, divided once by their number."
+            f"{_apart(lines[:1], right[''])} Call torch.manual_seed(0) before creating the model. The loss is the "
+            "sum over the letters of all ranks, divided once by their number."
         )
     return _apart(lines, right[""])
 
 
 def _apart(lines: Sequence[Line], right: Sequence[Line]) -> str:
-    """The first step whose loss is another than it should be. "" where there is none."""
+    """Describe the first step with a wrong loss. Returns "" if there is none."""
     for mine, yours in zip(right, lines, strict=False):
         if not abs(mine.loss - yours.loss) < _CLOSE:
-            return f"Step {mine.step} has loss {yours.loss:.4f}, and should have {mine.loss:.4f}."
+            return f"The loss of step {mine.step} must be {mine.loss:.4f}, got {yours.loss:.4f}."
     return ""
 
 
-# ------------------------------------------------------------------------------------------------------- the verdicts
+# --------------------------------------------------------------------------------------------------------- the verdicts
 
 
 def wrong_from_the_start(lines: Sequence[Line]) -> str:
-    """What is wrong with the lines of a run from its beginning; "" for nothing."""
+    """Explain what is wrong with the lines of a run from step 1. Returns "" if nothing is wrong."""
     if not lines:
         return ""
     if [line.step for line in lines] != list(range(1, len(lines) + 1)):
         steps = [line.step for line in lines]
-        twice = "Rank 0 alone should print. " if len(set(steps)) < len(steps) else ""
-        return f"The steps that you print begin with {steps[:6]}. {twice}Each should be there once, from 1 on."
+        twice = "Print on rank 0 only. " if len(set(steps)) < len(steps) else ""
+        return f"The first printed steps are {steps[:6]}. {twice}Print every step once, starting at 1."
     return _wrong_words(lines) or _wrong_losses(lines)
 
 
 def wrong_after_resuming(lines: Sequence[Line], saved: int) -> str:
-    """What is wrong with the lines of a run that went on after step `saved`; "" for nothing."""
+    """Explain what is wrong with the lines of a run that resumed after step `saved`. Returns "" if nothing is wrong."""
     if not lines:
         return ""
     steps = [line.step for line in lines]
-    told = f"The checkpoint is of step {saved}, and the run that is started again goes on with "
+    resumed = f"The checkpoint was saved after step {saved}, and the resumed run continues with "
     if steps[:1] == [1]:
-        return f"{told}step 1: it begins anew."
+        return f"{resumed}step 1: it starts over."
     if steps[:1] != [saved + 1]:
-        return f"{told}step {steps[0]}. The next one is {saved + 1}: none is taken again, and none left out."
+        return f"{resumed}step {steps[0]}. The next step is {saved + 1}: repeat no step, and skip none."
     if steps != list(range(saved + 1, saved + len(steps) + 1)):
-        return f"{told}steps {steps}. Each should be there once."
+        return f"{resumed}steps {steps}. Print every step once."
     right = course(saved + len(lines)).lines[saved:]
     epoch, taken = divmod(saved, STEPS_AN_EPOCH)
     found = [line.letters for line in lines][: STEPS_AN_EPOCH - taken]
     cases = {
         "": (epoch, taken),
-        f"the first words of epoch {epoch}, of which {taken} steps have been taken already.": (epoch, 0),
-        f"the words in the order of epoch 0. It is epoch {epoch}: set_epoch belongs before the first step, too.": (
-            0,
-            taken,
-        ),
-        f"the first words of epoch 0. It is epoch {epoch}, of which {taken} steps have been taken.": (0, 0),
+        f"the first words of epoch {epoch}, but {taken} steps of that epoch are already done.": (epoch, 0),
+        f"the order of epoch 0, but this is epoch {epoch}: call set_epoch before the first step, too.": (0, taken),
+        f"the first words of epoch 0, but {taken} steps of epoch {epoch} are already done.": (0, 0),
     }
-    for said, (begin, skipped) in cases.items():
+    for case, (begin, skipped) in cases.items():
         if found == _letters(islice(_read(epoch=begin), skipped, None), len(found)):
-            if said:
-                return f"{told}{said}"
+            if case:
+                return f"{resumed}{case}"
             break
     for mine, yours in zip(right, lines, strict=True):
         if mine.letters != yours.letters:
-            return f"After resuming, the words of step {mine.step} have {mine.letters} letters, not {yours.letters}."
-    if abs(right[0].loss - lines[0].loss) < _CLOSE and (said := _apart(lines, right)):
+            return (
+                f"After resuming, the words of step {mine.step} must have {mine.letters} letters, not {yours.letters}."
+            )
+    difference = _apart(lines, right)
+    if difference and abs(right[0].loss - lines[0].loss) < _CLOSE:
         return (
-            f"{told}the right loss; then the ways part: {said[0].lower()}{said[1:]} Weights are not all that an "
-            "optimiser step changes: SGD's momentum is state, too."
+            f"{resumed}the right loss, but later losses differ. {difference} An optimizer step changes more than the "
+            "weights: SGD's momentum is state, too."
         )
-    if said := _apart(lines, right):
-        return f"{told}other weights. {said} Are the weights loaded, on all ranks?"
+    if difference:
+        return f"{resumed}different weights. {difference} Do all ranks load the weights?"
     return ""

@@ -68,7 +68,7 @@ def forgets_the_schedule(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# --------------------------------------------------------------------------------------------------- where it goes on
+# ----------------------------------------------------------------------------------------------------- where it goes on
 
 
 def runs_the_saved_epoch_again(world: World, folder: Path) -> Result:
@@ -117,7 +117,7 @@ def starts_the_epoch_anew(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# ------------------------------------------------------------------------------------------------------ which file
+# ----------------------------------------------------------------------------------------------------------- which file
 
 
 def takes_the_newest_file(world: World, folder: Path) -> Result:
@@ -212,7 +212,7 @@ def writes_two_files(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# --------------------------------------------------------------------------------------------------- what is in it
+# -------------------------------------------------------------------------------------------------------- what is in it
 
 
 def loads_nothing(world: World, folder: Path) -> Result:

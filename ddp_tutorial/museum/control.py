@@ -130,7 +130,7 @@ def skips_samples_that_are_too_long(world: World) -> Result:
     return {}
 
 
-# ------------------------------------------------------------------------------------------- errors that are swallowed
+# -------------------------------------------------------------------------------------------- errors that are swallowed
 
 
 class _Branches(nn.Module):

@@ -39,7 +39,7 @@ def shuffles_files_by_rank(world: World) -> Result:
     return {"seen": train[world.rank :: world.size], "held_out": test}
 
 
-# ------------------------------------------------------------------------------------------------------- dealt twice
+# ---------------------------------------------------------------------------------------------------------- dealt twice
 
 
 def deals_twice(world: World) -> Result:
@@ -107,7 +107,7 @@ def shares_out_with_another_order(world: World) -> Result:
     return {"seen": order[world.rank :: world.size]}
 
 
-# -------------------------------------------------------------------------------------------------- random numbers
+# ------------------------------------------------------------------------------------------------------- random numbers
 
 
 def draws_the_same_noise(world: World) -> Result:
@@ -153,7 +153,7 @@ def augments_alike(world: World) -> Result:
     return {}
 
 
-# ---------------------------------------------------------------------------------------------------------- padding
+# -------------------------------------------------------------------------------------------------------------- padding
 
 
 def evaluates_padding(world: World) -> Result:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_tutorial.museum.parts import DATA, Exhibit, Result, ddp, loader, net, pieces, weights
 from ddp_tutorial.world import World
 
-# ------------------------------------------------------------------------------------- a hook sees one micro-batch
+# ------------------------------------------------------------------------------------------ a hook sees one micro-batch
 
 
 def reduces_the_last_micro_batch(world: World, accumulate: int = 2) -> Result:
@@ -81,7 +81,7 @@ def _ready(tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
     return future
 
 
-# -------------------------------------------------------------------------- a hook that is given the parameter
+# ----------------------------------------------------------------------------------- a hook that is given the parameter
 
 
 def averages_weights(world: World) -> Result:
@@ -143,7 +143,7 @@ def adds_gradients_up(world: World) -> Result:
     return {"weights": weights(model)}
 
 
-# ------------------------------------------------------------------------------------------------------- clipping
+# ------------------------------------------------------------------------------------------------------------- clipping
 
 
 def clips_before_unscaling(world: World, scale: float = 1024.0) -> Result:
@@ -185,7 +185,7 @@ def clips_values_before_unscaling(world: World, scale: float = 512.0) -> Result:
     return {"weights": weights(model)}
 
 
-# ------------------------------------------------------------------------------------- what the wrapper cannot see
+# ------------------------------------------------------------------------------------------ what the wrapper cannot see
 
 
 def unfreezes_after_wrapping(world: World) -> Result:

@@ -116,7 +116,7 @@ def applying(program: Program) -> list[str]:
     return ["hang", "drift", "copies", "agreement", "one process", *divided, "once", "errors"]
 
 
-# --------------------------------------------------------------------------------------------------- on the same play
+# ----------------------------------------------------------------------------------------------------- on the same play
 
 
 def _settings(stage: Stage, program: Program) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _touch_in_reverse(folder: Path) -> None:
         os.utime(path, (10**9 - age, 10**9 - age))
 
 
-# ------------------------------------------------------------------------------------------------- one question each
+# ---------------------------------------------------------------------------------------------------- one question each
 
 _NAN = math.nan
 _LOSSES = [

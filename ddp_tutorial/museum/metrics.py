@@ -93,7 +93,7 @@ def shows_a_loss_of_its_own(world: World) -> Result:
     return {"loss": sum(losses) / len(losses)}
 
 
-# -------------------------------------------------------------------------------------------------------- the best one
+# --------------------------------------------------------------------------------------------------------- the best one
 
 
 def takes_zero_for_nothing(losses: Sequence[float]) -> int:
@@ -151,7 +151,7 @@ def sorts_with_nan(losses: Sequence[float]) -> int:
     return kept[0][1]
 
 
-# -------------------------------------------------------------------------------- are the replicas equal? some say so
+# ---------------------------------------------------------------------------------- are the replicas equal? some say so
 
 
 def compares_with_itself(world: World, model: nn.Module, optimizer: Optimizer) -> bool:

@@ -179,7 +179,7 @@ def _undisturbed(outcome: Outcome) -> Iterator[None]:
     yield
 
 
-# ------------------------------------------------------------------------------------------- what happens on the way
+# ---------------------------------------------------------------------------------------------- what happens on the way
 
 
 def cut_after_step(number: int) -> Around:
