@@ -192,7 +192,7 @@ def train_like_plain(world: World, accumulation: int) -> tuple[list[float], dict
         ShardedSource(samples, GlobalBatchSampler(TorchOrder(len(samples), 0), 64, "drop"), world),
         digits.loss,
         world,
-        TrainConfig(steps=PLAIN_STEPS, accumulation=accumulation, tensorboard=False),
+        TrainConfig(steps=PLAIN_STEPS, accumulation=accumulation, clip=1.0, tensorboard=False),
         optimizer=digits.sgd,
         scheduler=partial(OneCycleLR, max_lr=0.05, total_steps=PLAIN_STEPS),
     )

@@ -1,16 +1,17 @@
 """Optimizers, schedules and clipping: which ones a config and a script select, and which ones are rejected."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from commands import call
-from ddp_tutorial.config import load
+from ddp_tutorial.config import ConfigError, from_arguments, load
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.config import TaskConfig, TrainConfig
@@ -40,6 +41,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def rates_of(trainer: Trainer) -> list[float]:
+    return [trainer.train_step().learning_rate for _ in range(8)]
+
+
 # ---------------------------------------------------------------------------------------------- by import path
 
 
@@ -52,6 +57,49 @@ def test_a_class_on_the_command_line_overrides_the_optimizer_of_a_file(below: st
     [group] = make_optimizer(nn.Linear(2, 2), config).param_groups
     assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.02, 0.9, True, 0)
     assert load("mine.yaml", TaskConfig, ["optimizer=sgd"]).optimizer == "sgd"
+
+
+def test_a_given_optimizer_is_stepped_without_the_defaults_of_the_config() -> None:
+    own, library = trainer_of(World(), optimizer=sgd), trainer_of(World())
+    assert (own.train_step.clip, library.train_step.clip) == (None, 1.0)
+    assert (own.settings["clip"], own.settings["schedule"]) == (None, "none")
+    assert rates_of(own) == [0.05] * 8
+    assert len(set(rates_of(library))) == 8
+    explicit = [TrainConfig(steps=8, clip=1.0, warmup_steps=20), load("tiny", TaskConfig, ["steps=8"])]
+    for trainer in (trainer_of(World(), config, optimizer=sgd) for config in explicit):
+        assert trainer.train_step.clip == 1.0
+        assert len(set(rates_of(trainer))) > 1
+
+
+def test_without_clipping_and_schedule_the_update_is_that_of_the_optimizer() -> None:
+    config = from_arguments(TaskConfig, ["steps=3", "clip=null", "schedule=none", "optimizer=sgd", "weight_decay=0"])
+    trainer = trainer_of(World(), config)
+    assert (config.clip, config.schedule) == (None, "none")
+    parameters = list(trainer.model.parameters())
+    for _ in range(3):
+        before = [parameter.detach().clone() for parameter in parameters]
+        norm = float(trainer.train_step().grad_norm)
+        momenta = [trainer.train_step.optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
+        for was, now, momentum in zip(before, parameters, momenta, strict=True):
+            torch.testing.assert_close(now, was - 3e-3 * momentum)
+    assert norm > 1, "so that clipping would change it"
+
+
+WRONG_OBJECTS: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": torch.optim.SGD}, "or a function of the model, got the class SGD: construct it"),
+    ({"optimizer": lambda model: [sgd(model)]}, "got list: use one optimizer with several parameter groups"),
+    ({"optimizer": [sgd, sgd]}, "got list: use one optimizer with several parameter groups"),
+    ({"optimizer": "sgd"}, "got str: construct it"),
+    ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau is not supported"),
+    ({"scheduler": [1]}, "must be an LRScheduler or a function of the optimizer, got list"),
+]
+
+
+def test_anything_but_one_optimizer_and_one_schedule_is_rejected() -> None:
+    for options, message in WRONG_OBJECTS:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            trainer_of(World(), **options)
+    assert not Path("runs").exists()
 
 
 WRONG: list[tuple[tuple[str, ...], str]] = [

@@ -106,7 +106,7 @@ class Precision:
     def update(
         self,
         optimizer: torch.optim.Optimizer,
-        clip: float,
+        clip: float | None,
         loss: float,
         norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = get_total_norm,
     ) -> Update:
@@ -133,7 +133,7 @@ class Precision:
                 scale_may_help = self.scale.value > 1 and math.isfinite(loss)
             self.scale.update(overflow)
         if not overflow:
-            if length + 1e-6 > clip:  # as torch has it; else it would multiply all gradients by 1
+            if clip is not None and length + 1e-6 > clip:  # as torch has it; else it would multiply all gradients by 1
                 clip_grads_with_norm_(parameters, clip, norm)
             optimizer.step()
         for parameter in parameters:  # as optimizer.zero_grad() does, in a fifth of its time

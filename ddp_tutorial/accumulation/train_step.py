@@ -59,7 +59,7 @@ class TrainStep:
         optimizer: The optimizer that `strategy.setup_optimizer` returned.
         scheduler: The learning rate schedule of `optimizer`.
         precision: The precision that `strategy` was made with.
-        clip: The largest norm of the gradient.
+        clip: The largest norm of the gradient. None does not clip the gradient.
         oom_skips: The number of consecutive batches to skip if a rank runs out of memory in its forward pass.
 
     Raises:
@@ -79,7 +79,7 @@ class TrainStep:
         scheduler: LRScheduler,
         *,
         precision: Precision,
-        clip: float = 1.0,
+        clip: float | None = 1.0,
         oom_skips: int = 0,
     ) -> None:
         self.model, self.source, self.loss, self.world = model, source, loss, world

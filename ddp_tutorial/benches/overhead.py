@@ -9,6 +9,7 @@ Arms:
 All other arms report the global mean loss of every step, which takes one small all-reduce.
 """
 
+import math
 import tempfile
 from collections.abc import Callable
 from contextlib import chdir
@@ -125,7 +126,7 @@ def _bare_loop(world: World, config: TaskConfig) -> Callable[[], torch.Tensor]:
         cursor += per_rank
         loss = F.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        clip_grad_norm_(model.parameters(), config.clip)
+        clip_grad_norm_(model.parameters(), config.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -46,7 +46,7 @@ def gpt_step(
         settings: Settings of `TrainConfig`.
     """
     torch.manual_seed(0)
-    config = TrainConfig(**{"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant", **settings})
+    config = TrainConfig(**{"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant", "clip": 1.0, **settings})
     return make_train_step(GPT(**model.model_dump()), source, next_token_loss, team, config, optimizer=optimizer)
 
 

@@ -74,7 +74,7 @@ def main(world: World, options: Options) -> TrainResult:
         make_source(images("train"), options.batch_size, world, seed=options.seed),
         loss,
         world,
-        options,
+        options.model_copy(update={"clip": options.clip}),  # by default, the trainer does not clip for an own optimizer
         validation_data=images("held_out"),
         optimizer=sgd,
         scheduler=partial(OneCycleLR, max_lr=0.05, total_steps=options.schedule_steps or options.steps),

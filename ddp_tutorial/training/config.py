@@ -145,8 +145,9 @@ class TrainConfig(Config):
         "replaces `warmup_steps`, `schedule`, `schedule_steps` and `final_lr_fraction`.",
     )
     warmup_steps: int = Field(20, ge=0, description="Steps in which the learning rate rises linearly from zero.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="Shape of the decay after the warm-up."
+    schedule: Literal["cosine", "linear", "constant", "none"] = Field(
+        "cosine",
+        description="Shape of the decay after the warm-up; `none` keeps the learning rate, without a warm-up.",
     )
     schedule_steps: int | None = Field(
         None, ge=1, examples=[200], description="Length of the schedule in steps; by default, `steps`."
@@ -157,7 +158,9 @@ class TrainConfig(Config):
         ge=0,
         description="Weight decay of matrices for `adamw` and `sgd`; biases and norms have none.",
     )
-    clip: float = Field(1.0, gt=0, description="Maximum norm of the gradient.")
+    clip: float | None = Field(
+        1.0, gt=0, description="Maximum norm of the gradient; `null` does not clip the gradient."
+    )
     oom_skips: int = Field(
         0,
         ge=0,

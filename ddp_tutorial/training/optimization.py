@@ -5,11 +5,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ddp_tutorial.accumulation.precision import require_no_closure
 from ddp_tutorial.config import ConfigError
@@ -21,6 +21,7 @@ Optimizer = torch.optim.Optimizer
 # An object, or a function that makes it from the model or from the optimizer.
 OptimizerLike = Optimizer | Callable[[nn.Module], Optimizer]
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
+SomeConfig = TypeVar("SomeConfig", bound=TrainConfig)
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
@@ -69,7 +70,62 @@ def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
         scheduler = construct("scheduler", config.scheduler, LRScheduler, optimizer)
         require_no_metric(scheduler)
         return scheduler
+    if config.schedule == "none":
+        return ConstantLR(optimizer, factor=1.0, total_iters=0)  # never sets the learning rate
     return LambdaLR(optimizer, learning_rate_factor(config))
+
+
+def config_for(optimizer: OptimizerLike | None, config: SomeConfig) -> SomeConfig:
+    """Return the config without the default schedule and clipping if `optimizer` is the caller's own.
+
+    The schedule with its warm-up, and clipping, then apply only if the caller has set one of their settings. A setting
+    counts as set even if its value is the default.
+    """
+    if optimizer is None:
+        return config
+    changed: dict[str, Any] = {}
+    if "clip" not in config.model_fields_set:
+        changed["clip"] = None
+    if config.model_fields_set.isdisjoint({"schedule_steps", *_SCHEDULE}):
+        changed["schedule"] = "none"
+    return config.model_copy(update=changed)
+
+
+def resolve_optimizer(optimizer: OptimizerLike, model: nn.Module) -> Optimizer:
+    """Return an optimizer, or the one that a function of the model returns.
+
+    Raises:
+        ConfigError: If `optimizer` is neither.
+    """
+    if callable(optimizer) and not isinstance(optimizer, type):
+        optimizer = optimizer(model)
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, (list, tuple)):
+        fix = "use one optimizer with several parameter groups, torch.optim.SGD([{'params': ..., 'lr': ...}, ...])"
+    else:
+        fix = "construct it, torch.optim.SGD(model.parameters(), lr=0.1), or pass a function that constructs it"
+    raise ConfigError(f"'optimizer' must be an Optimizer or a function of the model, {_got(optimizer)}: {fix}")
+
+
+def resolve_scheduler(scheduler: SchedulerLike, optimizer: Optimizer) -> LRScheduler:
+    """Return a schedule, or the one that a function of the optimizer returns.
+
+    Raises:
+        ConfigError: If `scheduler` is neither, or if it requires a validation loss.
+    """
+    found = scheduler(optimizer) if callable(scheduler) else scheduler
+    if not isinstance(found, LRScheduler):
+        raise ConfigError(
+            f"'scheduler' must be an LRScheduler or a function of the optimizer, {_got(found)}: "
+            "chain several schedules with torch.optim.lr_scheduler.SequentialLR"
+        )
+    require_no_metric(found)
+    return found
+
+
+def _got(value: object) -> str:
+    return f"got the class {value.__name__}" if isinstance(value, type) else f"got {type(value).__name__}"
 
 
 def require_no_metric(scheduler: LRScheduler) -> None:

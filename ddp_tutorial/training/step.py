@@ -1,6 +1,5 @@
 """Build a `TrainStep` from a config."""
 
-import torch
 from torch import nn
 
 from ddp_tutorial.accumulation.loss import Loss
@@ -13,8 +12,11 @@ from ddp_tutorial.training.optimization import (
     OptimizerLike,
     SchedulerLike,
     check_optimizer,
+    config_for,
     make_optimizer,
     make_scheduler,
+    resolve_optimizer,
+    resolve_scheduler,
 )
 from ddp_tutorial.training.strategies import make_strategy
 from ddp_tutorial.world import World, require_group
@@ -40,21 +42,22 @@ def make_train_step(
         loss: Returns a sum and a count; see `accumulation.loss`.
         world: The ranks.
         config: Chooses the strategy, and the optimizer and the schedule unless they are given.
-        optimizer: An optimizer of `model`, or a function that makes one from the model.
+        optimizer: An optimizer of `model`, or a function that makes one from the model. With it, the schedule and
+            clipping of `config` apply only if `config` sets them explicitly.
         scheduler: A schedule of the optimizer, or a function that makes one from the optimizer.
 
     Raises:
         ConfigError: If the model is on a different device, or if the optimizer does not fit the model.
     """
     require_group(world)
+    config = config_for(optimizer, config)
     model = _on_device(model, world)
     precision = Precision(config.precision, world)
     strategy = make_strategy(config, model, world, loss, precision)
-    made = optimizer or make_optimizer(model, config)
-    made = made if isinstance(made, torch.optim.Optimizer) else made(model)
+    made = make_optimizer(model, config) if optimizer is None else resolve_optimizer(optimizer, model)
     check_optimizer(made, model)
     stepped = strategy.setup_optimizer(made)
-    scheduled = scheduler or make_scheduler(stepped, config)
+    scheduled = make_scheduler(stepped, config) if scheduler is None else resolve_scheduler(scheduler, stepped)
     return TrainStep(
         model,
         source,
@@ -62,7 +65,7 @@ def make_train_step(
         world,
         strategy,
         stepped,
-        scheduled(stepped) if callable(scheduled) else scheduled,
+        scheduled,
         precision=precision,
         clip=config.clip,
         oom_skips=config.oom_skips,

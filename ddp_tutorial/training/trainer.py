@@ -39,7 +39,13 @@ from ddp_tutorial.sharding.sources import require_same_samples
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.evaluation import evaluate
 from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
-from ddp_tutorial.training.optimization import OptimizerLike, OptimizerOptions, SchedulerLike, update_settings
+from ddp_tutorial.training.optimization import (
+    OptimizerLike,
+    OptimizerOptions,
+    SchedulerLike,
+    config_for,
+    update_settings,
+)
 from ddp_tutorial.training.profiling import StepProfiler
 from ddp_tutorial.training.step import make_train_step
 from ddp_tutorial.training.stopping import StopDecision, StopRequests
@@ -79,7 +85,8 @@ class Trainer:
         world: The ranks.
         config: The settings of the run.
         validation_data: A dataset to evaluate on.
-        optimizer: An optimizer, or a function that makes one from the model. By default, `config` chooses it.
+        optimizer: An optimizer, or a function that makes one from the model. By default, `config` chooses it. With it,
+            the schedule and clipping of `config` apply only if `config` sets them explicitly.
         scheduler: A schedule, or a function that makes one from the optimizer. By default, `config` chooses it.
         unit: The name of what the loss counts, for the log.
 
@@ -108,7 +115,7 @@ class Trainer:
                 "'best_model', 'early_stopping' and 'target_loss' require evaluations; pass validation_data to Trainer"
             )
         self.shows_epochs = config.num_epochs is not None
-        config = with_steps(config, source.steps_per_epoch)
+        config = config_for(optimizer, with_steps(config, source.steps_per_epoch))
         self.threads = torch.get_num_threads()  # restored by `train`; strategy invariant uses one thread
         self.train_step = make_train_step(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.options = OptimizerOptions.of(self.train_step.optimizer, self.train_step.scheduler)
