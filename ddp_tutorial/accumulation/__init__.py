@@ -1,8 +1,9 @@
-"""What is one optimiser step?
+"""One optimizer step: micro-batches, loss, gradient, update.
 
-`micro_batches` cuts it, `loss` adds up what its parts return, `strategies` turn them into the gradient of all ranks,
-`accelerated` has Hugging Face's Accelerate do so, `invariant` does it with the same bits on any number of ranks,
-`out_of_memory` has ranks agree to leave a batch out, `precision` makes the update from the gradient.
+`train_step` runs a step. `micro_batches` accumulates gradients, and `loss` sums what the loss function returns.
+`strategy` defines how a gradient is computed on several ranks; `strategies`, `accelerate_strategy` and `invariant`
+implement it with DDP, with Hugging Face's Accelerate, and independently of the number of ranks. `out_of_memory` lets
+ranks agree to skip a batch. `precision` updates the weights from the gradient.
 """
 
 import lazy_loader

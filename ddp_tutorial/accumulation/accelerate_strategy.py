@@ -1,8 +1,9 @@
-"""Hugging Face's Accelerate as a strategy: it wraps the model, decides which micro-batch talks, and runs backward.
+"""Hugging Face's Accelerate as a strategy.
 
-What it does not do for its users stays as with the other strategies: the gradient is that of a sum over a count of all
-ranks, half precision is that of `Precision`, and a checkpoint has the parts that it has with strategy ddp. Accelerate
-divides each loss by the number of micro-batches; so the loss is multiplied by that before.
+Accelerate wraps the model, decides which micro-batch communicates, and runs the backward pass. Everything else is the
+same as for the other strategies: the gradient is that of a sum divided by the count of all ranks, half precision is
+that of `Precision`, and a checkpoint has the components of strategy ddp. Accelerate divides each loss by the number of
+micro-batches, so the loss is multiplied by that number first.
 """
 
 import os
@@ -25,11 +26,9 @@ from ddp_tutorial.ddp.wrappers import sync_initial_state
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 
-# Of `DDPConfig`: what Accelerate hands on to torch's DistributedDataParallel.
-
 
 def require_accelerate() -> None:
-    """Raise `ConfigError` where the package is not installed."""
+    """Raise `ConfigError` if the package accelerate is not installed."""
     if find_spec("accelerate") is None:
         raise ConfigError(
             "strategy accelerate needs the package of that name, which is not installed: "
@@ -38,14 +37,16 @@ def require_accelerate() -> None:
 
 
 class AccelerateStrategy(ReplicatedStrategy):
-    """Every rank has the whole model, which `Accelerator.prepare` wraps; `accumulate` and `backward` are Accelerate's.
+    """Data parallelism with Accelerate's `prepare`, `accumulate` and `backward`.
 
-    Of `config`, only what is in `FORWARDED_OPTIONS` has a meaning. Collective. Raises `ConfigError` where Accelerate
-    is not installed, and where this process has told it, by ACCELERATE_* variables or an `Accelerator` of its own, of
-    another world, another device or more than averaging gradients.
+    The constructor is collective. Only the options in `FORWARDED_OPTIONS` are used from `config`.
+
+    Raises:
+        ConfigError: If Accelerate is not installed. Also if ACCELERATE_* variables or an earlier `Accelerator` of this
+            process configured a different world, a different device or more than averaging gradients.
     """
 
-    link: Link | None = None  # torch's C++ code calls gloo or NCCL by itself
+    link: Link | None = None  # PyTorch's C++ code calls gloo or NCCL directly
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class AccelerateStrategy(ReplicatedStrategy):
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
+        """Wrap the model, and give all ranks rank 0's weights."""
         require_accelerate()
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
@@ -72,7 +74,7 @@ class AccelerateStrategy(ReplicatedStrategy):
         with _environment_of(world):
             self.accelerator = Accelerator(
                 cpu=world.device.type == "cpu",
-                mixed_precision="no",  # that is for `Precision`
+                mixed_precision="no",  # `Precision` handles it
                 gradient_accumulation_steps=accumulation,
                 kwargs_handlers=[DistributedDataParallelKwargs(**options)],
             )
@@ -86,20 +88,22 @@ class AccelerateStrategy(ReplicatedStrategy):
 
     @property
     def micro_batches_per_rank(self) -> int:
+        """Micro-batches of a step on each rank."""
         return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
+        """Fill `.grad` and return the totals of all ranks; see `Strategy.backward`."""
         if not batches:
             raise ValueError("a step has 1 micro-batch or more, found 0")
         parts = len(batches)
         self.loss.begin(parts)
-        # Accelerate counts micro-batches over all steps; one that has failed is not to shift the next.
+        # Accelerate counts micro-batches over all steps; a failed step must not shift the next one.
         self.accelerator.step, self.accelerator.gradient_accumulation_steps = 0, parts
         for number, batch in enumerate(batches):
             with self.accelerator.accumulate(self.wrapped):
                 calls = self.calls
                 with phase("forward"):
-                    # Gradients are averaged over ranks and micro-batches, and this is a part of a sum.
+                    # Compensate for the averaging over ranks and micro-batches, because this loss is a part of a sum.
                     part = self.loss.forward(self.wrapped, batch, loss_multiplier=self.world.size * parts)
                 require_call(self.calls > calls)
                 if number == parts - 1:
@@ -112,8 +116,11 @@ class AccelerateStrategy(ReplicatedStrategy):
 
 @contextmanager
 def _environment_of(world: World) -> Iterator[None]:
-    """Inside, the environment says of the world what `world` does: Accelerate reads it, knows nothing of Slurm's, would
-    start a group for one rank of torchrun's, and set the number of threads."""
+    """Set the environment variables that Accelerate reads to the values of `world`, while the block runs.
+
+    Without them, Accelerate would ignore Slurm's variables, start a process group for a single rank of torchrun, and
+    change the number of threads.
+    """
     told = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -135,7 +142,7 @@ def _environment_of(world: World) -> Iterator[None]:
 
 
 def _require_fit(accelerator: Any, world: World) -> None:
-    """Raise `ConfigError` where Accelerate does not do what this strategy is for."""
+    """Raise `ConfigError` if Accelerate is set up differently from what this strategy needs."""
     kind = accelerator.distributed_type.value
     wanted = "NO" if world.size == 1 else f"MULTI_{'GPU' if world.device.type == 'cuda' else 'CPU'}"
     found = (kind, accelerator.process_index, accelerator.num_processes, str(accelerator.device))

@@ -1,4 +1,4 @@
-"""Settings of a step's precision, and the DDP options that Accelerate knows."""
+"""Settings of the precision, and the DDP options that are passed to Accelerate."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ FORWARDED_OPTIONS = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_buc
 
 
 class PrecisionConfig(Config):
-    """In which type matrix products are computed, and how the loss is scaled for float16."""
+    """The type of matrix products, and the loss scaling for float16."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Type of matrix products; weights, gradients and optimizer state stay in float32."

@@ -1,16 +1,16 @@
-"""The same training run, bit for bit, on 1, 2, 4 ... ranks.
+"""Training that is bitwise identical on 1, 2, 4 ... ranks.
 
-Floating-point sums depend on the order of adding. Here the order is fixed before anybody knows the number of ranks: a
-step has V micro-batches (a power of two), numbered as in `sharding.order.shard_micro_batches`, and their gradients are
-added up in one binary tree. With n left, number v is added to number v + n / 2:
+Floating-point sums depend on the order of the operands. Here the order does not depend on the number of ranks. A step
+has V micro-batches (a power of two), numbered as in `sharding.permutation.shard_micro_batches`, and their gradients are
+summed in one binary tree. While n gradients are left, gradient v and gradient v + n / 2 are added:
 
     V = 4      0   1   2   3
-                \\   \\ /   /            0 + 2 and 1 + 3: on one rank where two ranks have 0, 2 and 1, 3
-                 0   1                 0 + 1: between the two
+                \\   \\ /   /            0 + 2 and 1 + 3: each within one rank, if there are two ranks
+                 0   1                 0 + 1: between the two ranks
 
-With W ranks, rank r has numbers r, r + W, r + 2 W, ...: the first rounds happen inside a rank, the last log2 W between
-ranks, which exchange what they have with one other rank in each (recursive doubling). a + b has the bits of b + a, so
-both have the same. Dropout is drawn for the micro-batch, not for the rank.
+With W ranks, rank r has the micro-batches r, r + W, r + 2 W, ... So the first rounds run within each rank. In each of
+the last log2 W rounds, pairs of ranks exchange their sums (recursive doubling). Both ranks of a pair get the same bits,
+because a + b equals b + a. The random numbers of dropout depend on the micro-batch, not on the rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,15 +32,15 @@ from ddp_tutorial.world import World, require_group
 
 
 class InvariantStrategy(ReplicatedStrategy):
-    """Gradients that do not depend on the number of ranks, as long as it divides `micro_batches`.
+    """Gradients that do not depend on the number of ranks, if that number divides `micro_batches`.
 
-    Same bits need the same arithmetic in each micro-batch, so the same kind of processor, torch, and size of
-    micro-batch. On CPUs a sum also depends on the number of threads: the constructor sets it to one for this process,
-    and `Trainer.train` restores it. A model with running statistics (BatchNorm) depends on which rank saw which sample,
-    and is refused.
+    Runs are bitwise identical only with the same type of processor, the same version of torch and the same size of
+    micro-batches. On CPUs a sum also depends on the number of threads: the constructor sets it to one for this process,
+    and `Trainer.train` restores it. A model with buffers, such as BatchNorm's running statistics, is rejected, because
+    they depend on which rank processed which samples.
     """
 
-    link: Link | None = None  # gradients travel by torch's own collectives
+    link: Link | None = None  # gradients are sent by torch's collectives
 
     def __init__(
         self,
@@ -51,6 +51,16 @@ class InvariantStrategy(ReplicatedStrategy):
         seed: int = 0,
         precision: Precision | None = None,
     ) -> None:
+        """Give all ranks rank 0's weights, and use one thread from now on. Raise `ConfigError` for unsuitable models.
+
+        Args:
+            model: The model, on this rank's device.
+            world: The ranks.
+            loss: The loss function.
+            micro_batches: Micro-batches of a step over all ranks, a power of two.
+            seed: The seed of dropout.
+            precision: The precision; float32 by default.
+        """
         require_group(world)
         require_even_shares(micro_batches, world.size)
         if any(True for _ in model.buffers()):
@@ -66,11 +76,11 @@ class InvariantStrategy(ReplicatedStrategy):
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """Micro-batches of each rank."""
+        """Micro-batches of a step on each rank."""
         return self.micro_batches // self.world.size
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Fill `.grad`; return the totals of all ranks. `batches` are the rank's, in their order."""
+        """Fill `.grad` and return the totals of all ranks. `batches` are this rank's micro-batches, in order."""
         if len(batches) != self.micro_batches_per_rank:
             raise ValueError(
                 f"a step has {self.micro_batches_per_rank} micro-batches on each rank, found {len(batches)}"
@@ -87,7 +97,7 @@ class InvariantStrategy(ReplicatedStrategy):
         return totals
 
     def _gradient(self, batch: Any, number: int) -> torch.Tensor:
-        """The gradient of one micro-batch in one long vector, then a 1 for each parameter that was used, else a 0."""
+        """Return the gradient of one micro-batch as a vector, followed by 1 per used parameter and 0 per unused one."""
         self.module.zero_grad(set_to_none=True)
         with seeded_rng(self.seed, self.step, number, device=self.world.device):
             with phase("forward"):
@@ -99,28 +109,29 @@ class InvariantStrategy(ReplicatedStrategy):
         return torch.cat([*pieces, torch.tensor(used, dtype=pieces[0].dtype, device=pieces[0].device)])
 
     def sync_buffers(self) -> None:
-        """Does nothing: a model with buffers is refused."""
+        """Do nothing, because models with buffers are rejected."""
 
     def state_dict(self) -> Mapping[str, float]:
-        """The step, which the random numbers depend on, and what the loss keeps."""
+        """Return the step, on which the random numbers depend, and the state of the loss."""
         return {"step": self.step, **super().state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
+        """Restore a state."""
         self.step = int(state["step"])
         super().load_state_dict(state)
 
     def _assign_grads(self, total: torch.Tensor) -> None:
-        """Let each `.grad` be a view of the sum; a parameter that no rank used has none."""
+        """Set each `.grad` to a view of the sum, or to None if no rank used the parameter."""
         *pieces, used = total.split([*(p.numel() for p in self.parameters), len(self.parameters)])
         for parameter, piece, count in zip(self.parameters, pieces, used.tolist(), strict=True):
             parameter.grad = piece.view_as(parameter) if count else None
 
 
 class _Tree:
-    """Adds up vectors that come one by one, in pairs of equal weight, keeping no more than log2 of them."""
+    """A running sum that adds pairs of partial sums of equal size, and stores at most log2 of them."""
 
     def __init__(self) -> None:
-        self.partial: list[tuple[int, torch.Tensor]] = []  # how many are in it, and their sum
+        self.partial: list[tuple[int, torch.Tensor]] = []  # the number of vectors, and their sum
 
     def add(self, vector: torch.Tensor) -> None:
         count = 1
@@ -130,12 +141,12 @@ class _Tree:
         self.partial.append((count, vector))
 
     def sum(self) -> torch.Tensor:
-        [(_, total)] = self.partial  # one is left of a power of two
+        [(_, total)] = self.partial  # a power of two leaves one
         return total
 
 
 def bit_reversed(count: int) -> list[int]:
-    """0 to `count` - 1, a power of two, in the order in which neighbours are those half of the rest apart: 0 2 1 3."""
+    """Return 0 to `count` - 1 in bit-reversed order, such as 0 2 1 3. `count` must be a power of two."""
     order = [0]
     while len(order) < count:
         order = [2 * each for each in order] + [2 * each + 1 for each in order]
@@ -143,7 +154,10 @@ def bit_reversed(count: int) -> list[int]:
 
 
 def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, a power of two, in the fixed tree, on every rank. In place."""
+    """Sum `vector` over all ranks in the fixed tree, in place, and return it. Collective.
+
+    The number of ranks must be a power of two.
+    """
     theirs = torch.empty_like(vector)
     distance = world.size
     while distance > 1:
@@ -157,7 +171,7 @@ def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
 
 
 def require_even_shares(micro_batches: int, ranks: int) -> None:
-    """Raise `ConfigError` where sums over micro-batches could not be added up alike on every number of ranks."""
+    """Raise `ConfigError` unless the number of micro-batches is a power of two and a multiple of the ranks."""
     if micro_batches < 1 or micro_batches & (micro_batches - 1):
         raise ConfigError(f"micro_batches={micro_batches}: should be a power of two, such as 4")
     if micro_batches % ranks:

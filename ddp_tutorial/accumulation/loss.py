@@ -1,4 +1,4 @@
-"""What a loss returns, and how it adds up over the micro-batches of a step and over all ranks.
+"""The interface of a loss function, and its sum over the micro-batches of a step and over all ranks.
 
     def loss(model, batch):
         logits = model(batch["pixels"])
@@ -6,9 +6,9 @@
         count = len(batch["digit"])
         return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
 
-A loss is a sum and a count until it is shown: sums and counts of micro-batches and ranks add up, means do not. Count
-what the loss is a mean over: samples, or tokens that are not padding. Metrics beside it are sums and counts too, by
-name. Several losses are one sum: add them up, each weighted, and report each as a metric.
+A loss function returns a sum and a count, because sums and counts of micro-batches and ranks can be added, and means
+cannot. Count what the loss is a mean over: samples, or tokens that are not padding. Metrics are also sums and counts,
+by name. To use several losses, return their weighted sum, and report each loss as a metric.
 """
 
 import math
@@ -30,17 +30,17 @@ from ddp_tutorial.world import World
 Loss = Callable[[Any, Any], tuple[Any, ...]]
 Number = float | torch.Tensor
 
-LOSS = "loss"  # the name of the loss among the metrics
+LOSS = "loss"  # the name of the loss in the totals
 _EXAMPLE = "return F.cross_entropy(logits, targets, reduction='sum'), len(targets)"
 
 
 class LossError(ConfigError):
-    """A loss that does not return a sum, a count and, if it likes, metrics."""
+    """A loss function is used incorrectly, or does not return a sum, a count and optionally metrics."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The sum and the count of the loss and of each metric, by name, over all micro-batches of a step and all ranks."""
+    """The sum and count of the loss and of each metric, by name, over all micro-batches of a step and all ranks."""
 
     sums: dict[str, float]
     counts: dict[str, float]
@@ -48,14 +48,18 @@ class Totals:
     same_path: bool = True  # whether `path` was the same number on all ranks; see `StepLoss.reduce`
 
     def means(self) -> dict[str, float]:
-        """Sum over count of each; NaN where nothing was counted."""
+        """Return the mean of the loss and of each metric; NaN if the count is zero."""
         return {name: self.sums[name] / self.counts[name] if self.counts[name] else math.nan for name in self.sums}
 
 
 def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, tuple[Number, Number]]]:
-    """What to call backward on, and the sum and count of the loss and of each metric, without a graph.
+    """Call the loss function and check what it returns.
 
-    Raises `LossError` where `loss` returns something else.
+    Returns:
+        The tensor to call `backward` on; and the detached sum and count of the loss and of each metric, by name.
+
+    Raises:
+        LossError: If `loss` returns something else.
     """
     returned = loss(model, batch)
     if not (isinstance(returned, tuple) and len(returned) in {2, 3}):
@@ -112,15 +116,17 @@ def _describe(value: object) -> str:
 
 
 class StepLoss:
-    """A loss, called for each micro-batch of a step and added up over all of them and over all ranks.
+    """A loss function that is called for each micro-batch of a step and summed over micro-batches and ranks.
 
-    The gradient should be that of sum over count of all ranks, but what the other ranks count is known only while
-    backward computes. So `forward` divides by the count that is *expected*, and `finish` multiplies the gradient by how
-    far that was off. Expected is about the count of the step before, as a power of two: dividing by it rounds nothing,
-    so the gradient has the same bits whatever was expected, and float16 has numbers of the size that it has for means.
+    The gradient is that of the sum divided by the count of all ranks, but the counts of other ranks are known only
+    during the backward pass. So `forward` divides by an *expected* count, and `finish` multiplies the gradient by
+    expected / actual. The expected count is the previous step's count, rounded to a power of two. Division by a power
+    of two is exact, so the gradient does not depend on the expected count. In float16, the numbers are about as large
+    as those of a mean.
     """
 
     def __init__(self, loss: Loss, world: World, precision: Precision | None = None) -> None:
+        """Start without an expected count, which the first step determines."""
         self.loss, self.world, self.precision = loss, world, precision or Precision(world=world)
         self.names: tuple[str, ...] = ()
         self.expected = 0.0
@@ -129,7 +135,7 @@ class StepLoss:
         self._summed: Callable[[], list[float]] | None = None
 
     def begin(self, micro_batches: int) -> None:
-        """A step of so many micro-batches on this rank begins. Nothing is left of one that has failed."""
+        """Start a step with `micro_batches` micro-batches on this rank, and discard the state of a failed step."""
         self._micro_batches, self._parts, self._summed = micro_batches, {}, None
 
     def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
@@ -171,10 +177,10 @@ class StepLoss:
         return total, parts
 
     def reduce(self, stop_flags: float = 0.0, path: int = 0) -> None:
-        """Begin to add up over the ranks. After the last forward, before its backward: it travels meanwhile.
+        """Start the all-reduce of the totals. Collective.
 
-        `stop_flags` are added up with it: a question to all ranks that costs no all-reduce of its own. So is `path`, a
-        number below 2^16 that should be the same on all ranks.
+        Call this method after the last forward pass of a step. The all-reduce overlaps with the backward pass. It also
+        sums the `stop_flags`, and checks that `path`, a number below 2^16, is the same on all ranks.
         """
         numbers = [*(value for pair in self._parts.values() for value in pair), stop_flags, path, path**2]
         values = to_vector(numbers, self.world.device)
@@ -188,15 +194,18 @@ class StepLoss:
         self._summed = summed
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> Totals:
-        """The totals of all ranks. Corrects the gradients of `parameters`, which are those of the whole step by now.
+        """Return the totals of all ranks, and correct the gradients of `parameters` if the expected count was wrong.
 
-        Raises `ValueError`, on all ranks, where no rank has counted anything: there is no mean of nothing.
+        Call this method when the gradients of the step are complete.
+
+        Raises:
+            ValueError: On all ranks, if the count is zero over all ranks, so that there is no mean.
         """
         assert self._summed is not None, "finish comes after reduce"
         *numbers, stop_flags, path, squares = self._summed()
         self._summed = None
         sums, counts = (dict(zip(self.names, numbers[i::2], strict=True)) for i in range(2))
-        totals = Totals(sums, counts, stop_flags, same_path=self.world.size * squares == path**2)  # no variance
+        totals = Totals(sums, counts, stop_flags, same_path=self.world.size * squares == path**2)  # zero variance
         count = totals.counts[LOSS]
         if count == 0:
             raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")
@@ -207,10 +216,11 @@ class StepLoss:
         return totals
 
     def state_dict(self) -> dict[str, float]:
-        """The expected count, the same on all ranks: in float16, it has a say in what overflows."""
+        """Return the expected count, the same on all ranks. In float16, it determines which numbers overflow."""
         return {"expected": self.expected}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the expected count."""
         self.expected = state["expected"]
 
 
@@ -223,5 +233,5 @@ def _double(value: Number) -> Number:
 
 
 def _power_of_two(count: float) -> float:
-    """The one nearest to `count` on a logarithmic scale; 1 where that is nothing, infinite or not a number."""
+    """Return the nearest power of two on a logarithmic scale; 1 if `count` is zero, infinite or NaN."""
     return 2.0 ** round(math.log2(count)) if 0 < count < math.inf else 1.0

@@ -1,4 +1,4 @@
-"""A check for the most frequent mistake in a loss: it returns a mean instead of a sum."""
+"""Check for the most frequent mistake in a loss function: it returns a mean instead of a sum."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ from ddp_tutorial.world import World
 
 
 def require_sum(world: World, loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> None:
-    """Raise `LossError` on all ranks if the loss is a mean on some rank: its count would weigh it wrongly. Collective.
+    """Raise `LossError` on all ranks if the loss is a mean on some rank, because its weight would be wrong. Collective.
 
-    A batch that is not a tree of tensors with rows cannot be checked.
+    A batch that is not a tree of tensors with rows is not checked.
     """
-    # Every rank or no rank: if weights are sharded, a forward pass is collective.
+    # All ranks check or no rank does, because with sharded weights a forward pass is collective.
     if any_rank(world, not has_rows(batch)):
         return
     if any_rank(world, is_mean_loss(loss, model, batch, precision)):
@@ -37,7 +37,7 @@ def has_rows(batch: Any) -> bool:
 
 
 def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision) -> bool:
-    """Return whether `loss` gives the same value for some samples and for the same samples twice, with twice the count.
+    """Return whether `loss` does not change when all samples are duplicated, although its count doubles.
 
     `batch` is a tree of tensors with at least one row. Returns False if the loss raises.
     """
@@ -46,7 +46,7 @@ def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision)
     with preserved_rng(tree_leaves(batch)[0].device), torch.no_grad(), evaluating(model), precision.autocast():
         try:
             pairs = [call_loss(loss, model, each)[1][LOSS] for each in (few, twice)]
-        except Exception:  # the step itself reports what is wrong with the loss
+        except Exception:  # the step itself reports the error
             return False
     (sum_1, count_1), (sum_2, count_2) = ((float(total), float(count)) for total, count in pairs)
     return count_2 == 2 * count_1 != 0 and sum_1 != 0 and abs(sum_2 - sum_1) < 1e-3 * abs(sum_1)

@@ -13,12 +13,13 @@ from ddp_tutorial.compat import storage_id
 
 @dataclass
 class SavedBytes:
-    """The bytes of each saved storage, by its identity. A storage that several tensors share counts once."""
+    """The bytes of each saved storage, by its identity. A storage that several tensors share is counted once."""
 
     storages: dict[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
+        """The total number of bytes."""
         return sum(self.storages.values())
 
 

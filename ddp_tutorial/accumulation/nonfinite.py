@@ -1,4 +1,4 @@
-"""The origin of a number that is not finite."""
+"""Locate the origin of an infinity or a NaN."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,11 @@ from ddp_tutorial.world import World
 
 
 def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Sequence[Any], precision: Precision) -> str:
-    """Where does a number that is not finite come from? Collective; computes forward and backward anew.
+    """Return a description of where a number that is not finite comes from. Collective.
 
-    Once the ranks have added up their gradients, all have the NaN of one. So each looks at its own again, without
-    touching any `.grad`: the loss first, then parameter by parameter, in the order in which backward comes to them.
+    After the all-reduce, a NaN of one rank is on all ranks. So each rank repeats the forward and backward passes of its
+    own batches, without changing `.grad`. It checks the loss first, then the gradient of each parameter, in the order
+    of the backward pass.
     """
     found = None
     parameters = _parameters_backwards(module)
@@ -27,7 +28,7 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
         first = _first_not_finite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])
         where = f"of micro-batch {number}"
         if found:
-            continue  # where weights are sharded, a forward is collective: all ranks do as many
+            continue  # with sharded weights, a forward pass is collective: all ranks run the same number
         if weight := _first_not_finite(parameters):
             found = f"parameter {weight!r} itself"
         elif not bool(total.isfinite()):
@@ -39,10 +40,10 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
 
 
 def _first_not_finite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:
-    """The first of them that has an infinity or a NaN."""
+    """Return the name of the first tensor that contains an infinity or a NaN."""
     return next((name for name, tensor in named if tensor is not None and not bool(tensor.isfinite().all())), None)
 
 
 def _parameters_backwards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Those to be trained, the last registered first, which is about the order in which backward reaches them."""
+    """Return the trainable parameters in reverse order, which is about the order of the backward pass."""
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad][::-1]

@@ -1,16 +1,16 @@
-"""A rank that runs out of memory in forward: all ranks agree to leave the step out, instead of waiting for it.
+"""If a rank runs out of memory in the forward pass, all ranks agree to skip the batch.
 
-    each rank by itself            all together
-    forward of a micro-batch  ->   who has failed?  ->  nobody: backward
-                                                    ->  somebody: OutOfMemoryError on all ranks, none enters backward
+    each rank                            all ranks
+    forward pass of a micro-batch  ->    all-reduce: which ranks failed?  ->  none: backward pass
+                                                                          ->  some: OutOfMemoryError on all ranks
 
-The place is chosen by what ranks do together. DDP's collectives of forward are at its beginning, before the model
-computes, and those of backward have not begun; so all ranks come to the question, whoever has failed. It is an
-all-reduce of one number a rank for each micro-batch, for which forward has to be waited.
+DDP's collectives of the forward pass come before the model computes, and those of the backward pass have not started
+yet. So at this point every rank can join the all-reduce, including those that failed. The all-reduce has one number per
+rank. It runs for each micro-batch and must wait for the forward pass.
 
-What cannot be agreed on ends the run, as any error does: memory that runs out in backward, since the others are inside
-all-reduces by then, which the rank that failed will never enter; in a forward with collectives of its own, such as
-`SyncBatchNorm`; and in the first step, which would most likely fail the next time too.
+In three cases the ranks do not agree, and the error aborts the run. In the backward pass, the other ranks are already
+in all-reduces that the failed rank never joins. A forward pass with collectives, such as that of `SyncBatchNorm`, has
+the same problem. And if the first step fails, the next one would most likely fail as well.
 """
 
 from typing import Any
@@ -23,25 +23,26 @@ from ddp_tutorial.config import FailedError
 
 
 class OutOfMemoryError(FailedError):
-    """Ranks have run out of memory in forward; raised on all ranks, before any of them has begun the backward in which
-    they talk. `description` is the allocator's message, on the ranks that have failed."""
+    """Some ranks ran out of memory in the forward pass. Raised on all ranks, before the backward pass communicates."""
 
     def __init__(self, ranks: tuple[int, ...], description: str = "") -> None:
+        """Create the error. `ranks` failed; `description` is the allocator's message, on those ranks."""
         super().__init__(
             f"rank {', '.join(map(str, ranks))} ran out of memory in forward{description and f': {description}'}"
         )
         self.ranks, self.description = ranks, description
 
     def __reduce__(self) -> tuple[type, tuple[tuple[int, ...], str]]:
+        """Return how to unpickle the error, because its arguments are not its message."""
         return OutOfMemoryError, (self.ranks, self.description)
 
 
 class BackwardOutOfMemoryError(FailedError):
-    """A rank has run out of memory in backward, where the others cannot be asked any more. Raised on that rank."""
+    """A rank ran out of memory in the backward pass, where ranks can no longer agree. Raised on that rank."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is it an allocator's, of a GPU or of the CPU? torch has no type of its own for the latter."""
+    """Return whether the allocator of a GPU or of the CPU raised `error`. For the CPU, torch has no error type."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return (
@@ -50,9 +51,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class OutOfMemoryAgreement(StepLoss):
-    """A `StepLoss` after each forward of which all ranks know whether one has run out of memory: then all raise."""
+    """A `StepLoss` that raises `OutOfMemoryError` on all ranks if a rank runs out of memory in the forward pass."""
 
     def forward(self, model: Any, batch: Any, loss_multiplier: float = 1.0) -> torch.Tensor:
+        """Return the loss of one micro-batch; see `StepLoss.forward`. Collective after the first step."""
         if not self.names:  # the first step
             return super().forward(model, batch, loss_multiplier)
         part, description = None, ""

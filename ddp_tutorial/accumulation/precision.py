@@ -1,10 +1,10 @@
-"""From gradients to the next weights, in the same way on every rank: half precision, overflow, clipping, the step.
+"""Mixed precision, loss scaling, gradient clipping and the optimizer step, in the same way on every rank.
 
-With autocast (Micikevicius et al., "Mixed precision training", 2018) matrix products are computed in 16 bits; weights,
-gradients and the optimiser's state stay in float32, the master copy. bfloat16 needs nothing else. float16 ends at
-65,504 and knows nothing below 6e-8, so the loss is multiplied by a scale before backward, and the gradient divided by
-it after. Where the scale was too large, the gradient overflows: the step is left out, on all ranks, and the scale
-halved.
+With autocast (Micikevicius et al., "Mixed precision training", 2018), matrix products are computed in 16 bits. Weights,
+gradients and the optimizer state stay in float32. bfloat16 needs nothing else. The largest number of float16 is 65,504,
+and numbers below 6e-8 become zero. So the loss is multiplied by a scale before the backward pass, and the gradient is
+divided by it afterwards. If the scale was too large, the gradient overflows. Then all ranks skip the step, and the
+scale is halved.
 """
 
 import inspect
@@ -41,9 +41,9 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass
 class Scale:
-    """The factor of the loss: halved at an overflow, doubled after `growth_interval` steps without one.
+    """The loss scale. It is halved after an overflow and doubled after `growth_interval` steps without one.
 
-    `torch.amp.GradScaler` does the same for one process; all ranks must be told the same `overflow`.
+    `torch.amp.GradScaler` does the same for one process. All ranks must pass the same `overflow`.
     """
 
     value: float
@@ -52,7 +52,7 @@ class Scale:
     overflows: int = 0
 
     def update(self, overflow: bool) -> None:
-        """Halve the factor after an overflow, count a step without one; call it after each step."""
+        """Update the scale after a step."""
         if overflow:
             self.value, self.steady, self.overflows = self.value / 2, 0, self.overflows + 1
             return
@@ -62,9 +62,9 @@ class Scale:
 
 
 class Update(NamedTuple):
-    """What became of a step: the gradient's norm before clipping, and whether the weights have moved.
+    """The result of an update: the gradient's norm before clipping, and whether the weights have changed.
 
-    `scale_may_help` tells an overflow, which a smaller scale can cure, from a bug.
+    `scale_may_help` is true for an overflow that a smaller loss scale can fix, and false for a bug.
     """
 
     norm: torch.Tensor
@@ -73,8 +73,14 @@ class Update(NamedTuple):
 
 
 def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, device: torch.device) -> torch.Tensor:
-    """The norm of all elements that the `ranks` ranks of `group` hold in their `tensors`, each element counted where it
-    is held; the same on all of them. None is the group of all ranks. Collective."""
+    """Return the norm over the `tensors` of all ranks of `group`, the same on each of them. Collective.
+
+    Args:
+        tensors: This rank's tensors. An element that several ranks have is counted on each of them.
+        group: The process group; None is the group of all ranks.
+        ranks: The number of ranks of `group`.
+        device: The device of the result.
+    """
     squares = get_total_norm(tensors).to(device, torch.float64).square()
     if ranks > 1:
         dist.all_reduce(squares, group=group)
@@ -82,23 +88,25 @@ def total_norm_over(tensors: Sequence[torch.Tensor], group: Any, ranks: int, dev
 
 
 class Precision:
-    """How one run computes: `autocast` around forward, `loss_scale` as factor before backward, then `update`.
+    """The precision of a run: `autocast` for the forward pass, `loss_scale` for the backward pass, then `update`.
 
-    With DDP, all ranks have the same gradient, so the same norm. Whether it has overflowed is agreed all the same where
-    there is a scale: one rank that steps while another does not, and the weights differ from then on without a word.
+    With DDP, all ranks have the same gradient and so the same norm. With a loss scale, they agree on an overflow
+    anyway: if only some ranks stepped, the weights would silently diverge.
     """
 
     def __init__(self, config: PrecisionConfig | None = None, world: World | None = None) -> None:
+        """Use float32 by default; a loss scale exists only for float16."""
         self.config, self.world = config or PrecisionConfig(), world or World()
         is_half = self.config.dtype == "fp16"
         self.scale = Scale(self.config.initial_scale, self.config.growth_interval) if is_half else None
 
     @property
     def loss_scale(self) -> float:
+        """The factor of the loss before the backward pass; 1 except with float16."""
         return self.scale.value if self.scale else 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Around forward and loss; not around backward, which takes the types of forward."""
+        """Return the context for the forward pass and the loss. The backward pass uses the same types without it."""
         if self.config.dtype == "fp32":
             return nullcontext()
         return torch.autocast(self.world.device.type, torch.float16 if self.scale else torch.bfloat16)
@@ -110,13 +118,17 @@ class Precision:
         loss: float,
         norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = get_total_norm,
     ) -> Update:
-        """Divide by the scale, clip by the norm over all parameters, step, zero. Collective with float16.
+        """Divide the gradient by the scale, clip it by its norm, run the optimizer step and clear the gradient.
 
-        Where this rank's optimizer has a part of the gradient only, `norm_of` is to find the norm of the whole.
+        Collective with float16: if the gradient is not finite on some rank, all ranks skip the step. The order matters,
+        because a gradient that was clipped before the division would be too small by the factor `scale`.
 
-        The order matters: clipped before it is divided, a gradient would be `scale` times too small. A step whose
-        gradient is not finite on some rank is left out on all. A smaller scale cannot help where `loss`, of all ranks,
-        is not finite, since it has not been scaled yet, nor when the scale is down at 1.
+        Args:
+            optimizer: The optimizer to step.
+            clip: The maximum norm of the gradient; None disables clipping.
+            loss: The unscaled loss of all ranks. If it is not finite, or if the scale is 1, a smaller scale cannot
+                help.
+            norm_of: Returns the norm of the whole gradient. Needed if this rank has only a part of the gradient.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -133,20 +145,19 @@ class Precision:
                 scale_may_help = self.scale.value > 1 and math.isfinite(loss)
             self.scale.update(overflow)
         if not overflow:
-            if clip is not None and length + 1e-6 > clip:  # as torch has it; else it would multiply all gradients by 1
+            if clip is not None and length + 1e-6 > clip:  # torch's condition; otherwise it would multiply by 1
                 clip_grads_with_norm_(parameters, clip, norm)
             optimizer.step()
-        for parameter in parameters:  # as optimizer.zero_grad() does, in a fifth of its time
+        for parameter in parameters:  # same effect as optimizer.zero_grad(), in a fifth of the time
             parameter.grad = None
         return Update(norm, not overflow, scale_may_help)
 
     def state_dict(self) -> dict[str, float | int]:
-        """The scale's, which is the same on every rank; empty where there is none."""
+        """Return the state of the scale, which is the same on every rank; empty without a scale."""
         return {} if self.scale is None else {k: getattr(self.scale, k) for k in ("value", "steady", "overflows")}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Go on with the scale of `state`. Raises `ValueError` where that has one and this precision none, or the other
-        way round."""
+        """Restore the scale. Raise `ValueError` unless both `state` and this precision have a scale, or neither."""
         if bool(state) != bool(self.scale):
             raise ValueError(
                 f"the state has {'a' if state else 'no'} scale of the loss, which does not go with "

@@ -1,4 +1,4 @@
-"""How the ranks come to agree on a gradient: one method, `backward`, from the micro-batches of one step."""
+"""Strategies for which each rank has the whole model: their base class, and DDP."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,44 +22,52 @@ from ddp_tutorial.world import World
 
 
 class ReplicatedStrategy:
-    """What is the same for all strategies by which each rank has the whole `module` and steps it by itself."""
+    """Base class of the strategies for which each rank has the whole `module` and steps all of it."""
 
     loss: StepLoss
 
     def __init__(self, module: nn.Module, world: World) -> None:
+        """Store the model, which is on this rank's device."""
         self.module, self.world = module, world
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return `optimizer` unchanged."""
         return optimizer
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of this rank's `gradients`."""
         return get_total_norm(gradients)
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing, because the model has the weights to evaluate."""
         return nullcontext()
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
+        """Return a context that yields the model."""
         return nullcontext(self.module)
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """Return the model and the optimizer, which are the same on all ranks."""
         return {"model": (self.module, "replicated"), "optimizer": (optimizer, "replicated")}
 
     def sync_buffers(self) -> None:
-        # As the variants do within a step. After the last one, each rank's BatchNorm has statistics of its own.
+        """Broadcast rank 0's buffers. After a step, each rank's BatchNorm has different running statistics."""
         broadcast_tensors(self.world, list(self.module.buffers()))
 
     def state_dict(self) -> Mapping[str, float]:
+        """Return the state of the loss."""
         return self.loss.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
+        """Restore the state of the loss."""
         self.loss.load_state_dict(state)
 
 
 class DDPStrategy(ReplicatedStrategy):
-    """Every rank has the whole model and a part of the batch; the gradients are averaged as `config` says.
+    """Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
 
-    With `agree_on_memory`, a rank that runs out of memory in forward makes all raise `OutOfMemoryError`, and all can go
-    on with the next step; see `out_of_memory` for what it costs, and where it cannot be.
+    With `agree_on_memory`, all ranks raise `OutOfMemoryError` if a rank runs out of memory in the forward pass, and can
+    continue with the next step. See `out_of_memory` for its cost and its limits.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class DDPStrategy(ReplicatedStrategy):
         precision: Precision | None = None,
         agree_on_memory: bool = False,
     ) -> None:
+        """Wrap the model, and give all ranks rank 0's weights."""
         if agree_on_memory:
             require_local_forward(model)
         super().__init__(model, world)
@@ -82,9 +91,11 @@ class DDPStrategy(ReplicatedStrategy):
 
     @property
     def micro_batches_per_rank(self) -> int:
+        """Micro-batches of a step on each rank."""
         return self.accumulation
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
+        """Fill `.grad` and return the totals of all ranks; see `Strategy.backward`."""
         try:
             return accumulate(self.model, self.loss, batches, stop_flags)
         except Exception as error:
@@ -97,14 +108,15 @@ class DDPStrategy(ReplicatedStrategy):
             ) from error
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+        """Return the model, the optimizer, and PowerSGD's errors, which are different on each rank."""
         components = super().checkpoint_components(optimizer)
-        if self.model.kept is not None:  # what a rank has yet to send
+        if self.model.kept is not None:  # the errors that a rank has yet to send
             components["compression"] = (self.model.kept, "per_rank")
         return components
 
 
 def require_local_forward(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that talks to other ranks in forward: whoever fails in there, the others wait."""
+    """Raise `ConfigError` if the model communicates in its forward pass, where other ranks would wait for a failure."""
     for name, part in model.named_modules():
         if isinstance(part, nn.SyncBatchNorm | SyncBatchNorm):
             raise ConfigError(

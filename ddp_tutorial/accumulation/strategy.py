@@ -10,8 +10,8 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Totals
 from ddp_tutorial.ddp.link import Link
 
-# What a checkpoint keeps: something with `state_dict` and `load_state_dict`, and which ranks have the same of it, in
-# the words of `checkpoint.components.Shared`.
+# A component of a checkpoint: an object with `state_dict` and `load_state_dict`, and how ranks share it, as a value of
+# `checkpoint.components.Shared`.
 Part = tuple[Any, str]
 
 
@@ -23,44 +23,49 @@ class Strategy(Protocol):
     `state_dict` and `load_state_dict`.
     """
 
-    link: Link | None  # what carries the gradients, where Python sees it
+    link: Link | None  # carries the gradients; None if PyTorch sends them directly
 
     @property
     def micro_batches_per_rank(self) -> int:
-        """How many micro-batches of a step each rank computes."""
+        """Micro-batches of a step on each rank."""
         ...
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer that is stepped, whose parameters have the gradients: `optimizer`, made from the whole model
-        and not stepped yet, or one of this rank's part. Once, before the first step."""
+        """Return the optimizer to step. Call this method once, before the first step.
+
+        `optimizer` was created from the whole model and has not been stepped. If the weights are sharded, the result is
+        an optimizer of this rank's shard.
+        """
         ...
 
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
-        """Fill `.grad`; return the sums and counts of the loss and the metrics, and of `stop_flags`, over all ranks."""
+        """Fill `.grad`. Return the totals of the loss, the metrics and the `stop_flags` over all ranks."""
         ...
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm of the whole gradient, the same on all ranks; `gradients` are those that this rank holds."""
+        """Return the norm of the whole gradient, the same on all ranks. `gradients` are those of this rank."""
         ...
 
     def sync_buffers(self) -> None:
-        """Give every rank rank 0's buffers, before the model is judged or saved."""
+        """Broadcast rank 0's buffers, before the model is evaluated or saved."""
         ...
 
     def evaluation_weights(self) -> AbstractContextManager[object]:
-        """Inside, the model that is trained has the weights by which the run is judged, on every rank."""
+        """Return a context in which the model has the weights to evaluate, on every rank."""
         ...
 
     def full_parameters(self) -> AbstractContextManager[nn.Module]:
-        """Inside, each rank has a model with all weights: to be digested, or written by rank 0."""
+        """Return a context that yields a model with all weights on every rank, to compare or save it."""
         ...
 
     def checkpoint_components(self, optimizer: torch.optim.Optimizer) -> dict[str, Part]:
-        """What a checkpoint keeps of the model and of `optimizer`, the one that is stepped, and who has the same."""
+        """Return the checkpoint components of the model and of `optimizer`, which `setup_optimizer` returned."""
         ...
 
     def state_dict(self) -> Mapping[str, float]:
-        """What it needs to go on with the same bits; the same on all ranks."""
+        """Return the state that makes a resumed run bitwise identical; it is the same on all ranks."""
         ...
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state: Any) -> None:
+        """Restore a state."""
+        ...

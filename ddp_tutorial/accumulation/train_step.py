@@ -1,4 +1,4 @@
-"""One optimizer step of any model, data and loss: the trainer repeats it, and benchmarks and experiments time it.
+"""One optimizer step with any model, data and loss. The trainer repeats it; benchmarks and experiments time it.
 
 step = make_train_step(model, source, loss, world, config)   # see training/step.py
 done = step()        # data, gradient, update; the same on all ranks
@@ -33,9 +33,9 @@ class StepResult:
     Attributes:
         means: The means of the loss and of the metrics, by name.
         count: The count of the loss over all ranks.
-        grad_norm: The gradient's norm before clipping. With local steps, as in local SGD, that of this rank's gradient.
+        grad_norm: The gradient's norm before clipping; in local SGD, the norm of this rank's gradient.
         learning_rate: The learning rate of the step.
-        applied: False if float16 overflowed: the weights have not changed.
+        applied: Whether the weights have changed. They have not if float16 overflowed.
         stop_flags: The sum of all ranks' stop flags.
     """
 
@@ -48,7 +48,7 @@ class StepResult:
 
 
 class TrainStep:
-    """Read a batch, compute its gradient, update the weights: one optimizer step for each call. Collective.
+    """A training step: each call reads a batch, computes its gradient and updates the weights. Collective.
 
     Args:
         model: The model, on this rank's device.
@@ -58,13 +58,13 @@ class TrainStep:
         strategy: Computes the gradient of `model`.
         optimizer: The optimizer that `strategy.setup_optimizer` returned.
         scheduler: The learning rate schedule of `optimizer`.
-        precision: The precision that `strategy` was made with.
-        clip: The largest norm of the gradient. None does not clip the gradient.
-        oom_skips: The number of consecutive batches to skip if a rank runs out of memory in its forward pass.
+        precision: The precision that `strategy` was created with.
+        clip: The maximum norm of the gradient. None disables clipping.
+        oom_skips: The maximum number of consecutive batches to skip if a rank runs out of memory in its forward pass.
 
     Raises:
         LossError: In the first step, if the loss is a mean.
-        OutOfMemoryError: On all ranks, if a rank ran out of memory more than `oom_skips` times in a row.
+        OutOfMemoryError: On all ranks, if a rank ran out of memory for more than `oom_skips` consecutive batches.
         NotFiniteError: On all ranks, if the gradient is not finite and a smaller loss scale would not help.
     """
 
@@ -82,6 +82,7 @@ class TrainStep:
         clip: float | None = 1.0,
         oom_skips: int = 0,
     ) -> None:
+        """Start at step 0."""
         self.model, self.source, self.loss, self.world = model, source, loss, world
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.precision, self.clip, self.oom_skips = precision, clip, oom_skips
@@ -90,6 +91,7 @@ class TrainStep:
         self._is_checked = False
 
     def __call__(self, stop_flags: float = 0.0) -> StepResult:
+        """Run one step. `stop_flags` are summed over all ranks."""
         batches, totals = self._gradient(stop_flags)
         with phase("update"):
             norm, made = self._update(totals.sums[LOSS], batches)
@@ -113,7 +115,7 @@ class TrainStep:
             except OutOfMemoryError as error:  # raised on all ranks
                 if not left:
                     raise
-                self.optimizer.zero_grad()  # of the micro-batches before
+                self.optimizer.zero_grad()  # gradients of earlier micro-batches
                 self.left_out += 1
                 LOG.warning(
                     "step %d: %s. All ranks leave its samples out, and take the next ones", self.number + 1, error
@@ -149,7 +151,7 @@ class TrainStep:
         self.source.load_state_dict(cursor)
 
     def checkpoint_components(self) -> dict[str, Part]:
-        """Return the components of a checkpoint, by name, each with the way in which ranks share it."""
+        """Return the components of a checkpoint by name, each with how ranks share it."""
         components = self.strategy.checkpoint_components(self.optimizer)
         components |= {name: (getattr(self, name), "replicated") for name in ("scheduler", "source", "strategy")}
         if self.precision.scale:
