@@ -361,11 +361,9 @@ def test_what_cannot_be_a_pipeline_is_one_line_before_ranks_start(
     assert "\n" not in str(error.value)
 
 
-def test_a_model_without_a_chain_and_nccl_are_refused() -> None:
+def test_a_model_without_a_chain_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a Extra cannot be cut into stages: it is no nn.Sequential"):
         check_pipeline(Extra(2), PipelineConfig(), 2)
-    with pytest.raises(ConfigError, match="Use backend gloo"):
-        check_pipeline(toy(), PipelineConfig(), 2, backend="nccl")
 
 
 def test_a_loss_calls_its_model_once() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ddp_tutorial.accumulation.loss import LOSS, Loss, Totals
 from ddp_tutorial.accumulation.precision import Precision
-from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.collectives import all_gather, to_vector
 from ddp_tutorial.compat import multiply_
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.wrappers import sync_initial_state
@@ -34,24 +34,19 @@ from ddp_tutorial.pipeline.stages import Stage, even_splits, split_into_stages
 from ddp_tutorial.world import World, require_group
 
 
-def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int, backend: str = "gloo") -> list[Stage]:
+def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) -> list[Stage]:
     """Split the model into stages, and validate the config.
 
     No ranks are needed, so this function can be called before a launch.
 
     Raises:
-        ConfigError: If the model has fewer modules than stages, if a name is not a module, if the world size is not a
-            multiple of the ranks in a pipeline, or if the backend is NCCL.
+        ConfigError: If the model has fewer modules than stages, if a name is not a module, or if the world size is not
+            a multiple of the ranks in a pipeline.
     """
     if world_size % config.ranks:
         raise ConfigError(
             f"a world of {world_size} ranks is no whole number of pipelines of {config.ranks}: start "
             f"{config.ranks * max(1, world_size // config.ranks)}, or change the number of ranks in a pipeline"
-        )
-    if backend == "nccl":
-        raise ConfigError(
-            "the pipeline's sends wait for nobody, as gloo's do; NCCL's would wait for one another. Use backend gloo, "
-            "or torch.distributed.pipelining"
         )
     return split_into_stages(model, config.cuts or even_splits(model, config.stages))
 
@@ -102,7 +97,7 @@ class Pipeline:
             ConfigError: See `check_pipeline`.
         """
         require_group(world)
-        stages = check_pipeline(model, config, world.size, world.backend)
+        stages = check_pipeline(model, config, world.size)
         sync_initial_state(model, world)
         self.world, self.config = world, config
         mesh = Mesh(world.size // config.ranks, config.ranks)
@@ -149,9 +144,9 @@ class Pipeline:
         parts = self.runner.run(batches)
         with phase("finish"):
             for name, group in self.shared.items():  # sum the gradients of each use of a tied parameter
-                _add_up([self.named[name]], group)
+                _add_up([self.named[name]], group, self.world.device)
             if len(self.mesh) > 1:
-                _add_up([p for p in self.named.values() if p.requires_grad], self.across)
+                _add_up([p for p in self.named.values() if p.requires_grad], self.across, self.world.device)
             totals = self._totals(parts, stop_flags)
             if totals.counts[LOSS] == 0:
                 raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")
@@ -164,9 +159,10 @@ class Pipeline:
         """Sum the sums and counts of the last stages over all ranks. Collective."""
         if not self._metrics:
             self._metrics = next(filter(None, all_gather(self.world, list(parts[0]) if parts else [])))
-        values = torch.zeros(2 * len(self._metrics) + 1, dtype=torch.float64)
+        device = self.world.device
+        values = torch.zeros(2 * len(self._metrics) + 1, dtype=torch.float64, device=device)
         for part in parts:
-            values[:-1] += torch.tensor([float(v) for name in self._metrics for v in part[name]], dtype=torch.float64)
+            values[:-1] += to_vector([v for name in self._metrics for v in part[name]], device)
         values[-1] = stop_flags
         if self.world.size > 1:
             dist.all_reduce(values)
@@ -198,12 +194,12 @@ class Pipeline:
         return {name: group for name, group in groups.items() if group is not None}
 
 
-def _add_up(parameters: Sequence[nn.Parameter], group: Any) -> None:
+def _add_up(parameters: Sequence[nn.Parameter], group: Any, device: torch.device) -> None:
     """Replace each `.grad` by the sum over the ranks of the group. Collective.
 
     A parameter that no rank has used keeps `.grad` None.
     """
-    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=device)
     dist.all_reduce(flags, group=group)
     used = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
     kinds: dict[Any, list[nn.Parameter]] = {}

@@ -1,13 +1,14 @@
-"""Run one optimizer step of a pipeline: each rank executes its row of the schedule with send and receive.
+"""Run one optimizer step of a pipeline: each rank executes its row of the schedule with sends and receives.
 
 After a forward pass, a rank sends the activation to the rank of the next stage. After a backward pass, it sends the
-gradient of its input to the rank of the previous stage. Sends do not block (`isend`; the tensor is kept until the send
-has completed), so a schedule that `schedules.check` accepts cannot deadlock. While a rank computes one action, it can
-receive the message for the next one. Each message has a unique tag, made from the stage and the micro-batch, so
-messages cannot be confused whatever the order of the actions.
+gradient of its input to the rank of the previous stage. The sends and receives are issued in batches
+(`batch_isend_irecv`), in the order of `exchanges.slots_of`. With this order, a schedule that `schedules.check` accepts
+cannot deadlock, on gloo or on NCCL. While a rank computes one action, it can receive the message for the next one.
 
-The shape of a message depends only on the micro-batch, which all ranks of a pipeline have. Therefore, a header with the
-shape is sent once for each shape of micro-batch, before the message. From the next step on, the shape is known.
+The shape of a message depends only on the micro-batch, which all ranks of a pipeline have. In a step with a new shape
+of micro-batch, a header with the shape is sent before each activation. From the next step on, the shape is known.
+
+This project has run pipelines on gloo only. For NCCL, the order of the batches is tested in a simulation.
 
 A loss function is called as `loss(model, batch)`. It must call the model once, with inputs from the batch, and return a
 sum and a count. On the first stage, the loss is called only to capture the inputs of the model, and is aborted there.
@@ -29,6 +30,7 @@ from ddp_tutorial.accumulation.loss import Loss, LossError, Number, call_loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.compat import tree_leaves
 from ddp_tutorial.phases import phase
+from ddp_tutorial.pipeline.exchanges import Transfer, slots_of
 from ddp_tutorial.pipeline.schedules import BACKWARD, FORWARD, Action, Table, Timed, dependencies
 from ddp_tutorial.rng import seeded_rng
 
@@ -43,8 +45,6 @@ _DTYPES = [
     torch.bool,
 ]
 _HEADER = 10  # integers: the dtype, the number of dimensions, and their sizes
-_ACTIVATION, _GRADIENT, _SHAPE = range(3)  # the kind of a message, which is part of its tag
-_WHAT = {FORWARD: _ACTIVATION, BACKWARD: _GRADIENT}
 
 Like = tuple[torch.Size, torch.dtype]
 Parts = dict[str, tuple[Number, Number]]
@@ -57,10 +57,9 @@ class _Step:
     keys: list[str]  # identify the shapes of each micro-batch
     parts: list[Parts] = field(default_factory=list)  # one per micro-batch, on the last stage
     live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict)  # (in, out)
-    here: dict[Action, torch.Tensor] = field(default_factory=dict)  # outputs for a different stage of this rank
+    made: dict[Action, torch.Tensor] = field(default_factory=dict)  # outputs of this rank, until they are used
     sending: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
-    coming: dict[Action, tuple[dist.Work, torch.Tensor]] = field(default_factory=dict)
-    learnt: dict[tuple[Action, str], Like] = field(default_factory=dict)
+    receiving: dict[Transfer, tuple[dist.Work, torch.Tensor]] = field(default_factory=dict)
 
 
 class StageRunner:
@@ -97,7 +96,9 @@ class StageRunner:
         self.number = 0  # completed steps
         self.ran: list[Timed] = []  # the actions of the last step, with times of the monotonic clock
         self.peak = 0  # the peak number of micro-batches with stored activations in the last step
-        self._known: dict[tuple[Action, str], Like] = {}
+        self._slots = [slots_of(table, with_shapes=new)[place] for new in (False, True)]
+        self._seen: set[str] = set()  # the keys of micro-batches whose shapes are known on all ranks
+        self._shapes: dict[tuple[int, str], Like] = {}  # of received activations, by stage and key
 
     def run(self, batches: Sequence[Any]) -> list[Parts]:
         """Add the gradient of the loss, summed over all micro-batches, to `.grad`. Collective over the pipeline.
@@ -119,29 +120,32 @@ class StageRunner:
             raise ValueError(f"the schedule has {expected} micro-batches, found {len(batches)}")
         step = _Step([_key(batch) for batch in batches])
         self.ran, self.peak = [], 0
-        row = self.table[self.place]
-        for action, following in zip(row, [*row[1:], None], strict=True):
-            received = self._receive(step, action)
-            if following is not None:
-                self._expect(step, following)
-            start = time.monotonic()
-            if action.kind == FORWARD:
-                with phase("forward"):
-                    made = self._forward(step, action, received, batches[action.micro_batch])
-            else:
-                with phase("backward"):
-                    made = self._backward(step, action, received)
-            self.ran.append(Timed(action, start, time.monotonic()))
-            self.peak = max(self.peak, len(step.live))
-            if made is not None:
-                self._send(step, action, made)
+        for slot in self._slots[not self._seen.issuperset(step.keys)]:
+            self._exchange(step, slot.transfers)
+            if slot.action is not None:
+                self._execute(step, slot.action, batches[slot.action.micro_batch])
         for work, _ in step.sending:
             work.wait()
-        self._known |= step.learnt
+        self._seen |= set(step.keys)
         self.number += 1
         return step.parts
 
     # ----------------------------------------------------------------------------------------------- computing
+
+    def _execute(self, step: _Step, action: Action, batch: Any) -> None:
+        """Run a forward or backward pass, and store its output."""
+        received = self._input_of(step, action)
+        start = time.monotonic()
+        if action.kind == FORWARD:
+            with phase("forward"):
+                made = self._forward(step, action, received, batch)
+        else:
+            with phase("backward"):
+                made = self._backward(step, action, received)
+        self.ran.append(Timed(action, start, time.monotonic()))
+        self.peak = max(self.peak, len(step.live))
+        if made is not None:
+            step.made[action] = made
 
     def _forward(self, step: _Step, action: Action, x: torch.Tensor | None, batch: Any) -> torch.Tensor | None:
         """Run a forward pass, and return the output for the next stage, or None on the last stage."""
@@ -178,89 +182,80 @@ class StageRunner:
 
     # ------------------------------------------------------------------------------------------------ messages
 
-    def _send(self, step: _Step, action: Action, made: torch.Tensor) -> None:
-        to = action.stage + (1 if action.kind == FORWARD else -1)
-        if to % len(self.peers) == self.place:
-            step.here[action] = made
-            return
-        peer, made = self.peers[to % len(self.peers)], made.contiguous()
+    def _exchange(self, step: _Step, transfers: Sequence[Transfer]) -> None:
+        """Issue one batch of sends and receives, without waiting for it."""
         step.sending = [(work, kept) for work, kept in step.sending if not work.is_completed()]
-        if action.kind == FORWARD and (_from(action), step.keys[action.micro_batch]) not in self._known:
-            header = _header(made)
-            self._isend(step, header, peer, self._tag(action, _SHAPE))
-            step.learnt[_from(action), step.keys[action.micro_batch]] = made.shape, made.dtype
-        self._isend(step, made, peer, self._tag(action, _WHAT[action.kind]))
-
-    def _isend(self, step: _Step, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        work = dist.isend(tensor, peer, tag=tag)
-        assert work is not None
-        step.sending.append((work, tensor))
-
-    def _expect(self, step: _Step, action: Action) -> None:
-        """Start to receive the message that `action` needs, if its shape is known."""
-        need = self._awaited(step, action)
-        if need is None or need in step.coming:
+        transfers = [transfer for transfer in transfers if self._is_needed(step, transfer)]
+        if not transfers:
             return
-        if need.kind == BACKWARD:
-            out = step.live.get((action.stage, action.micro_batch))
-            if out is None:
-                return  # the shape is unknown until its forward pass, which comes first
-            like = out[1].shape, out[1].dtype
-        elif (_from(need), step.keys[need.micro_batch]) in self._known:
-            like = self._known[_from(need), step.keys[need.micro_batch]]
+        operations = [
+            self._send(step, transfer) if transfer.source == self.place else self._receive(step, transfer)
+            for transfer in transfers
+        ]
+        works = dist.batch_isend_irecv(operations)
+        if len(works) < len(operations):  # NCCL returns one handle for the batch, gloo one for each operation
+            works *= len(operations)
+        for transfer, operation, work in zip(transfers, operations, works, strict=True):
+            if transfer.source == self.place:
+                step.sending.append((work, operation.tensor))
+            else:
+                step.receiving[transfer] = work, operation.tensor
+
+    def _is_needed(self, step: _Step, transfer: Transfer) -> bool:
+        """Return whether the message exists: an activation of integers has no gradient, so none is sent."""
+        if transfer.action.kind == FORWARD:
+            return True
+        if transfer.source == self.place:
+            return transfer.action in step.made
+        return step.live[transfer.action.stage - 1, transfer.action.micro_batch][1].is_floating_point()
+
+    def _send(self, step: _Step, transfer: Transfer) -> dist.P2POp:
+        if transfer.part == "shape":
+            tensor = _header(step.made[transfer.action]).to(self.device)
         else:
-            return
-        self._irecv(step, need, like)
+            tensor = step.made.pop(transfer.action).contiguous()
+        return dist.P2POp(dist.isend, tensor, self.peers[transfer.target], tag=self._tag(transfer))
 
-    def _receive(self, step: _Step, action: Action) -> torch.Tensor | None:
+    def _receive(self, step: _Step, transfer: Transfer) -> dist.P2POp:
+        if transfer.part == "shape":
+            tensor = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
+        else:
+            shape, dtype = self._like(step, transfer)
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        return dist.P2POp(dist.irecv, tensor, self.peers[transfer.source], tag=self._tag(transfer))
+
+    def _like(self, step: _Step, transfer: Transfer) -> Like:
+        """Return the shape and the dtype of a message, from its header if there is one."""
+        kind, stage, m = transfer.action
+        if kind == BACKWARD:
+            out = step.live[stage - 1, m][1]
+            return out.shape, out.dtype
+        header = step.receiving.pop(transfer._replace(part="shape"), None)
+        if header is not None:
+            work, tensor = header
+            work.wait()
+            self._shapes[stage, step.keys[m]] = _from_header(tensor)
+        return self._shapes[stage, step.keys[m]]
+
+    def _input_of(self, step: _Step, action: Action) -> torch.Tensor | None:
         """Return the input of `action`, from a different rank or a different stage of this rank, or None."""
         need = dependencies(action, self.count)
         if need is None or need.stage == action.stage:
             return None
-        if need in step.here:
-            return step.here.pop(need)
-        if self._awaited(step, action) is None:
+        source = need.stage % len(self.peers)
+        if source == self.place:
+            return step.made.pop(need, None)
+        if (message := Transfer(need, source, self.place)) not in step.receiving:
             return None
-        self._expect(step, action)
-        if need not in step.coming:  # a new shape
-            peer = self.peers[need.stage % len(self.peers)]
-            header = torch.empty(_HEADER, dtype=torch.int64)
-            dist.recv(header, peer, tag=self._tag(need, _SHAPE))
-            like = _like(header)
-            step.learnt[_from(need), step.keys[need.micro_batch]] = like
-            self._irecv(step, need, like)
-        work, tensor = step.coming.pop(need)
+        work, tensor = step.receiving.pop(message)
         work.wait()
         return tensor
 
-    def _awaited(self, step: _Step, action: Action) -> Action | None:
-        """Return the action of a different rank whose message `action` needs, or None."""
-        need = dependencies(action, self.count)
-        if need is None or need.stage % len(self.peers) == self.place:
-            return None
-        if need.kind == BACKWARD:
-            live = step.live.get((action.stage, action.micro_batch))
-            if live is not None and not live[1].is_floating_point():
-                return None  # integers have no gradient, so none is sent
-        return need
-
-    def _irecv(self, step: _Step, need: Action, like: Like) -> None:
-        tensor = torch.empty(like[0], dtype=like[1], device=self.device)
-        tag = self._tag(need, _WHAT[need.kind])
-        work = dist.irecv(tensor, self.peers[need.stage % len(self.peers)], tag=tag)
-        assert work is not None
-        step.coming[need] = work, tensor
-
-    def _tag(self, action: Action, which: int) -> int:
-        return 3 * (action.micro_batch * self.count + action.stage) + which
-
-
-def _from(action: Action) -> Action:
-    """Return the action with micro-batch 0, as a key for the shape of its message.
-
-    Micro-batches of the same shape have activations of the same shape.
-    """
-    return action._replace(micro_batch=0)
+    def _tag(self, transfer: Transfer) -> int:
+        """Return a tag that is unique within a step."""
+        kind, stage, m = transfer.action
+        part = 2 if transfer.part == "shape" else int(kind == BACKWARD)
+        return 3 * (m * self.count + stage) + part
 
 
 def _key(batch: Any) -> str:
@@ -274,7 +269,7 @@ def _header(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *sizes], dtype=torch.int64)
 
 
-def _like(header: torch.Tensor) -> Like:
+def _from_header(header: torch.Tensor) -> Like:
     kind, dim, *sizes = header.tolist()
     return torch.Size(sizes[:dim]), _DTYPES[kind]
 

@@ -20,6 +20,7 @@ from ddp_tutorial.accumulation.loss import Loss, Totals
 from ddp_tutorial.accumulation.precision import Precision, total_norm_over
 from ddp_tutorial.accumulation.strategy import Part
 from ddp_tutorial.checkpoint.components import State
+from ddp_tutorial.compat import tree_map
 from ddp_tutorial.ddp.link import Link
 from ddp_tutorial.groups import group_of
 from ddp_tutorial.phases import phase
@@ -77,7 +78,8 @@ class PipelineStrategy:
             of_ranks: list[Any] = [batches]
             if self.group is not None and self.config.ranks > 1:
                 of_ranks = [None] * self.config.ranks
-                dist.all_gather_object(of_ranks, list(batches), group=self.group)
+                dist.all_gather_object(of_ranks, _moved(list(batches), torch.device("cpu")), self.group)
+                of_ranks = _moved(of_ranks, self.world.device)
         with self.weights.training():
             return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], stop_flags)
 
@@ -121,6 +123,11 @@ class PipelineStrategy:
     def load_state_dict(self, state: Any) -> None:
         """Restore the number of completed steps."""
         self.pipeline.runner.number = int(state["step"])
+
+
+def _moved(batches: Any, device: torch.device) -> Any:
+    """Return a nested structure with its tensors on a device: a GPU tensor cannot be unpickled on a different GPU."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batches)
 
 
 class _StagesState(OptimizerState):

@@ -35,7 +35,7 @@ from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.optimization import check_update
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.trainer import Trainer, TrainResult, with_steps
-from ddp_tutorial.world import World, choose_backend, choose_device
+from ddp_tutorial.world import World
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,7 @@ def check_world(config: TaskConfig, ranks: int) -> None:
     if config.strategy == "pipeline":
         with torch.device("meta"):
             model = task_of(config).model(config)
-        device = choose_device(config.device, local_size=ranks, backend=config.backend)
-        check_pipeline(model, pipeline_of(config, ranks), ranks, choose_backend(config.backend, device))
+        check_pipeline(model, pipeline_of(config, ranks), ranks)
 
 
 def model_of(config: TaskConfig) -> nn.Module:

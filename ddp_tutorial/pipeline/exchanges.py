@@ -1,0 +1,66 @@
+"""Derive from a schedule the batches of sends and receives of each rank, in an order that cannot deadlock.
+
+With NCCL, the operations of a batch (`batch_isend_irecv`) start together, and the next batch of a rank starts only
+after all of them have finished. Messages between two ranks have no tags, but match in the order in which they are
+issued. If ranks send as soon as possible, and receive when they need a message, they can wait for each other forever.
+
+Therefore, every message is assigned to a slot, which has the same number on both ranks. The slots are the times of a
+simulation in which each action takes one unit of time, and each message takes one unit as well. A rank issues the
+messages of slot t as one batch, and then runs the action that starts in slot t:
+
+- The sender's action has finished by slot t, so the message exists.
+- The receiver needs the message in slot t + 1 or later, so the message can arrive during the action of slot t.
+- There is no deadlock. If all batches before slot t finish, both ranks of each message in slot t reach slot t.
+
+Slots only define an order. A rank never waits for a slot, but only for the message that its next action needs.
+"""
+
+from typing import Literal, NamedTuple
+
+from ddp_tutorial.pipeline.schedules import FORWARD, Action, Table, dependencies, simulate
+
+
+class Transfer(NamedTuple):
+    """A message between two ranks of a pipeline: the output of an action, or the shape of that output."""
+
+    action: Action
+    source: int
+    target: int
+    part: Literal["data", "shape"] = "data"
+
+
+class Slot(NamedTuple):
+    """The messages that a rank sends and receives in one batch, and the action that it runs next."""
+
+    transfers: list[Transfer]
+    action: Action | None
+
+
+def slots_of(table: Table, *, with_shapes: bool = False) -> list[list[Slot]]:
+    """Return the slots of each rank, in order.
+
+    Args:
+        table: The schedule.
+        with_shapes: Whether the shape of each activation is sent one slot before the activation. A gradient has the
+            shape of its activation, which is known by then.
+    """
+    ranks, stages = len(table), 1 + max(action.stage for row in table for action in row)
+    plan = simulate(table, forward=1, backward=1, send=1)
+    ends = {timed.action: int(timed.end) for row in plan.ranks for timed in row}
+    actions = [{int(timed.start): timed.action for timed in row} for row in plan.ranks]
+    transfers: list[list[list[Transfer]]] = [[[] for _ in range(int(plan.makespan))] for _ in table]
+    for target, row in enumerate(table):
+        for need in (dependencies(action, stages) for action in row):
+            if need is None or need.stage % ranks == target:
+                continue
+            messages = [Transfer(need, need.stage % ranks, target)]
+            if with_shapes and need.kind == FORWARD:
+                messages.insert(0, messages[0]._replace(part="shape"))
+            for slot, message in enumerate(messages, ends[need]):
+                transfers[message.source][slot].append(message)
+                transfers[target][slot].append(message)
+    # Messages between two ranks match in the order in which they are issued: both ranks sort them.
+    return [
+        [Slot(sorted(batch), own.get(number)) for number, batch in enumerate(batches)]
+        for batches, own in zip(transfers, actions, strict=True)
+    ]
