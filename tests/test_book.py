@@ -225,17 +225,34 @@ def documented_commands() -> list[list[str]]:
     return [shlex.split(line.partition(" > ")[0], comments=True) for line in lines if "ddp_tutorial" in line]
 
 
+def parse_command(words: list[str]) -> None:
+    """Parse the arguments of `ddp-tutorial`. Raises an error of click for unknown commands and options."""
+    command, context, rest = main_command, click.Context(main_command), words
+    while isinstance(command, click.Group):
+        name, found, rest = command.resolve_command(context, rest)
+        command, context = found, click.Context(found, info_name=name, parent=context)
+    command.make_context(context.info_name, rest, resilient_parsing=False, parent=context.parent)
+
+
 def test_documented_commands_have_known_names_and_options() -> None:
-    count = 0
-    for words in documented_commands():
-        if "ddp_tutorial" in words:
-            command, context, rest = main_command, click.Context(main_command), words[words.index("ddp_tutorial") + 1 :]
-            while isinstance(command, click.Group):
-                name, found, rest = command.resolve_command(context, rest)
-                command, context = found, click.Context(found, info_name=name, parent=context)
-            command.make_context(context.info_name, rest, resilient_parsing=False, parent=context.parent)
-            count += 1
-    assert count > 20
+    commands = [words[words.index("ddp_tutorial") + 1 :] for words in documented_commands() if "ddp_tutorial" in words]
+    for words in commands:
+        parse_command(words)
+    assert len(commands) > 20
+
+
+def test_the_settings_and_commands_for_users_of_other_trainers_are_accepted() -> None:
+    rows = re.findall(r"^\|.+\| (.+) \|$", (BOOK / "coming_from.md").read_text(encoding="utf-8"), re.MULTILINE)
+    spans = [shlex.split(span) for row in rows for span in re.findall(r"`([^`]+)`", row)]
+    settings = [words for words in spans if all(re.match(r"[\w.]+=", word) for word in words)]
+    for words in settings:
+        load("2proc", FaultyConfig, words)
+    commands = [words[1:] for words in spans if words[0] == "ddp-tutorial"]
+    for words in commands:
+        parse_command(words)
+    for words in (words[1:] for words in spans if words[0] == "torchrun"):
+        assert parse_args(words).training_script == "ddp_tutorial"
+    assert (len(settings) > 80, len(commands) > 10) == (True, True)
 
 
 def test_documented_configs_and_settings_are_valid() -> None:
