@@ -46,6 +46,7 @@ for command in (
     project.notebooks,
     project.stories,
     project.bench,
+    project.reproduce,
     cluster.cluster,
     machine.doctor,
     machine.completion,

@@ -83,6 +83,18 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     click.echo(json.dumps(result, indent=2) if as_json else as_text(result))
 
 
+@click.command()
+@click.argument("name", type=click.Choice(["scaling", "data", "accumulation", "checkpoint"]))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
+def reproduce(name: str, as_json: bool, repeats: int) -> None:
+    """Measure a table of equal work, and print it as Markdown beside published numbers, if there are any."""
+    from ddp_tutorial.benches import published
+
+    result = published.reproduce(name, repeats)
+    click.echo(json.dumps(result, indent=2) if as_json else published.as_markdown(result))
+
+
 def _judged(
     found: Mapping[str, Any],
     is_good: Callable[[Mapping[str, Any]], bool],

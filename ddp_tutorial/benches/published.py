@@ -1,0 +1,128 @@
+"""Compare measurements with published ones: `python -m ddp_tutorial reproduce NAME`.
+
+The published numbers are those of Forgather, in the README of its example "DDP Trainer": a small transformer trains on
+Tiny Stories on one to four GPUs. Those runs differ in the number of steps and in the global batch size, and evaluate
+within the timed region. The benchmarks here do equal work in every arm. So compare the ratios, and not the samples per
+second.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_tutorial.benches import run_bench
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        label: The configuration.
+        arm: The arm of the benchmark.
+        ranks: The number of ranks.
+        baseline: The arm that the speedup refers to.
+        scale: The number of ranks divided by the baseline's, or None in a table that does not scale ranks.
+        published: The published speedup over the published baseline, if there is one.
+    """
+
+    label: str
+    arm: str
+    ranks: int
+    baseline: str
+    published: float | None = None
+    scale: int | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table and the benchmark that measures it."""
+
+    bench: str
+    rows: tuple[Row, ...]
+
+
+_SINGLE, _DISPATCHED, _SHARDED, _FOUR = 1804, 2224, 2818, 5262  # published, in samples/s
+_SHARDED_ITERABLE, _FAST_ITERABLE = 1977, 1971
+
+TABLES = {
+    "scaling": Table(
+        "scaling",
+        (
+            Row("one process", "one_thread", 1, "one_thread", 1.0, 1),
+            Row("two ranks", "two_ranks", 2, "one_thread", _SHARDED / _SINGLE, 2),
+            Row("two independent processes", "independent", 2, "one_thread", scale=2),
+            Row("two ranks, twice the batch", "two_ranks_weak", 2, "one_thread", scale=2),
+            Row("four ranks", "four_ranks", 4, "one_thread_of_four", _FOUR / _SINGLE, 4),
+        ),
+    ),
+    "data": Table(
+        "sources",
+        (
+            Row("sharded", "sharded", 2, "sharded", 1.0),
+            Row("dispatched", "dispatched", 2, "sharded", _DISPATCHED / _SHARDED),
+            Row("streamed", "streamed", 2, "sharded", _SHARDED_ITERABLE / _SHARDED),
+            Row("fast_stream", "fast_stream", 2, "sharded", _FAST_ITERABLE / _SHARDED),
+        ),
+    ),
+    "accumulation": Table("accumulation", tuple(Row(f"{k} micro-batches", f"k{k}", 2, "k1") for k in (1, 2, 4, 8))),
+    "checkpoint": Table(
+        "checkpoint",
+        (
+            Row("save", "sync_save", 1, "sync_save"),
+            Row("stall of a background save", "async_stall", 1, "sync_save"),
+            Row("torch.save and fsync", "torch_save", 1, "sync_save"),
+        ),
+    ),
+}
+
+
+def reproduce(name: str, repeats: int) -> dict[str, Any]:
+    """Run the benchmark of a table, and return the benchmark's report with the rows of the table as `rows`.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    from ddp_tutorial.config import ConfigError, did_you_mean
+
+    if name not in TABLES:
+        raise ConfigError(f"no table is called {name!r}.{did_you_mean(name, list(TABLES))}")
+    found = run_bench(TABLES[name].bench, repeats)
+    return found | {"rows": [_measured(row, found["arms"]) for row in TABLES[name].rows]}
+
+
+def _measured(row: Row, arms: dict[str, Any]) -> dict[str, Any]:
+    arm, baseline = arms[row.arm], arms[row.baseline]
+    ratio = arm["median"] / baseline["median"]
+    speedup = 1 / ratio if arm["unit"] == "s" else ratio
+    return {
+        "configuration": row.label,
+        "ranks": row.ranks,
+        "unit": arm["unit"],
+        "median": arm["median"],
+        "low": arm["low"],
+        "high": arm["high"],
+        "speedup": speedup,
+        "efficiency": speedup / row.scale if row.scale else None,
+        "published_speedup": row.published,
+        "published_efficiency": row.published / row.scale if row.published and row.scale else None,
+    }
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    """Return the rows of `reproduce` as a Markdown table."""
+    rows = result["rows"]
+    columns = {
+        "configuration": [row["configuration"] for row in rows],
+        "ranks": [str(row["ranks"]) for row in rows],
+        f"median ({rows[0]['unit']})": [f"{row['median']:,.4g}" for row in rows],
+        "lowest to highest": [f"{row['low']:,.4g} to {row['high']:,.4g}" for row in rows],
+    }
+    for name in ("speedup", "efficiency", "published_speedup", "published_efficiency"):
+        values = [row[name] for row in rows]
+        if any(value is not None for value in values):
+            form = "{:.0%}" if name.endswith("efficiency") else "{:.2f}"
+            columns[name.replace("_", " ")] = ["" if value is None else form.format(value) for value in values]
+    lines = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    repeats = next(iter(result["arms"].values()))["repeats"]
+    return f"{table}\n\nMedian of {repeats} repeats; {result['environment'].get('cores', '?')} cores."
