@@ -252,7 +252,8 @@ def test_the_settings_and_commands_for_users_of_other_trainers_are_accepted() ->
         parse_command(words)
     for words in (words[1:] for words in spans if words[0] == "torchrun"):
         assert parse_args(words).training_script == "ddp_tutorial"
-    assert (len(settings) > 80, len(commands) > 10) == (True, True)
+    assert len(settings) > 80
+    assert len(commands) > 8
 
 
 def test_documented_configs_and_settings_are_valid() -> None:
