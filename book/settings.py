@@ -71,7 +71,8 @@ def _shipped() -> Iterator[tuple[str, ...]]:
 def _sections(fields: dict[str, FieldInfo]) -> Iterator[str]:
     """Yield a table of the single settings, then a section for each group of settings."""
     groups = {name: group for name, field in fields.items() if (group := group_of(field))}
-    yield settings_table({name: field for name, field in fields.items() if name not in groups})
+    optional = {name for name in groups if fields[name].default is None}
+    yield settings_table({name: field for name, field in fields.items() if name not in groups or name in optional})
     for name, group in groups.items():
         yield f"### `{name}`\n\n{fields[name].description}\n"
         yield from _group_tables(name, group)
@@ -111,6 +112,8 @@ def _written(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) in {tuple, list}:
         return f"list of {_written(get_args(annotation)[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return "see its own table"
     if NoneType in get_args(annotation):
         [inner] = [each for each in get_args(annotation) if each is not NoneType]
         return f"{_written(inner)}, or `null`"

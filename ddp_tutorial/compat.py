@@ -9,10 +9,11 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.variable import Variable
 
 # A dispatch mode is documented, but its only import path is private. Fallback: none.
@@ -41,6 +42,7 @@ __all__ = [
     "hidden_worker_info",
     "import_dynamo",
     "inspection_text",
+    "is_compiled",
     "is_in_backward",
     "is_profiling",
     "multiply_",
@@ -55,6 +57,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "uncompiled",
     "worker_processes",
 ]
 
@@ -139,6 +142,39 @@ def remove_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile` was applied to `module` or to a module inside it.
+
+    PyTorch has no public function for it. Fallback: False.
+    """
+    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in module.modules())
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return `module` with each wrapper that `torch.compile(...)` has put around a module replaced by that module.
+
+    A module that was inside a wrapper compiles its own calls, as after `module.compile(...)`, with the options of the
+    wrapper. The names of the parameters then do not contain `_orig_mod`. A wrapper publishes neither its module nor its
+    options. Fallback: require `module.compile(...)` instead.
+    """
+    for part in list(module.modules()):
+        for name, child in part._modules.items():
+            if child is not None and name != "_orig_mod":
+                part._modules[name] = _unwrapped(child)
+    return _unwrapped(module)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    original = module._modules.get("_orig_mod")
+    if original is None:
+        return module
+    if original._compiled_call_impl is None:
+        wrapper, call = cast("Any", module), original._call_impl
+        # PyTorch does not compile a frame of its own files: without the function, nn.Sequential would not be compiled.
+        original._compiled_call_impl = wrapper.dynamo_ctx(lambda *inputs, **named: call(*inputs, **named))  # noqa: PLW0108
+    return original
 
 
 # -------------------------------------------------------------------------------------------------------- distributed

@@ -28,6 +28,27 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
         dist.destroy_process_group()
 
 
+def test_unwrapping_a_compiled_model_keeps_it_compiled_and_restores_its_names() -> None:
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert not compat.is_compiled(plain)
+    assert compat.uncompiled(plain) is plain
+    names = list(plain.state_dict())
+    model = nn.Sequential(plain[0], torch.compile(plain[1], backend=backend))
+    assert compat.is_compiled(model)
+    assert compat.uncompiled(torch.compile(model, backend=backend)) is model
+    assert list(model.state_dict()) == names
+    assert compat.is_compiled(model)
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(1, 2)), plain(torch.ones(1, 2)))
+    assert compiled
+
+
 def test_a_recomputed_forward_pass_knows_that_it_is_in_backward() -> None:
     seen: list[bool] = []
 

@@ -43,7 +43,13 @@ def is_mean_loss(loss: Loss, model: nn.Module, batch: Any, precision: Precision)
     """
     few = tree_map(lambda leaf: leaf[:2], batch)
     twice = tree_map(lambda leaf: torch.cat([leaf, leaf]), few)
-    with preserved_rng(tree_leaves(batch)[0].device), torch.no_grad(), evaluating(model), precision.autocast():
+    with (
+        torch.compiler.set_stance("force_eager"),  # compiling the model for these few samples would take longer
+        preserved_rng(tree_leaves(batch)[0].device),
+        torch.no_grad(),
+        evaluating(model),
+        precision.autocast(),
+    ):
         try:
             pairs = [call_loss(loss, model, each)[1][LOSS] for each in (few, twice)]
         except Exception:  # the step itself reports the error

@@ -22,7 +22,7 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
     found = None
     parameters = _parameters_backwards(module)
     for number, batch in enumerate(batches):
-        with precision.autocast():
+        with torch.compiler.set_stance("force_eager"), precision.autocast():
             total, _ = call_loss(loss, module, batch)
         gradients = torch.autograd.grad(total, [parameter for _, parameter in parameters], allow_unused=True)
         first = _first_not_finite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])

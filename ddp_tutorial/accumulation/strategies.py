@@ -15,7 +15,7 @@ from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.strategy import Part
 from ddp_tutorial.collectives import broadcast_tensors
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.ddp.config import DDPConfig
+from ddp_tutorial.ddp.config import CompileConfig, DDPConfig
 from ddp_tutorial.ddp.sync_bn import SyncBatchNorm
 from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.world import World
@@ -80,12 +80,13 @@ class DDPStrategy(ReplicatedStrategy):
         accumulation: int = 1,
         precision: Precision | None = None,
         agree_on_memory: bool = False,
+        compilation: CompileConfig | None = None,
     ) -> None:
         """Wrap the model, and give all ranks rank 0's weights."""
         if agree_on_memory:
             require_local_forward(model)
         super().__init__(model, world)
-        self.model = data_parallel(model, world, config)
+        self.model = data_parallel(model, world, config, compilation)
         self.link, self.accumulation = self.model.link, accumulation
         self.loss = (OutOfMemoryAgreement if agree_on_memory else StepLoss)(loss, world, precision)
 

@@ -7,9 +7,11 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import nn
 
 from ddp_tutorial.checkpoint.manifest import CheckpointError
 from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.compat import uncompiled
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.world import World
 
@@ -67,7 +69,7 @@ class Component:
     """A part of a run's state, and the ranks that share it.
 
     Attributes:
-        stateful: The object to save and restore.
+        stateful: The object to save and restore. Of a model that `torch.compile` has wrapped, it is the model inside.
         shared: The ranks that have the same state; see `checkpointer` for the possible values.
         span: The number of ranks in a group. Applies only to `shared="per_group"`.
     """
@@ -75,6 +77,11 @@ class Component:
     stateful: Stateful
     shared: Shared = "replicated"
     span: int = 1
+
+    def __post_init__(self) -> None:
+        """Unwrap a compiled model, so that checkpoints of compiled and other models have the same names."""
+        if isinstance(self.stateful, nn.Module):
+            object.__setattr__(self, "stateful", uncompiled(self.stateful))
 
     def ranks_alike(self, world: World) -> int:
         """Return the number of consecutive ranks with the same state. The first rank of each group writes the state.

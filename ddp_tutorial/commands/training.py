@@ -126,7 +126,8 @@ def _train(
         return
     if joins and world.is_main:
         click.echo(str(world), err=True)
-    if not joins and (settings.strategy not in {"ddp", "invariant"} or settings.names_classes):
+    needs_check = settings.strategy not in {"ddp", "invariant"} or settings.names_classes or settings.compile
+    if not joins and needs_check:
         from ddp_tutorial.training.tasks import check_world
 
         check_world(settings, settings.nprocs)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ddp_tutorial.config import Config
+from ddp_tutorial.config import Config, ConfigError
 
 
 class LinkConfig(Config):
@@ -12,6 +12,27 @@ class LinkConfig(Config):
 
     latency_ms: float = Field(0.1, ge=0, description="Latency of a message in milliseconds.")
     megabytes_per_second: float = Field(100.0, gt=0, description="Bandwidth in MB/s.")
+
+
+class CompileConfig(Config):
+    """Options of `torch.compile`, under their own names."""
+
+    backend: str = Field("inductor", description="Compiler backend.")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
+        None, examples=["reduce-overhead"], description="Optimization mode of backend inductor."
+    )
+    fullgraph: bool = Field(False, description="Raise an error at a graph break.")
+    dynamic: bool | None = Field(
+        None,
+        examples=[True],
+        description="Compile for dynamic shapes; by default, from the second shape on. False: once for each shape.",
+    )
+
+    @model_validator(mode="after")
+    def _modes_belong_to_inductor(self) -> "CompileConfig":
+        if self.mode is not None and self.backend != "inductor":
+            raise ValueError(f"'mode' is an option of backend inductor, not of {self.backend}")
+        return self
 
 
 class DDPConfig(Config):
@@ -66,6 +87,15 @@ class DDPConfig(Config):
         if self.shared_memory and beside:
             raise ValueError(f"'shared_memory' does not go with '{beside[0]}': leave one of them out")
         return self
+
+    def require_compilable(self) -> None:
+        """Raise `ConfigError` if PyTorch could not split a compiled model at the buckets."""
+        if self.variant == "torch" and self.bucket_cap_mb is not None and self.bucket_cap_mb < 1:
+            raise ConfigError(
+                f"'bucket_cap_mb' must be at least 1 for a compiled model, got {self.bucket_cap_mb}: PyTorch splits "
+                "the model into one graph per bucket, and the first bucket has 1 MiB. Use bucket_cap_mb=1, or "
+                "variant=bucket"
+            )
 
 
 _ONLY = {

@@ -30,8 +30,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.collectives import all_gather, broadcast_tensors, from_rank_zero
+from ddp_tutorial.compat import is_compiled, uncompiled
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.buckets import MIB, Bucket, check_dense, make_buckets
-from ddp_tutorial.ddp.config import DDPConfig
+from ddp_tutorial.ddp.config import CompileConfig, DDPConfig
 from ddp_tutorial.ddp.hooks import AllReduceHook, CastHook, Hook, Pending, PowerSGD
 from ddp_tutorial.ddp.link import DirectLink, Link, LinkModel, SimulatedLink
 from ddp_tutorial.ddp.shared_memory import SharedMemory, add_in_memory
@@ -68,6 +70,7 @@ class DataParallel(ABC):
         """
         sync_initial_state(module, world)
         self.module, self.world = module, world
+        self.compiled: nn.Module | None = None
         self.find_unused_parameters = find_unused_parameters
         # A tied parameter has several names and is listed once; a frozen one has no gradient to average.
         self.trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -91,7 +94,14 @@ class DataParallel(ABC):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output for this rank's inputs."""
-        return self.module(*inputs, **named)
+        return (self.module if self.compiled is None else self.compiled)(*inputs, **named)
+
+    def compile(self, config: CompileConfig) -> None:
+        """Compile the forward passes through this wrapper, and their backward passes, with `torch.compile`.
+
+        `module` itself is unchanged: its own calls are not compiled, and neither are the names in its state dict.
+        """
+        self.compiled = cast("nn.Module", torch.compile(self.module, **config.model_dump()))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -381,7 +391,17 @@ class TorchDDP(DataParallel):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output for this rank's inputs."""
-        return (self.ddp or self.module)(*inputs, **named)
+        return self.ddp(*inputs, **named) if self.ddp else super().forward(*inputs, **named)
+
+    def compile(self, config: CompileConfig) -> None:
+        """Compile the module inside torch's DDP, which splits the graph at its buckets.
+
+        `torch.compile(ddp)` produces the same graphs. But it also traces `DistributedDataParallel.forward`, which
+        breaks the graph and excludes `fullgraph` (torch 2.13).
+        """
+        super().compile(config)
+        if self.ddp is not None:
+            self.ddp.module = self.compiled
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -402,7 +422,7 @@ class TorchDDP(DataParallel):
     def detach(self) -> None:
         """Release PyTorch's wrapper and its hooks."""
         super().detach()
-        self.ddp = None
+        self.ddp = self.compiled = None
 
 
 def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -415,9 +435,43 @@ def _reduce_with(hook: Hook, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     )  # value() raises a Python exception, which C++ would not see otherwise
 
 
-def data_parallel(module: nn.Module, world: World, config: DDPConfig | None = None) -> DataParallel:
-    """Wrap `module` so that its gradients are averaged over the ranks of `world`, as `config` specifies. Collective."""
+def data_parallel(
+    module: nn.Module, world: World, config: DDPConfig | None = None, compilation: CompileConfig | None = None
+) -> DataParallel:
+    """Wrap `module` so that its gradients are averaged over the ranks of `world`. Collective.
+
+    Args:
+        module: The model. It may be compiled already, by `torch.compile(module)` or `module.compile()`.
+        world: The ranks.
+        config: Chooses the implementation, and its options.
+        compilation: The options of `torch.compile`. By default, the wrapper compiles nothing.
+
+    Raises:
+        ConfigError: If the model is to be compiled and is compiled already, or if its buckets are too small for that.
+        RuntimeError: On every rank, if the ranks hold different models or nothing is trainable.
+    """
     config = config or DDPConfig()
+    if compilation or is_compiled(module):
+        config.require_compilable()
+    if compilation:
+        require_uncompiled(module)
+    wrapper = _wrap(uncompiled(module), world, config)
+    if compilation:
+        wrapper.compile(compilation)
+    return wrapper
+
+
+def require_uncompiled(module: nn.Module) -> None:
+    """Raise `ConfigError` if `module` is compiled already."""
+    if is_compiled(module):
+        raise ConfigError(
+            "'compile' must be false for a model that is compiled already: pass the model without torch.compile, or "
+            "use compile=false"
+        )
+
+
+def _wrap(module: nn.Module, world: World, config: DDPConfig) -> DataParallel:
+    """Return the wrapper that `config` names. Collective."""
     link = make_link(config, world)
     options = {"find_unused_parameters": config.find_unused_parameters, "sync_buffers": config.sync_buffers}
     if config.variant == "naive":

@@ -412,6 +412,8 @@ def checking(
     `optimizer.step()` raises `CheckError` on all ranks if a finding is an error. Other findings are logged as warnings
     on rank 0.
 
+    A compiled model runs without `torch.compile` inside the context, because hooks would split its graphs.
+
     Args:
         world: The ranks.
         model: The model, with or without its data-parallel wrapper.

@@ -164,7 +164,7 @@ class StepObservation:
 
 
 class Instrumentation:
-    """A context manager that attaches hooks to a model."""
+    """A context manager that attaches hooks to a model. A compiled model runs without `torch.compile` inside it."""
 
     def __init__(
         self,
@@ -217,6 +217,7 @@ class Instrumentation:
         return seen
 
     def _attach(self, stack: ExitStack) -> None:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks would split the graphs
         hooks: list[Any] = []
         if self._begins or self.observes & {"forwards", "seconds"}:
             hooks.append(self.module.register_forward_pre_hook(self._forward_begins, with_kwargs=True))

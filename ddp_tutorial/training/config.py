@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from ddp_tutorial.accumulation.config import FORWARDED_OPTIONS, PrecisionConfig
 from ddp_tutorial.checkpoint.config import CheckpointConfig
 from ddp_tutorial.config import Config
-from ddp_tutorial.ddp.config import DDPConfig
+from ddp_tutorial.ddp.config import CompileConfig, DDPConfig
 from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.local_sgd.config import LocalConfig, require_rounds
 from ddp_tutorial.mesh import MeshConfig
@@ -124,6 +124,12 @@ class TrainConfig(Config):
     pipeline: StagesConfig = Field(StagesConfig(), description="Stages and their schedule, for strategy pipeline.")
     precision: PrecisionConfig = Field(
         PrecisionConfig(), description="Type of matrix products, and loss scaling for float16."
+    )
+
+    compile: CompileConfig | None = Field(
+        None,
+        examples=[{"backend": "inductor"}],
+        description="Compile the model with `torch.compile`: `false`, `true`, or its options.",
     )
 
     steps: int = Field(200, ge=1, description="Number of optimizer steps.")
@@ -264,6 +270,19 @@ class TrainConfig(Config):
         require_rounds(self.strategy, self.local, self.steps)
         if self.strategy != "ddp" and self.oom_skips:
             raise ValueError(f"'oom_skips' is of strategy ddp, not of {self.strategy}")
+        return self
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _compiles_with_defaults(cls, value: Any) -> Any:
+        return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _model_can_be_compiled(self) -> "TrainConfig":
+        if self.compile and self.strategy not in {"ddp", "zero1"}:
+            raise ValueError(f"'compile' is an option of strategies ddp and zero1, not of {self.strategy}")
+        if self.compile:
+            self.ddp.require_compilable()
         return self
 
     @model_validator(mode="after")

@@ -5,8 +5,10 @@ from torch import nn
 from ddp_tutorial.accumulation.loss import Loss
 from ddp_tutorial.accumulation.precision import Precision
 from ddp_tutorial.accumulation.train_step import TrainStep
+from ddp_tutorial.compat import uncompiled
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.sharding.source import Source
+from ddp_tutorial.training.compilation import require_compilable
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.optimization import (
     OptimizerLike,
@@ -47,11 +49,12 @@ def make_train_step(
         scheduler: A schedule of the optimizer, or a function that makes one from the optimizer.
 
     Raises:
-        ConfigError: If the model is on a different device, or if the optimizer does not fit the model.
+        ConfigError: If the model is on a different device or cannot be compiled, or if the optimizer does not fit it.
     """
     require_group(world)
     config = config_for(optimizer, config)
-    model = _on_device(model, world)
+    require_compilable(model, config, world)
+    model = _on_device(uncompiled(model), world)
     precision = Precision(config.precision, world)
     strategy = make_strategy(config, model, world, loss, precision)
     made = make_optimizer(model, config) if optimizer is None else resolve_optimizer(optimizer, model)

@@ -59,6 +59,7 @@ def make_strategy(
                 accumulation=config.accumulation,
                 precision=precision,
                 mesh=mesh_of(config, world.size),
+                compilation=config.compile,
             )
         case "accelerate":
             return AccelerateStrategy(
@@ -73,6 +74,7 @@ def make_strategy(
                 accumulation=config.accumulation,
                 precision=precision,
                 agree_on_memory=config.oom_skips > 0,
+                compilation=config.compile,
             )
 
 

@@ -30,12 +30,13 @@ from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import check_source, make_source
 from ddp_tutorial.sharding.token_files import largest_token
 from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer, tokenize
+from ddp_tutorial.training.compilation import require_backend, require_compiler
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
 from ddp_tutorial.training.optimization import check_update
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.trainer import Trainer, TrainResult, with_steps
-from ddp_tutorial.world import World
+from ddp_tutorial.world import World, choose_device
 
 
 @dataclass(frozen=True)
@@ -176,10 +177,13 @@ def check_start(config: TaskConfig, ranks: int) -> None:
 
 
 def check_world(config: TaskConfig, ranks: int) -> None:
-    """Raise `ConfigError` if the mesh or the stages do not fit `ranks` ranks, or if a required package is missing.
+    """Raise `ConfigError` if the mesh or the stages do not fit `ranks` ranks, or if a package or a compiler is missing.
 
     Also constructs an optimizer and a schedule that `config` specifies by import path. This check reads no data.
     """
+    if config.compile:
+        require_backend(config.compile)
+        require_compiler(config.compile, choose_device(config.device, local_size=ranks, backend=config.backend))
     if config.strategy == "accelerate":
         require_accelerate()
     if config.names_classes:

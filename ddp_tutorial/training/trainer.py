@@ -301,7 +301,7 @@ class Trainer:
             size = self.config.per_device_eval_batch_size or size
             precision = self.train_step.precision
             samples = self.config.eval_samples or len(self.validation_data)
-            with self.train_step.strategy.evaluation_weights():
+            with torch.compiler.set_stance("force_eager"), self.train_step.strategy.evaluation_weights():
                 means = evaluate(self.world, self.model, self.loss, self.validation_data, samples, size, precision)
             used = self.record.usage.gather()
             # The values are the same on all ranks. The ranks agree anyway, because a rank that left the loop alone

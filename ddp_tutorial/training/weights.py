@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from ddp_tutorial.compat import uncompiled
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import directory_replaced_atomically, remove_temporary
 
@@ -27,6 +28,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 def write_model(model: nn.Module, folder: Path) -> None:
     """Write the files of `save_model` to an existing folder."""
+    model = uncompiled(model)
     if hasattr(model, "save_pretrained"):
         save: Any = model.save_pretrained
         save(folder)
@@ -39,6 +41,7 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
     Weights that were sharded may be flat vectors in `state`, and tied weights occur only under their first name.
     """
+    model = uncompiled(model)
     first = {id(tensor): name for name, tensor in reversed(list(model.state_dict(keep_vars=True).items()))}
     whole = model.state_dict(keep_vars=True)
     found = {name: state[name if name in state else first[id(tensor)]] for name, tensor in whole.items()}
@@ -51,7 +54,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     Raises:
         ConfigError: If `folder` has no weights, or if they do not fit `model`.
     """
-    path = folder / WEIGHTS
+    path, model = folder / WEIGHTS, uncompiled(model)
     if not path.is_file():
         raise ConfigError(f"{folder} has no {WEIGHTS}: is it the folder of a model?")
     try:
