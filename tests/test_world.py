@@ -117,10 +117,13 @@ def test_the_variables_of_each_launcher_give_its_world(environ, expected):
         (TORCHRUN | {"LOCAL_RANK": "1.5"}, r"LOCAL_RANK='1.5' should be a whole number"),
         (SLURM | {"SLURM_PROCID": "x"}, r"SLURM_PROCID='x' should be a whole number"),
         (SLURM | {"SLURM_PROCID": "7"}, r"rank 7 is not one of 0 to 6"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, r"TASKS_PER_NODE='2\(3\)' is not of the form '2\(x3\),1'"),
-        (SLURM | {"SLURM_STEP_NODELIST": ""}, r"'' is not a node list such as"),
-        (SLURM | {"SLURM_STEP_NODELIST": "gpu[03-05]"}, r"'gpu\[03-05\]' are 3 nodes, and .*='2\(x3\),1' are 4"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, r"='2\(x4\)' are 8 tasks, and the step has 7"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, r"TASKS_PER_NODE must have the form '2\(x3\),1', got '2\(3\)'"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, r"a node list must have the form .*, got ''"),
+        (
+            SLURM | {"SLURM_STEP_NODELIST": "gpu[03-05]"},
+            r"'gpu\[03-05\]' contains 3 nodes, but .*='2\(x3\),1' specifies 4",
+        ),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, r"='2\(x4\)' specifies 8 tasks, but the step has 7"),
     ],
 )
 def test_variables_that_contradict_one_another_are_refused_by_name(environ, advice):
@@ -160,13 +163,13 @@ def test_the_hosts_of_a_node_list(nodes, names):
 @pytest.mark.parametrize(
     ("nodes", "advice"),
     [
-        ("n[3-1]", "'3-1' in a node list runs backwards"),
-        ("n[1-3],n2", r"node list 'n\[1-3\],n2' names 'n2' twice"),
-        ("n[1-3,2]", "names 'n2' twice"),
-        ("n[1-", r"'n\[1-' is not a node list such as 'node\[01-03\]'"),
-        ("n1,", "is not a node list"),
-        ("n1 n2", "is not a node list"),
-        ("n[a-b]", "is not a node list"),
+        ("n[3-1]", "a range in a node list must be ascending, got '3-1'"),
+        ("n[1-3],n2", r"node list 'n\[1-3\],n2' contains 'n2' twice"),
+        ("n[1-3,2]", "contains 'n2' twice"),
+        ("n[1-", r"a node list must have the form 'node\[01-03\]', got 'n\[1-'"),
+        ("n1,", "a node list must have the form"),
+        ("n1 n2", "a node list must have the form"),
+        ("n[a-b]", "a node list must have the form"),
     ],
 )
 def test_a_node_list_that_contradicts_itself_is_refused(nodes, advice):

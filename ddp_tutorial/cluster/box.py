@@ -210,7 +210,7 @@ class Box:
             become: Function that the child runs.
         """
         if node in self.off:
-            raise ConfigError(f"n{node} has been killed, and does not come back")
+            raise ConfigError(f"n{node} has been killed and cannot be restarted")
         sys.stdout.flush()
         status = os.dup(fds[2])
         try:

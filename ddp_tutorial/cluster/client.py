@@ -66,7 +66,7 @@ class BoxClient:
         for as_whom in ((), ("-U", "-r")) if os.geteuid() == 0 else (("-U", "-r"),):
             if not (refused := self._start(as_whom)):
                 return
-        raise ConfigError(f"no cluster: the kernel permits no namespaces here ({refused})")
+        raise ConfigError(f"no cluster: the kernel does not permit namespaces ({refused})")
 
     def _start(self, as_whom: tuple[str, ...]) -> str:
         """Start the box.
@@ -142,7 +142,7 @@ class BoxClient:
 
     def _ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
         if self._channel is None:
-            raise RuntimeError("the cluster is not there: use it inside of 'with Cluster(...) as cluster:'")
+            raise RuntimeError("the cluster is not running: use it inside 'with Cluster(...) as cluster:'")
         try:
             with self._lock:
                 self._asked += 1
@@ -154,8 +154,8 @@ class BoxClient:
         except (EOFError, ConnectionError):
             with suppress(subprocess.TimeoutExpired):
                 self._box.wait(_END_SECONDS)
-            holder = "delays its messages" if self._box.returncode == NO_DELAY else "holds it"
-            raise FailedError(f"the cluster has ended: the process that {holder} is gone") from None
+            holder = "delays its messages" if self._box.returncode == NO_DELAY else "hosts it"
+            raise FailedError(f"the cluster has stopped: the process that {holder} has exited") from None
         if error is not None:
             raise error
         return answer
@@ -177,8 +177,8 @@ def environment() -> dict[str, str]:
 def _look_at_the_system() -> None:
     """Raise `ConfigError` if this system cannot run a cluster."""
     if sys.platform != "linux":
-        raise ConfigError(f"needs Linux: a cluster consists of the kernel's namespaces, and this is {sys.platform}")
+        raise ConfigError(f"needs Linux: a cluster consists of kernel namespaces, and this system is {sys.platform}")
     if which("unshare") is None:
         raise ConfigError("no cluster: the command 'unshare' is missing (package util-linux)")
     if find_spec("pyroute2") is None:
-        raise ConfigError("no cluster: the package pyroute2 is missing. Try: pip install pyroute2")
+        raise ConfigError("no cluster: the package pyroute2 is missing. Run: pip install pyroute2")

@@ -71,14 +71,14 @@ class Cluster:
                 `unsupported_reason()` returns the reason instead.
         """
         if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= network.MOST_NODES:
-            raise ConfigError(f"nodes={nodes!r}: should be a whole number from 1 to {network.MOST_NODES}")
+            raise ConfigError(f"nodes must be an integer from 1 to {network.MOST_NODES}, got {nodes!r}")
         if rate is not None:
             network.bits_per_second(rate)
         self._delay = parse_delay(delay) if delay is not None else 0.0
         if delay is not None:
             network.check_delayed(nodes, rate)
         if not Path(folder).is_dir():
-            raise ConfigError(f"folder={str(folder)!r} is not there")
+            raise ConfigError(f"folder must be an existing directory, got {str(folder)!r}")
         self.rate, self.delay = rate, delay
         self.names = [network.name_of(node) for node in range(nodes)]
         self.addresses = [network.address_of(node) for node in range(nodes)]
@@ -374,7 +374,7 @@ class Cluster:
 
     def _check(self, node: int) -> None:
         if not isinstance(node, int) or not 0 <= node < len(self):
-            raise ConfigError(f"node={node!r} is not one of 0 to {len(self) - 1}")
+            raise ConfigError(f"node must be from 0 to {len(self) - 1}, got {node!r}")
 
 
 def unsupported_reason(delay: str | None = None) -> str:

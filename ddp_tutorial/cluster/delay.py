@@ -59,10 +59,10 @@ def parse_delay(delay: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", str(delay).strip().lower())
     if found is None:
-        raise ConfigError(f"delay={delay!r}: should be a number with a unit, us, ms or s, such as delay='0.5ms'")
+        raise ConfigError(f"delay must be a number with a unit (us, ms or s), such as '0.5ms', got {delay!r}")
     seconds = float(found[1]) * _UNITS[found[2]]
     if not 0 < seconds <= _LONGEST:
-        raise ConfigError(f"delay={delay!r}: should be above 0 and at most {_LONGEST:g}s, or none for no delay")
+        raise ConfigError(f"delay must be above 0 and at most {_LONGEST:g}s, got {delay!r}. For no delay, omit it")
     return seconds
 
 

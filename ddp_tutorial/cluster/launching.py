@@ -112,7 +112,7 @@ class HostedRanks:
 
     def _failure(self, rank: int, outcomes: list[Any]) -> RankError:
         outcome, node = outcomes[rank], self._ranks[rank].node
-        reason = f"raised {outcome[1]}" if outcome else f"has ended with {self._ranks[rank].code}"
+        reason = f"raised {outcome[1]}" if outcome else f"exited with code {self._ranks[rank].code}"
         others = [f"rank {i} raised {each[1]}" for i, each in enumerate(outcomes) if i != rank and each]
         others = [line for line in others if "raised b'" not in line]
         raised = outcome[1] if outcome else None

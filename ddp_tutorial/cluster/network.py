@@ -67,10 +67,10 @@ def bits_per_second(rate: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", str(rate).strip().lower())
     if found is None:
-        raise ConfigError(f"rate={rate!r}: should be a number with a unit, kbit, mbit or gbit, such as rate='1gbit'")
+        raise ConfigError(f"rate must be a number with a unit (kbit, mbit or gbit), such as '1gbit', got {rate!r}")
     bits = float(found[1]) * _UNITS[found[2]]
     if not 8e3 <= bits <= _FASTEST:
-        raise ConfigError(f"rate={rate!r}: should be from 8kbit to {_FASTEST / 1e9:.0f}gbit, or none for no limit")
+        raise ConfigError(f"rate must be from 8kbit to {_FASTEST / 1e9:.0f}gbit, got {rate!r}. For no limit, omit it")
     return bits
 
 
@@ -96,8 +96,8 @@ def check_delayed(nodes: int, rate: str | None) -> None:
     if bits > most:
         found = f"rate={rate!r}" if rate else "no rate"
         raise ConfigError(
-            f"{nodes} nodes with a delay and {found}: a process holds what they send, and can do so for at most "
-            f"rate='{most / 1e6:.0f}mbit' of each"
+            f"with a delay, the rate of {nodes} nodes must be at most '{most / 1e6:.0f}mbit', because a single process "
+            f"delays all frames, got {found}"
         )
 
 

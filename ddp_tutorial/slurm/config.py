@@ -50,7 +50,7 @@ class SlurmConfig(Config):
     @classmethod
     def _is_one_word(cls, word: str, info: ValidationInfo) -> str:
         if not re.fullmatch(r"[^\s#'\"]*", word):
-            raise ValueError(f"'slurm.{info.field_name}' {word!r} should be one word")
+            raise ValueError(f"'slurm.{info.field_name}' must be one word, got {word!r}")
         return word
 
     @field_validator("options")
@@ -58,20 +58,24 @@ class SlurmConfig(Config):
     def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
             if not re.fullmatch(r"--?\w\S*", option):
-                raise ValueError(f"'slurm.options' {option!r} should be an option of sbatch, such as --mem=32G")
+                raise ValueError(f"'slurm.options' must be options of sbatch, such as --mem=32G, got {option!r}")
         return options
 
     @model_validator(mode="after")
     def _is_warned_in_time(self) -> "SlurmConfig":
         if self.warning >= self.seconds:
-            raise ValueError(f"'slurm.warning' {self.warning} seconds before the end of {self.time!r} is no warning")
+            raise ValueError(
+                f"'slurm.warning' must be shorter than 'slurm.time' {self.time!r}, got {self.warning} seconds"
+            )
         return self
 
     @model_validator(mode="after")
     def _nodes_are_those_listed(self) -> "SlurmConfig":
         listed = node_names(self.nodelist) if self.nodelist else []
         if listed and len(listed) != self.nodes:
-            raise ValueError(f"'slurm.nodelist' {self.nodelist} are {len(listed)}, and 'slurm.nodes' says {self.nodes}")
+            raise ValueError(
+                f"'slurm.nodes' must be {len(listed)}, as in 'slurm.nodelist' {self.nodelist}, got {self.nodes}"
+            )
         return self
 
 
@@ -86,6 +90,6 @@ def parse_time(time: str) -> int:
     found = seconds + 60 * (minutes + 60 * (hours + 24 * days))
     if not found:
         raise ConfigError(
-            f"'slurm.time' {time!r} should be a time with its units: 90min, 2h, 1d12h, or 1:30:00, 1-12:00:00"
+            f"'slurm.time' must be a time with units (90min, 2h, 1d12h, 1:30:00 or 1-12:00:00), got {time!r}"
         )
     return found

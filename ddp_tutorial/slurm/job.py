@@ -39,7 +39,7 @@ def ranks_per_node(ranks: int, slurm: SlurmConfig) -> int:
         fewer = ranks - ranks % slurm.nodes
         counts = " or ".join(str(count) for count in (fewer, fewer + slurm.nodes) if count)
         raise ConfigError(
-            f"'nprocs' {ranks} ranks on 'slurm.nodes' {slurm.nodes} are unequally many on each: use nprocs={counts}"
+            f"'nprocs' must be a multiple of 'slurm.nodes' {slurm.nodes}, got {ranks}: use nprocs={counts}"
         )
     return ranks // slurm.nodes
 
@@ -86,9 +86,9 @@ def batch_script(
         *(f"#SBATCH --{option}={value}" for option, value in chosen.items() if value),
         *(f"#SBATCH {option}" for option in slurm.options),
         f"#SBATCH --time={_clock(slurm.seconds)}",
-        f"# {slurm.warning} seconds before the time is up, every rank gets this signal, and saves",
+        f"# {slurm.warning} seconds before the time limit, every rank receives this signal and saves a checkpoint",
         f"#SBATCH --signal=USR1@{slurm.warning}",
-        "# a job that is preempted, or loses a node, is queued again, under the same number",
+        "# if the job is preempted or loses a node, Slurm requeues it under the same job ID",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         f"#SBATCH --output={OUTPUT}",
@@ -98,10 +98,10 @@ def batch_script(
         f"export OMP_NUM_THREADS={slurm.cpus}",
         f"run={run}",
         "",
-        "# A rank that ends before the others is no reason to kill them: they may still be saving.",
+        "# srun must not kill the other ranks when one rank exits: they may still be saving.",
         *(_tasks(srun, python, command) if by_srun else _agents(srun, python, command, slurm.nodes, here)),
         "",
-        f"# {REQUEUE_CODE}: told to stop, and saved. 138, 143: ended by USR1 or TERM, as Python was not up yet.",
+        f"# {REQUEUE_CODE}: stopped by a signal, and saved. 138, 143: killed by USR1 or TERM during startup.",
         f'case $code in {REQUEUE_CODE} | 138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac',
         "exit $code",
     ]
@@ -110,7 +110,7 @@ def batch_script(
 
 def _tasks(srun: str, python: str, command: str) -> Iterable[str]:
     return (
-        "# Each task is a rank. Its number, the world's size and the first node, where they meet, are in SLURM_*.",
+        "# Each task is a rank. SLURM_* contain the rank, the world size and the first node, the rendezvous.",
         f"{srun} \\",
         f"    {shlex.quote(python)} {command}",
         "code=$?",
@@ -119,8 +119,8 @@ def _tasks(srun: str, python: str, command: str) -> Iterable[str]:
 
 def _agents(srun: str, python: str, command: str, nodes: int, here: int) -> Iterable[str]:
     return (
-        f"# Each task is a torchrun, which starts {here} of the ranks. They meet on the first node, where this script",
-        "# runs, at a port that is free now. A signal is for the ranks: torchrun ignores it, and exits after them.",
+        f"# Each task is a torchrun agent, which starts {here} of the ranks. The agents rendezvous on the first node,",
+        "# which runs this script, at a free port. The signals are for the ranks: the agents ignore them.",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         f"port=$({shlex.quote(python)} -c 'import socket; print(socket.create_server((\"\", 0)).getsockname()[1])')",
         f"{srun} \\",
@@ -130,7 +130,7 @@ def _agents(srun: str, python: str, command: str, nodes: int, here: int) -> Iter
         '    --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --max-restarts=3 --signals-to-handle=SIGINT \\',
         f"    {command}",
         "code=$?",
-        "# It ends with 0 where ranks were told to stop, too. The result says if it is done, or was asked to stop.",
+        "# torchrun also exits with 0 if a signal stopped the ranks. The result file records whether the run finished.",
         f"if [ $code = 0 ] && ! grep -qsE '{_DONE}' "
         f"""{shlex.quote(str(RUNS))}/"$run/result.json"; then code={REQUEUE_CODE}; fi""",
     )
@@ -151,17 +151,17 @@ def submit(script: str) -> int:
         ConfigError: If Slurm is not installed or rejects the job, for example for an unknown partition.
     """
     if shutil.which("sbatch") is None:
-        raise ConfigError("Slurm is not installed here: there is no sbatch. Without --submit the script is printed")
+        raise ConfigError("Slurm is not installed: sbatch was not found. Without --submit, the script is printed")
     Path(OUTPUT).parent.mkdir(parents=True, exist_ok=True)  # without the folder, Slurm drops the output
     try:
         done = subprocess.run(
             ["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False, timeout=120
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError("sbatch had no answer from Slurm in 120 seconds") from None
+        raise ConfigError("sbatch got no answer from Slurm within 120 seconds") from None
     if done.returncode:
         why = [
             line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()
         ]
-        raise ConfigError(f"Slurm refuses the job: {why[-1] if why else f'sbatch ended with {done.returncode}'}")
+        raise ConfigError(f"Slurm rejected the job: {why[-1] if why else f'sbatch exited with code {done.returncode}'}")
     return int(done.stdout.partition(";")[0])  # NUMBER, or NUMBER;CLUSTER

@@ -13,17 +13,17 @@ def node_names(nodelist: str) -> list[str]:
     """Expand a node list: `"gpu[03-05,9],login"` -> `["gpu03", "gpu04", "gpu05", "gpu9", "login"]`.
 
     Raises:
-        ConfigError: If `nodelist` is not a node list, contains a range that runs backwards, or names a node twice.
+        ConfigError: If `nodelist` is not a node list, contains a descending range, or contains a node twice.
     """
     if not re.fullmatch(_HOSTS, nodelist):
-        raise ConfigError(f"{nodelist!r} is not a node list such as 'node[01-03]'")
+        raise ConfigError(f"a node list must have the form 'node[01-03]', got {nodelist!r}")
     found = []
     for pattern in re.findall(_HOST, nodelist):
         parts = re.split(r"\[(.*?)\]", pattern)  # outside brackets, inside, outside ...
         choices = [_numbers(part) if inside else [part] for part, inside in zip(parts, cycle([False, True]))]
         found += ["".join(chosen) for chosen in product(*choices)]
     if twice := [name for name in dict.fromkeys(found) if found.count(name) > 1]:
-        raise ConfigError(f"the node list {nodelist!r} names {twice[0]!r} twice")
+        raise ConfigError(f"the node list {nodelist!r} contains {twice[0]!r} twice")
     return found
 
 
@@ -33,7 +33,7 @@ def _numbers(ranges: str) -> list[str]:
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         if int(last or first) < int(first):
-            raise ConfigError(f"the range {part!r} in a node list runs backwards")
+            raise ConfigError(f"a range in a node list must be ascending, got {part!r}")
         numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
     return numbers
 
@@ -44,6 +44,6 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '2(x3),1'")
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE must have the form '2(x3),1', got {text!r}")
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks

@@ -84,7 +84,7 @@ def _require_private(folder: Path) -> None:
     found = folder.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
-            f"{folder.absolute()} must belong to the user of the job and be closed to others: remove it, or type "
+            f"{folder.absolute()} must belong to the job's user and be inaccessible to other users: remove it, or run "
             f"chmod 700 {folder}"
         )
 

@@ -23,14 +23,18 @@ def world_of_step(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(size)))
     per_node, node = tasks_per_node(tasks), integer_variable(environ, "SLURM_NODEID", 0)
     if not 0 <= node < len(per_node):
-        raise ConfigError(f"SLURM_NODEID={node} is not one of the {len(per_node)} nodes of {tasks!r}")
+        raise ConfigError(
+            f"SLURM_NODEID must be from 0 to {len(per_node) - 1}, for the tasks per node {tasks!r}, got {node}"
+        )
     if "SLURM_STEP_TASKS_PER_NODE" in environ and sum(per_node) != size:
-        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {sum(per_node)} tasks, and the step has {size}")
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={tasks!r} specifies {sum(per_node)} tasks, but the step has {size}"
+        )
     names = node_names(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost")))
     if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"} <= environ.keys() and len(names) != len(per_node):
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} are {len(names)} nodes, and "
-            f"SLURM_STEP_TASKS_PER_NODE={tasks!r} are {len(per_node)}"
+            f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} contains {len(names)} nodes, but "
+            f"SLURM_STEP_TASKS_PER_NODE={tasks!r} specifies {len(per_node)}"
         )
     return {
         "rank": integer_variable(environ, "SLURM_PROCID"),
