@@ -48,7 +48,7 @@ def test_a_run_that_is_checked_ends_with_the_same_weights_and_one_that_goes_wron
     assert weights_of(Path("runs/checked")) == weights_of(Path("runs/plain"))
     assert json.loads(Path("runs/checked/result.json").read_text())["checks"] == []
     done = call(*task, "steps=25", "name=broken", "--check", "--fault", "corrupt rank=1 step=4 phase=update")
-    said = "[rank 0] a fault on purpose: corrupt on rank 1 in step 4, at update\n"
+    said = "[rank 0] injected fault: corrupt on rank 1 in step 4, at update\n"
     assert (done.returncode, done.stdout) == (1, said)
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     differs = r"the replicas have drifted apart: [\w.]+ is not the same on all ranks, ranks 0 and 1 differ"
@@ -126,7 +126,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
         (("train", "tiny", "--check", "strategy=zero2"), "--check compares replicas, and with strategy zero2"),
         (("train", "tiny", "--check", "strategy=diloco"), "with strategy diloco each rank has weights of its own"),
-        (("train", "tiny", "strategy=local_sgd", "local.round=999"), "'local.round' 999 does not end within 'steps' "),
+        (("train", "tiny", "strategy=local_sgd", "local.round=999"), "'local.round' 999 must end within 'steps' "),
         (("stories", "10", "."), "is there already: name a new folder"),
         (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
         (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),

@@ -291,23 +291,23 @@ WRONG: dict[type[Job], list[Detector]] = {
 # Kind -> step (None: any), the ranks at fault ("last", "all"), where, and a part of the message.
 EXPECTED: dict[type[Job], tuple[int | None, str, str, str]] = {
     Corrupt: (3, "last", "first.weight", "the replicas have drifted apart: first.weight"),
-    OwnRate: (2, "last", "lr of the optimizer's group 0", "drifted apart"),
+    OwnRate: (2, "last", "lr of the optimizer's parameter group 0", "drifted apart"),
     OwnState: (5, "last", "exp_avg_sq of extra.bias", "drifted apart"),
     SkippedStep: (4, "last", "first.weight", "drifted apart"),
     OwnBuffers: (2, "all", "norm.running_mean", "buffer 'norm.running_mean' is not the same"),
-    NaNInput: (3, "last", "first", "in forward, the output of module 'first'"),
+    NaNInput: (3, "last", "first", "in the forward pass, the output of module 'first'"),
     NaNLoss: (3, "last", "loss", "the loss"),
-    NaNGradient: (3, "last", "extra.bias", "in backward, the gradient for parameter 'extra.bias'"),
-    NaNUpdate: (4, "last", "last.weight", "parameter 'last.weight' was not finite when the step began"),
+    NaNGradient: (3, "last", "extra.bias", "in the backward pass, the gradient of parameter 'extra.bias'"),
+    NaNUpdate: (4, "last", "last.weight", "parameter 'last.weight' was not finite at the start of the step"),
     NaNReduction: (3, "all", "reduction", "on each rank it was before the ranks added theirs up"),
-    Spike: (25, "last", "", "the norm of the gradient jumps"),
+    Spike: (25, "last", "", "the gradient norm jumps"),
     Diverge: (None, "all", "loss", "the loss diverges"),
-    SameShard: (3, "first two", "data", "learn from the same samples"),
-    OwnPermutation: (None, "all", "data", "samples are seen twice within an epoch"),
+    SameShard: (3, "first two", "data", "train on the same samples"),
+    OwnPermutation: (None, "all", "data", "samples are used twice within an epoch"),
     SameDropout: (1, "all", "forward", "draw the same random numbers"),
-    Slow: (22, "last", "forward", "the others wait for rank"),
+    Slow: (22, "last", "forward", "the other ranks wait for rank"),
     SlowData: (22, "last", "data", "waits for data"),
-    Leak: (40, "last", "10 of [500000] float32 (20.0 MB)", "MB a step"),
+    Leak: (40, "last", "10 of [500000] float32 (20.0 MB)", "MB per step"),
 }
 
 
@@ -627,7 +627,7 @@ class InTheLastStep(OnOneRankOnly):
 LATER: dict[type[Job], tuple[int, int, str, str]] = {
     CorruptLater: (5, 11, "last.weight", "drift"),
     NaNLater: (7, 0, "first", "nonfinite"),
-    OwnRateLater: (20, 21, "lr of the optimizer's group 0", "drift"),
+    OwnRateLater: (20, 21, "lr of the optimizer's parameter group 0", "drift"),
     Spike: (25, 30, "", "spike"),
     UnusedOnce: (6, 11, "extra.weight", "unused"),
     SameDropout: (1, 0, "forward", "same_random"),
@@ -678,7 +678,7 @@ def test_what_is_told_once_in_ten_steps_names_its_own_step_and_no_weight_is_spoi
         if detector == "nonfinite":
             assert all(kept.is_finite for kept in of_ranks), kind
     by_kind = {kind: [kept[place] for kept in ranks] for place, kind in enumerate(LATER)}
-    assert "After step 1 all was the same" in by_kind[OwnRateLater][0].findings[0].message
+    assert "After step 1, everything was identical" in by_kind[OwnRateLater][0].findings[0].message
     assert [kept.moved for kept in by_kind[NaNLater]] == [[*range(1, 7)]] * 2, "all raise before the update"
     assert by_kind[OnOneRankOnly][0].moved == [*range(1, 11)]
     assert by_kind[OnOneRankOnly][1].moved == [1, 2, 3, 4, 6, 7, 8, 9, 10], (
@@ -753,7 +753,7 @@ def ends_differently(world: World, kind: str) -> str:
 def test_a_rank_that_takes_fewer_steps_is_told_to_the_others() -> None:
     [first, *others] = launch(lambda world: ends_differently(world, "leaves"), 3, device="cpu", echo=False, timeout=60)
     assert first == "left"
-    message = "the ranks take different numbers of steps: rank 0 after step 3 has left the block that is checked"
+    message = "the ranks take different numbers of steps: rank 0 left the block after step 3"
     assert others == [f"steps: step 4: {message}"] * 2
 
 

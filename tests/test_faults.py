@@ -59,7 +59,7 @@ def test_a_rank_is_killed_in_its_step() -> None:
 def test_a_rank_raises_and_the_fault_is_named() -> None:
     error = failure(small(), Fault(action="raise", rank=1, step=2, phase="update"))
     assert error.is_a(InjectedError)
-    assert error.message == "on purpose: raise on rank 1 in step 2, at update"
+    assert error.message == "injected fault: raise on rank 1 in step 2, at update"
 
 
 def test_a_nan_is_found_on_its_rank() -> None:
@@ -131,7 +131,7 @@ def test_a_fault_that_has_not_struck_is_told_on_its_rank_when_its_block_ends(
     fault: Fault, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert steps(World(), fault) == []
-    assert [each.getMessage() for each in caplog.records] == [f"the fault '{fault}' has not struck: {why}"]
+    assert [each.getMessage() for each in caplog.records] == [f"the fault '{fault}' did not occur: {why}"]
     caplog.clear()
     assert steps(World(rank=1, size=2), fault) == []
     assert steps(World(), Fault(action="leak", phase="data", megabytes=1), Fault(action="raise", phase="update"))
@@ -141,7 +141,7 @@ def test_a_fault_that_has_not_struck_is_told_on_its_rank_when_its_block_ends(
 def test_a_run_that_ends_before_its_fault_says_so_in_the_log_of_that_rank() -> None:
     fault = Fault(action="kill", rank=1, step=3, phase="update")
     launch(train_with, 2, small(steps=2), fault, device="cpu", echo=False, timeout=60)
-    told = f"WARNING the fault '{fault}' has not struck: the last step was 2"
+    told = f"WARNING the fault '{fault}' did not occur: the last step was 2"
     assert [Path(f"runs/mine/rank_{rank}.log").read_text().count(told) for rank in range(2)] == [0, 1]
 
 
@@ -210,7 +210,7 @@ def test_a_fault_is_read_from_text() -> None:
     [
         ("explode", "'action' should be"),
         ("", "'action' should be"),
-        ("kill 3", "'3' should be of the form name=value, such as rank=1"),
+        ("kill 3", "a setting must have the form name=value, got '3'"),
         ("kill rnk=1", "rnk"),
         ("kill step=soon", "'step' should be"),
         ("kill step=0", "'step' should be"),
@@ -236,7 +236,7 @@ def test_a_config_names_faults_as_text_or_in_full_and_they_are_no_setting_of_the
     config = load(written(faults=faults), FaultyConfig)
     assert config.faults == (parse(faults[0]), Fault(action="kill", step=2))  # type: ignore[arg-type]
     assert "faults" not in config.model_dump()
-    assert config.remarks[-1] == "a fault on purpose: kill on rank 0 in step 2, at grads"
+    assert config.remarks[-1] == "injected fault: kill on rank 0 in step 2, at grads"
     assert load("my.yaml", FaultyConfig, ["faults=[]"]).faults == ()
     done = call("train", "my.yaml", "--dry-run", "--fault", "raise rank=1")
     assert done.stdout.splitlines()[-1] == "fault    raise on rank 1 in step 1, at grads", done.stderr
@@ -250,7 +250,7 @@ def test_a_config_names_faults_as_text_or_in_full_and_they_are_no_setting_of_the
         ({"action": "kill", "step": 0}, "my.yaml: 'faults.0.step' should be greater than or equal to 1, found 0"),
         ({"action": "kill", "phase": "fwd"}, "my.yaml: 'faults.0.phase' should be 'load', 'data', 'grads', 'forward',"),
         ("kill phase=fwd", "my.yaml: fault 'kill phase=fwd': 'phase' should be 'load', 'data', 'grads', 'forward',"),
-        ({"action": "kill", "rank": 2}, "fault 'kill on rank 2 in step 1, at grads': there are 2 ranks"),
+        ({"action": "kill", "rank": 2}, "fault 'kill on rank 2 in step 1, at grads': 'rank' must be below"),
     ],
 )
 def test_a_config_with_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_made(fault: Any, told: str) -> None:
@@ -274,7 +274,7 @@ def test_a_run_is_killed_as_its_config_says_in_every_life_and_goes_on_with_that_
         assert latest_valid(World(), Path("runs/mine/checkpoints"))[0] == Path(
             f"runs/mine/checkpoints/step_0000000{saved}"
         )
-    assert "a fault on purpose: kill on rank 1 in step 3, at grads" in Path("runs/mine/rank_0.log").read_text()
+    assert "injected fault: kill on rank 1 in step 3, at grads" in Path("runs/mine/rank_0.log").read_text()
     assert "faults" not in Path("runs/mine/config.json").read_text()
     done = call("train", config, "faults=[]")
     assert done.returncode == 0, done.stderr
@@ -284,9 +284,12 @@ def test_a_run_is_killed_as_its_config_says_in_every_life_and_goes_on_with_that_
 
 def test_a_fault_of_a_rank_that_is_not_there_or_without_its_model_is_refused() -> None:
     with (
-        pytest.raises(ConfigError, match="there are 2 ranks"),
+        pytest.raises(ConfigError, match="'rank' must be below the number of ranks, 2"),
         inject_faults(World(size=2), Fault(action="kill", rank=2)),
     ):
         pass
-    with pytest.raises(ConfigError, match="give inject the model"), inject_faults(World(), Fault(action="nan")):
+    with (
+        pytest.raises(ConfigError, match="pass the model, as in"),
+        inject_faults(World(), Fault(action="nan")),
+    ):
         pass

@@ -28,7 +28,7 @@ def different_sizes(world: World) -> None:
 
 def test_different_sizes_are_told_before_one_rank_has_a_wrong_sum_and_the_other_is_aborted() -> None:
     error = caught(different_sizes)
-    assert "the ranks bring different tensors to one all_reduce" in error.message
+    assert "the ranks pass different tensors to the same all_reduce" in error.message
     assert "ank 0 waits in all_reduce [5] float32" in error.message
     assert "ank 1 waits in all_reduce [3] float32" in error.message
     line = different_sizes.__code__.co_firstlineno + 4

@@ -191,13 +191,13 @@ def test_ranks_that_wait_for_one_that_has_failed_are_told_and_woken(ranks):
     [
         (
             "dist.all_reduce(torch.ones(3)) if world.rank == 0 else time.sleep(60)",
-            ["Rank 0 waits in all_reduce [3] float", "rank 1 has not come: it is at call"],
+            ["Rank 0 waits in all_reduce [3] float", "rank 1 has not entered it: it is at call"],
         ),
         (
             "dist.all_reduce(torch.ones(3)) if world.rank == 0 else dist.broadcast(torch.ones(2), 1); dist.barrier()",
             ["the order of collectives differs", "Rank 0 waits in all_reduce"],
         ),
-        ("if world.rank == 1: dist.barrier()", ["Rank 1 waits in barrier", "rank 0 runs no cell"]),
+        ("if world.rank == 1: dist.barrier()", ["Rank 1 waits in barrier", "rank 0 is idle"]),
     ],
     ids=["absent", "order", "ended"],
 )
@@ -215,7 +215,7 @@ def test_a_hang_is_told_by_name_and_ended(ranks, source, said):
 def test_a_rank_that_has_ended_the_call_is_not_waited_for_long(ranks, monkeypatch):
     monkeypatch.setattr(ranks, "wait_timeout", 120)
     began = time.monotonic()
-    with pytest.raises(CollectiveError, match="rank 0 runs no cell"):
+    with pytest.raises(CollectiveError, match="rank 0 is idle"):
         ranks.execute("if world.rank == 1: dist.barrier()")
     assert time.monotonic() - began < 60
 

@@ -108,7 +108,7 @@ class Checks:
             ValueError: If `every` is below 1.
         """
         if every < 1:
-            raise ValueError(f"every={every}: should be 1 step or more")
+            raise ValueError(f"every must be at least 1 step, got {every}")
         self.program = Program(world, model, optimizer, after)
         self.detectors, self.strict, self.every = list(detectors), strict, every
         self.findings: list[Finding] = []
@@ -209,7 +209,9 @@ class Checks:
         for each in self._says:
             row += each.local_report(seen)
         if len(row) != self._length:
-            raise ValueError(f"a detector does not say as many numbers as its size: {len(row) - 1} in all")
+            raise ValueError(
+                f"the detectors must report `size` numbers each, {self._length - 1} in all, got {len(row) - 1}"
+            )
         self._rows.append(row)
         is_first = step < self._first + _FIRST or self.every == 1
         if is_first or step % self.every == 0 or len(self._rows) >= self.every:
@@ -317,7 +319,7 @@ class Checks:
             elif self.program.world.is_main:
                 rows = [*(self._sent.rows if self._sent else ()), *self._rows]
                 steps = f"{rows[0][0]:.0f} to {rows[-1][0]:.0f}"
-                LOG.warning("steps %s were not checked: not all ranks have come to the end", steps)
+                LOG.warning("steps %s were not checked, because not all ranks reached the end of the block", steps)
         finally:
             self._is_over = False
 
@@ -356,8 +358,8 @@ class Checks:
                 if self._store is not None and self._store.check([str(rank)]):
                     gone[rank] = int(self._store.get(str(rank)))
         if gone:
-            description = ", ".join(f"rank {rank} after step {step}" for rank, step in gone.items())
-            message = f"the ranks take different numbers of steps: {description} has left the block that is checked"
+            description = ", ".join(f"rank {rank} left the block after step {step}" for rank, step in gone.items())
+            message = f"the ranks take different numbers of steps: {description}"
             finding = Finding("steps", self.program.step, tuple(gone), message, "error")
             self.findings.append(finding)
             raise CheckError(finding) from error

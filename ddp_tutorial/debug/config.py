@@ -66,7 +66,7 @@ def parse(text: str) -> Fault:
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
-            raise ConfigError(f"fault {text!r}: {setting!r} should be of the form name=value, such as rank=1")
+            raise ConfigError(f"fault {text!r}: a setting must have the form name=value, got {setting!r}")
         values[name] = parse_yaml(value, f"fault {text!r}")
     return check(Fault, values, f"fault {text!r}")
 
@@ -97,4 +97,4 @@ class FaultyConfig(TaskConfig):
     @property
     def remarks(self) -> list[str]:
         """Remarks of the config, including one for each fault."""
-        return [*super().remarks, *(f"a fault on purpose: {fault}" for fault in self.faults)]
+        return [*super().remarks, *(f"injected fault: {fault}" for fault in self.faults)]

@@ -41,7 +41,7 @@ def check_ranks(faults: Sequence[Fault], ranks: int) -> None:
     """Raise `ConfigError` if a fault's rank does not exist among `ranks` ranks."""
     for fault in faults:
         if fault.rank >= ranks:
-            raise ConfigError(f"fault '{fault}': there are {ranks} ranks, so 'rank' is below that")
+            raise ConfigError(f"fault '{fault}': 'rank' must be below the number of ranks, {ranks}")
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
     check_ranks(faults, world.size)
     for fault in faults:
         if fault.action in {"corrupt", "nan", "oom"} and model is None:
-            raise ConfigError(f"fault '{fault}': give inject the model, as in inject(world, fault, model=model)")
+            raise ConfigError(f"fault '{fault}': pass the model, as in inject_faults(world, fault, model=model)")
     with ExitStack() as stack:
         for fault in faults:
             if fault.rank == world.rank:
@@ -117,14 +117,14 @@ class _Striker:
             why = f"the last step was {data or own}"
         else:
             why = f"phase {name!r} was not entered in that step"
-        LOG.warning("the fault '%s' has not struck: %s", self._fault, why)
+        LOG.warning("the fault '%s' did not occur: %s", self._fault, why)
 
     def _strike(self) -> None:  # one case for each action
         match self._fault.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
-                raise InjectedError(f"on purpose: {self._fault}")
+                raise InjectedError(f"injected fault: {self._fault}")
             case "hang":
                 while True:
                     time.sleep(3600)
@@ -151,7 +151,7 @@ class _Striker:
     def _kill_worker(self) -> None:
         workers = multiprocessing.active_children()
         if not workers:
-            raise ConfigError(f"fault '{self._fault}': nothing reads ahead for this rank: use source.workers=1")
+            raise ConfigError(f"fault '{self._fault}': this rank has no worker that reads data: use source.workers=1")
         workers[0].kill()
 
     def _take_all_memory(self) -> None:

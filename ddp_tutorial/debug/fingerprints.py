@@ -3,7 +3,7 @@
     with fingerprinted(world):
         train(world)
 
-    CollectiveError: the ranks bring different tensors to one all_reduce. Rank 0 waits in all_reduce [5] float (File
+    CollectiveError: the ranks pass different tensors to the same all_reduce. Rank 0 waits in all_reduce [5] float (File
     "train.py", line 5, in step); rank 1 waits in all_reduce [3] float (File "train.py", line 5, in step).
 
 Before each collective, a rank writes its fingerprint to the shared store: operation, sizes, types, root, and calling

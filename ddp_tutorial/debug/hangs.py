@@ -146,7 +146,7 @@ def watching(world: World, seconds: float = 30.0) -> Iterator["Watch"]:
         CollectiveError: If PyTorch raises an error because the collectives do not match.
     """
     if not seconds > 0:
-        raise ValueError(f"seconds={seconds!r}: should be a positive number of seconds, such as 30")
+        raise ValueError(f"seconds must be a positive number, such as 30, got {seconds!r}")
     require_group(world)
     watch = Watch(world, seconds, next(_watches))
     if world.size == 1:
@@ -324,7 +324,7 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus |
         return "order", f"the order of collectives differs. {_sentence(_waits(there))}"
     op = next(iter(there.values())).op if there else ""
     if op.partition(" ")[0] in _SAME_SIZES and len({(call.sizes, call.dtypes) for call in there.values()}) > 1:
-        return "shape", f"the ranks bring different tensors to one {op}. {_sentence(_waits(there))}"
+        return "shape", f"the ranks pass different tensors to the same {op}. {_sentence(_waits(there))}"
     missing = [rank for rank in row if rank not in there]
     late = [each for rank in missing if (each := standings[rank]) is not None]
     # If a rank has left, its connections may be closed, and the collective has then failed on the other ranks.
@@ -336,7 +336,7 @@ def _differ(row: Mapping[int, Call | None], standings: Mapping[int, RankStatus |
         return "failed", f"a rank has failed. {story}"
     if len(late) == len(missing) and all(each.is_busy for each in late):
         return "slow", f"no hang, but a slow rank. {story}"
-    return "absent", f"not all ranks have come. {story}"
+    return "absent", f"not all ranks have entered the collective. {story}"
 
 
 def _waits(calls: Mapping[int, Call], lost: bool = False) -> list[str]:
@@ -367,19 +367,19 @@ def _verb(ranks: Sequence[int], done: bool, lost: bool) -> str:
     if done and lost:
         return "was in" if len(ranks) == 1 else "were in"
     if done:
-        return "has come through" if len(ranks) == 1 else "have come through"
+        return "has finished" if len(ranks) == 1 else "have finished"
     return "waits in" if len(ranks) == 1 else "wait in"
 
 
 def _absent(rank: int, standing: RankStatus | None) -> str:
     if standing is None:
-        return f"rank {rank} does not answer: it has ended, was stopped, or is busy in native code"
+        return f"rank {rank} does not respond: it has exited, is stopped, or is busy in native code"
     if standing.left:
         last = standing.calls[-1] if standing.calls else None
-        how = {"failed": "has raised an error", "well": "has left", "idle": "runs no cell"}[standing.left]
+        how = {"failed": "has raised an error", "well": "has left", "idle": "is idle"}[standing.left]
         return f"rank {rank} {how}" + (f"; its last collective was {last.what}{_at(last.lines)}" if last else "")
-    where = ", called from ".join(map(str, standing.lines)) or "no line of Python"
-    return f"rank {rank} has not come: it {'computes' if standing.is_busy else 'is'} at {where}"
+    where = ", called from ".join(map(str, standing.lines)) or "an unknown line"
+    return f"rank {rank} has not entered it: it is {'computing ' if standing.is_busy else ''}at {where}"
 
 
 def _at(lines: Sequence[Line]) -> str:

@@ -55,7 +55,7 @@ class MemoryGrowth(Detector):
             ValueError: If `mb_per_step` is not positive, or `window` is below 8.
         """
         if mb_per_step <= 0 or window < 8:
-            raise ValueError(f"mb_per_step={mb_per_step}, window={window}: should be above 0, and 8 steps or more")
+            raise ValueError(f"mb_per_step must be positive and window at least 8, got {mb_per_step} and {window}")
         self.mb_per_step, self.window = mb_per_step, window
         self.peak_mb: list[float] = []
 
@@ -107,13 +107,13 @@ class MemoryGrowth(Detector):
         mine = describe_growth(self._before, live_tensors()) if self.program.world.rank in ranks else []
         self._before = {}
         of_ranks = self.program.gather(mine)
-        description = ", ".join(f"{slopes[rank]:.1f} MB a step on rank {rank}" for rank in ranks)
+        description = ", ".join(f"{slopes[rank]:.1f} MB per step on rank {rank}" for rank in ranks)
         kinds = "; ".join(f"on rank {rank}, {', '.join(of_ranks[rank]) or 'none'}" for rank in ranks)
         where = next((of_ranks[rank][0] for rank in ranks if of_ranks[rank]), "memory")
         message = (
-            f"{named(ranks)} {'keeps' if len(ranks) == 1 else 'keep'} more memory after each step: {description}, over "
-            f"{self.window} steps. Of the tensors that Python's garbage collector knows there are more than {between} "
-            f"steps ago: {kinds}. Often it is a loss that is kept with its graph: keep loss.item() or loss.detach()"
+            f"{named(ranks)} {'uses' if len(ranks) == 1 else 'use'} more memory after each step: {description}, over "
+            f"{self.window} steps. New tensors since {between} steps ago, as seen by Python's garbage collector: "
+            f"{kinds}. A common cause is a stored loss that keeps its graph: store loss.item() or loss.detach()"
         )
         return [Finding(self.name, step, ranks, message, "warning", where)]
 
@@ -136,7 +136,7 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         """Return the properties as text."""
         where = "" if self.device == "cpu" else f" on {self.device}"
-        graph = ", with the graph that has made it" if self.has_graph else ""
+        graph = " with its autograd graph" if self.has_graph else ""
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{where}{graph}"
 
 

@@ -74,8 +74,8 @@ class NonFinite(Detector):
         if not phases:
             everyone = tuple(rank for rank, numbers in enumerate(reports) if numbers[0])
             message = (
-                "the gradient is not finite, though on each rank it was before the ranks added theirs up: the sum has "
-                "overflowed, or what came between backward and the update has spoilt it"
+                "the gradient is not finite, although it was finite on each rank before the all-reduce: the sum has "
+                "overflowed, or code between the backward pass and the update has changed it"
             )
             return [Finding(self.name, step, everyone, message, "error", "reduction")]
         first = phases[0]
@@ -83,7 +83,7 @@ class NonFinite(Detector):
         description = "; ".join(f"on rank {rank}, {_describe_origin(first, name)}" for rank, name in at_fault.items())
         where = next(iter(at_fault.values())) or first
         return [
-            Finding(self.name, step, tuple(at_fault), f"a number is not finite. First {description}", "error", where)
+            Finding(self.name, step, tuple(at_fault), f"a value is not finite. First {description}", "error", where)
         ]
 
     def _origin(self, seen: StepObservation) -> tuple[str, str] | None:
@@ -100,9 +100,9 @@ class NonFinite(Detector):
 
 def _describe_origin(phase: str, name: str) -> str:
     if phase == "update":
-        return f"parameter {name!r} was not finite when the step began: the update before it, or what was loaded"
+        return f"parameter {name!r} was not finite at the start of the step, after the last update or after loading"
     if phase == "forward":
-        return f"in forward, the output of {f'module {name!r}' if name != OUTPUT else 'the model'}"
+        return f"in the forward pass, the output of {f'module {name!r}' if name != OUTPUT else 'the model'}"
     if phase == "loss":
         return "the gradient of the loss with respect to the model's output" if name else "the loss"
-    return f"in backward, the gradient for parameter {name!r}"
+    return f"in the backward pass, the gradient of parameter {name!r}"

@@ -136,8 +136,8 @@ class Epoch:
                 if self._share_a_step(pair, steps):
                     common = len(self._common[pair])
                     return pair, (
-                        f"{named(pair)} learn from the same samples: in each of {_STEPS} steps in a row they had most "
-                        f"samples in common, {common} in all. Shard the data by rank, as DistributedSampler does"
+                        f"{named(pair)} train on the same samples: in {_STEPS} consecutive steps, they shared at least "
+                        f"half of their samples, {common} in all. Shard the data by rank, as DistributedSampler does"
                     )
             self._add_step(steps)
             if sum(self._twice.values()) >= self.enough:
@@ -172,8 +172,8 @@ class Epoch:
         ranks = tuple(sorted({rank for pair in self._twice for rank in pair}))
         pairs = ", ".join(f"{count} by {named(pair)}" for pair, count in sorted(self._twice.items()))
         return ranks, (
-            f"samples are seen twice within an epoch: of {len(self._owner)}, {pairs}. Give the sampler the same seed "
-            "on all ranks, and each rank a shard of the order that comes of it"
+            f"samples are used twice within an epoch: of {len(self._owner)} samples, {pairs}. Use the same seed for "
+            "the sampler on all ranks, and give each rank its own shard of the order"
         )
 
 
@@ -222,8 +222,8 @@ class SameRandomNumbers(Detector):
             return []
         self._has_told = True
         message = (
-            f"{named(ranks)} draw the same random numbers in forward: their dropout masks are copies of each other. "
-            "Once the model is made, seed each rank differently, as in torch.manual_seed(rng.seed_of(seed, rank))"
+            f"{named(ranks)} draw the same random numbers in the forward pass: their dropout masks are identical. "
+            "After the model is built, seed each rank differently, as in torch.manual_seed(rng.seed_of(seed, rank))"
         )
         return [Finding(self.name, step, ranks, message, "warning", "forward")]
 

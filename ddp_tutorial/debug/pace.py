@@ -29,7 +29,7 @@ class _OverAWindow(Detector):
             ValueError: If `window` is below 1.
         """
         if window < 1:
-            raise ValueError(f"window={window}: should be 1 step or more")
+            raise ValueError(f"window must be at least 1 step, got {window}")
         self.window = window
 
     def attach(self, program: Program) -> None:
@@ -100,8 +100,8 @@ class Straggler(_OverAWindow):
             return None
         rank, phase, lost = found
         message = (
-            f"the others wait for rank {rank}: in {phase} it takes {1e3 * lost / self.window:.0f} ms a step longer "
-            "than they do"
+            f"the other ranks wait for rank {rank}: its phase {phase!r} takes {1e3 * lost / self.window:.0f} ms longer "
+            "per step than theirs"
         )
         return Finding(self.name, step, (rank,), message, "warning", phase)
 
@@ -145,7 +145,7 @@ class DataStarvation(_OverAWindow):
         """
         super().__init__(window)
         if not 0 < limit < 1:
-            raise ValueError(f"limit={limit}: should be a share between 0 and 1")
+            raise ValueError(f"limit must be between 0 and 1, got {limit}")
         self.limit = limit
 
     def check_window(self, step: int, seconds: dict[str, list[float]]) -> Finding | None:
@@ -160,7 +160,7 @@ class DataStarvation(_OverAWindow):
             return None
         description = ", ".join(f"{shares[rank]:.0%} of the time on rank {rank}" for rank in ranks)
         message = (
-            f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for data: {description}. Let workers read ahead "
-            "(num_workers=2 or more, persistent_workers=True), or make each sample cheaper to read"
+            f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for data: {description}. Prefetch with workers "
+            "(num_workers=2, persistent_workers=True), or make each sample cheaper to read"
         )
         return Finding(self.name, step, ranks, message, "warning", "data")

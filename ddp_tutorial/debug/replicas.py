@@ -58,7 +58,7 @@ class ReplicaDrift(Detector):
     def __init__(self, every: int = 20, ignore: Sequence[str] = ()) -> None:
         """Store the arguments; see the class docstring."""
         if every < 1:
-            raise ValueError(f"every={every}: should be 1 step or more")
+            raise ValueError(f"every must be at least 1 step, got {every}")
         self.every, self.ignore = every, tuple(ignore)
         self._buffers: dict[str, int] = {}
         self._told: set[str] = set()
@@ -121,8 +121,8 @@ class ReplicaDrift(Detector):
         self._told.add(name)
         differ = _differ(ranks, self.program.world.size)
         message = (
-            f"buffer {name!r} is not the same on all ranks when the step begins: {differ}. What is evaluated "
-            "and saved depends on the rank; let DDP broadcast buffers, or synchronise the statistics"
+            f"buffer {name!r} is not the same on all ranks at the start of the step: {differ}. Metrics and checkpoints "
+            "then depend on the rank. Let DDP broadcast buffers, or synchronize the statistics"
         )
         return [Finding(self.name, step, ranks, message, "warning", name)]
 
@@ -163,7 +163,7 @@ class ReplicaDrift(Detector):
             step, sizes = self._doubts
             found = first_drift(self.program.gather(self._kept(sizes))) or found
         elif self._same_after is not None and self._same_after < after - 1:
-            since = f". After step {self._same_after} all was the same"
+            since = f". After step {self._same_after}, everything was identical"
         name, ranks = found
         differ = _differ(ranks, self.program.world.size)
         message = f"the replicas have drifted apart: {name} is not the same on all ranks, {differ}{since}"
@@ -178,7 +178,7 @@ class ReplicaDrift(Detector):
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
-                    yield f"{key} of the optimizer's group {number}", value
+                    yield f"{key} of the optimizer's parameter group {number}", value
         yield from ((name, p) for name, p in self.program.module.named_parameters() if not is_piece(p))
         # Compared by name, because importing ZeroRedundancyOptimizer logs a warning.
         if {"ZeroRedundancyOptimizer", "ShardedOptimizer"} & {each.__name__ for each in type(optimizer).__mro__}:

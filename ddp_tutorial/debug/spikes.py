@@ -36,7 +36,7 @@ class GradientSpike(Detector):
             ValueError: If `times` is not above 1, or `window` is below 10.
         """
         if times <= 1 or window < _KNOWN:
-            raise ValueError(f"times={times}, window={window}: should be above 1, and {_KNOWN} steps or more")
+            raise ValueError(f"times must be above 1 and window at least {_KNOWN} steps, got {times} and {window}")
         self.times, self.window = times, window
 
     def attach(self, program: Program) -> None:
@@ -65,9 +65,9 @@ class GradientSpike(Detector):
             return []
         largest = self.program.gather(mine)
         description = "; ".join(
-            f"on rank {rank} {higher[rank]:.0f} times its median, most of it in {largest[rank]!r}" for rank in ranks
+            f"on rank {rank} to {higher[rank]:.0f} times its median, mostly in {largest[rank]!r}" for rank in ranks
         )
-        message = f"the norm of the gradient jumps, before it is averaged and clipped: {description}"
+        message = f"the gradient norm jumps before averaging and clipping: {description}"
         return [Finding(self.name, step, ranks, message, "warning", largest[ranks[0]])]
 
 
@@ -110,7 +110,7 @@ class LossDivergence(Detector):
             ValueError: If `times` is not above 1, or `window` is below 1.
         """
         if times <= 1 or window < 1:
-            raise ValueError(f"times={times}, window={window}: should be above 1, and 1 step or more")
+            raise ValueError(f"times must be above 1 and window at least 1 step, got {times} and {window}")
         self.times, self.window = times, window
 
     def attach(self, program: Program) -> None:
@@ -134,8 +134,8 @@ class LossDivergence(Detector):
             return []
         first, now = statistics.median(self._first), statistics.median(self._last)
         message = (
-            f"the loss diverges: it began at {first:.4g} and is {now:.4g} now, over {self.window} steps. A lower "
-            "learning rate, a longer warm-up or clipping may help"
+            f"the loss diverges: its median was {first:.4g} in the first {self.window} steps, and is {now:.4g} in the "
+            "last. Try a lower learning rate, a longer warmup or gradient clipping"
         )
         return [Finding(self.name, step, tuple(range(len(reports))), message, "error", "loss")]
 
