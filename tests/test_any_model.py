@@ -381,7 +381,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     "a mean alone": (lambda world: start(world, mean_alone), "LossError: on rank 0, the loss should return a sum and"),
     "a mean": (lambda world: start(world, mean_and_count), "LossError: the loss is a mean: "),
     "no sum": (lambda world: start(world, no_sum), "LossError: on rank 0, the first that the loss returns should be"),
-    "nothing counted": (lambda world: start(world, counts_nothing), "ValueError: the loss has counted nothing"),
+    "nothing counted": (lambda world: start(world, counts_nothing), "ValueError: the loss counted no elements"),
     "other metrics": (lambda world: start(world, other_metrics), "LossError: rank 0's loss returns loss, of_rank_0"),
     "elsewhere": (lambda world: start(world, model=half_on_meta()), "ConfigError: the model's '1.weight' is on meta"),
     "frozen": (
@@ -414,7 +414,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         )
         for strategy in ("zero2", "zero3")
         for name, make, message in [
-            ("Adafactor", lambda m: torch.optim.Adafactor(m.parameters()), f"strategy {strategy} steps a flat piece"),
+            ("Adafactor", lambda m: torch.optim.Adafactor(m.parameters()), f"strategy {strategy} updates a flat shard"),
             ("LBFGS", lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS computes the loss several times in one step"),
         ]
     },

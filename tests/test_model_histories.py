@@ -110,7 +110,7 @@ REFUSALS = [
         one("freeze", "wrap", "unfreeze", "backward", "step"),
     ),
     *(
-        Pair(("zero2", "zero3", "fsdp"), feature, "the model is sharded already", example)
+        Pair(("zero2", "zero3", "fsdp"), feature, "the model is already sharded", example)
         for feature, example in (
             ("wrap after wrapping", one("wrap", *STEP)),
             ("rewrap", one(*STEP, "zero_grad to None", "rewrap", *STEP[1:])),
@@ -119,7 +119,7 @@ REFUSALS = [
     Pair(
         ("zero3", "fsdp"),
         "backward before wrapping",
-        "has a gradient, which sharding would lose",
+        "has a gradient, which sharding would discard",
         one("backward", *STEP),
     ),
     Pair(("zero1", "fsdp"), "lbfgs", "computes the loss several times in one step", one(*STEP, optimizer="lbfgs")),

@@ -342,15 +342,15 @@ def test_the_chain_of_the_gpt_is_its_forward() -> None:
 @pytest.mark.parametrize(
     ("arguments", "world_size", "said"),
     [
-        (["ranks=9", "micro_batches=9"], 9, "9 stages, and only 8 modules to cut between: 0, 1, 2, 3, 4, 5, 6, 7"),
-        (["ranks=2", "cuts=[blocks]"], 2, "no module of the chain is called 'blocks'"),
-        (["ranks=3", "cuts=['4', '4']"], 3, "'4' would be empty, or come before the one before"),
-        (["ranks=3", "cuts=['4', '2']"], 3, "'2' would be empty, or come before the one before"),
-        (["ranks=2", "cuts=['0']"], 2, "'0' would be empty"),
-        (["ranks=2", "cuts=['2', '4']"], 2, "'cuts' should name 1 modules, for 2 stages"),
-        (["ranks=2"], 3, "a world of 3 ranks is no whole number of pipelines of 2: start 2"),
-        (["ranks=4", "micro_batches=3"], 4, "as many micro-batches as ranks, 4, or more; found 3"),
-        (["ranks=2", "schedule=interleaved"], 2, "2 stages or more on each rank, found 1"),
+        (["ranks=9", "micro_batches=9"], 9, "9 stages require at least 9 modules, got 8: 0, 1, 2, 3, 4, 5, 6, 7"),
+        (["ranks=2", "cuts=[blocks]"], 2, "the model has no module 'blocks'"),
+        (["ranks=3", "cuts=['4', '4']"], 3, "than the previous stage, got '4'"),
+        (["ranks=3", "cuts=['4', '2']"], 3, "than the previous stage, got '2'"),
+        (["ranks=2", "cuts=['0']"], 2, "than the previous stage, got '0'"),
+        (["ranks=2", "cuts=['2', '4']"], 2, "'cuts' must name 1 modules for 2 stages"),
+        (["ranks=2"], 3, "the world size must be a multiple of the 2 ranks in a pipeline, got 3: start 2 ranks"),
+        (["ranks=4", "micro_batches=3"], 4, "at least one micro-batch per rank, got 3 for 4 ranks"),
+        (["ranks=2", "schedule=interleaved"], 2, "at least 2 stages per rank, got 1"),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_one_line_before_ranks_start(
@@ -362,7 +362,7 @@ def test_what_cannot_be_a_pipeline_is_one_line_before_ranks_start(
 
 
 def test_a_model_without_a_chain_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a Extra cannot be cut into stages: it is no nn.Sequential"):
+    with pytest.raises(ConfigError, match=r"Extra cannot be split into stages: it must be an nn.Sequential"):
         check_pipeline(Extra(2), PipelineConfig(), 2)
 
 
@@ -374,11 +374,11 @@ def test_a_loss_calls_its_model_once() -> None:
         return batch.sum(), 1
 
     stages = dict(enumerate(split_into_stages(_plain(), ["4"])))
-    for loss, said in [(twice, "calls its model 2 times"), (never, "does not call its model")]:
+    for loss, said in [(twice, "but it called it 2 times"), (never, "but it did not call it")]:
         runner = StageRunner(interleaved(1, 1, 2), stages, loss)
         with pytest.raises(LossError, match=said):
             runner.run([torch.ones(2, 6)])
-    with pytest.raises(ValueError, match="has 1 micro-batches, found 2"):
+    with pytest.raises(ValueError, match="requires 1 micro-batches, got 2"):
         runner.run([torch.ones(2, 6)] * 2)
 
 

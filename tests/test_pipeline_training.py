@@ -159,9 +159,9 @@ def test_a_pipeline_that_is_kept_without_its_model_keeps_its_own_stages_only() -
     [
         ({"mesh": {"pipeline": 2}}, 3, "the world has 3 ranks, and a mesh of pipeline 2 has a whole multiple of 2"),
         ({"mesh": {"replicate": 2, "pipeline": 2}}, 2, "has 2 ranks, and a mesh of replicate 2 x pipeline 2 has 4"),
-        ({"pipeline": {"micro_batches": 3}}, 4, "as many micro-batches as ranks, 4"),
-        ({"pipeline": {"micro_batches": 7}}, 7, "7 stages, and only 6 modules"),
-        ({"pipeline": {"cuts": ["block.1"]}}, 2, "no module of the chain is called 'block.1'"),
+        ({"pipeline": {"micro_batches": 3}}, 4, "at least one micro-batch per rank, got 3 for 4"),
+        ({"pipeline": {"micro_batches": 7}}, 7, "7 stages require at least 7 modules, got 6"),
+        ({"pipeline": {"cuts": ["block.1"]}}, 2, "the model has no module 'block.1'"),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused_before_ranks_start(values: dict, ranks: int, said: str) -> None:
@@ -185,7 +185,7 @@ def test_a_pipeline_that_cannot_be_is_refused_before_ranks_start(values: dict, r
         ),
         (
             {"strategy": "pipeline", "mesh": {"pipeline": 4}, "pipeline": {"micro_batches": 3}},
-            "as many micro-batches as ranks",
+            "at least one micro-batch per rank",
         ),
     ],
 )

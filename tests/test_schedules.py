@@ -123,11 +123,11 @@ F0, F1, B0, B1 = Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0,
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ([F0, F1, B0], "rank 0 never does B1 of stage 0"),
-        ([F0, F1, F1, B0, B1], "rank 0 does F1 of stage 0 twice"),
-        ([B0, F0, F1, B1], "rank 0 does B0 of stage 0 before its forward"),
-        ([F0, Action(F, 1, 0), B0], "rank 0 does F0 of stage 1, which is not its own"),
-        ([F0, Action(F, 0, 2), B0], "rank 0 does F2 of stage 0, which is not its own"),
+        ([F0, F1, B0], "rank 0 never runs B1 of stage 0"),
+        ([F0, F1, F1, B0, B1], "rank 0 runs F1 of stage 0 twice"),
+        ([B0, F0, F1, B1], "rank 0 runs B0 of stage 0 before its forward pass"),
+        ([F0, Action(F, 1, 0), B0], "rank 0 runs F0 of stage 1, which belongs to a different rank"),
+        ([F0, Action(F, 0, 2), B0], "rank 0 runs F2 of stage 0, which belongs to a different rank"),
     ],
 )
 def test_a_table_that_is_no_schedule_is_told_why(row: list[Action], said: str) -> None:
@@ -138,7 +138,7 @@ def test_a_table_that_is_no_schedule_is_told_why(row: list[Action], said: str) -
 def test_ranks_that_wait_for_one_another_are_named() -> None:
     first = [F0, B0, F1, B1]  # waits for the gradient of 0, while the other wants to see both forward first
     with pytest.raises(
-        ScheduleError, match=r"rank 0 for B0 of stage 1, before B0 of stage 0; rank 1 for F1 of stage 0"
+        ScheduleError, match=r"rank 0 waits for B0 of stage 1 before B0 of stage 0; rank 1 waits for F1"
     ):
         check([first, gpipe(2, 2)[1]], 2, 2)
 
@@ -146,11 +146,11 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("1f1b", 4, 3), "as many micro-batches as ranks, 4, or more; found 3"),
-        (("interleaved", 4, 3, 2), "as many micro-batches as ranks, 4, or more; found 3"),
-        (("interleaved", 2, 4), "2 stages or more on each rank, found 1"),
-        (("1f1b", 2, 4, 2), "one stage on each rank, found 2"),
-        (("gpipe", 0, 4), "found 0 ranks"),
+        (("1f1b", 4, 3), "at least one micro-batch per rank, got 3 for 4 ranks"),
+        (("interleaved", 4, 3, 2), "at least one micro-batch per rank, got 3 for 4 ranks"),
+        (("interleaved", 2, 4), "at least 2 stages per rank, got 1"),
+        (("1f1b", 2, 4, 2), "requires 1 stage per rank, got 2"),
+        (("gpipe", 0, 4), "got 0 ranks"),
         (("gpipe", 2, 0), "0 micro-batches"),
     ],
 )

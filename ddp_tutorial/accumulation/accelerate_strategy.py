@@ -94,7 +94,7 @@ class AccelerateStrategy(ReplicatedStrategy):
     def backward(self, batches: Sequence[Any], stop_flags: float = 0.0) -> Totals:
         """Fill `.grad` and return the totals of all ranks; see `Strategy.backward`."""
         if not batches:
-            raise ValueError("a step has 1 micro-batch or more, found 0")
+            raise ValueError("a step must have at least 1 micro-batch, got 0")
         parts = len(batches)
         self.loss.begin(parts)
         # Accelerate counts micro-batches over all steps; a failed step must not shift the next one.

@@ -208,7 +208,7 @@ class StepLoss:
         totals = Totals(sums, counts, stop_flags, same_path=self.world.size * squares == path**2)  # zero variance
         count = totals.counts[LOSS]
         if count == 0:
-            raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")
+            raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
         if count != self.expected:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             multiply_(gradients, self.expected / count)

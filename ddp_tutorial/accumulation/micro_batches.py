@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 def group(items: Iterable[Item], count: int, remainder: Literal["flush", "drop"] = "flush") -> Iterator[list[Item]]:
     """Yield groups of `count` micro-batches. `remainder` decides whether a smaller last group is yielded or dropped."""
     if count < 1:
-        raise ValueError(f"a step has 1 micro-batch or more, found {count}")
+        raise ValueError(f"a step must have at least 1 micro-batch, got {count}")
     step: list[Item] = []
     for item in items:
         step.append(item)
@@ -41,7 +41,7 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop
         LossError: If the loss function does not call `model`.
     """
     if not batches:
-        raise ValueError("a step has 1 micro-batch or more, found 0")
+        raise ValueError("a step must have at least 1 micro-batch, got 0")
     loss.begin(len(batches))
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1

@@ -41,9 +41,9 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int) -> None:
     if strategy not in OPTIONS:
         return
     if strategy == "post_local_sgd" and not config.begin:
-        raise ValueError("strategy post_local_sgd averages gradients at first: set 'local.begin', 1 step or more")
+        raise ValueError("strategy post_local_sgd first averages gradients: set 'local.begin' to at least 1 step")
     if config.begin + config.round > steps:
         after = f" after 'local.begin' {config.begin}" if config.begin else ""
         raise ValueError(
-            f"'local.round' {config.round}{after} does not end within 'steps' {steps}: ranks would never average"
+            f"'local.round' {config.round}{after} must end within 'steps' {steps}: the ranks would never average"
         )

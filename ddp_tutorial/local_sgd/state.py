@@ -72,9 +72,8 @@ class LocalWeightsState:
         """
         if state["alone"] and Rounds(state["length"], state["begin"]) != self.rounds:
             raise CheckpointError(
-                f"the checkpoint is {state['alone']} steps into a round of {state['length']}, begun after step "
-                f"{state['begin']} or a whole number of rounds later: go on with the same 'local.round' and "
-                "'local.begin', or from the end of a round"
+                f"the checkpoint is {state['alone']} steps into a round of {state['length']} steps. Resume with "
+                f"local.round={state['length']} and local.begin={state['begin']}, or from the end of a round"
             )
         if state["alone"]:
             self.module.load_state_dict(state["weights"])
@@ -89,9 +88,9 @@ class LocalWeightsState:
         if alone := states[0]["alone"]:
             length, ranks = states[0]["length"], len(states)
             raise CheckpointError(
-                f"step {step} is {alone} steps into a round of {length}, and each of {ranks} ranks has weights of its "
-                f"own, which cannot be given to {self.world.size}. Go on with {ranks} ranks, or from the end of a "
-                "round; or leave 'local' out, to go on with the mean of the weights"
+                f"step {step} is {alone} steps into a round of {length} steps: each of {ranks} ranks has different "
+                f"weights, which cannot be loaded on {self.world.size}. Resume with {ranks} ranks, or from the end of "
+                "a round, or without 'local' from the mean of the weights"
             )
 
 

@@ -14,7 +14,7 @@ class StagesConfig(Config):
 
     schedule: Name = Field("1f1b", description="Order of forward and backward passes.")
     micro_batches: int = Field(4, ge=1, description="Micro-batches of a step through one pipeline.")
-    per_rank: int = Field(1, ge=1, description="Stages on each rank; schedule interleaved needs at least 2.")
+    per_rank: int = Field(1, ge=1, description="Stages on each rank; schedule interleaved requires at least 2.")
     cuts: tuple[str, ...] = Field(
         (),
         strict=False,
@@ -41,13 +41,13 @@ class StagesConfig(Config):
         require_schedule(self.schedule, ranks, self.micro_batches, self.per_rank)
         stages = ranks * self.per_rank
         if self.cuts and len(self.cuts) != stages - 1:
-            raise ConfigError(f"'cuts' should name {stages - 1} modules, for {stages} stages; found {self.cuts}")
+            raise ConfigError(f"'cuts' must name {stages - 1} modules for {stages} stages, got {self.cuts}")
 
 
 class PipelineConfig(StagesConfig):
     """The split into stages, the schedule, and the number of ranks in a pipeline."""
 
-    ranks: int = Field(2, ge=1, description="of one pipeline; the world is a whole number of them")
+    ranks: int = Field(2, ge=1, description="Ranks in a pipeline; the world size is a multiple.")
 
     @property
     def stages(self) -> int:
@@ -68,15 +68,15 @@ def require_schedule(name: Name, ranks: int, micro_batches: int, per_rank: int =
     """
     if min(ranks, micro_batches, per_rank) < 1:
         raise ConfigError(
-            f"a pipeline has 1 rank, 1 micro-batch and 1 stage a rank or more; found {ranks} ranks, {micro_batches} "
-            f"micro-batches, {per_rank} stages a rank"
+            f"a pipeline must have at least 1 rank, 1 micro-batch and 1 stage per rank, got {ranks} ranks, "
+            f"{micro_batches} micro-batches and {per_rank} stages per rank"
         )
     if name != "interleaved" and per_rank != 1:
-        raise ConfigError(f"schedule {name!r} has one stage on each rank, found {per_rank}: use 'interleaved'")
+        raise ConfigError(f"schedule {name!r} requires 1 stage per rank, got {per_rank}: use 'interleaved'")
     if name == "interleaved" and per_rank == 1:
-        raise ConfigError("schedule 'interleaved' has 2 stages or more on each rank, found 1: use '1f1b'")
+        raise ConfigError("schedule 'interleaved' requires at least 2 stages per rank, got 1: use '1f1b'")
     if name != "gpipe" and micro_batches < ranks:
         raise ConfigError(
-            f"schedule {name!r} needs as many micro-batches as ranks, {ranks}, or more; found {micro_batches}: some "
-            "rank would be idle all the time. Use more micro-batches, or fewer stages"
+            f"schedule {name!r} requires at least one micro-batch per rank, got {micro_batches} for {ranks} ranks: "
+            "ranks would always be idle. Use more micro-batches, or fewer stages"
         )

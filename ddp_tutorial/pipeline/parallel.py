@@ -45,8 +45,8 @@ def check_pipeline(model: nn.Module, config: PipelineConfig, world_size: int) ->
     """
     if world_size % config.ranks:
         raise ConfigError(
-            f"a world of {world_size} ranks is no whole number of pipelines of {config.ranks}: start "
-            f"{config.ranks * max(1, world_size // config.ranks)}, or change the number of ranks in a pipeline"
+            f"the world size must be a multiple of the {config.ranks} ranks in a pipeline, got {world_size}: start "
+            f"{config.ranks * max(1, world_size // config.ranks)} ranks, or change the number of ranks in a pipeline"
         )
     return split_into_stages(model, config.cuts or even_splits(model, config.stages))
 
@@ -59,8 +59,8 @@ def require_even_micro_batches(config: PipelineConfig) -> int:
     """
     if config.micro_batches % config.ranks:
         raise ConfigError(
-            f"'pipeline.micro_batches' {config.micro_batches} should be a multiple of the {config.ranks} ranks of a "
-            "pipeline: each of them reads as many"
+            f"'pipeline.micro_batches' must be a multiple of the {config.ranks} ranks in a pipeline, which read the "
+            f"same number each, got {config.micro_batches}"
         )
     return config.micro_batches // config.ranks
 
@@ -149,7 +149,7 @@ class Pipeline:
                 _add_up([p for p in self.named.values() if p.requires_grad], self.across, self.world.device)
             totals = self._totals(parts, stop_flags)
             if totals.counts[LOSS] == 0:
-                raise ValueError("the loss has counted nothing in this step, on any rank: there is no mean of nothing")
+                raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
             gradients = [p.grad for p in self.named.values() if p.grad is not None]
             if gradients:
                 multiply_(gradients, 1 / totals.counts[LOSS])

@@ -117,7 +117,7 @@ class StageRunner:
         """
         expected = 1 + max(action.micro_batch for action in self.table[self.place])
         if len(batches) != expected:
-            raise ValueError(f"the schedule has {expected} micro-batches, found {len(batches)}")
+            raise ValueError(f"the schedule requires {expected} micro-batches, got {len(batches)}")
         step = _Step([_key(batch) for batch in batches])
         self.ran, self.peak = [], 0
         for slot in self._slots[not self._seen.issuperset(step.keys)]:
@@ -277,8 +277,8 @@ def _from_header(header: torch.Tensor) -> Like:
 def _check_output(out: Any, stage: int) -> None:
     if not isinstance(out, torch.Tensor) or out.dim() > _HEADER - 2 or out.dtype not in _DTYPES:
         raise ValueError(
-            f"stage {stage} gives a {type(out).__name__}; between stages goes one tensor of {_HEADER - 2} dimensions "
-            "or fewer, of a common dtype"
+            f"stage {stage} must return one tensor with at most {_HEADER - 2} dimensions and a common dtype, got a "
+            f"{type(out).__name__}"
         )
 
 
@@ -308,7 +308,7 @@ def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
         loss(model, batch)
     except _CapturedCall as found:
         return found.inputs, found.named
-    raise LossError("the loss does not call its model; in a pipeline, it calls it once")
+    raise LossError("in a pipeline, the loss must call its model once, but it did not call it")
 
 
 class _LastStageOutput:
@@ -333,7 +333,7 @@ class _LastStageOutput:
             LossError: If the number of calls is not 1.
         """
         if self.calls != 1:
-            raise LossError(f"the loss calls its model {self.calls} times; in a pipeline, it calls it once")
+            raise LossError(f"in a pipeline, the loss must call its model once, but it called it {self.calls} times")
 
 
 def _drawing(seed: int | None, step: int, action: Action, device: torch.device) -> Any:

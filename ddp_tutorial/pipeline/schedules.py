@@ -154,15 +154,15 @@ def check(table: Table, stages: int, micro_batches: int) -> None:
         seen: set[Action] = set()
         for action in actions:
             if action in seen:
-                raise ScheduleError(f"rank {rank} does {action} twice")
+                raise ScheduleError(f"rank {rank} runs {action} twice")
             if action not in expected:
-                raise ScheduleError(f"rank {rank} does {action}, which is not its own")
+                raise ScheduleError(f"rank {rank} runs {action}, which belongs to a different rank")
             if action.kind == BACKWARD and action._replace(kind=FORWARD) not in seen:
-                raise ScheduleError(f"rank {rank} does {action} before its forward")
+                raise ScheduleError(f"rank {rank} runs {action} before its forward pass")
             seen.add(action)
         if missing := sorted(expected - seen, reverse=True):
-            others = f", nor {len(missing) - 1} others" if missing[1:] else ""
-            raise ScheduleError(f"rank {rank} never does {missing[0]}{others}")
+            others = f" and {len(missing) - 1} other actions" if missing[1:] else ""
+            raise ScheduleError(f"rank {rank} never runs {missing[0]}{others}")
     simulate(table)
 
 
@@ -237,7 +237,7 @@ def simulate(
                 done[action] = start + seconds[action.kind][action.stage]
                 ran.append(Timed(action, start, done[action]))
         if len(done) == before:
-            raise ScheduleError(f"ranks wait for ever: {_who_waits(plan, table, stages)}")
+            raise ScheduleError(f"deadlock: {_who_waits(plan, table, stages)}")
     return Plan(plan)
 
 
@@ -247,7 +247,7 @@ def _each(cost: float | Sequence[float], stages: int) -> Sequence[float]:
 
 def _who_waits(plan: Sequence[Sequence[Timed]], table: Table, stages: int) -> str:
     stuck = [(rank, table[rank][len(ran)]) for rank, ran in enumerate(plan) if len(ran) < len(table[rank])]
-    return "; ".join(f"rank {rank} for {dependencies(action, stages)}, before {action}" for rank, action in stuck)
+    return "; ".join(f"rank {rank} waits for {dependencies(action, stages)} before {action}" for rank, action in stuck)
 
 
 # ----------------------------------------------------------------------------------------------- blocking sends

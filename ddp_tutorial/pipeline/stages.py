@@ -44,8 +44,8 @@ def chain_of(model: nn.Module) -> dict[str, nn.Module]:
     chain = getattr(model, "chain", None)
     if chain is None:
         raise ConfigError(
-            f"a {type(model).__name__} cannot be cut into stages: it is no nn.Sequential, and has no method chain() "
-            "that returns its modules by name, in the order in which each takes what the one before gives"
+            f"{type(model).__name__} cannot be split into stages: it must be an nn.Sequential, or have a method "
+            "chain() that returns its modules by name, in the order of the forward pass"
         )
     parts: dict[str, nn.Module] = chain()
     return parts
@@ -70,14 +70,14 @@ def split_into_stages(model: nn.Module, names: Sequence[str]) -> list[Stage]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"no module of the chain is called {name!r}, to begin a stage with.{did_you_mean(name, known)} It has "
+                f"the model has no module {name!r} at which to begin a stage.{did_you_mean(name, known)} Its modules: "
                 f"{', '.join(known)}"
             )
         begins.append(known.index(name))
         if begins[-1] <= begins[-2]:
             raise ConfigError(
-                f"a stage that begins with {name!r} would be empty, or come before the one before; modules come in the "
-                f"order {', '.join(known)}"
+                f"each stage must begin at a later module than the previous stage, got {name!r}. The order is "
+                f"{', '.join(known)}"
             )
     ends = [*begins[1:], len(known)]
     return [Stage({name: chain[name] for name in known[a:b]}) for a, b in zip(begins, ends, strict=True)]
@@ -92,7 +92,7 @@ def even_splits(model: nn.Module, stages: int) -> list[str]:
     chain = chain_of(model)
     if stages > len(chain):
         raise ConfigError(
-            f"{stages} stages, and only {len(chain)} modules to cut between: {', '.join(chain)}. Use fewer stages"
+            f"{stages} stages require at least {stages} modules, got {len(chain)}: {', '.join(chain)}. Use fewer stages"
         )
     sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in chain.values()]
     names = list(chain)

@@ -23,9 +23,9 @@ def require_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None
     if not is_elementwise(optimizer):
         kind = type(optimizer).__name__
         raise ConfigError(
-            f"strategy {strategy} steps a flat piece of each parameter on each rank, so the optimizer must treat each "
-            f"element by itself. {kind} does not: in a trial, it stepped a matrix and its flat pieces differently. Use "
-            f"{kind} with strategy=zero1, which cuts no parameter, or with strategy=ddp"
+            f"strategy {strategy} updates a flat shard of each parameter on each rank, so the optimizer must update "
+            f"each element independently. {kind} does not: in a trial, it updated a matrix and its flat shards "
+            f"differently. Use {kind} with strategy=zero1, which does not split parameters, or with strategy=ddp"
         )
 
 

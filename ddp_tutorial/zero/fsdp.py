@@ -39,12 +39,12 @@ class FSDPStrategy(ShardedStrategy):
         """
         for name, parameter in self.module.named_parameters():
             if isinstance(parameter, DTensor):
-                raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
+                raise ConfigError("the model is already sharded: build a new model")
             require_no_gradient(name, parameter)
         self.used, self._is_first_pass = ExecutionPath(), True
         self.times = float(self.world.size)  # fully_shard averages gradients
         if scalars := [name for name, parameter in self.module.named_parameters() if not parameter.dim()]:
-            raise ConfigError(f"strategy fsdp cuts parameters into rows, and {scalars[0]!r} is one number: use zero3")
+            raise ConfigError(f"strategy fsdp shards rows, but {scalars[0]!r} is a scalar: use strategy=zero3")
         sync_initial_state(self.module, self.world)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

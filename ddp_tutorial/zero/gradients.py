@@ -56,7 +56,7 @@ class ShardedGradients:
     def __init__(self, module: nn.Module, world: World, *, bucket_cap_mb: float = 25, mesh: Mesh | None = None) -> None:
         """Register the gradient hooks and create the pieces. Collective; see the class docstring."""
         if any(parameter in other.pieces for other in _in_use for parameter in module.parameters()):
-            raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
+            raise ConfigError("the model is already sharded: build a new model")
         sync_initial_state(module, world)
         self.module, self.world, self.shards = module, world, Shards(world, mesh)
         self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}

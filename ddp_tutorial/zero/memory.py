@@ -91,4 +91,4 @@ def bytes_sent(strategy: str, parameters: int, ranks: int, micro_batches: int = 
             return k * (within_copy + over_copies) + within_copy
         case "zero3" | "fsdp":
             return k * (3 * within_copy + over_copies)
-    raise ValueError(f"strategy {strategy!r} is not one of {', '.join(DIVIDED)}")
+    raise ValueError(f"strategy must be one of {', '.join(DIVIDED)}, got {strategy!r}")

@@ -73,8 +73,8 @@ class Unit:
         self.parameters, self.shards, self.group, self.path = list(named.values()), shards, group, path
         kinds = {parameter.dtype: name for name, parameter in named.items()}
         if len(kinds) > 1:
-            description = " and ".join(f"{name!r} of {dtype}" for dtype, name in kinds.items())
-            raise ConfigError(f"parameters that are gathered together should be of one type; found {description}")
+            description = " and ".join(f"{name!r} with {dtype}" for dtype, name in kinds.items())
+            raise ConfigError(f"parameters that are gathered together must have the same dtype, got {description}")
         [master] = kinds
         self.dtype = dtype or master
         self.layout = Layout([parameter.shape for parameter in self.parameters], shards.size)
@@ -205,7 +205,7 @@ class ShardedModel:
         """Shard `module`. Collective; see the class docstring."""
         for name, parameter in module.named_parameters():
             if is_piece(parameter):
-                raise ConfigError("the model is sharded already. A model can be sharded once: build it again")
+                raise ConfigError("the model is already sharded: build a new model")
             require_no_gradient(name, parameter)
         sync_initial_state(module, world)
         self.module, self.world, self.compute_dtype = module, world, compute_dtype

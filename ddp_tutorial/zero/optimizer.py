@@ -33,7 +33,7 @@ def require_shardable(optimizer: torch.optim.Optimizer) -> None:
     """
     require_no_closure(optimizer)
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
-        raise ValueError("the optimizer has been stepped, or loaded: shard it before its first step")
+        raise ValueError("the optimizer has already taken a step: shard it before its first step and before loading")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -16,9 +16,9 @@ class DifferentPathsError(RuntimeError):
             found: The observed difference, as a sentence without a period.
         """
         super().__init__(
-            f"{found}. With parameters sharded over the ranks, all ranks have to use the same modules in the same "
-            "order. Use strategy=zero2, or strategy=ddp with ddp.find_unused_parameters=true. With strategy=zero3, "
-            "ranks may skip different modules"
+            f"{found}. If parameters are sharded, all ranks must use the same modules in the same order. Use "
+            "strategy=zero2, or strategy=ddp with ddp.find_unused_parameters=true. With strategy=zero3, ranks may skip "
+            "different modules"
         )
 
 
@@ -39,4 +39,4 @@ def require_same_unit(world: World, name: str) -> None:
     names = all_gather(world, name)
     for rank, other in enumerate(names):
         if other != names[0]:
-            raise DifferentPathsError(f"rank 0 came to {names[0]} in its first forward pass, rank {rank} to {other}")
+            raise DifferentPathsError(f"in the first forward pass, rank 0 used {names[0]}, and rank {rank} {other}")

@@ -40,7 +40,7 @@ def is_piece(parameter: torch.Tensor) -> bool:
 def require_no_gradient(name: str, parameter: torch.Tensor) -> None:
     """Raise `ConfigError` if a parameter that is about to be sharded has a gradient."""
     if parameter.grad is not None:
-        raise ConfigError(f"parameter {name!r} has a gradient, which sharding would lose. Call zero_grad() first")
+        raise ConfigError(f"parameter {name!r} has a gradient, which sharding would discard. Call zero_grad() first")
 
 
 class Layout:

@@ -41,7 +41,7 @@ class Shards:
         self.world = world
         self.mesh = mesh or Mesh(1, world.size)
         if self.mesh.replicate * self.mesh.span != world.size:
-            raise ValueError(f"{self.mesh} has another number of ranks than the world, {world.size}")
+            raise ValueError(f"the number of ranks in {self.mesh} must be the world size, {world.size}")
         _, self.rank = self.mesh.row_and_column(world.rank)
         self.size, self.copies = self.mesh.span, self.mesh.replicate
         self.inside: Any = None

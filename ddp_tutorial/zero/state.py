@@ -44,7 +44,7 @@ class OptimizerState:
                     state[f"{names[parameter]}.{key}"] = self.stored(parameter, value)
                 elif value is not None:
                     kind = type(self.optimizer).__name__
-                    raise ValueError(f"{kind} keeps {key!r} of type {type(value).__name__}: only tensors can be shared")
+                    raise ValueError(f"the state of {kind} must be tensors, got {type(value).__name__} for {key!r}")
         return state
 
     def empty(self, stored: Mapping[str, StoredTensor]) -> State:

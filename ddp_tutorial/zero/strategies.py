@@ -152,7 +152,7 @@ class ShardedStrategy(ABC):
             DifferentPathsError: If the ranks used different modules, or used them in a different order.
         """
         if not batches:
-            raise ValueError("a step has 1 micro-batch or more, found 0")
+            raise ValueError("a step must have at least 1 micro-batch, got 0")
         self.loss.begin(len(batches))
         for number, batch in enumerate(batches):
             with phase("forward"):
@@ -167,7 +167,7 @@ class ShardedStrategy(ABC):
             self.assign_gradients()
             totals = self.loss.finish(self.stepped_parameters().values())
         if not totals.same_path:
-            raise DifferentPathsError("the ranks used different modules of the model in this step, or in another order")
+            raise DifferentPathsError("the ranks used different modules in this step, or in a different order")
         return totals
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
