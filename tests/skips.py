@@ -14,7 +14,7 @@ PERMITTED = (
     r"needs \d+ GPU\(s\) that torch can use, found \d+",
     r"needs Linux.*",
     r"needs root to act as a second user",
-    r".*the kernel permits no namespaces here.*",
+    r".*the kernel does not permit namespaces.*",
 )
 # `.ci/run` installs Debian's packages if it runs as root, and fails if it cannot. Another user cannot install them.
 PERMITTED_WITHOUT_ROOT = (r".*not installed \(Debian: .*\)",)

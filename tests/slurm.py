@@ -103,7 +103,7 @@ def missing() -> str:
         text=True,
         check=False,
     )
-    return f"the kernel permits no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+    return f"the kernel does not permit namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 class Slurm:

@@ -173,7 +173,7 @@ def filled(folder: Path) -> Any:
 def test_a_small_disk_is_really_full_and_only_its_process_sees_it(tmp_path: Path) -> None:
     told = in_a_process(filled, tmp_path)
     if isinstance(told, str):
-        pytest.skip(f"the kernel permits no namespaces here: {told}")
+        pytest.skip(f"the kernel does not permit namespaces: {told}")
     assert told == {"bytes": 8192, "ENOSPC": 1}
     assert list(tmp_path.iterdir()) == []
 

@@ -299,7 +299,7 @@ EXPECTED: dict[type[Job], tuple[int | None, str, str, str]] = {
     NaNLoss: (3, "last", "loss", "the loss"),
     NaNGradient: (3, "last", "extra.bias", "in the backward pass, the gradient of parameter 'extra.bias'"),
     NaNUpdate: (4, "last", "last.weight", "parameter 'last.weight' was not finite at the start of the step"),
-    NaNReduction: (3, "all", "reduction", "on each rank it was before the ranks added theirs up"),
+    NaNReduction: (3, "all", "reduction", "it was finite on each rank before the all-reduce"),
     Spike: (25, "last", "", "the gradient norm jumps"),
     Diverge: (None, "all", "loss", "the loss diverges"),
     SameShard: (3, "first two", "data", "train on the same samples"),

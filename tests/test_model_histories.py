@@ -129,7 +129,7 @@ REFUSALS = [
         for kind in ("channels_last", "transposed", "strided")
     ),
     Pair(("fsdp",), "inference", "Inplace update to inference tensor", one("wrap", "inference", *STEP[1:])),
-    Pair(("fsdp",), "one number", "strategy fsdp cuts parameters into rows", one(*STEP, block=Block("one number"))),
+    Pair(("fsdp",), "one number", "strategy fsdp shards rows", one(*STEP, block=Block("one number"))),
     Pair(("fsdp",), "no number", "_chunk_cat expects non-empty tensor", one(*STEP, block=Block("no number"))),
 ]
 
