@@ -29,6 +29,7 @@ from .sharding.samples import as_samples as as_samples
 from .sharding.sharded import ShardedSource as ShardedSource
 from .sharding.sources import make_source as make_source
 from .sharding.streamed import StreamedSource as StreamedSource
+from .training.callbacks import Callback as Callback
 from .training.config import TaskConfig as TaskConfig
 from .training.config import TrainConfig as TrainConfig
 from .training.export import load as load

@@ -1,3 +1,4 @@
+from .callbacks import Callback as Callback
 from .config import TaskConfig as TaskConfig
 from .config import TrainConfig as TrainConfig
 from .export import load as load

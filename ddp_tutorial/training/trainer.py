@@ -13,7 +13,7 @@ launch(main, 2)
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -36,6 +36,7 @@ from ddp_tutorial.runs.record import RunRecord, open_folder, require_rank_zeros
 from ddp_tutorial.sharding.samples import as_samples
 from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import require_same_samples
+from ddp_tutorial.training.callbacks import Callback, call_on_all_ranks, check_callbacks
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.evaluation import evaluate
 from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
@@ -88,6 +89,7 @@ class Trainer:
         optimizer: An optimizer, or a function that makes one from the model. By default, `config` chooses it. With it,
             the schedule and clipping of `config` apply only if `config` sets them explicitly.
         scheduler: A schedule, or a function that makes one from the optimizer. By default, `config` chooses it.
+        callbacks: Objects whose methods every rank calls after steps, evaluations and checkpoints, and at the end.
         unit: The name of what the loss counts, for the log.
 
     Raises:
@@ -105,6 +107,7 @@ class Trainer:
         validation_data: Any = None,
         optimizer: OptimizerLike | None = None,
         scheduler: SchedulerLike | None = None,
+        callbacks: Sequence[Callback] = (),
         unit: str = "samples",
     ) -> None:
         """Build the training step, and create the run folder."""
@@ -124,6 +127,7 @@ class Trainer:
         if self.validation_data is not None:
             require_same_samples(self.validation_data, world, "held-out samples")
         reseed(config.seed, world.rank, device=world.device)  # different on every rank, for dropout
+        self.callbacks = check_callbacks(world, callbacks)
         self.settings = config.model_dump(mode="json")
         options = config.checkpoint
         if not options.shared:  # reject what rank 0 cannot save for all ranks, before the folder is created
@@ -209,6 +213,12 @@ class Trainer:
         self.profiler.after(self.step_count)
         self.checkpoints.poll()
         self.requested = self.stopping.decide(done.stop_flags)
+        self.call_back(lambda callback: callback.on_step(self, done))
+
+    def call_back(self, method: Callable[[Callback], None]) -> None:
+        """Call a method of each callback. If it raises an exception on one rank, all ranks raise. Collective."""
+        with phase("callbacks"), self.log.paused():
+            call_on_all_ranks(self.world, self.callbacks, method)
 
     def epoch(self) -> dict[str, float]:
         """Return the number of passes over the data so far as `epoch`, or nothing if the source does not know it."""
@@ -288,6 +298,7 @@ class Trainer:
             means = self.best.evaluations.get(self.step_count, {})
             metrics = {f"eval_{name}": value for name, value in means.items()} | {"loss": self.log.losses[-1]}
             self.checkpoints.save(self.step_count, metrics)
+        self.call_back(lambda callback: callback.on_save(self, self.step_count))
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the first `eval_samples` validation samples, log the mean loss and metrics, and return them."""
@@ -324,6 +335,7 @@ class Trainer:
             }
         )
         LOG.debug("step %d: held out %s", self.step_count, format_values(means))
+        self.call_back(lambda callback: callback.on_evaluate(self, self.step_count, dict(means)))
         return means
 
     def finish(self) -> TrainResult:
@@ -362,6 +374,7 @@ class Trainer:
                     self.record.write_result(self.summary(result, used))
 
             decide_on_rank_zero(self.world, write)
+        self.call_back(lambda callback: callback.on_end(self, result))
         return result
 
     def summary(self, result: TrainResult, used: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""Run your own code at fixed points of a training run: subclass `Callback`, and pass objects to `Trainer`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ddp_tutorial.accumulation.train_step import StepResult
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.config import ConfigError, FailedError
+from ddp_tutorial.world import World
+
+
+class Callback:
+    """The base class of callbacks. A subclass overrides the methods that it needs.
+
+    Every rank calls each method, with the same arguments, so a method may use collectives. To act on one rank, test
+    `trainer.world.is_main`. If a method raises an exception on one rank, all ranks raise.
+    """
+
+    def on_step(self, trainer: Any, result: StepResult) -> None:
+        """Handle the end of an optimizer step. `trainer.step_count` is the number of the step."""
+
+    def on_evaluate(self, trainer: Any, step: int, means: dict[str, float]) -> None:
+        """Handle the end of an evaluation. `means` contains the validation loss as `loss`, and the metrics."""
+
+    def on_save(self, trainer: Any, step: int) -> None:
+        """Handle a new checkpoint. With `checkpoint.background`, a thread may still write its files."""
+
+    def on_end(self, trainer: Any, result: Any) -> None:
+        """Handle the end of the run. `result` is the `TrainResult`; `result.json` and the model are written."""
+
+
+class CallbackError(FailedError):
+    """Raised on all ranks if a callback raised an exception on a different rank."""
+
+
+def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks as a list. Collective.
+
+    Raises:
+        ConfigError: If an element is not a `Callback`, or if the ranks have different callbacks.
+    """
+    problem = ""
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            kind = each.__name__ if isinstance(each, type) else type(each).__name__
+            fix = f"construct it, {kind}()" if isinstance(each, type) else "subclass ddp_tutorial.Callback"
+            problem = f"'callbacks' must contain objects of type Callback, got {kind}: {fix}"
+    of_ranks = all_gather(world, (problem, [type(each).__name__ for each in callbacks]))
+    for rank, (found, names) in enumerate(of_ranks):
+        if found:
+            raise ConfigError(found)
+        if names != of_ranks[0][1]:
+            raise ConfigError(
+                f"'callbacks' must be the same on all ranks, got {of_ranks[0][1]} on rank 0 and {names} on rank {rank}"
+                ": pass them on every rank, and test trainer.world.is_main in a callback that acts on one rank"
+            )
+    return list(callbacks)
+
+
+def call_on_all_ranks(world: World, callbacks: Sequence[Callback], method: Callable[[Callback], None]) -> None:
+    """Call a method of each callback. Collective.
+
+    Raises:
+        Exception: What a callback raised on this rank.
+        CallbackError: If a callback raised an exception on a different rank only.
+    """
+    if not callbacks:
+        return
+    raised: Exception | None = None
+    try:
+        for callback in callbacks:
+            method(callback)
+    except Exception as error:
+        raised = error
+    problems = all_gather(world, f"{type(raised).__name__}: {raised}" if raised else "")
+    if raised is not None:
+        raise raised
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise CallbackError(f"a callback raised an exception on rank {rank}: {problem}")
