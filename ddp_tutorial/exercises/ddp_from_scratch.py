@@ -1,5 +1,6 @@
-"""The exercises of 04_ddp_from_scratch: cut gradients into buckets, send a bucket in time, pause synchronisation; and,
-for an evening, all of it in one class."""
+"""Exercises of 04_ddp_from_scratch: split gradients into buckets, all-reduce them during backward, pause
+synchronization, and, as a longer exercise, all of it in one class.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, n
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
-# -------------------------------------------------------------------------------------------------- 1. cut into buckets
+# ------------------------------------------------------------------------------------------------ 1. split into buckets
 
 _CUTS = (
     ([4, 4, 4, 4], 8, [[3, 2], [1, 0]]),
@@ -33,24 +34,24 @@ _CUTS = (
 def _test_assign(answer: Answer) -> str:
     for sizes, cap, true in _CUTS:
         got = [list(bucket) for bucket in answer(list(sizes), cap)]
-        case = f"assign({sizes}, cap={cap}) should be {true}; got {got}."
+        case = f"assign({sizes}, cap={cap}) must be {true}, got {got}."
         places = [place for bucket in got for place in bucket]
         missing = sorted(set(range(len(sizes))) - set(places))
-        expect(not missing, f"{case} Parameter {missing and missing[0]} is in no bucket: nobody would average it.")
-        expect(len(places) == len(sizes), f"{case} Some parameter is in two places, or there is one too many.")
-        expect(all(got), f"{case} An empty bucket would never be full.")
+        expect(not missing, f"{case} Parameter {missing and missing[0]} is in no bucket, so it is never averaged.")
+        expect(len(places) == len(sizes), f"{case} A parameter is in two buckets, or an index is out of range.")
+        expect(all(got), f"{case} An empty bucket never fills.")
         expect(
             places == list(reversed(range(len(sizes)))),
-            f"{case} Backward reaches the last parameter first, so the first bucket should begin with it; else every "
-            "bucket waits for the end of backward.",
+            f"{case} Backward reaches the last parameter first, so the first bucket must start with it. Otherwise "
+            "every bucket waits for the end of the backward pass.",
         )
         if got != true:
             held = next(sum(sizes[i] for i in found) for found, right in zip(got, true, strict=False) if found != right)
             raise WrongAnswerError(
-                f"{case} The rule: a bucket takes gradients until it holds {cap} bytes or more, and then it is full. "
-                f"One of yours, not the last, holds {held}."
+                f"{case} A bucket takes gradients until it holds at least {cap} bytes, and then it is full. One of "
+                f"your buckets holds {held} bytes."
             )
-    return "Every parameter is in one bucket, the last ones come first, and each bucket but the last is full."
+    return "Every parameter is in one bucket, the last parameters come first, and all buckets but the last are full."
 
 
 def _assign(sizes: Sequence[int], cap: int) -> list[list[int]]:
@@ -61,7 +62,7 @@ def _assign(sizes: Sequence[int], cap: int) -> list[list[int]]:
         if sum(sizes[i] for i in bucket) >= cap:  # full
             buckets.append(bucket)
             bucket = []
-    return [*buckets, bucket] if bucket else buckets  # the last one need not be full
+    return [*buckets, bucket] if bucket else buckets  # the last bucket may be partly filled
 
 
 def _assign_forward(sizes: Sequence[int], cap: int) -> list[list[int]]:
@@ -92,31 +93,31 @@ def _assign_by_count(sizes: Sequence[int], cap: int) -> list[list[int]]:
 
 assign = Exercise(
     task=(
-        "assign(sizes, cap): cut the parameters, whose gradients have these sizes in bytes, into buckets of at least "
-        "cap bytes, the last parameter first; return lists of indices."
+        "assign(sizes, cap): split parameters with gradients of these sizes (in bytes) into buckets of at least cap "
+        "bytes, starting with the last parameter; return lists of indices."
     ),
     test=_test_assign,
     solution=_assign,
     wrong={
-        "begins with the first parameter": _assign_forward,
+        "starts with the first parameter": _assign_forward,
         "closes a bucket before it is full": _assign_below_cap,
-        "loses what is left over at the end": _assign_only_full,
-        "goes on where a bucket holds exactly cap": _assign_beyond_cap,
+        "loses the last, partly filled bucket": _assign_only_full,
+        "keeps filling a bucket that holds exactly cap": _assign_beyond_cap,
         "counts parameters, not bytes": _assign_by_count,
     },
     hints=(
-        "Walk through reversed(range(len(sizes))), with one open bucket that you add to.",
-        "After adding: does the open bucket hold cap bytes or more? Then close it and open a new one.",
-        "At the end, the open bucket may hold something. Return it too, but only if it is not empty.",
+        "Iterate over reversed(range(len(sizes))), and append each index to one open bucket.",
+        "After appending, if the open bucket holds at least cap bytes, close it and open a new one.",
+        "At the end, return the open bucket too, but only if it is not empty.",
     ),
 )
 
-# --------------------------------------------------------------------------------------------------- 2. send it in time
+# ---------------------------------------------------------------------------------------- 2. all-reduce during backward
 
 
 @dataclass
 class _Bucket:
-    """The `bucket` that the answer is called with."""
+    """The `bucket` argument of the answer."""
 
     parameters: list[nn.Parameter]
     buffer: torch.Tensor
@@ -126,7 +127,7 @@ class _Bucket:
 
 @dataclass
 class _Log:
-    """What the answer did on this rank during a step."""
+    """Record of what the answer did on this rank during a step."""
 
     started: int = 0
     blocking: bool = False
@@ -136,7 +137,7 @@ class _Log:
 
 
 class _Watched:
-    """The handle of an asynchronous all-reduce, which logs whether the answer waits for it during backward."""
+    """Handle of an asynchronous all-reduce that records whether the answer waits for it during backward."""
 
     def __init__(self, work: Any, log: _Log) -> None:
         self.work, self.log = work, log
@@ -150,7 +151,7 @@ class _Watched:
 
 
 def _watch(log: _Log) -> Any:
-    """Patch `dist.all_reduce` with a function that does the same and logs it."""
+    """Return a patch that makes `dist.all_reduce` record its calls in `log`."""
     all_reduce = dist.all_reduce
 
     def watched(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -163,7 +164,7 @@ def _watch(log: _Log) -> Any:
 
 
 def _run_in_time(world: World, answer: Answer) -> None:
-    """Two steps of three layers in two buckets: layers 2 and 1, and layer 0. Each rank has inputs of its own."""
+    """Check two steps of three layers in two buckets: layers 2 and 1, and layer 0. Each rank has its own inputs."""
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
     inputs = [torch.arange(6.0).view(2, 3) / 10 + rank for rank in range(world.size)]
     with torch.no_grad():
@@ -183,7 +184,7 @@ def _run_in_time(world: World, answer: Answer) -> None:
             raise
         except (TypeError, AttributeError, RuntimeError) as error:
             log.trouble = log.trouble or (
-                f"When {there} of {len(bucket.parameters)} gradients of a bucket were there, your function ended in "
+                f"When {there} of {len(bucket.parameters)} gradients of a bucket were complete, your function raised "
                 f"{type(error).__name__}: {error}."
             )
 
@@ -208,27 +209,24 @@ def _run_in_time(world: World, answer: Answer) -> None:
 
 
 def _look_at(world: World, log: _Log, buckets: Sequence[_Bucket]) -> None:
-    expect(not log.trouble, f"{log.trouble} Send a bucket when all its gradients are there, not before.")
+    expect(not log.trouble, f"{log.trouble} Start a bucket's all-reduce only when all its gradients are complete.")
     expect(
         log.started == len(buckets),
-        f"There are {len(buckets)} buckets, so backward should start {len(buckets)} all-reduces; it started "
-        f"{log.started}.",
+        f"With {len(buckets)} buckets, the backward pass must start {len(buckets)} all-reduces, got {log.started}.",
     )
     expect(
         not log.blocking and not log.waited,
-        "Your hook waits for its all-reduce, and backward cannot go on meanwhile: nothing is hidden. Start it, keep "
-        "what all_reduce(..., async_op=True) returns in bucket.work, and leave the waiting to finish.",
+        "Your hook waits for its all-reduce, which blocks the backward pass, so communication does not overlap with "
+        "computation. Store the result of all_reduce(..., async_op=True) in bucket.work; finish waits for it.",
     )
     lost = [number for number, bucket in enumerate(buckets) if bucket.work is None]
-    expect(
-        not lost, f"bucket.work of bucket {lost and lost[0]} is None after backward: finish has nothing to wait for."
-    )
+    expect(not lost, f"bucket.work of bucket {lost and lost[0]} is None after backward, so finish cannot wait for it.")
 
 
 def _compare(
     world: World, number: int, parameter: nn.Parameter, weight: torch.Tensor, gradients: Sequence[torch.Tensor]
 ) -> None:
-    expect(torch.equal(parameter, weight), f"The weights of layer {number} have changed; only gradients should.")
+    expect(torch.equal(parameter, weight), f"The weights of layer {number} changed; only the gradients may change.")
     got, mean = parameter.grad, torch.stack(list(gradients)).mean(0)
     assert got is not None
     if torch.allclose(got, mean):
@@ -236,27 +234,27 @@ def _compare(
     if torch.allclose(got, mean * world.size):
         found = "this is the sum over the ranks; one division is missing"
     elif torch.allclose(got, mean / world.size):
-        found = "this has been divided twice"
+        found = "this was divided twice"
     elif torch.allclose(got, weight) or torch.allclose(got, weight * world.size):
-        found = "these are the weights: the hook is given the parameter, and its gradient is in .grad"
+        found = "these are the weights: the hook receives the parameter, and its gradient is in .grad"
     elif torch.allclose(got, gradients[world.rank]):
         found = "this is still the rank's own gradient"
     else:
-        found = "neither the mean, nor the sum, nor its own"
+        found = "this is neither the mean, nor the sum, nor the rank's own gradient"
     should, is_now = (numbers(gradient.flatten()[:2], digits=4) for gradient in (mean, got))
     raise WrongAnswerError(
-        f"On rank {world.rank}, the gradient of layer {number} should begin with {should}; got {is_now}: {found}."
+        f"On rank {world.rank}, the gradient of layer {number} must start with {should}, got {is_now}: {found}."
     )
 
 
 def _launch(run: Callable[[World, Answer], None], answer: Answer) -> None:
-    stuck = "Some rank waits for the others for ever. Every rank must start the same all-reduces."
+    stuck = "A rank waits forever for the others. Every rank must start the same all-reduces."
     on_ranks(run, 2, answer, stuck=stuck, timeout=20)
 
 
 def _test_in_time(answer: Answer) -> str:
     _launch(_run_in_time, answer)
-    return "Two all-reduces, started during backward and not waited for; both ranks have the mean, in both steps."
+    return "Backward starts two all-reduces and waits for neither, and both ranks have the mean in both steps."
 
 
 def _on_gradient(world: World, bucket: Any, parameter: nn.Parameter) -> None:
@@ -321,31 +319,31 @@ def _forgets_the_work(world: World, bucket: _Bucket, parameter: nn.Parameter) ->
 on_gradient = Exercise(
     task=(
         "on_gradient(world, bucket, parameter): called when parameter.grad is complete. When the bucket is full, start "
-        "its all-reduce in bucket.buffer, and keep what there is to wait for in bucket.work."
+        "an asynchronous all-reduce of bucket.buffer, and store its handle in bucket.work."
     ),
     test=_test_in_time,
     solution=_on_gradient,
     wrong={
         "waits inside the hook": _waits_inside,
         "forgets async_op": _is_not_asynchronous,
-        "sends the weights, which is what the hook is given": _sends_weights,
+        "sends the weights that the hook receives": _sends_weights,
         "forgets to divide": _does_not_divide,
-        "sends when the first gradient is there": _sends_at_the_first,
-        "sends whenever a gradient comes in": _sends_at_each,
-        "does not keep what there is to wait for": _forgets_the_work,
+        "sends when the first gradient is complete": _sends_at_the_first,
+        "sends whenever a gradient is complete": _sends_at_each,
+        "does not keep the handle": _forgets_the_work,
     },
     hints=(
-        "bucket.missing says how many gradients are still to come. Whose job is it to count it down?",
+        "bucket.missing is the number of gradients that are not complete yet. Your function must decrement it.",
         "torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer) fills the buffer.",
         "Divide the buffer by world.size, then bucket.work = dist.all_reduce(bucket.buffer, async_op=True).",
     ),
 )
 
-# --------------------------------------------------------------------------------------------- 3. pause synchronisation
+# --------------------------------------------------------------------------------------------- 3. pause synchronization
 
 
 class _Pausable:
-    """One weight w = 1 and the loss w * x, so the gradient is x; averaged in the hook, unless `sync` is False."""
+    """One weight w = 1 with the loss w * x and thus the gradient x. A hook averages it unless `sync` is False."""
 
     def __init__(self, world: World) -> None:
         self.world, self.sync = world, True
@@ -362,18 +360,18 @@ class _Pausable:
         (self.weight * x).backward()
 
     def gradient(self) -> float:
-        """The accumulated gradient, which is then reset to None."""
+        """Return the accumulated gradient, and reset it to None."""
         assert self.weight.grad is not None
         value, self.weight.grad = float(self.weight.grad), None
         return value
 
 
 def _pause(answer: Answer, model: _Pausable) -> AbstractContextManager[None]:
-    """The answer's generator as a context manager, if it is not one already."""
+    """Return the answer as a context manager, wrapping it if it is a generator function."""
     made = answer(model)
     if isinstance(made, AbstractContextManager):
         return made
-    expect(isinstance(made, Iterator), "There is no yield in your function. Write one where the block should run.")
+    expect(isinstance(made, Iterator), "Your function has no yield. Put a yield where the block should run.")
     return contextmanager(lambda: made)()
 
 
@@ -384,18 +382,18 @@ def _run_pause(world: World, answer: Answer) -> None:
         model.backward(mine)
         expect(
             world.size == 1 or float(model.weight.grad or 0) == mine,
-            f"Inside the block, rank {world.rank} should keep its own gradient {mine}; it has {model.weight.grad}: "
-            "there was an all-reduce.",
+            f"Inside the block, rank {world.rank} must keep its own gradient {mine}, got {model.weight.grad}: there "
+            "was an all-reduce.",
         )
         with pause(model):
             model.backward(mine)
         expect(
             not model.sync,
-            "A block inside a block has ended, and the outer one is still open. model.sync should be what it was when "
-            "the inner one began, False; it is True.",
+            "After a nested block ends, the outer block is still open, so model.sync must be False again, the value "
+            "before the nested block. Got True.",
         )
     model.backward(mine)
-    _expect_gradient(world, model, 3 * mean, "After two micro-batches inside the block and one behind it")
+    _expect_gradient(world, model, 3 * mean, "After two micro-batches inside the block and one after it")
 
     interrupted = False
     try:
@@ -404,7 +402,7 @@ def _run_pause(world: World, answer: Answer) -> None:
             raise KeyError("a sample that cannot be read")
     except KeyError:
         interrupted = True
-    expect(interrupted, "An exception inside the block should come out of it; yours swallowed it.")
+    expect(interrupted, "An exception inside the block must propagate; your function swallowed it.")
     model.weight.grad = None
     model.backward(mine)
     _expect_gradient(world, model, mean, "In the step after an exception inside the block")
@@ -414,15 +412,15 @@ def _expect_gradient(world: World, model: _Pausable, true: float, when: str) -> 
     got = model.gradient()
     expect(
         abs(got - true) < 1e-6,
-        f"{when}, rank {world.rank} should have the mean over the ranks, {true:g}; it has {got:g}. "
+        f"{when}, the gradient on rank {world.rank} must be the mean over the ranks, {true:g}, got {got:g}. "
         f"model.sync is {model.sync}"
-        + ("." if model.sync else ": from here on each rank trains on its own, without an error."),
+        + ("." if model.sync else ": from here on, each rank trains on its own without an error."),
     )
 
 
 def _test_pause(answer: Answer) -> str:
     _launch(_run_pause, answer)
-    return "Nothing is sent inside, the sum is averaged after it, and an exception does not leave the ranks apart."
+    return "No all-reduce runs inside the block, the sum is averaged after it, and exceptions restore model.sync."
 
 
 def _no_sync(model: Any) -> Iterator[None]:
@@ -468,32 +466,33 @@ def _does_not_pause(model: _Pausable) -> Iterator[None]:
 
 no_sync = Exercise(
     task=(
-        "no_sync(model): set model.sync to False, yield once, and leave it as it was before, whatever happens. "
-        "(The check makes it a context manager.)"
+        "no_sync(model): set model.sync to False, yield once, and always restore the previous value, even after an "
+        "exception. (The check turns it into a context manager.)"
     ),
     test=_test_pause,
     solution=_no_sync,
     wrong={
         "restores nothing after an exception": _not_after_an_exception,
-        "sets it to True rather than to what it was": _always_true_again,
+        "sets it to True instead of the previous value": _always_true_again,
         "never restores it": _never_ends,
         "swallows the exception": _swallows,
         "does not pause": _does_not_pause,
     },
     hints=(
-        "What is before the yield runs before the block, the rest after it. If the block raises, so does the yield.",
-        "Remember what model.sync was: a block may be inside another one.",
-        "try: yield, finally: restore what you remembered.",
+        "Code before the yield runs before the block; code after it runs after the block. If the block raises, so does "
+        "the yield.",
+        "Remember the previous value of model.sync: blocks can be nested.",
+        "Use try: yield, finally: restore the previous value.",
     ),
 )
 
-# --------------------------------------------------------------------------------------------- 4. an evening: the class
+# -------------------------------------------------------------------------------------- 4. a longer exercise: the class
 
 _SIDE = 4  # each layer is a matrix of 4 x 4 float32: 64 bytes
 
 
 class _Branches(nn.Module):
-    """Five layers, of which an input can leave out `left` and `right`, or take them in either order."""
+    """Five layers. A forward pass can skip `left` and `right`, or run them in either order."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -514,17 +513,17 @@ class _Branches(nn.Module):
 
 
 _BOTH = ("left", "right")
-_Passes = tuple[tuple[str, ...], ...]  # the branches that each micro-batch of a step takes
+_Passes = tuple[tuple[str, ...], ...]  # the branches that each micro-batch of a step runs
 
 
 class _Case(NamedTuple):
-    """Steps of one model. `ranks[rank]` has what each micro-batch of a step takes; the last one is not in `no_sync`."""
+    """One model and its steps. `ranks[rank]` lists each micro-batch's branches; all but the last run in `no_sync`."""
 
     story: str
     ranks: tuple[_Passes, _Passes]
     kind: str = ""
     cap: int = 100  # bytes: two layers fill a bucket
-    sent: int | None = None  # how many all-reduces backward should start
+    sent: int | None = None  # number of all-reduces that backward must start
 
 
 _CASES = (
@@ -532,7 +531,7 @@ _CASES = (
     _Case("The first and the last layer share their weight (tied)", ((_BOTH,), (_BOTH,)), "tied", sent=2),
     _Case("The second layer is frozen: requires_grad is False", ((_BOTH,), (_BOTH,)), "frozen", sent=2),
     _Case(
-        "Every layer is a bucket, and rank 1 takes `left` and `right` in the other order",
+        "Every layer is a bucket, and rank 1 runs `left` and `right` in reverse order",
         ((_BOTH,), (_BOTH[::-1],)),
         cap=1,
         sent=5,
@@ -540,7 +539,7 @@ _CASES = (
     _Case("Rank 1 does not use the layer `left` (unused)", ((_BOTH,), (("right",),))),
     _Case("No rank uses the layer `left` (unused)", ((("right",),), (("right",),))),
     _Case("Three micro-batches, two of them in no_sync", ((_BOTH,) * 3, (_BOTH,) * 3), sent=3),
-    _Case("Two micro-batches, and only the one in no_sync uses `left`", ((_BOTH, ("right",)),) * 2),
+    _Case("Two micro-batches, and only the first, in no_sync, uses `left`", ((_BOTH, ("right",)),) * 2),
 )
 
 
@@ -553,7 +552,7 @@ def _pass(model: nn.Module, rank: int, step: int, micro: int, branches: Sequence
 
 
 def _gradients_of_one_process(case: _Case, model: nn.Module, rank: int, step: int) -> dict[str, torch.Tensor | None]:
-    """What plain torch computes for the micro-batches of this rank."""
+    """Return the gradients that plain torch computes for the micro-batches of `rank`."""
     alone = _Branches(case.kind)
     alone.load_state_dict(model.state_dict())
     for micro, branches in enumerate(case.ranks[rank]):
@@ -562,17 +561,17 @@ def _gradients_of_one_process(case: _Case, model: nn.Module, rank: int, step: in
 
 
 def _run_class(world: World, answer: Answer) -> None:
-    """Three steps of each case. The second step begins with gradients that are zero, the third with none."""
+    """Check three steps of each case. Gradients are zero at the start of step 2, and None at the start of step 3."""
     for case in _CASES:
-        print(f"Now: {case.story}.")  # a rank that is stuck is shown with what it printed last
+        print(f"Now: {case.story}.")  # the report about a hanging rank contains its last line
         try:
             _run_case(world, answer, case)
         except NotImplementedError:
             raise
         except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
-            if lost_connection(error):  # the other rank has left, and tells why
+            if lost_connection(error):  # the other rank has exited, and reports the reason
                 raise
-            raise WrongAnswerError(f"{case.story}. Your class ended in {type(error).__name__}: {error}") from None
+            raise WrongAnswerError(f"{case.story}. Your class raised {type(error).__name__}: {error}") from None
     _run_interrupted(world, answer)
 
 
@@ -591,14 +590,14 @@ def _run_case(world: World, answer: Answer, case: _Case) -> None:
                     _pass(model, world.rank, step, micro, branches)
                 expect(
                     last or not log.started,
-                    f"{case.story}. Backward in no_sync has started {log.started} all-reduces; it should only add to "
-                    "this rank's gradients.",
+                    f"{case.story}. Backward in no_sync must start no all-reduce, only accumulate this rank's "
+                    f"gradients; got {log.started} all-reduces.",
                 )
             log.in_backward = False
             _expect_in_flight(case, log)
             parallel.finish()
         for name, parameter in model.named_parameters():
-            expect(torch.equal(parameter, before[name]), f"{case.story}. The weight of `{name}` has changed.")
+            expect(torch.equal(parameter, before[name]), f"{case.story}. The weight of `{name}` changed.")
         everyones = [_gradients_of_one_process(case, model, rank, step) for rank in range(world.size)]
         for name, parameter in model.named_parameters():
             _expect_mean(
@@ -613,13 +612,13 @@ def _run_case(world: World, answer: Answer, case: _Case) -> None:
 def _expect_in_flight(case: _Case, log: _Log) -> None:
     expect(
         not log.blocking and not log.waited,
-        f"{case.story}. A hook waits for its all-reduce, and backward cannot go on meanwhile: nothing is hidden. Start "
-        "it with async_op=True, and wait in finish.",
+        f"{case.story}. A hook waits for its all-reduce, which blocks the backward pass, so communication does not "
+        "overlap with computation. Start the all-reduce with async_op=True, and wait in finish.",
     )
     expect(
         case.sent is None or log.started == case.sent,
-        f"{case.story}. Backward of the last micro-batch should start {case.sent} all-reduces, one for each bucket as "
-        f"soon as it is full; it started {log.started}.",
+        f"{case.story}. Backward of the last micro-batch must start {case.sent} all-reduces, one for each bucket as "
+        f"soon as it is full; got {log.started}.",
     )
 
 
@@ -634,8 +633,8 @@ def _expect_mean(
     if got is None:
         expect(
             all(each is None for each in everyones),
-            f"{when}, rank {world.rank} has no gradient for `{name}`. Another rank has one: it counts as zero here, "
-            "and both should have the mean.",
+            f"{when}, rank {world.rank} has no gradient for `{name}`, but the other rank has one. A missing gradient "
+            "counts as zero, and both ranks must have the mean.",
         )
         return
     if torch.allclose(got, mean, atol=1e-6):
@@ -643,19 +642,19 @@ def _expect_mean(
     if torch.allclose(got, mean * world.size, atol=1e-6):
         found = "this is the sum over the ranks; one division is missing"
     elif torch.allclose(got, mean / world.size, atol=1e-6):
-        found = "this has been divided twice"
+        found = "this was divided twice"
     elif torch.allclose(got, own, atol=1e-6):
-        found = "this is still the rank's own; its bucket was never sent, or not copied back"
+        found = "this is still the rank's own gradient; its bucket was never sent, or not copied back"
     elif torch.allclose(got, own / world.size, atol=1e-6):
-        found = "this is the rank's own, divided; its bucket was never summed"
+        found = "this is the rank's own gradient, divided; its bucket was never summed"
     else:
         found = (
-            "neither the mean, nor the sum, nor its own. Look for what is left of the step before, and whether all "
-            "ranks send the same buckets in the same order"
+            "this is neither the mean, nor the sum, nor the rank's own gradient. Check for state left over from the "
+            "previous step, and that all ranks send the same buckets in the same order"
         )
     should, is_now = (numbers(gradient.flatten()[:2], digits=4) for gradient in (mean, got))
     raise WrongAnswerError(
-        f"{when}, the gradient of `{name}` on rank {world.rank} should begin with {should}; got {is_now}: {found}."
+        f"{when}, the gradient of `{name}` on rank {world.rank} must start with {should}, got {is_now}: {found}."
     )
 
 
@@ -668,7 +667,7 @@ def _run_interrupted(world: World, answer: Answer) -> None:
             raise KeyError("a sample that cannot be read")
     except KeyError:
         interrupted = True
-    expect(interrupted, "An exception inside no_sync should come out of it; yours swallowed it.")
+    expect(interrupted, "An exception inside no_sync must propagate; your no_sync swallowed it.")
     case, log = _Case("The step after an exception inside no_sync", ((_BOTH,), (_BOTH,)), sent=3), _Log()
     with _watch(log):
         _pass(model, world.rank, 0, 0, _BOTH)
@@ -683,13 +682,13 @@ def _run_interrupted(world: World, answer: Answer) -> None:
 
 def _test_class(answer: Answer) -> str:
     stuck = (
-        "Some rank waits for ever. Which case it is stands in the last line that the ranks printed. Every rank must "
-        "start the same all-reduces, also for gradients that it does not have."
+        "A rank waits forever. The last line that the ranks printed names the case. Every rank must start the same "
+        "all-reduces, even for gradients that it does not have."
     )
     on_ranks(_run_class, 2, answer, stuck=stuck, timeout=25)
     return (
-        f"{len(_CASES)} models, three steps each, on two ranks: buckets of the right size that leave during backward, "
-        "and the gradient of one process; tied, frozen and unused weights, no_sync, and an exception inside it."
+        f"In {len(_CASES)} cases of three steps on two ranks, buckets of the right size are sent during backward, and "
+        "the gradients equal those of one process: with tied, frozen and unused weights, no_sync and an exception."
     )
 
 
@@ -697,8 +696,8 @@ class _Buckets:
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         self.world, self.sync = world, True
         self.buckets: list[list[nn.Parameter]] = [[]]
-        for parameter in [p for p in model.parameters() if p.requires_grad][::-1]:  # a tied one is listed once
-            if sum(p.nbytes for p in self.buckets[-1]) >= cap:  # full: open the next one
+        for parameter in [p for p in model.parameters() if p.requires_grad][::-1]:  # lists a tied weight once
+            if sum(p.nbytes for p in self.buckets[-1]) >= cap:  # full: open a new bucket
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
@@ -714,10 +713,10 @@ class _Buckets:
             self.send()
 
     def send(self, rest: bool = False) -> None:
-        """Start the buckets that are full, and those that are not with `rest`; always in the same order."""
+        """Start the all-reduce of full buckets, or with `rest` of all remaining buckets, always in the same order."""
         for bucket in self.buckets[len(self.sent) :]:
             if not rest and not self.arrived.issuperset(bucket):
-                return  # those behind it wait for their turn
+                return  # later buckets must wait, so that all ranks use the same order
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             buffer = torch.cat([grad.flatten() for grad in grads]) / self.world.size
             self.sent.append((buffer, dist.all_reduce(buffer, async_op=True)))
@@ -766,7 +765,7 @@ class _OneEach(_Buckets):
 
 
 class _ListsTiedOnesTwice(_Buckets):
-    """Goes through the modules, and so meets a tied weight in two of them."""
+    """Iterates over the modules, and so finds a tied weight twice."""
 
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         listed = [p for module in model.modules() for p in module.parameters(recurse=False)]
@@ -781,7 +780,7 @@ class _HooksWhatIsFrozen(_Buckets):
 
 
 class _WaitsForWhatIsFrozen(_Buckets):
-    """Puts frozen weights into buckets as well, which are never full then."""
+    """Puts frozen weights into buckets as well, so that these buckets never fill."""
 
     def __init__(self, world: Any, model: nn.Module, cap: int) -> None:
         super().__init__(world, model, cap)
@@ -798,7 +797,7 @@ class _SendsOnlyWhatIsFull(_Buckets):
 
 
 class _WaitsForAllGradients(_Buckets):
-    """Waits in `finish` until every gradient has arrived; some never do."""
+    """Waits in `finish` until every gradient has arrived, although some never arrive."""
 
     def finish(self) -> None:
         while len(self.sent) < len(self.buckets):
@@ -807,7 +806,7 @@ class _WaitsForAllGradients(_Buckets):
 
 
 class _AsTheyFill(_Buckets):
-    """Sends a bucket when it is full, whatever is ahead of it."""
+    """Sends a bucket when it is full, even if an earlier bucket is not."""
 
     def begin(self) -> None:
         super().begin()
@@ -841,7 +840,7 @@ class _SendsInNoSync(_Buckets):
 
 
 class _LosesEarlierMicroBatches(_Buckets):
-    """Takes a gradient that did not arrive in the last backward for zero."""
+    """Treats a gradient that did not arrive in the last backward pass as zero."""
 
     def send(self, rest: bool = False) -> None:
         if rest:
@@ -860,33 +859,32 @@ class _StaysInNoSync(_Buckets):
 
 bucket_ddp = Exercise(
     task=(
-        "A class: made of (world, model, cap), it averages the gradients in buckets of at least cap bytes that leave "
-        "during backward; with no_sync() around micro-batches, and finish() after the last backward."
+        "Write a class with __init__(world, model, cap). It averages the gradients in buckets of at least cap bytes, "
+        "sent during backward; no_sync() goes around micro-batches, and finish() after the last backward pass."
     ),
     test=_test_class,
     solution=_Buckets,
     wrong={
-        "leaves the sum a sum": _DoesNotDivide,
+        "does not divide the sum": _DoesNotDivide,
         "sends everything in finish": _NothingBeforeFinish,
         "waits inside the hook": _WaitsInTheHook,
-        "sends every gradient by itself": _OneEach,
+        "sends every gradient separately": _OneEach,
         "puts a tied weight into two buckets": _ListsTiedOnesTwice,
-        "registers a hook on what is frozen": _HooksWhatIsFrozen,
-        "waits for the gradient of what is frozen": _WaitsForWhatIsFrozen,
+        "registers a hook on a frozen weight": _HooksWhatIsFrozen,
+        "waits for the gradient of a frozen weight": _WaitsForWhatIsFrozen,
         "never sends a bucket that is not full": _SendsOnlyWhatIsFull,
         "waits until every gradient has arrived": _WaitsForAllGradients,
         "sends buckets in the order in which they fill": _AsTheyFill,
-        "begins the next step with what arrived in this one": _ForgetsTheNextStep,
+        "does not reset the arrived gradients after a step": _ForgetsTheNextStep,
         "sends inside no_sync": _SendsInNoSync,
-        "takes the gradient of an earlier micro-batch for zero": _LosesEarlierMicroBatches,
-        "never leaves no_sync after an exception": _StaysInNoSync,
+        "treats the gradient of an earlier micro-batch as zero": _LosesEarlierMicroBatches,
+        "stays in no_sync after an exception": _StaysInNoSync,
     },
     hints=(
-        "Exercises 1 to 3 are the parts. model.parameters() lists a tied weight once; leave out what has requires_grad "
-        "False.",
-        "Keep a set of what has arrived. After each arrival, go through the buckets from the first that has not been "
-        "sent, and stop at the first that is not full: all ranks send in the same order then.",
-        "finish: send the buckets that are left, with zeros for each p.grad that is None; wait for all; copy back; "
-        "begin anew. A gradient of an earlier micro-batch may not arrive in the last backward: p.grad has it.",
+        "Combine exercises 1 to 3. model.parameters() lists a tied weight once; skip weights with requires_grad False.",
+        "Keep a set of the parameters whose gradients have arrived. After each arrival, send the full buckets in "
+        "order, and stop at the first that is not full, so that all ranks send in the same order.",
+        "In finish, send the remaining buckets, with zeros where p.grad is None; wait for all; copy back; reset. If a "
+        "gradient of an earlier micro-batch does not arrive in the last backward pass, p.grad still contains it.",
     ),
 )

@@ -1,5 +1,6 @@
-"""The exercises of 05_inside_torch_ddp: through ddp or ddp.module, a hook of 16 bits, and, for an evening, what is
-wrong with a script that trains worse on two ranks than on one."""
+"""Exercises of 05_inside_torch_ddp: when to call ddp and when ddp.module, a communication hook that sends bfloat16,
+and, as a longer exercise, a script that trains worse on two ranks than on one.
+"""
 
 import time
 from typing import Any
@@ -17,7 +18,7 @@ from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
-# ----------------------------------------------------------------------------------------------------- 1. which way in?
+# ------------------------------------------------------------------------------------------------- 1. ddp or ddp.module
 
 Evaluated = tuple[float, dict[str, torch.Tensor]] | None
 
@@ -28,11 +29,11 @@ def _model() -> nn.Sequential:
 
 
 def _not_alone(ddp: DistributedDataParallel, _: object) -> None:
-    """Called before each forward through `ddp`: raises where it is rank 0's evaluation, which others do not enter."""
+    """Raise an error if rank 0 evaluates through `ddp`; a pre-hook of each forward pass through `ddp`."""
     if not ddp.training or not torch.is_grad_enabled():
         raise WrongAnswerError(
-            "The evaluation went through ddp(...). The model has buffers (BatchNorm's), so that starts with a "
-            "broadcast which all ranks must enter; rank 0 was alone. Evaluate through ddp.module, without collectives."
+            "The evaluation called ddp(...). The model has buffers (from BatchNorm), so ddp first broadcasts them, and "
+            "all ranks must enter that broadcast. Only rank 0 did. Evaluate through ddp.module instead."
         )
 
 
@@ -50,55 +51,55 @@ def _run_train_and_evaluate(world: World, answer: Answer) -> None:
         _expect_evaluated(world, model, held_out, result)
         expect(
             ddp.training and model.training,
-            "The model is still in evaluation mode when the next training step comes: switch back with .train().",
+            "The model is still in evaluation mode at the next training step: switch back with .train().",
         )
 
 
 def _expect_in_step(world: World, model: nn.Sequential, before: torch.Tensor, step: int) -> None:
     weight = model.get_parameter("0.weight").detach()
     everyones = all_gather(world, (weight.tolist(), bool((weight != before).any())))
-    expect(all(moved for _, moved in everyones), f"In step {step} the weights did not change. Was there a step?")
+    expect(all(moved for _, moved in everyones), f"In step {step}, the weights did not change. Call optimizer.step().")
     apart = max(abs(weight - torch.tensor(other)).max().item() for other, _ in everyones)
     expect(
         apart == 0,
-        f"After step {step} the ranks have different weights, up to {apart:.4f} apart: their gradients were not "
-        "averaged. Only a forward through ddp(x) prepares that; ddp.module(x) goes around it.",
+        f"After step {step}, the weights of the ranks differ by up to {apart:.4f}: their gradients were not averaged. "
+        "Only a forward pass through ddp(x) averages gradients; ddp.module(x) bypasses DDP.",
     )
 
 
 def _expect_evaluated(world: World, model: nn.Sequential, held_out: torch.Tensor, result: Any) -> None:
     if not world.is_main:
-        expect(result is None, f"Rank {world.rank} should return None; got {result!r}.")
+        expect(result is None, f"Rank {world.rank} must return None, got {result!r}.")
         return
     expect(
         isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], float) and isinstance(result[1], dict),
-        f"Rank 0 should return (loss, weights): a float and a state dict; got {result!r}.",
+        f"Rank 0 must return (loss, weights), a float and a state dict, got {result!r}.",
     )
     loss, weights = result
     prefixed = [key for key in weights if key.startswith("module.")]
     expect(
         not prefixed,
-        f"A bare model cannot load these weights: it has no key {prefixed and prefixed[0]!r}. That prefix is DDP's "
-        "own; take the state dict of ddp.module.",
+        f"A plain model cannot load these weights: it has no key {prefixed and prefixed[0]!r}. DDP adds that prefix; "
+        "return ddp.module.state_dict().",
     )
     bare = _model()
     problem = bare.load_state_dict(weights, strict=False)
-    expect(not any(problem), f"A bare model cannot load these weights: {problem}.")
+    expect(not any(problem), f"A plain model cannot load these weights: {problem}.")
     with torch.no_grad():
         in_training, true = (float(bare.train(mode)(held_out).square().mean()) for mode in (True, False))
         bare.load_state_dict(weights)
         true = float(bare.eval()(held_out).square().mean())
     if abs(loss - in_training) < 1e-6 < abs(loss - true):
-        found = "That is the loss in training mode: switch with .eval() first."
+        found = "This is the loss in training mode: call .eval() first."
     else:
-        found = "Was BatchNorm in evaluation mode, and was it after the step?"
-    expect(abs(loss - true) < 1e-6, f"On held_out the weights have a loss of {true:.5f}; got {loss:.5f}. {found}")
+        found = "Evaluate after the step, with BatchNorm in evaluation mode."
+    expect(abs(loss - true) < 1e-6, f"The loss on held_out must be {true:.5f}, got {loss:.5f}. {found}")
 
 
 def _test_train_and_evaluate(answer: Answer) -> str:
-    stuck = "A rank waits for the others for ever. All must train, through ddp; only rank 0 evaluates."
+    stuck = "A rank waits forever for the others. All ranks must train through ddp; only rank 0 evaluates."
     on_ranks(_run_train_and_evaluate, 2, answer, stuck=stuck, timeout=40)
-    return "The ranks train together, rank 0 evaluates alone, and its weights fit a bare model."
+    return "The ranks train together, only rank 0 evaluates, and a plain model can load its weights."
 
 
 def _train_and_evaluate(
@@ -109,13 +110,13 @@ def _train_and_evaluate(
     held_out: torch.Tensor,
 ) -> Evaluated:
     optimizer.zero_grad()
-    ddp(x).square().mean().backward()  # through ddp: this is what averages
+    ddp(x).square().mean().backward()  # through ddp, which averages the gradients
     optimizer.step()
     if world.rank != 0:
         return None
     ddp.module.eval()
     with torch.no_grad():
-        loss = ddp.module(held_out).square().mean()  # through the module: rank 0 is alone here
+        loss = ddp.module(held_out).square().mean()  # through the module, because only rank 0 is here
     ddp.module.train()
     return loss.item(), ddp.module.state_dict()
 
@@ -123,7 +124,7 @@ def _train_and_evaluate(
 def _with_ways(
     train: str = "ddp", evaluate: str = "module", save: str = "module", mode: bool = False, back: bool = True
 ) -> Answer:
-    """The solution, but with "ddp" or "module" for its three ways to the model, and these modes."""
+    """Return the solution with "ddp" or "module" for each of its three accesses to the model, and with these modes."""
 
     def answer(
         world: World,
@@ -149,34 +150,34 @@ def _with_ways(
 
 train_and_evaluate = Exercise(
     task=(
-        "train_and_evaluate(world, ddp, optimizer, x, held_out): one SGD step on the mean of the squared outputs for "
-        "x, on all ranks; then rank 0 alone evaluates held_out and returns (loss, state dict for a bare model)."
+        "train_and_evaluate(world, ddp, optimizer, x, held_out): on all ranks, take one SGD step on the mean squared "
+        "output for x; then on rank 0 only, evaluate held_out and return (loss, state dict for a plain model)."
     ),
     test=_test_train_and_evaluate,
     solution=_train_and_evaluate,
     wrong={
         "trains through ddp.module": _with_ways(train="module"),
-        "lets rank 0 evaluate through ddp": _with_ways(evaluate="ddp"),
+        "evaluates through ddp": _with_ways(evaluate="ddp"),
         "saves the state dict of the wrapper": _with_ways(save="ddp"),
         "evaluates in training mode": _with_ways(mode=True),
         "stays in evaluation mode": _with_ways(back=False),
     },
     hints=(
-        "Two ways lead to the model: ddp(x) and ddp.module(x). One of them may enter collectives.",
-        "Train through ddp, on all ranks. Whatever rank 0 does alone goes through ddp.module: evaluating and saving.",
-        "BatchNorm behaves differently in evaluation: .eval() before, .train() after; and no gradients in between.",
+        "You can call the model as ddp(x) or as ddp.module(x). Only one of the two may enter collectives.",
+        "Train through ddp on all ranks. Use ddp.module for everything that only rank 0 does: evaluating and saving.",
+        "BatchNorm behaves differently in evaluation mode: call .eval() before and .train() after, and use no_grad.",
     ),
 )
 
-# ------------------------------------------------------------------------------------------------- 2. a hook of 16 bits
+# ---------------------------------------------------------------------------------------- 2. a hook that sends bfloat16
 
-_LATE = 1.5  # seconds that rank 1 comes later to the first bucket
-# The gradients of the two ranks; the mean of the last numbers is more than float16 can hold.
+_LATE = 1.5  # seconds by which rank 1 delays the first bucket
+# Gradients of the two ranks. The mean of the last numbers overflows float16.
 _GRADIENTS = ((1.0, 100.0, 3e-8, 1e5), (3.0, -40.0, 1e-8, 3e5))
 
 
 class _Weights(nn.Module):
-    """Two buckets. The gradient of each weight is its input."""
+    """Model with two buckets. The gradient of each weight is its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ class _Weights(nn.Module):
 
 
 class _Watched:
-    """Calls the answer as torch's DDP does, and records what it sends and how long it takes."""
+    """Calls the answer as torch's DDP does, and records the dtypes it sends and its duration."""
 
     def __init__(self, world: World, answer: Answer) -> None:
         self.world, self.answer = world, answer
@@ -208,17 +209,17 @@ class _Watched:
         self.seconds.append(time.monotonic() - began)
         expect(
             isinstance(future, torch._C.Future),  # what torch itself returns; torch.futures.Future is one, too
-            f"A hook returns a future, a promise of the averaged gradients; got {type(future).__name__}. "
-            "dist.all_reduce(tensor, async_op=True).get_future() is one.",
+            f"A hook must return a future of the averaged gradients, got {type(future).__name__}. "
+            "dist.all_reduce(tensor, async_op=True).get_future() returns a future.",
         )
         return future
 
     def _all_reduce(self, own: Any) -> Any:
-        def noted(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        def recorded(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
             self.sent.append(tensor.dtype)
             return own(tensor, *args, **named)
 
-        return noted
+        return recorded
 
 
 def _run_hook(world: World, answer: Answer) -> None:
@@ -235,23 +236,23 @@ def _run_hook(world: World, answer: Answer) -> None:
         except RuntimeError as error:
             if "isPyObject" in str(error):
                 raise WrongAnswerError(
-                    "The future of an all-reduce holds a list of C++'s, which DDP does not accept. Add "
+                    "The future of an all-reduce contains a C++ list, which DDP does not accept. Append "
                     ".then(lambda done: done.value()[0]), and cast there as well."
                 ) from None
             raise
         _expect_mean(world, [model.first.grad, model.second.grad], x, exact)
-    expect(bool(watched.sent), "Your hook started no dist.all_reduce, so nothing was sent.")
+    expect(bool(watched.sent), "Your hook must call dist.all_reduce, but it never did.")
     wide = [dtype for dtype in watched.sent if dtype != torch.bfloat16]
     expect(
         not wide,
-        f"What is sent should be torch.bfloat16, 2 bytes a number; your all-reduce was given {wide and wide[0]}.",
+        f"The all-reduce must send torch.bfloat16, 2 bytes per number, got {wide and wide[0]}.",
     )
     if world.rank == 0:
         expect(
             watched.seconds[0] < 0.8 * _LATE,
-            f"The gradients are right, but your hook waits: rank 1 came {_LATE} s late to the first bucket, and rank "
-            f"0 stayed in the hook for {watched.seconds[0]:.1f} s. Backward cannot go on meanwhile: nothing is hidden. "
-            "Start with async_op=True, and leave the rest to the future's then().",
+            f"The gradients are right, but your hook waits: rank 1 was {_LATE} s late at the first bucket, and rank 0 "
+            f"stayed in the hook for {watched.seconds[0]:.1f} s. This blocks the backward pass, so communication does "
+            "not overlap. Start the all-reduce with async_op=True, and do the rest in the future's then().",
         )
 
 
@@ -260,27 +261,27 @@ def _expect_mean(world: World, grads: list[torch.Tensor | None], local: torch.Te
         if got is not None and torch.allclose(got, exact, rtol=0.02):
             continue
         if got is None or not got.isfinite().all():
-            found = "float16 ends at 65,504, and the division came too late or the type is the wrong one"
+            found = "float16 overflows above 65,504; send bfloat16, or divide before the sum"
         elif torch.allclose(got, exact * world.size, rtol=0.02):
-            found = "this is the sum over the ranks; what you were given is not divided yet"
+            found = "this is the sum over the ranks; DDP does not divide it for a hook"
         elif torch.allclose(got, exact / world.size, rtol=0.02):
-            found = "it has been divided twice"
+            found = "this was divided twice"
         elif torch.allclose(got, local, rtol=0.02) or torch.allclose(got, local / world.size, rtol=0.02):
-            found = "only this rank's own is in it; does the future hold what was summed?"
+            found = "this is only the rank's own gradient; the future must contain the reduced tensor"
         elif torch.allclose(got[:2], exact[:2], rtol=0.02):
-            found = "small or large numbers are lost; bfloat16 has the range of float32, float16 has not"
+            found = "small or large numbers are lost; bfloat16 has the range of float32, but float16 does not"
         else:
-            found = f"neither that nor its own, {numbers(local, digits=3)}"
+            found = f"this is neither the average nor the rank's own gradient, {numbers(local, digits=3)}"
         raise WrongAnswerError(
-            f"On rank {world.rank}, a gradient should be the average {numbers(exact, digits=3)}, to about 1 %; got "
-            f"{'none' if got is None else numbers(got, digits=3)}: {found}."
+            f"On rank {world.rank}, a gradient must be the average {numbers(exact, digits=3)} to about 1 %, got "
+            f"{'None' if got is None else numbers(got, digits=3)}: {found}."
         )
 
 
 def _test_hook(answer: Answer) -> str:
-    stuck = "A rank waits for ever. Does the future that you return get a value at some time?"
+    stuck = "A rank waits forever. Does the future that you return ever get a value?"
     on_ranks(_run_hook, 2, answer, stuck=stuck, timeout=40)
-    return "Two bytes a number, the average to about 1 %, and backward does not wait for it."
+    return "The hook sends two bytes per number, averages to about 1 %, and does not block the backward pass."
 
 
 def _bf16_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -291,7 +292,7 @@ def _bf16_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
 
 
 def _sending(before: int = 1, after: int = 1, dtype: torch.dtype = torch.bfloat16, wait: bool = False) -> Answer:
-    """The solution, but dividing by `before` and `after` the sum, in this dtype, or waiting."""
+    """Return the solution with divisors `before` and `after` the sum, this dtype, and optionally a blocking wait."""
 
     def answer(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -325,7 +326,7 @@ def _returns_what_it_was_given(state: object, bucket: dist.GradBucket) -> Future
 
 
 bf16_hook = Exercise(
-    task="bf16_hook(state, bucket): start averaging bucket.buffer() over the ranks, sent as bfloat16; return a future.",
+    task="bf16_hook(state, bucket): start averaging bucket.buffer() over the ranks in bfloat16, and return a future.",
     test=_test_hook,
     solution=_bf16_hook,
     wrong={
@@ -335,11 +336,11 @@ bf16_hook = Exercise(
         "sends float16": _sending(before=2, dtype=torch.float16),
         "waits inside the hook": _sending(before=2, wait=True),
         "returns a tensor": _no_future,
-        "returns the future of the all-reduce as it is": _list_of_tensors,
-        "returns its own gradients": _returns_what_it_was_given,
+        "returns the future of the all-reduce unchanged": _list_of_tensors,
+        "returns the rank's own gradients": _returns_what_it_was_given,
     },
     hints=(
-        "The notebook has a hook that sends 32 bits, `counting`. What has to be cast, and what cast back?",
+        "The notebook's hook `counting` sends 32 bits. What must be cast before the all-reduce, and back after it?",
         "tensor.to(torch.bfloat16) makes a small copy. Divide it by dist.get_world_size() and start its all-reduce "
         "with async_op=True.",
         "Then .get_future().then(lambda done: buffer.copy_(done.value()[0])): copy_ casts back to the buffer's dtype.",
@@ -357,7 +358,7 @@ def _net() -> nn.Module:
 
 
 def _samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first feature of a sample tells which one it is: they are evenly spaced from -1 to 1."""
+    """Return inputs and targets. The first feature, evenly spaced from -1 to 1, identifies the sample."""
     generator = torch.Generator().manual_seed(count)
     x = torch.randn(count, _FEATURES, generator=generator)
     x[:, 0] = torch.linspace(-1, 1, count)
@@ -369,15 +370,17 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def _of_one_process(count: int) -> torch.Tensor:
-    """The weights that the script comes to on one process."""
+    """Return the final weights of the correct script on one process."""
     model, (x, y) = _net(), _samples(count)
     _train(0, 1, model, x, y, _EPOCHS, _BATCH)
     return _weights(model)
 
 
 class _Seen:
-    """Which samples have gone through the model, forward by forward, on all ranks. A forward is a collective here, so
-    that a rank that takes fewer steps than another is found out, rather than waited for."""
+    """Records the samples of each forward pass on all ranks.
+
+    Each forward pass enters a collective, so that a rank that takes fewer steps is detected instead of causing a hang.
+    """
 
     def __init__(self, world: World, count: int, story: str) -> None:
         self.world, self.count, self.story = world, count, story
@@ -387,21 +390,21 @@ class _Seen:
 
     def on_forward(self, model: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         x = inputs[0].detach()
-        self._tell([round((each + 1) / 2 * (self.count - 1)) for each in x[:, 0].tolist()])
+        self._gather([round((each + 1) / 2 * (self.count - 1)) for each in x[:, 0].tolist()])
         self.forwards += 1
 
     def end(self) -> None:
-        """All ranks have returned; raises `WrongAnswerError` where another one goes on."""
-        self._tell(None)
+        """Raise `WrongAnswerError` if another rank is still taking steps. Collective."""
+        self._gather(None)
 
-    def _tell(self, mine: list[int] | None) -> None:
+    def _gather(self, mine: list[int] | None) -> None:
         everyones: list[Any] = [None] * self.world.size
         dist.all_gather_object(everyones, mine, group=self.group)
         for rank, seen in enumerate(everyones):
             expect(
                 (seen is None) == (mine is None),
-                f"{self.story} one rank has taken all its steps after {self.forwards} forwards, and another goes on: "
-                "its backward would wait for ever. All ranks take part in every step, also one that has no samples.",
+                f"{self.story} one rank finished after {self.forwards} forward passes, and the other continues: its "
+                "backward pass would wait forever. All ranks must take part in every step, even without samples.",
             )
             self.ranks[rank] += seen or []
 
@@ -423,34 +426,34 @@ def _run_repaired(world: World, answer: Answer, counts: tuple[int, ...]) -> None
 
 def _expect_repaired(world: World, story: str, model: nn.Module, seen: _Seen) -> None:
     mine, one = _weights(model), _of_one_process(seen.count)
-    expect(bool(mine.isfinite().all()), f"{story} the weights are not numbers any more: what is the mean of no losses?")
+    expect(bool(mine.isfinite().all()), f"{story} the weights are not finite. What is the mean of an empty batch?")
     apart = max(float((torch.tensor(each) - mine).abs().max()) for each in all_gather(world, mine.tolist()))
     expect(
         apart < 1e-6,
-        f"{story} the ranks end with different weights, up to {apart:.1g} apart: each has trained by itself. What has "
-        "to be called for DDP to average?",
+        f"{story} the final weights of the ranks differ by up to {apart:.1g}: each rank trains on its own. Which call "
+        "makes DDP average the gradients?",
     )
     total = _EPOCHS * seen.count
     expect(
         max(map(len, seen.ranks)) < total,
-        f"{story} a rank computes all {seen.count} samples of an epoch. Then a second rank saves no time: each should "
-        "take its share of every batch.",
+        f"{story} a rank processes all {seen.count} samples of an epoch, so a second rank saves no time. Split every "
+        "batch between the ranks.",
     )
     first = [each[: seen.count // world.size] for each in seen.ranks] if seen.count % _BATCH == 0 else []
     twice = len(set.intersection(*map(set, first))) if first else 0
     expect(
         not twice,
-        f"{story} {twice} samples of the first epoch are seen by both ranks, and as many by none. Who decides which "
-        "sample is in which batch, and do both decide the same?",
+        f"{story} both ranks see the same {twice} samples of the first epoch, and {twice} samples are never seen. Do "
+        "both ranks shuffle in the same order?",
     )
     far = float((mine - one).abs().max())
     hint = (
-        "The ranks agree, and every sample is seen once an epoch. What else in the script depends on `rank` or `size`, "
-        "or should?"
+        "The ranks agree, and every sample is seen once per epoch. What else in the script depends on `rank` or "
+        "`size`, or should depend on it?"
         if seen.count % _BATCH == 0
-        else "Where all batches are whole, they are equal. What does a sample of the short batch count, on either rank?"
+        else "With full batches, the weights are equal. What is the weight of a sample in the short batch on each rank?"
     )
-    expect(far < 1e-4, f"{story} the weights are up to {far:.1g} away from those of one process. {hint}")
+    expect(far < 1e-4, f"{story} the weights differ from those of one process by up to {far:.1g}. {hint}")
 
 
 def _run_alone(world: World, answer: Answer) -> None:
@@ -460,23 +463,25 @@ def _run_alone(world: World, answer: Answer) -> None:
     far = float((_weights(model) - _of_one_process(count)).abs().max())
     expect(
         far < 1e-6,
-        f"On one process, your version comes to other weights than the script, up to {far:.1g} apart. There it was "
-        "right: every sample of every batch, the last one too, with the same learning rate.",
+        f"On one process, the weights of your version differ from the original script's by up to {far:.1g}. The script "
+        "is right on one process: keep every sample, every batch (also the last one) and the learning rate.",
     )
 
 
 def _test_repaired(answer: Answer) -> str:
-    stuck = "Some rank waits for ever. Do both ranks take the same number of steps?"
+    stuck = "A rank waits forever. Do both ranks take the same number of steps?"
     on_ranks(_run_alone, 1, answer, stuck=stuck, timeout=40)
     on_ranks(_run_repaired, 2, answer, (64, 53, 49), stuck=stuck, timeout=40)
-    return "On two ranks as on one, also where the last batch is short, or too small for two."
+    return "Two ranks train the same as one, even if the last batch is short, or too small for two ranks."
 
 
 def _train(
     rank: int, size: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor, epochs: int = 8, batch: int = 16
 ) -> None:
     ddp = DistributedDataParallel(model) if size > 1 else model
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)  # the batch is as large as on one rank
+    optimizer = torch.optim.SGD(
+        ddp.parameters(), lr=0.02, momentum=0.9
+    )  # the global batch size does not depend on size
     for epoch in range(epochs):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))  # the same on every rank
         for together in order.split(batch):
@@ -498,7 +503,7 @@ def _with_faults(
     drop: bool = False,
     weights: bool = False,
 ) -> Answer:
-    """The solution, but with these faults."""
+    """Return the solution with these faults."""
 
     def answer(
         rank: int, size: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor, epochs: int = 8, batch: int = 16
@@ -527,26 +532,28 @@ def _with_faults(
 
 
 repair = Exercise(
-    task="train(rank, size, model, x, y, epochs, batch): find what makes it train worse on two ranks, and repair it.",
+    task="train(rank, size, model, x, y, epochs, batch): find out why it trains worse on two ranks, and fix it.",
     test=_test_repaired,
     solution=_train,
     wrong={
-        "is the script as it was": _with_faults(through="model", rate=True, own_order=True, loss="own mean"),
-        "sends the forward through ddp, and that is all": _with_faults(rate=True, own_order=True, loss="own mean"),
+        "is the original script": _with_faults(through="model", rate=True, own_order=True, loss="own mean"),
+        "calls ddp in the forward pass, and fixes nothing else": _with_faults(
+            rate=True, own_order=True, loss="own mean"
+        ),
         "gives both ranks the same order as well": _with_faults(rate=True, loss="own mean"),
         "leaves the mean of unequal means": _with_faults(loss="own mean"),
         "leaves the larger learning rate": _with_faults(rate=True),
         "forgets that DDP divides by the number of ranks": _with_faults(loss="not averaged"),
         "gives every rank the whole batch": _with_faults(whole=True),
-        "leaves the short batch out": _with_faults(drop=True),
+        "skips the short batch": _with_faults(drop=True),
         "skips a step for which a rank has no samples": _with_faults(skip=True),
         "averages the weights after each step": _with_faults(weights=True),
     },
     hints=(
-        "There are four faults. One process is right, so compare line by line: what becomes of it when size is 2?",
-        "Who averages the gradients, and which forward must it have seen? Which samples does rank 1 take?",
-        "The batch has 16 samples on one rank and on two: is there a reason for a larger learning rate?",
-        "Batches of 5: a mean over 3 samples and one over 2. Exercise 2 of notebook 03 has the weights; a sum is a "
-        "number even where there are no samples.",
+        "There are four faults. The script is right on one process, so ask of each line what changes when size is 2.",
+        "What averages the gradients, and which forward pass does it need? Which samples does rank 1 take?",
+        "The global batch has 16 samples on one rank and on two. Is there a reason for a larger learning rate?",
+        "A batch of 5 is split into means over 3 and over 2 samples. Exercise 2 of notebook 03 shows how to weight "
+        "them; a sum is well defined even without samples.",
     ),
 )
