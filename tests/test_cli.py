@@ -171,6 +171,66 @@ def test_gpus_that_are_not_there_are_told_in_one_line() -> None:
     assert_refused_in_one_line(done, "device='cuda' needs one GPU for each")
 
 
+class LaunchError(ConfigError):
+    """Raised instead of launching."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str | None]]:
+    """The number of ranks and the visible GPUs of each launch, on a machine with four GPUs."""
+    launches: list[tuple[int, str | None]] = []
+
+    def launch(*_: object, nprocs: int, **options: object) -> None:
+        launches.append((nprocs, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        raise LaunchError("instead of launching")
+
+    monkeypatch.setattr("ddp_tutorial.processes.starting.run", launch)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return launches
+
+
+def test_devices_select_the_gpus_of_the_ranks_and_their_default_number(
+    launched: list[tuple[int, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call("train", "tiny")
+    call("train", "tiny", "nprocs=3", "device=cuda")
+    call("train", "2proc")
+    call("train", "tiny", "device=cpu")
+    assert launched == [(4, ""), (3, ""), (2, ""), (2, "")]
+    call("train", "tiny", "--devices", "0,3,1")
+    assert launched.pop() == (3, "0,3,1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6, 7")
+    call("train", "tiny", "nprocs=2", "--devices", "3,2")
+    assert launched.pop() == (2, "7,GPU-6")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    call("train", "tiny")
+    call("train", "tiny", "device=cuda")
+    assert [nprocs for nprocs, _ in launched[-2:]] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--devices", "0,1", "nprocs=3"), "--devices 0,1 selects 2 GPUs for 3 ranks on this machine"),
+        (("--devices", "0,4"), "--devices 0,4: there is no GPU 4, torch found GPUs 0 to 3"),
+        (("--devices", "1,1"), "--devices 1,1: a GPU is repeated"),
+        (("--devices", "0;1"), "such as 0,1,3; got '0;1'"),
+        (("--devices", "0", "device=cpu"), "--devices selects GPUs, but 'device' is cpu"),
+    ],
+)
+def test_wrong_devices_are_refused_in_one_line(
+    arguments: tuple[str, ...], told: str, launched: list[tuple[int, str | None]]
+) -> None:
+    assert_refused_in_one_line(call("train", "tiny", *arguments), told)
+    assert not launched
+
+
+def test_devices_on_a_machine_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert_refused_in_one_line(call("train", "tiny", "--devices", "0"), "but torch found none on this machine")
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -1,6 +1,7 @@
 """Start a run, and stop one."""
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 CHECK_WATCH_SECONDS = 60.0
 _WATCH = "Look at all ranks where one waits in a collective for so long, and say who waits where."
 _CHECK = "Check each step on all ranks: replicas that drift apart, NaN, shared samples, leaks, and more. Watches, too."
+_DEVICES = "GPUs of the ranks on this machine, one for each rank."
 _FAULT = "What goes wrong on purpose, such as 'kill rank=1 step=3', beside the config's `faults`; once or more often."
 
 
@@ -54,6 +56,7 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.option("--watch", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), help=_WATCH)
 @click.option("--check", is_flag=True, help=_CHECK)
 @click.option("--fault", "faults", multiple=True, metavar="TEXT", help=_FAULT)
+@click.option("--devices", metavar="0,1,3", help=_DEVICES)
 def train(
     config: str,
     overrides: tuple[str, ...],
@@ -62,6 +65,7 @@ def train(
     watch: float | None,
     check: bool,
     faults: tuple[str, ...],
+    devices: str | None,
 ) -> None:
     """Train as CONFIG says: a YAML file, or the name of one of the package's configs.
 
@@ -72,8 +76,10 @@ def train(
     train 2proc --watch 10 --fault 'hang rank=1 step=5 phase=backward'
     train 2proc --check --fault 'corrupt rank=1 step=5 phase=update'
     train 2proc 'faults=[kill rank=1 step=3]'
+    train my.yaml --devices 0,1,3
 
-    Starts config.nprocs ranks on this machine. Under torchrun, or srun on Slurm, it joins the world it finds.
+    Starts config.nprocs ranks on this machine; on GPUs, one for each if nothing sets nprocs. Under torchrun, or srun on
+    Slurm, it joins the world it finds.
 
     SIGTERM, SIGUSR1 or `stop` end it after its step, saved (or at once, if there is nothing to save yet), with exit
     code 75; the same command with resume=auto carries on. Under torchrun the code is 0: torchrun takes any other for a
@@ -82,7 +88,7 @@ def train(
     """
     with stopped_by_signals():  # importing torch takes seconds; the launch, or the Trainer, then takes over
         attached = DebugOptions(watch or (CHECK_WATCH_SECONDS if check else None), check)
-        _train(config, overrides, dry_run, as_json, attached, faults)
+        _train(config, overrides, dry_run, as_json, attached, faults, devices)
 
 
 @dataclass(frozen=True)
@@ -101,13 +107,19 @@ def _train(
     as_json: bool,
     attached: DebugOptions,
     faults: tuple[str, ...],
+    devices: str | None,
 ) -> None:
     from ddp_tutorial.debug.config import FaultyConfig, parse
     from ddp_tutorial.debug.faults import check_ranks
     from ddp_tutorial.processes.starting import run
     from ddp_tutorial.world import World, is_launched_rank
 
-    settings = configs.load(config, FaultyConfig, overrides)
+    settings, layers = configs.load(config, FaultyConfig, overrides), configs.layers(config, overrides)
+    joins = is_launched_rank()
+    placement = _placement(settings, layers, devices, joins=joins)
+    if placement:
+        layers.append(("GPUs", placement))
+        settings = settings.model_copy(update=placement)
     if faults:
         settings = settings.model_copy(update={"faults": (*settings.faults, *map(parse, faults))})
     if attached.check and settings.strategy not in {"ddp", "invariant", "accelerate"}:
@@ -116,13 +128,12 @@ def _train(
             f"--check compares replicas, and with strategy {settings.strategy} each rank has {own} of its own: "
             "use strategy=ddp to look for what is wrong, or --watch"
         )
-    joins = is_launched_rank()
     # rank 0 speaks for all
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
     check_ranks(settings.faults, world.size if joins else settings.nprocs)
     if dry_run:
         if world.is_main:
-            _tell_plan(settings, configs.layers(config, overrides), as_json)
+            _tell_plan(settings, layers, as_json)
         return
     if joins and world.is_main:
         click.echo(str(world), err=True)
@@ -140,6 +151,24 @@ def _train(
             click.echo("the others waited {seconds:.1f} s for rank {rank}, in {phase}".format(**slow), err=True)
     if result.stopped_at is not None:
         sys.exit(exit_code(by_signal=result.by_signal))
+
+
+def _placement(
+    settings: "FaultyConfig", layers: list[configs.Layer], devices: str | None, *, joins: bool
+) -> dict[str, Any]:
+    """Make the selected GPUs visible to the ranks, and return the settings that follow from the number of GPUs."""
+    from ddp_tutorial.processes.devices import VISIBLE, default_nprocs, visible_devices
+    from ddp_tutorial.world import World
+
+    is_chosen = joins or any("nprocs" in values for origin, values in layers if origin != "base.yaml")
+    if devices is not None:
+        if settings.device == "cpu":
+            raise configs.ConfigError("--devices selects GPUs, but 'device' is cpu. Use device=cuda, or omit --devices")
+        here = World.detect(device="cpu").local_size if joins else settings.nprocs
+        os.environ[VISIBLE] = ",".join(names := visible_devices(devices, here if is_chosen else None))
+        return {} if is_chosen else {"nprocs": len(names)}
+    nprocs = settings.nprocs if is_chosen else default_nprocs(settings.device, settings.nprocs)
+    return {} if nprocs == settings.nprocs else {"nprocs": nprocs}
 
 
 def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: DebugOptions) -> "TrainResult":

@@ -1,0 +1,50 @@
+"""Select the GPUs of the ranks on this machine, for `train --devices 0,1,3`."""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from ddp_tutorial.config import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the selected GPUs as entries of CUDA_VISIBLE_DEVICES.
+
+    Args:
+        devices: The numbers of the GPUs, such as "0,1,3". They count the GPUs that this process sees, so that they
+            select from a CUDA_VISIBLE_DEVICES that a scheduler has set.
+        ranks: The number of ranks on this machine; None if each GPU gets a rank.
+        environ: The environment variables.
+
+    Raises:
+        ConfigError: If a number is malformed, unknown or repeated, or if there are fewer GPUs than ranks.
+    """
+    names = [name.strip() for name in devices.split(",")]
+    if not all(name.isdecimal() for name in names):
+        raise ConfigError(f"--devices must be numbers of GPUs with commas between them, such as 0,1,3; got {devices!r}")
+    numbers, there = [int(name) for name in names], torch.cuda.device_count()
+    if not there:
+        raise ConfigError("--devices selects GPUs, but torch found none on this machine. Omit it to train on CPUs")
+    if unknown := [number for number in numbers if number >= there]:
+        raise ConfigError(f"--devices {devices}: there is no GPU {unknown[0]}, torch found GPUs 0 to {there - 1}")
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--devices {devices}: a GPU is repeated, but each rank needs its own GPU")
+    if ranks is not None and ranks > len(numbers):
+        raise ConfigError(
+            f"--devices {devices} selects {len(numbers)} GPUs for {ranks} ranks on this machine, and each rank needs "
+            f"its own GPU. Use nprocs={len(numbers)}, or select {ranks} GPUs"
+        )
+    visible = environ[VISIBLE].split(",") if environ.get(VISIBLE) else list(map(str, range(there)))
+    return [visible[number].strip() for number in numbers]
+
+
+def default_nprocs(device: str, nprocs: int) -> int:
+    """Return the number of ranks if none was chosen: one for each GPU if the ranks use GPUs, and otherwise `nprocs`.
+
+    With device "auto", the ranks use GPUs if there are at least `nprocs`.
+    """
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    return gpus if gpus and (device == "cuda" or gpus >= nprocs) else nprocs
