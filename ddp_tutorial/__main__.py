@@ -23,12 +23,12 @@ from ddp_tutorial.processes.signals import StoppedError, exit_code
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ddp-tutorial")
 def cli() -> None:
-    """Learn and practise PyTorch distributed data-parallel training: real ranks, on any machine.
+    """Learn and practice PyTorch distributed data-parallel training with real ranks, on any machine.
 
     \b
-    Exit codes: 0 done; 1 something failed while running; 2 something in the command or a
-    config is wrong, and nothing was started; 75 stopped before the last step (under torchrun
-    0: it would start the run again); 130 interrupted.
+    Exit codes: 0 success; 1 an error at run time; 2 an error in the command or a config,
+    and nothing was started; 75 the run was stopped before its last step (0 under torchrun,
+    which would restart the run); 130 interrupted.
     """
 
 

@@ -124,10 +124,10 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
         (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "a stream ends where it ends"),
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
-        (("train", "tiny", "--check", "strategy=zero2"), "--check compares replicas, and with strategy zero2"),
-        (("train", "tiny", "--check", "strategy=diloco"), "with strategy diloco each rank has weights of its own"),
+        (("train", "tiny", "--check", "strategy=zero2"), "must be ddp, invariant or accelerate, got zero2"),
+        (("train", "tiny", "--check", "strategy=diloco"), "must be ddp, invariant or accelerate, got diloco"),
         (("train", "tiny", "strategy=local_sgd", "local.round=999"), "'local.round' 999 must end within 'steps' "),
-        (("stories", "10", "."), "is there already: name a new folder"),
+        (("stories", "10", "."), "is there already; choose a new folder"),
         (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
         (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
         (("export", "runs/gone", "out"), "no run is called 'runs/gone'"),
@@ -313,7 +313,7 @@ def test_stories_are_made_as_files_to_train_on() -> None:
     done = run("stories", "300", "stories", "--files", "2")
     assert (done.returncode, done.stdout) == (
         0,
-        "300 stories in 2 files: train on them with corpus=parquet:stories\n",
+        "wrote 300 stories to 2 files; train on them with corpus=parquet:stories\n",
     )
     assert sorted(path.name for path in Path("stories").iterdir()) == ["stories-0.parquet", "stories-1.parquet"]
     done = call("train", "tiny", "corpus=parquet:stories", "source.kind=fast_stream", "steps=2", "device=cpu", "--json")

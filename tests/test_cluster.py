@@ -237,7 +237,7 @@ def test_the_command_line_tells_who_printed_what_and_who_failed(allowed: None, t
     line = "echo $PET_NNODES $NODE_RANK; exit $NODE_RANK"
     done = command("cluster", "run", "--nodes", "2", "--rate", "1gbit", "--", "sh", "-c", line, folder=tmp_path)
     assert sorted(done.stdout.splitlines()) == ["[n0] 2 0", "[n1] 2 1"]
-    assert (done.returncode, done.stderr) == (1, "error: n1 ended with 1\n")
+    assert (done.returncode, done.stderr) == (1, "error: n1 exited with code 1\n")
 
 
 OWNER = """

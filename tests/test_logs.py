@@ -628,9 +628,9 @@ def test_a_summary_without_a_name_is_of_the_newest_run() -> None:
             ("plot", "timeless", "--metrics", "loss", "--x", "time"),
             "runs/timeless does not say when its steps were; use --x step",
         ),
-        (("plot", "mine", "-o", "figure.gif"), "the ending says what to write, one of .png, .svg, .pdf"),
-        (("plot", "mine", "-o", "figure"), "the ending says what to write, one of .png, .svg, .pdf"),
-        (("plot", "mine", "-o", "gone/figure.png"), "there is no folder 'gone'"),
+        (("plot", "mine", "-o", "figure.gif"), "the extension of '-o' must be one of .png, .svg, .pdf"),
+        (("plot", "mine", "-o", "figure"), "the extension of '-o' must be one of .png, .svg, .pdf"),
+        (("plot", "mine", "-o", "gone/figure.png"), "the folder 'gone' of '-o' gone/figure.png does not exist"),
         (("summary", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
         (("plot", "mine", "--all"), "give the names of runs, or --all, not both"),
         (("summary", "mine", "--all"), "give the names of runs, or --all, not both"),
@@ -638,7 +638,7 @@ def test_a_summary_without_a_name_is_of_the_newest_run() -> None:
         (("summary", "mine", "--format", "md", "--baseline", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
         (("summary", "mine", "--format", "md", "--baseline", "empty"), "the baseline runs/empty has no throughput"),
         (("tail", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
-        (("tail", "mine", "--rank", "5"), "there is no log of rank 5 in runs/mine; there are those of 0, 1"),
+        (("tail", "mine", "--rank", "5"), "runs/mine has no log of rank 5; it has logs of ranks 0, 1"),
     ],
 )
 def test_a_mistake_is_told_in_one_line_and_nothing_is_written(arguments: tuple[str, ...], told: str) -> None:

@@ -223,7 +223,7 @@ def test_a_time_limit_without_units_or_that_could_mean_two_things_is_refused(tim
         (["options=[mem=3]"], "'slurm.options' must be options of sbatch, such as --mem=32G, got 'mem=3'"),
         (["starter=mpirun"], "'slurm.starter' should be 'srun' or 'torchrun'"),
         (["slurm.node=2"], "unknown key 'slurm.node'. Did you mean 'nodes'"),
-        (["resume=runs/other", "name=mine"], "'resume' runs/other: a job that is queued again would begin there again"),
+        (["resume=runs/other", "name=mine"], "'resume' must be never or auto for a Slurm job, got runs/other"),
         (
             ["strategy=invariant", "nprocs=3", "micro_batches=4"],
             "4 micro-batches cannot be shared out evenly to 3 ranks",
@@ -337,7 +337,7 @@ collective_timeout: 60
 def submitted(cluster: slurm.Slurm, *words: str) -> int:
     done = cluster(sys.executable, "-m", "ddp_tutorial", "slurm", "job.yaml", "nodes=2", *words, "--submit")
     assert done.returncode == 0, done.stderr
-    number = int(re.match(r"job (\d+), its output in runs/slurm-\1\.out\n", done.stdout)[1])
+    number = int(re.match(r"submitted job (\d+), which writes to runs/slurm-\1\.out\n", done.stdout)[1])
     cluster.until_state(number, "RUNNING")
     return number
 

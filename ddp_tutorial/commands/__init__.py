@@ -1,6 +1,6 @@
-"""The command line: one file for each family of commands.
+"""The command line: one file for each group of commands.
 
-What a command needs is imported when it is called, so that those which only read logs start at once.
+A command imports its dependencies when it is called, so that commands which only read logs start fast.
 """
 
 import os
@@ -10,7 +10,7 @@ import click
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    """For the shell: the runs whose name begins like this."""
+    """Return the names of runs that start with `begun`, for the shell's completion."""
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_runs
 
@@ -33,5 +33,5 @@ runs_dir = click.option(
     help="Directory of all runs.  [default: $DDP_TUTORIAL_RUNS or runs]",
 )
 
-# A run, as a folder or by its name below runs/; see `logs.find_run`.
+# A run, as a directory or by its name under runs/; see `summaries.find_run`.
 a_run = click.argument("run", shell_complete=complete_runs)

@@ -1,4 +1,4 @@
-"""Look at what a run has saved."""
+"""Commands that inspect checkpoints."""
 
 import json
 import sys
@@ -13,7 +13,10 @@ from ddp_tutorial.config import ConfigError
 
 @click.group()
 def checkpoint() -> None:
-    """Look at what a run has saved. PATH is a run, as a folder or by its name below runs/, or one checkpoint in it."""
+    """Inspect the checkpoints of a run.
+
+    PATH is a run, as a directory or by its name under runs/, or one of its checkpoints.
+    """
 
 
 _a_path = click.argument("path", type=click.Path(path_type=Path))
@@ -21,7 +24,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoint itself, or those of the run; one at least. Raises `ConfigError` where there is none."""
+    """Return the checkpoint at `path`, or all checkpoints of the run. Raise `ConfigError` if there are none."""
     from ddp_tutorial.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_checkpoints
     from ddp_tutorial.runs.summaries import find_run
 
@@ -40,7 +43,7 @@ def _checkpoints(path: Path) -> list[Path]:
 @_a_path
 @_as_json
 def checkpoint_list(path: Path, as_json: bool) -> None:
-    """The checkpoints of a run: step, ranks, size, metrics."""
+    """List the checkpoints of a run: step, ranks, size, metrics."""
     from ddp_tutorial.checkpoint.manifest import CheckpointError, read_manifest
 
     rows: list[dict[str, Any]] = []
@@ -69,7 +72,10 @@ def _line(row: dict[str, Any]) -> str:
 @_a_path
 @_as_json
 def checkpoint_inspect(path: Path, as_json: bool) -> None:
-    """What is in a checkpoint (of a run, the newest): components, who shares them, files, versions."""
+    """Show the content of a checkpoint: components, how ranks share them, files, versions.
+
+    For a run, the newest checkpoint is shown.
+    """
     from ddp_tutorial.checkpoint.manifest import read_manifest
 
     folder = _checkpoints(path)[-1]
@@ -91,7 +97,7 @@ def checkpoint_inspect(path: Path, as_json: bool) -> None:
 @_a_path
 @_as_json
 def checkpoint_verify(path: Path, as_json: bool) -> None:
-    """Compare every file with its checksum. Exit code 1 if something is wrong."""
+    """Compare every file with its checksum. The exit code is 1 if a file does not match."""
     from ddp_tutorial.checkpoint.manifest import verify
 
     found = {str(folder): verify(folder) for folder in _checkpoints(path)}
@@ -110,7 +116,7 @@ def checkpoint_verify(path: Path, as_json: bool) -> None:
 @click.argument("other", type=click.Path(path_type=Path))
 @_as_json
 def checkpoint_diff(path: Path, other: Path, as_json: bool) -> None:
-    """Compare two checkpoints: settings, and every value in them. Exit code 1 if they differ."""
+    """Compare two checkpoints: their settings and all values. The exit code is 1 if they differ."""
     from ddp_tutorial.checkpoint.comparison import compare
 
     found = compare(_checkpoints(path)[-1], _checkpoints(other)[-1])

@@ -1,4 +1,4 @@
-"""Read what runs have written. Nothing here imports torch, and only `plot` imports matplotlib: they start at once."""
+"""Commands that read the records of runs. They start fast: none imports torch, only figures import matplotlib."""
 
 import csv
 import json
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @click.group()
 def logs() -> None:
-    """List, sum up, draw and follow runs.
+    """List, summarize, plot and follow runs.
 
-    A RUN is the path of its folder, or its name below runs/.
+    RUN is the path of a run's directory, or its name under runs/.
     """
 
 
@@ -69,10 +69,10 @@ def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
 @logs.command("list")
 @runs_dir
 def list_runs() -> None:
-    """A line for each run, the newest last.
+    """List all runs under runs/, the newest last.
 
-    Of all below runs/. A run is finished; stopped before its last step, on request or by a signal; failed, where a rank
-    has raised; killed, where it ended without writing a result or an error; or running.
+    The state of a run is finished; stopped before its last step, on request or by a signal; failed, if a rank raised an
+    error; killed, if it exited without writing a result or an error; or running.
     """
     from ddp_tutorial.files import RUNS
     from ddp_tutorial.runs.summaries import find_runs, summarize
@@ -157,10 +157,10 @@ _BASELINE = "Run to compare the throughput with.  [default: the run with the few
 )
 @click.option("--baseline", metavar="RUN", shell_complete=complete_runs, help=_BASELINE)
 def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | None) -> None:
-    """Sum up runs, by default the newest.
+    """Summarize runs, by default the newest.
 
-    What they were, how they ended, losses, speed, where the time went, memory, checkpoints. The formats md, csv and
-    json also contain the speedup and the efficiency of each run relative to the baseline.
+    A summary contains settings, result, losses, throughput, time by phase, memory and checkpoints. The formats md, csv
+    and json also contain the speedup and the efficiency of each run relative to the baseline.
     """
     from ddp_tutorial.runs.summaries import summarize
 
@@ -193,7 +193,7 @@ def _speedups(summaries: list["Summary"], name: str | None) -> list["Speedup"]:
 
 
 def _one_line(run: "Summary") -> str:
-    """All on one line, as key=value, for grep; unknown values are empty."""
+    """Return a summary on one line, as key=value, for grep; unknown values are empty."""
     losses = {
         "loss": run.loss and run.loss.last,
         "eval_loss": run.eval_loss and run.eval_loss.last,
@@ -217,13 +217,13 @@ def _one_line(run: "Summary") -> str:
 
 
 def _shortened(error: str, longest: int = 160) -> str:
-    """The first line of an error, cut to `longest` characters."""
+    """Return the first line of an error, truncated to `longest` characters."""
     line = next((line.strip() for line in error.splitlines() if line.strip()), "")
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
 def _table(summaries: list["Summary"], speedups: list["Speedup"]) -> str:
-    """A row for each run, with the settings that are not the same in all of them."""
+    """Return a Markdown table with a row for each run, including the settings that differ between runs."""
     from ddp_tutorial.runs.summaries import differing_settings
 
     settings = {name: values for name, values in differing_settings(summaries).items() if name != "nprocs"}
@@ -261,7 +261,7 @@ def _plain(value: Any) -> str:
 
 
 def _page(run: "Summary") -> str:
-    """A page about one run, a line for each fact that is known."""
+    """Return a summary of one run, with a line for each known fact."""
     lines = {
         "state": _state(run),
         "error": run.failure and f"\n{'':14}".join(run.failure.error.strip().splitlines()),
@@ -296,7 +296,7 @@ def _model(config: dict[str, Any]) -> str | None:
 
 
 def _work(run: "Summary") -> str:
-    """How many ranks, on which device, and how many samples of a step each has."""
+    """Return the number of ranks, their device, and the samples per step."""
     words = [f"{run.ranks} on {_plain(run.config.get('device'))}"]
     batch = run.config.get("batch_size")
     if isinstance(batch, int):
@@ -337,7 +337,7 @@ def _source(config: dict[str, Any]) -> str | None:
 
 
 def _get(config: dict[str, Any], name: str) -> Any:
-    """`_get(config, "ddp.variant")`, None where a config of an older version has no such thing."""
+    """Return a setting by its dotted name, or None if the config of an older version does not have it."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -367,7 +367,7 @@ def _speed(run: "Summary") -> str | None:
 
 
 def _time(run: "Summary") -> str | None:
-    """Where the time went: the share of each phase; what is left is outside of all phases."""
+    """Return the total time and the share of each phase; `other` is the time outside of all phases."""
     if run.seconds is None:
         return None
     shares = [
@@ -392,7 +392,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _memory(run: "Summary") -> str | None:
-    """The most memory of each rank; for many ranks only the lowest and the highest."""
+    """Return the peak memory of each rank; for more than 8 ranks, only the lowest and the highest."""
     words = []
     for kind, name in (("rss", ""), ("cuda", "on GPUs ")):
         values = run.memory_mb.get(kind, [])
@@ -410,7 +410,7 @@ def _memory(run: "Summary") -> str | None:
 @runs_dir
 @_some_runs
 @_all_runs
-@click.option("--metrics", help="Names with commas between them.  [default: loss,grad_norm,learning_rate]")
+@click.option("--metrics", help="Names, separated by commas.  [default: loss,grad_norm,learning_rate]")
 @click.option("--x", "axis", type=click.Choice(["step", "time", "tokens"]), default="step", show_default=True)
 @click.option(
     "--smooth",
@@ -418,11 +418,13 @@ def _memory(run: "Summary") -> str | None:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Draw the mean of each value and those before it, this many in all, over the values themselves in pale.",
+    help="Draw the running mean of this many values over the pale original values.",
 )
-@click.option("--compare", is_flag=True, help="All runs on the same axes, and the settings in which they differ.")
-@click.option("--loss-curves", "with_losses", is_flag=True, help="A panel of training and held-out loss.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="A file .png, .svg or .pdf.")
+@click.option("--compare", is_flag=True, help="Draw all runs on the same axes, with the settings in which they differ.")
+@click.option("--loss-curves", "with_losses", is_flag=True, help="Draw a panel with training and validation loss.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Output file: .png, .svg or .pdf."
+)
 @_open
 def plot(
     runs: tuple[str, ...],
@@ -435,18 +437,19 @@ def plot(
     output: Path | None,
     opens: bool,
 ) -> None:
-    """Draw the metrics of runs, by default of the newest.
+    """Plot the metrics of runs, by default of the newest.
 
-    A panel for each metric, and for each run unless they are compared. Without -o it goes to runs/plot-RUN.png. Other
-    metrics are eval_loss, tokens_per_second, loss_scale, and seconds.PHASE, such as seconds.data.
+    The figure has a panel for each metric and, without --compare, for each run. Without -o it is written to
+    runs/plot-RUN.png. Other metrics are eval_loss, tokens_per_second, loss_scale, and seconds.PHASE, such as
+    seconds.data.
     """
     from ddp_tutorial.files import RUNS
 
     endings = [".png", ".svg", ".pdf"]
     if output is not None and output.suffix not in endings:
-        raise ConfigError(f"'-o' {output}: the ending says what to write, one of {', '.join(endings)}")
+        raise ConfigError(f"the extension of '-o' must be one of {', '.join(endings)}, got {output}")
     if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"'-o' {output}: there is no folder {str(output.parent)!r}")
+        raise ConfigError(f"the folder {str(output.parent)!r} of '-o' {output} does not exist")
     folders = _chosen(runs, everything)
 
     import matplotlib as mpl
@@ -460,7 +463,7 @@ def plot(
     panels = [LOSSES] * with_losses + [name for name in names if not (with_losses and name in {"loss", "eval_loss"})]
     figure = draw_runs(folders, panels, axis, window, compare)  # type: ignore[arg-type]
     path = output or RUNS / f"plot-{_joined(folders)}.png"
-    path.parent.mkdir(exist_ok=True)  # runs/, where all runs are elsewhere
+    path.parent.mkdir(exist_ok=True)  # runs/ may not exist if all runs are elsewhere
     write_figure(figure, path)
     _announce(path, opens)
 
@@ -475,7 +478,7 @@ def _announce(path: Path, opens: bool) -> None:
 
 
 def _joined(folders: list[Path]) -> str:
-    """A name for several runs: the same runs, the same name."""
+    """Return a file name for several runs, which depends only on their names."""
     from ddp_tutorial.files import RUNS
 
     names = [str(folder.relative_to(RUNS) if folder.is_relative_to(RUNS) else folder.name) for folder in folders]
@@ -493,7 +496,7 @@ def _joined(folders: list[Path]) -> str:
 def draw_timeline(run: str, opens: bool) -> None:
     """Draw the profiled steps of a run, with all ranks on one clock.
 
-    The figure goes to profile/timeline.png in the folder of the run. A run profiles the steps of config.profile.
+    The figure is written to profile/timeline.png in the run's directory. A run profiles the steps of config.profile.
     """
     from ddp_tutorial.runs.folder import RunFolder
     from ddp_tutorial.runs.summaries import find_run
@@ -527,15 +530,15 @@ def draw_timeline(run: str, opens: bool) -> None:
     type=click.IntRange(min=0),
     default=10,
     show_default=True,
-    help="How many of the last lines to begin with.",
+    help="Number of last lines to print first.",
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--metrics", is_flag=True, help="Follow the numbers of its steps instead.")
+@click.option("--metrics", is_flag=True, help="Follow the metrics of the steps instead.")
 @click.option("-e", "--edit", is_flag=True, help="Open the file in $VISUAL or $EDITOR instead of following it.")
 def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
-    """Follow the log of a run until it has ended.
+    """Follow the log of one rank until the run has exited.
 
-    Shown is the log of one rank; of a run that kept no such log, the numbers of its steps.
+    If the run has no log of rank 0, the metrics of its steps are shown.
     """
     from ddp_tutorial.runs.folder import RunFolder
     from ddp_tutorial.runs.summaries import find_run, follow, state_of, summarize
@@ -546,8 +549,8 @@ def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
         log = RunFolder(folder).metrics
     if not log.is_file() and rank > 0:
         there = sorted(int(path.stem.removeprefix("rank_")) for path in folder.glob("rank_*.log"))
-        told = f"; there are those of {', '.join(map(str, there))}" if there else ", nor of any other"
-        raise ConfigError(f"there is no log of rank {rank} in {folder}{told}")
+        available = f"; it has logs of ranks {', '.join(map(str, there))}" if there else " or of any other rank"
+        raise ConfigError(f"{folder} has no log of rank {rank}{available}")
     if edit:
         click.edit(filename=str(log))
         return
@@ -561,7 +564,7 @@ def tail(run: str, count: int, rank: int, metrics: bool, edit: bool) -> None:
 
 
 def _step(line: str) -> str:
-    """A row of metrics for people; any other line as it is."""
+    """Return a row of metrics as readable text, and any other line unchanged."""
     from ddp_tutorial.runs.folder import format_loss
     from ddp_tutorial.runs.summaries import finite_number, unit_of
 

@@ -13,7 +13,7 @@ from ddp_tutorial.config import ConfigError
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """Check what will work on this machine. Exit code 1 if something will not."""
+    """Check what works on this machine. The exit code is 1 if something does not."""
     from ddp_tutorial.processes.doctor import examine, verdict
 
     findings = examine()
@@ -31,13 +31,13 @@ def doctor(as_json: bool) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes SHELL complete the commands, configs and settings of `ddp-tutorial`.
+    """Print the script with which SHELL completes the commands, configs and settings of `ddp-tutorial`.
 
     \b
     ddp-tutorial completion bash >> ~/.bashrc
     """
     kind = get_completion_class(shell)
     if kind is None:
-        raise ConfigError(f"there is no completion for {shell}")
+        raise ConfigError(f"completion for {shell} is not available")
     context = click.get_current_context().find_root()
     click.echo(kind(context.command, {}, "ddp-tutorial", "_DDP_TUTORIAL_COMPLETE").source())

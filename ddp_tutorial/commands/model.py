@@ -1,4 +1,4 @@
-"""Commands for the model that a run has made. RUN is its folder, or its name below runs/."""
+"""Commands for the model of a run. RUN is its directory, or its name under runs/."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,25 @@ import click
 
 from ddp_tutorial.commands import a_run, runs_dir
 
-_best = click.option("--best", is_flag=True, help="The best weights, kept with best_model=true, not the last.")
+_best = click.option(
+    "--best", is_flag=True, help="Use the best weights, which best_model=true keeps, instead of the last."
+)
 
 
 @click.command()
 @runs_dir
 @a_run
 @_best
-@click.option("--samples", type=click.IntRange(min=1), help="Held-out samples; by default, as many as in training.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), help="Number of validation samples.  [default: that of training]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
-    """The loss of RUN's model on held-out text."""
+    """Compute the loss of RUN's model on the validation samples."""
     from ddp_tutorial.runs.summaries import find_run
-    from ddp_tutorial.training.export import evaluate as judge
+    from ddp_tutorial.training.export import evaluate as evaluate_run
 
-    found = judge(find_run(run), samples=samples, best=best)
+    found = evaluate_run(find_run(run), samples=samples, best=best)
     text = (
         f"held out {found['eval_loss']:.4f} nats per token, perplexity {found['perplexity']:.2f}, "
         f"{found['bits_per_token']:.3f} bits per token, over {found['tokens']:,} tokens"
@@ -33,16 +37,18 @@ def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
 @runs_dir
 @a_run
 @_best
-@click.option("--prompt", default="def ", show_default=True, help="The text to continue.")
-@click.option("--length", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens (bytes) to write.")
+@click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
+@click.option(
+    "--length", type=click.IntRange(min=1), default=200, show_default=True, help="Number of tokens to generate."
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
     default=0.8,
     show_default=True,
-    help="0: the likeliest token each time.",
+    help="Sampling temperature; 0 always selects the most likely token.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random numbers.")
 def sample(run: str, best: bool, prompt: str, length: int, temperature: float, seed: int) -> None:
     """Generate text with RUN's model."""
     from ddp_tutorial.runs.summaries import find_run

@@ -1,4 +1,4 @@
-"""Commands about the project: its main job, its notebooks, made-up stories, its benchmarks."""
+"""Commands for the project: the main job, notebooks, synthetic stories, benchmarks."""
 
 import json
 import sys
@@ -14,9 +14,9 @@ from ddp_tutorial.config import ConfigError
 
 @click.command()
 @runs_dir
-@click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Optimiser steps.")
+@click.option("--steps", type=click.IntRange(min=1), default=600, show_default=True, help="Number of optimizer steps.")
 def run(steps: int) -> None:
-    """The main job: train on two ranks and on one process, on real text, and compare. Two to three minutes."""
+    """Run the main job: train on two ranks and in one process, on real text, and compare. Takes 2 to 3 minutes."""
     from ddp_tutorial.experiments.execute import run_main_job
 
     run_main_job(steps)
@@ -24,9 +24,9 @@ def run(steps: int) -> None:
 
 @click.command()
 @click.argument("paths", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--all", "everything", is_flag=True, help="Also those whose source has not changed.")
+@click.option("--all", "everything", is_flag=True, help="Also execute notebooks whose source has not changed.")
 def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
-    """Execute the notebooks whose source has changed (or just PATHS), and save them with their outputs."""
+    """Execute the notebooks whose source has changed, or only PATHS, and save them with their outputs."""
     from ddp_tutorial.experiments.notebooks import refresh
 
     refresh(paths, everything=everything or bool(paths))
@@ -35,50 +35,54 @@ def notebooks(paths: tuple[Path, ...], everything: bool) -> None:
 @click.command()
 @click.argument("count", type=click.IntRange(min=1))
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--files", type=click.IntRange(min=1), default=8, show_default=True, help="Parquet files to make.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, other stories.")
+@click.option("--files", type=click.IntRange(min=1), default=8, show_default=True, help="Number of Parquet files.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random numbers.")
 def stories(count: int, folder: Path, files: int, seed: int) -> None:
-    """Make COUNT short stories, as Parquet files in a new FOLDER: data to try sources on, as large as you like."""
+    """Write COUNT synthetic short stories, as Parquet files in a new FOLDER, to test sources with data of any size."""
     from ddp_tutorial.sharding.stories import write_stories
 
     try:
         write_stories(count, folder, files, seed)
     except FileExistsError as error:
-        raise ConfigError(f"{error}: name a new folder") from None
-    click.echo(f"{count:,} stories in {files} files: train on them with corpus=parquet:{folder}")
+        raise ConfigError(f"{error}; choose a new folder") from None
+    click.echo(f"wrote {count:,} stories to {files} files; train on them with corpus=parquet:{folder}")
 
 
 @click.command()
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
-@click.option("--kills", type=click.IntRange(min=1), help="Of chaos, by default 200, and restarts, 20.")
+@click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repetitions of each arm.")
+@click.option("--kills", type=click.IntRange(min=1), help="Number of kills.  [default: chaos 200, restarts 20]")
 def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
-    """Measure a claim: launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded,
-    pipeline, cluster, ranks, peers, chaos, restarts or hangs.
+    """Run the benchmark NAME.
 
-    chaos kills ranks of small runs, fails and fills their disks, at every named point of saving and resuming, and
-    starts them on nodes that share no folder. It checks that no checkpoint is lost, each resumed run ends with the same
-    bits, and no process is left. restarts does so with torchrun, which starts the ranks again. hangs lets ranks hang in
-    eight ways, and checks that each time the verdict names ranks and lines, and no process is left.
+    NAME is launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded, pipeline,
+    cluster, ranks, peers, chaos, restarts or hangs.
+
+    chaos kills ranks of small runs, and makes their disks fail or run full, at every named point of saving and
+    resuming. It also starts them on nodes without a shared folder. It checks that no checkpoint is lost, that each
+    resumed run is bitwise identical, and that no process is left. restarts does the same with torchrun, which restarts
+    the ranks. hangs makes ranks hang in eight ways, and checks that the report names ranks and lines, and that no
+    process is left.
     """
     from ddp_tutorial.benches import as_text, run_bench
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         click.echo(line, err=True)
 
     if name == "chaos":
         from ddp_tutorial.benches import chaos
 
-        _judged(chaos.measure_chaos(kills or 200, report=tell), chaos.is_good, chaos.describe, as_json)
+        _print_and_exit(chaos.measure_chaos(kills or 200, report=report), chaos.is_good, chaos.describe, as_json)
     if name == "restarts":
         from ddp_tutorial.benches import restarts
 
-        _judged(restarts.measure_restarts(kills or 20, report=tell), restarts.is_good, restarts.describe, as_json)
+        found = restarts.measure_restarts(kills or 20, report=report)
+        _print_and_exit(found, restarts.is_good, restarts.describe, as_json)
     if name == "hangs":
         from ddp_tutorial.benches import hangs
 
-        _judged(hangs.measure_hangs(repeats, report=tell), hangs.is_good, hangs.describe, as_json)
+        _print_and_exit(hangs.measure_hangs(repeats, report=report), hangs.is_good, hangs.describe, as_json)
     result = run_bench(name, repeats)
     click.echo(json.dumps(result, indent=2) if as_json else as_text(result))
 
@@ -86,7 +90,7 @@ def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
 @click.command()
 @click.argument("name", type=click.Choice(["scaling", "data", "accumulation", "checkpoint"]))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repeats of each arm.")
+@click.option("--repeats", type=click.IntRange(min=5), default=7, show_default=True, help="Repetitions of each arm.")
 def reproduce(name: str, as_json: bool, repeats: int) -> None:
     """Measure a table of equal work, and print it as Markdown beside published numbers, if there are any."""
     from ddp_tutorial.benches import published
@@ -95,12 +99,12 @@ def reproduce(name: str, as_json: bool, repeats: int) -> None:
     click.echo(json.dumps(result, indent=2) if as_json else published.as_markdown(result))
 
 
-def _judged(
+def _print_and_exit(
     found: Mapping[str, Any],
     is_good: Callable[[Mapping[str, Any]], bool],
     describe: Callable[[Mapping[str, Any]], str],
     as_json: bool,
 ) -> NoReturn:
-    """Say what a benchmark has found that is passed or failed, and exit: with 1 where it is not good."""
+    """Print the result of a benchmark that can fail, and exit: with code 1 if it failed."""
     click.echo(json.dumps(found, indent=2) if as_json else describe(found))
     sys.exit(not is_good(found))

@@ -13,18 +13,19 @@ from ddp_tutorial.processes.signals import stopped_by_signals
 @runs_dir
 @config_argument
 @overrides_argument
-@click.option("--submit", is_flag=True, help="Hand it to Slurm, instead of printing it.")
+@click.option("--submit", is_flag=True, help="Submit the script to Slurm instead of printing it.")
 def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
-    """Print the batch script for Slurm that trains as CONFIG says.
+    """Print a Slurm batch script that trains with CONFIG.
 
     \b
     slurm 2proc nodes=2 time=2h partition=gpu
     slurm my.yaml nprocs=8 nodes=2 steps=5000 --submit
     slurm my.yaml nodes=2 starter=torchrun > job.sh
 
-    The job has config.nprocs ranks, as many on each node, and the settings of the section `slurm`, whose names can be
-    said without it. Before its time is up, and when it is preempted, it saves; then it is queued again, and goes on.
-    Its folder has to be one that all nodes share. To stop it for good: scancel.
+    The job starts config.nprocs ranks, the same number on each node. Its settings are those of the section `slurm`,
+    whose names can be given without the prefix. Before its time limit, and when it is preempted, the job saves a
+    checkpoint, is requeued and resumes. The working directory must be shared by all nodes. To stop the job for good,
+    use scancel.
     """
     with stopped_by_signals():
         from ddp_tutorial.commands.slurm_script import slurm_script
@@ -35,6 +36,6 @@ def slurm(config: str, overrides: tuple[str, ...], submit: bool) -> None:
         script = slurm_script(config, overrides, python=sys.executable, kind=FaultyConfig)
         if submit:
             job = submit_script(script)
-            click.echo(f"job {job}, its output in {str(OUTPUT).replace('%j', str(job))}")
+            click.echo(f"submitted job {job}, which writes to {str(OUTPUT).replace('%j', str(job))}")
         else:
             click.echo(script, nl=False)

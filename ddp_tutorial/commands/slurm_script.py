@@ -16,7 +16,7 @@ def slurm_script(
 ) -> str:
     """Return the batch script that trains as `train SOURCE OVERRIDES` would, on config.nprocs ranks.
 
-    A run without a name is named after the number of the job, so that a requeued job finds its checkpoint.
+    A run without a name is named after the job ID, so that a requeued job finds its checkpoint.
 
     Args:
         source: The name or the path of a config.
@@ -31,21 +31,21 @@ def slurm_script(
     config = load(source, kind, [*of_run, *of_job])
     if config.resume not in {"never", "auto"}:
         raise ConfigError(
-            f"'resume' {config.resume}: a job that is queued again would begin there again. Train a first step with "
-            "it by hand, under a name; or copy the checkpoint into the run of that name"
+            f"'resume' must be never or auto for a Slurm job, got {config.resume}; a requeued job would start from it "
+            "again. Train a first step by hand, with a name, or copy the checkpoint to the named run"
         )
     here = ranks_per_node(config.nprocs, config.slurm)
     micro_batches_per_rank(config, config.nprocs)
-    going_on = {"resume": "auto", "name": config.name} if config.name else {"resume": "never"}
-    check_start(config.model_copy(update=going_on), config.nprocs)
+    resuming = {"resume": "auto", "name": config.name} if config.name else {"resume": "never"}
+    check_start(config.model_copy(update=resuming), config.nprocs)
     slurm = config.slurm
     if config.device == "cuda" and not slurm.gpus:
         slurm = slurm.model_copy(update={"gpus": here})
-    said = [override for override in of_run if override.partition("=")[0].strip() not in {"name", "resume"}]
-    words = ["-m", "ddp_tutorial", "train", source, *said]
-    about = f"{config.batch_size} samples in an optimiser step, over all ranks"
+    kept = [override for override in of_run if override.partition("=")[0].strip() not in {"name", "resume"}]
+    words = ["-m", "ddp_tutorial", "train", source, *kept]
+    about = f"{config.batch_size} samples in an optimizer step, over all ranks"
     if not config.checkpoint.every:
-        about += "\n# checkpoint.every is 0: it saves when it is told to stop, but starts over after a node failure"
+        about += "\n# checkpoint.every is 0: the job saves when it is stopped, but starts over after a node failure"
     return batch_script(
         f'{shlex.join(words)} name="$run" resume=auto',
         config.nprocs,

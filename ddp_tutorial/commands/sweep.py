@@ -1,4 +1,4 @@
-"""Run a notebook with many parameters."""
+"""The command that runs a notebook with many parameters."""
 
 import json
 import signal
@@ -15,22 +15,26 @@ from ddp_tutorial.commands import runs_dir
 @runs_dir
 @click.argument("notebook", type=click.Path(path_type=Path))
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE,VALUE...]...")
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Executions of each point.")
-@click.option("--name", default="", help="Folder below runs/sweeps/; by default the notebook's name.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each point.")
+@click.option("--name", default="", help="Directory under runs/sweeps/.  [default: the notebook's name]")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), default=1800.0, show_default=True, help="Seconds a point."
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1800.0,
+    show_default=True,
+    help="Seconds per point.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, timeout: float, as_json: bool) -> None:
-    """Run NOTEBOOK with papermill at every point of a grid, and compare: source=sharded,streamed steps=10,20.
+    """Run NOTEBOOK with papermill for every point of a grid, such as source=sharded,streamed steps=10,20.
 
-    Points that have finished are not run again, unless they or the code have changed: after an interrupt, or a failure,
-    the same command carries on. Exit code 1 if a point failed, when all others have been run.
+    Finished points are not repeated unless their parameters or the code have changed. So after an interrupt or a
+    failure, rerun the command to continue. If a point fails, the others still run, and the exit code is 1.
     """
     from ddp_tutorial.experiments.sweeps import SweepInterruptedError, failure_of, plan_sweep, run_sweep
 
     plan = plan_sweep(notebook, settings, repeats, name)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a job that has to go, a terminal that is closed: as Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the end of a job or a closed terminal: as Ctrl-C
         signal.signal(number, signal.default_int_handler)
     try:
         outcome = run_sweep(plan, timeout, tell=_tell)
@@ -59,7 +63,7 @@ def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, ti
 def _tell(line: str) -> None:
     from tqdm import tqdm
 
-    tqdm.write(line, file=sys.stderr)  # above the bar
+    tqdm.write(line, file=sys.stderr)  # above the progress bar
 
 
 def _as_text(outcome: Any) -> str:

@@ -1,4 +1,4 @@
-"""Start a run, and stop one."""
+"""Commands that start and stop runs."""
 
 import json
 import os
@@ -23,22 +23,25 @@ if TYPE_CHECKING:
     from ddp_tutorial.training.trainer import TrainResult
     from ddp_tutorial.world import World
 
-# With --check, where --watch says nothing else: longer than a checkpoint or an evaluation of one rank takes.
+# The default of --watch with --check: longer than the checkpoint or the evaluation of one rank takes.
 CHECK_WATCH_SECONDS = 60.0
-_WATCH = "Look at all ranks where one waits in a collective for so long, and say who waits where."
-_CHECK = "Check each step on all ranks: replicas that drift apart, NaN, shared samples, leaks, and more. Watches, too."
+_WATCH = "If a rank waits this long in a collective, report where each rank waits."
+_CHECK = "Check each step on all ranks: diverging replicas, NaN, shared samples, leaks, and more. Implies --watch."
 _DEVICES = "GPUs of the ranks on this machine, one for each rank."
-_FAULT = "What goes wrong on purpose, such as 'kill rank=1 step=3', beside the config's `faults`; once or more often."
+_FAULT = "Inject a fault, such as 'kill rank=1 step=3', in addition to the config's `faults`. Can be repeated."
 
 
 def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """For the shell: the configs of the package, then files."""
+    """Return the configs of the package that match, otherwise files, for the shell's completion."""
     names = [CompletionItem(name) for name in configs.config_names() if name.startswith(incomplete)]
     return names or [CompletionItem(incomplete, type="file")]
 
 
 def _settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For the shell: `learning_rate=` and so on. All are in base.yaml, which is read without loading torch."""
+    """Return the settings that match, such as `learning_rate=`, for the shell's completion.
+
+    They come from base.yaml, which is read without importing torch.
+    """
     known = configs.flat(yaml.safe_load((configs.CONFIGS / "base.yaml").read_text()))
     return [f"{name}=" for name in ["name", *known] if name.startswith(incomplete)]
 
@@ -51,7 +54,7 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @runs_dir
 @config_argument
 @overrides_argument
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and with which settings from where.")
+@click.option("--dry-run", is_flag=True, help="Print the plan of the run, with the origin of each setting.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--watch", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), help=_WATCH)
 @click.option("--check", is_flag=True, help=_CHECK)
@@ -67,7 +70,7 @@ def train(
     faults: tuple[str, ...],
     devices: str | None,
 ) -> None:
-    """Train as CONFIG says: a YAML file, or the name of one of the package's configs.
+    """Train with CONFIG: a YAML file, or the name of one of the package's configs.
 
     \b
     train 2proc
@@ -78,26 +81,26 @@ def train(
     train 2proc 'faults=[kill rank=1 step=3]'
     train my.yaml --devices 0,1,3
 
-    Starts config.nprocs ranks on this machine; on GPUs, one for each if nothing sets nprocs. Under torchrun, or srun on
-    Slurm, it joins the world it finds.
+    Starts config.nprocs ranks on this machine; on GPUs, one rank per GPU if nprocs is not set. Under torchrun, or srun
+    on Slurm, the command joins the existing world.
 
-    SIGTERM, SIGUSR1 or `stop` end it after its step, saved (or at once, if there is nothing to save yet), with exit
-    code 75; the same command with resume=auto carries on. Under torchrun the code is 0: torchrun takes any other for a
-    failure, which --max-restarts has it start again; and in a step of Slurm after `stop`, for 75 has the job requeued.
-    That it was stopped, and by what, is in result.json.
+    After SIGTERM or SIGUSR1, the run saves a checkpoint after the current step and exits with code 75. It exits at once
+    if there is nothing to save yet. The command `stop` also stops a run. To resume, rerun the command with resume=auto.
+
+    Under torchrun the exit code is 0 instead, because torchrun would restart the ranks after any other code. It is also
+    0 in a Slurm step after `stop`, because 75 requeues the job. result.json records that the run was stopped, and why.
     """
-    with stopped_by_signals():  # importing torch takes seconds; the launch, or the Trainer, then takes over
-        attached = DebugOptions(watch or (CHECK_WATCH_SECONDS if check else None), check)
-        _train(config, overrides, dry_run, as_json, attached, faults, devices)
+    with stopped_by_signals():  # until the launch or the Trainer handles signals; importing torch takes seconds
+        options = DebugOptions(watch or (CHECK_WATCH_SECONDS if check else None), check)
+        _train(config, overrides, dry_run, as_json, options, faults, devices)
 
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """How a run is looked at from outside: after how many seconds in a collective all ranks are, and whether each step
-    is checked. (What goes wrong on purpose is in its config.)"""
+    """Options for debugging a run. Injected faults are in its config."""
 
-    watch: float | None
-    check: bool
+    watch: float | None  # seconds in a collective after which all ranks are inspected
+    check: bool  # whether each step is checked
 
 
 def _train(
@@ -105,7 +108,7 @@ def _train(
     overrides: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
-    attached: DebugOptions,
+    debug: DebugOptions,
     faults: tuple[str, ...],
     devices: str | None,
 ) -> None:
@@ -122,18 +125,17 @@ def _train(
         settings = settings.model_copy(update=placement)
     if faults:
         settings = settings.model_copy(update={"faults": (*settings.faults, *map(parse, faults))})
-    if attached.check and settings.strategy not in {"ddp", "invariant", "accelerate"}:
-        own = "weights" if settings.strategy in {"local_sgd", "post_local_sgd", "diloco"} else "a part"
+    if debug.check and settings.strategy not in {"ddp", "invariant", "accelerate"}:
         raise configs.ConfigError(
-            f"--check compares replicas, and with strategy {settings.strategy} each rank has {own} of its own: "
-            "use strategy=ddp to look for what is wrong, or --watch"
+            "--check compares replicas, so 'strategy' must be ddp, invariant or accelerate, got "
+            f"{settings.strategy}; use strategy=ddp to find the problem, or --watch"
         )
-    # rank 0 speaks for all
+    # only rank 0 prints
     world = World.detect(device=settings.device, backend=settings.backend) if joins else World()
     check_ranks(settings.faults, world.size if joins else settings.nprocs)
     if dry_run:
         if world.is_main:
-            _tell_plan(settings, layers, as_json)
+            _print_plan(settings, layers, as_json)
         return
     if joins and world.is_main:
         click.echo(str(world), err=True)
@@ -143,12 +145,12 @@ def _train(
 
         check_world(settings, settings.nprocs)
     options = settings.group_options
-    result = run(_train_on_a_rank, settings, attached, nprocs=settings.nprocs, echo=not as_json, **options)
+    result = run(_train_on_a_rank, settings, debug, nprocs=settings.nprocs, echo=not as_json, **options)
     if world.is_main:
         summary = json.loads((result.run / "result.json").read_text())
-        click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else _in_a_line(result.run, summary))
+        click.echo(json.dumps({"run": str(result.run), **summary}) if as_json else _summary_line(result.run, summary))
         if slow := summary["ranks"]["straggler"]:
-            click.echo("the others waited {seconds:.1f} s for rank {rank}, in {phase}".format(**slow), err=True)
+            click.echo("the other ranks waited {seconds:.1f} s for rank {rank}, in {phase}".format(**slow), err=True)
     if result.stopped_at is not None:
         sys.exit(exit_code(by_signal=result.by_signal))
 
@@ -171,12 +173,12 @@ def _placement(
     return {} if nprocs == settings.nprocs else {"nprocs": nprocs}
 
 
-def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: DebugOptions) -> "TrainResult":
-    """Training, with what is to be watched, checked or to go wrong attached to it from outside.
+def _train_on_a_rank(world: "World", settings: "FaultyConfig", debug: DebugOptions) -> "TrainResult":
+    """Train on one rank, with a watchdog, checks and faults as configured. Collective.
 
-    A check that ends the run raises on all ranks in the same step: the run's `failed.json` and the ranks' logs tell it,
-    as they tell any failure. The last steps are judged before the run writes its result. What is only a warning is in
-    the log, and in `result.json`.
+    A check that fails raises on all ranks in the same step, and is recorded in `failed.json` and in the logs, like any
+    failure. The last steps are checked before the run writes its result. Warnings are recorded in the log and in
+    `result.json`.
     """
     from ddp_tutorial.debug.checks import checking
     from ddp_tutorial.debug.faults import inject_faults
@@ -184,13 +186,13 @@ def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: DebugOp
     from ddp_tutorial.training.tasks import make_trainer
 
     with ExitStack() as stack:
-        if attached.watch:
-            stack.enter_context(watching(world, attached.watch))
+        if debug.watch:
+            stack.enter_context(watching(world, debug.watch))
         trainer = make_trainer(settings, world)
         stack.enter_context(inject_faults(world, *settings.faults, model=trainer.model))
-        if not attached.check:
+        if not debug.check:
             return trainer.train()
-        model = getattr(trainer.train_step.strategy, "model", trainer.model)  # the wrapper knows what is allowed
+        model = getattr(trainer.train_step.strategy, "model", trainer.model)  # the wrapper, which knows its options
         optimizer = trainer.train_step.optimizer
         has_ended = False
         try:
@@ -199,30 +201,30 @@ def _train_on_a_rank(world: "World", settings: "FaultyConfig", attached: DebugOp
                 has_ended = True
         finally:
             if has_ended and world.is_main and checks.program.taken:
-                _note_in(trainer.run, checks.findings)
+                _add_findings(trainer.run, checks.findings)
         return result
 
 
-def _note_in(run: "RunFolder", findings: "list[Finding]") -> None:
-    """Add what the checks have found to `result.json` of a run that they have not ended."""
+def _add_findings(run: "RunFolder", findings: "list[Finding]") -> None:
+    """Add the findings of the checks to `result.json` of a run that they have not aborted."""
     from ddp_tutorial.files import write_json
 
-    told = [{"detector": each.detector, "ranks": each.ranks, "message": str(each)} for each in findings]
-    write_json(run.result, json.loads(run.result.read_text()) | {"checks": told})
+    checks = [{"detector": each.detector, "ranks": each.ranks, "message": str(each)} for each in findings]
+    write_json(run.result, json.loads(run.result.read_text()) | {"checks": checks})
 
 
-def _tell_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: bool) -> None:
+def _print_plan(settings: "FaultyConfig", layers: list[configs.Layer], as_json: bool) -> None:
     from ddp_tutorial.training.plan import as_text, plan
 
     found = plan(settings, layers)
     if settings.faults:
         found["faults"] = [str(fault) for fault in settings.faults]
-    told = "".join(f"\nfault    {fault}" for fault in found.get("faults", ()))
-    click.echo(json.dumps(found) if as_json else as_text(found) + told)
+    faults = "".join(f"\nfault    {fault}" for fault in found.get("faults", ()))
+    click.echo(json.dumps(found) if as_json else as_text(found) + faults)
 
 
-def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
-    """One line that says how a run has ended."""
+def _summary_line(run: Path, summary: dict[str, Any]) -> str:
+    """Return the result of a run in one line."""
     from ddp_tutorial.ddp.config import LinkConfig
     from ddp_tutorial.ddp.link import LinkModel
     from ddp_tutorial.runs.folder import PER_SECOND, format_loss
@@ -243,12 +245,12 @@ def _in_a_line(run: Path, summary: dict[str, Any]) -> str:
 @click.command()
 @runs_dir
 @a_run
-@click.option("--save", is_flag=True, help="Save a checkpoint before it stops.")
+@click.option("--save", is_flag=True, help="Save a checkpoint before the run stops.")
 def stop(run: str, save: bool) -> None:
-    """Ask RUN, a folder or a name below runs/, to stop after its current step."""
+    """Stop RUN, a directory or a name under runs/, after its current step."""
     from ddp_tutorial.runs.folder import request_stop
     from ddp_tutorial.runs.summaries import find_run
 
     folder = find_run(run)
     request_stop(folder, "save" if save else "stop")
-    click.echo(f"{folder} will stop{' and save' if save else ''} after its step")
+    click.echo(f"{folder} will {'save and ' if save else ''}stop after its current step")
