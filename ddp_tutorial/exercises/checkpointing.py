@@ -1,4 +1,4 @@
-"""The exercises of 10_checkpointing: save atomically, find all that has state, check that ranks are equal."""
+"""Exercises of 10_checkpointing: save atomically, find all state, and check that ranks are bitwise identical."""
 
 import copy
 import itertools
@@ -17,18 +17,18 @@ from ddp_tutorial.world import World
 
 
 class _PowerCutError(Exception):
-    """The simulated machine has lost power."""
+    """Power failure of the simulated machine."""
 
 
 @dataclass
 class Disk:
-    """A simulated disk, with no more guarantees than a real one gives.
+    """A simulated disk with the guarantees of a real one.
 
-    What has been written is in memory only until `sync(name)`, and a new name, a rename or a removal until
-    `sync_names()`. When the power fails, any part of what is in memory only may be lost.
+    Written data stays in memory until `sync(name)`; new names, renames and removals stay in memory until
+    `sync_names()`. A power failure may lose any part of what is only in memory.
     """
 
-    names: dict[str, int] = field(default_factory=dict)  # name -> number of a file
+    names: dict[str, int] = field(default_factory=dict)  # name -> index in `files`
     files: list[bytes] = field(default_factory=list)
     _safe_files: dict[int, bytes] = field(default_factory=dict)
     _safe_names: list[dict[str, int]] = field(
@@ -37,7 +37,7 @@ class Disk:
     _left: float = float("inf")
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace the content of the file `name` by `data`; creates the file if there is none."""
+        """Replace the content of the file `name` with `data`. Creates the file if it does not exist."""
         self._operation()
         if name not in self.names:
             self.names = {**self.names, name: len(self.files)}
@@ -46,12 +46,12 @@ class Disk:
         self.files[self.names[name]] = data
 
     def sync(self, name: str) -> None:
-        """Return when all that was written to the file has reached the disk."""
+        """Block until all data written to the file has reached the disk."""
         self._operation()
         self._safe_files[self.names[name]] = self.files[self.names[name]]
 
     def rename(self, old: str, new: str) -> None:
-        """Give the file `old` the name `new`, in place of the file that had it."""
+        """Rename the file `old` to `new`, replacing any file of that name."""
         self._operation()
         names = dict(self.names)
         names[new] = names.pop(old)
@@ -59,13 +59,13 @@ class Disk:
         self._safe_names.append(names)
 
     def remove(self, name: str) -> None:
-        """Remove a name, and with it the file."""
+        """Remove the file `name`."""
         self._operation()
         self.names = {other: number for other, number in self.names.items() if other != name}
         self._safe_names.append(self.names)
 
     def sync_names(self) -> None:
-        """Return when all names have reached the disk as they are now."""
+        """Block until all current names have reached the disk."""
         self._operation()
         self._safe_names = [self.names]
 
@@ -75,7 +75,7 @@ class Disk:
         self._left -= 1
 
     def after_power_cut(self, name: str) -> Iterator[bytes | None]:
-        """Every content that the file `name` may have after a power cut now; None if there may be no such file."""
+        """Yield every possible content of the file `name` after a power failure now; None for a missing file."""
         for names in self._safe_names:
             if name not in names:
                 yield None
@@ -110,17 +110,17 @@ def _test_atomic(answer: Answer) -> str:
         for left in found:
             if left in (_OLD, _NEW):
                 continue
-            what = "there is no checkpoint at all" if left is None else f"the checkpoint may be {left!r}"
-            expect(False, f"If the power fails {when}, {what}: neither all of the old one nor all of the new.")
+            what = "the checkpoint may be missing" if left is None else f"the checkpoint may be {left!r}"
+            expect(False, f"If the power fails {when}, {what}. It must be the complete old or the complete new one.")
         if done:
-            expect(found != {_OLD}, "When your function returns, the checkpoint is still the old one.")
+            expect(found != {_OLD}, "When your function returns, the checkpoint must be the new one, got the old one.")
             expect(
                 found == {_NEW},
-                "When your function has returned and the power fails, the old checkpoint may be back: the new name "
-                "has to reach the disk as well.",
+                "If the power fails after your function has returned, the old checkpoint may reappear: the new name "
+                "must reach the disk as well.",
             )
-            return f"Whichever of your {operations} operations is the last one, there is a whole checkpoint."
-        expect(operations < 50, "Five operations are enough; yours are more than 50.")
+            return f"A power failure after any of your {operations} operations leaves a complete checkpoint."
+        expect(operations < 50, "Five operations are enough; your function used more than 50.")
     raise AssertionError("unreachable")
 
 
@@ -172,44 +172,44 @@ def _never_renamed(disk: Disk, name: str, data: bytes) -> None:
 
 atomic_save = Exercise(
     task=(
-        "atomic_save(disk, name, data): whenever the power fails, there is the old file or the new one, whole; and the "
-        "new one, once you have returned."
+        "atomic_save(disk, name, data): save so that a power failure at any time leaves the complete old or the "
+        "complete new file, and the new file once your function has returned."
     ),
     test=_test_atomic,
     solution=_atomic_save,
     wrong={
-        "writes over the old one": _in_place,
-        "renames what has not reached the disk": _rename_only,
+        "overwrites the old file": _in_place,
+        "renames before the data has reached the disk": _rename_only,
         "syncs after the rename": _syncs_too_late,
-        "removes the old one first": _old_one_removed_first,
+        "removes the old file first": _old_one_removed_first,
         "does not sync the name": _name_not_synced,
         "never renames it": _never_renamed,
     },
     hints=(
-        "Where can half a file be without being taken for the checkpoint? Under another name.",
-        "A rename is atomic: there is the old file or the new one. But the new one has to be on the disk by then.",
-        "Write under another name, sync, rename, sync_names. In this order.",
+        "Write the file under a different name, so that half a file cannot be mistaken for the checkpoint.",
+        "A rename is atomic: the name refers to the old or the new file. The new file must be on the disk before it.",
+        "In this order: write under a different name, sync, rename, sync_names.",
     ),
 )
 
-# ------------------------------------------------------------------------------------------------ 2. all that has state
+# ---------------------------------------------------------------------------------------------------- 2. find all state
 
 
 class MiniTrainer:
-    """A small training run in one process, with all that such a run has. `step()` makes one step."""
+    """A small training run in one process, with all the usual state. `step()` takes one step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
-        self.noise = torch.Generator().manual_seed(1)  # of what is added to the inputs
-        self.cursor = 0  # samples that have been seen
-        self.average = [weight.detach().clone() for weight in self.model.parameters()]  # a slow copy of the weights
+        self.noise = torch.Generator().manual_seed(1)  # for the noise added to the inputs
+        self.cursor = 0  # number of samples seen
+        self.average = [weight.detach().clone() for weight in self.model.parameters()]  # moving average of the weights
         self.data = torch.randn(64, 4, generator=torch.Generator().manual_seed(2))
 
     def step(self) -> None:
-        """The next 4 samples, with noise."""
+        """Train on the next 4 samples, with noise."""
         x = self.data[torch.arange(self.cursor, self.cursor + 4) % len(self.data)]
         self.cursor += 4
         x = x + 0.1 * torch.randn(x.shape, generator=self.noise)
@@ -222,7 +222,7 @@ class MiniTrainer:
                 slow.lerp_(weight, 0.2)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put back what `state_of` has taken, attribute by attribute."""
+        """Restore the attributes in the result of `state_of`."""
         for name, saved in state.items():
             mine = getattr(self, name)
             if isinstance(mine, torch.Generator):
@@ -236,11 +236,11 @@ class MiniTrainer:
 _STATE = ("model", "optimizer", "scheduler", "noise", "cursor", "average")
 _WHY = {
     "model": "The weights are those of a new model.",
-    "optimizer": "AdamW begins anew: its averages of the gradient and of its square are gone.",
+    "optimizer": "AdamW starts over: its averages of the gradient and of the squared gradient are lost.",
     "scheduler": "The learning rate is different.",
-    "noise": "The random numbers are different: they begin again.",
-    "cursor": "It sees different samples: it begins again with the first.",
-    "average": "The slow copy of the weights begins anew.",
+    "noise": "The random numbers are different: the generator starts over.",
+    "cursor": "The run reads different samples: it starts over at the first sample.",
+    "average": "The moving average of the weights starts over.",
 }
 
 
@@ -268,29 +268,29 @@ def _test_state(answer: Answer) -> str:
             whole.step()
         there = {name: _value_of(whole, name) for name in _STATE}
         state = answer(whole)
-        expect(isinstance(state, dict), f"Return a dict, attribute by attribute; this is a {type(state).__name__}.")
+        expect(isinstance(state, dict), f"The state must be a dict of attributes, got {type(state).__name__}.")
         for name in state:
-            expect(hasattr(whole, str(name)), f"{name!r} is no attribute of the trainer, so `restore` cannot set it.")
+            expect(hasattr(whole, str(name)), f"Keys must be attributes of the trainer for `restore`, got {name!r}.")
         for _ in range(3):
             whole.step()
         resumed = MiniTrainer()
         resumed.restore(state)
         for name in _STATE:
             if not _equal(_value_of(resumed, name), there[name]):
-                what = "is not what it was when you took it"
+                what = "is not restored to its value at the time of saving"
                 copied = name not in state or _equal(_value_of(resumed, name), _value_of(MiniTrainer(), name))
                 if copied:
                     expect(False, f"Saved after step {saved_at}, {name!r} {what}. {_WHY[name]}")
                 expect(
                     False,
-                    f"Saved after step {saved_at}, {name!r} {what}: training went on, and changed what you have saved. "
-                    "A state_dict holds the tensors themselves, so copy them.",
+                    f"Saved after step {saved_at}, {name!r} {what}: further training changed the saved state. A "
+                    "state_dict contains the tensors themselves, so copy them.",
                 )
         for _ in range(3):
             resumed.step()
         for name in _STATE:
             expect(_equal(_value_of(resumed, name), _value_of(whole, name)), f"{name!r} differs after 3 more steps.")
-    return "The run that goes on has the bits of the one that was never interrupted, in every part."
+    return "Every part of the resumed run is bitwise identical to the uninterrupted run."
 
 
 def _state_of(trainer: MiniTrainer) -> dict[str, Any]:
@@ -330,48 +330,51 @@ def _shallow(trainer: MiniTrainer) -> dict[str, Any]:
 
 state_of = Exercise(
     task=(
-        "state_of(trainer): return a dict, by the names of its attributes, of all that the trainer needs to go on "
-        "exactly."
+        "state_of(trainer): return a dict, keyed by attribute name, with all the state that the trainer needs to "
+        "resume exactly."
     ),
     test=_test_state,
     solution=_state_of,
     wrong={
-        "the weights only": _without("optimizer", "scheduler", "noise", "cursor", "average"),
-        "no optimizer": _without("optimizer"),
-        "no scheduler": _without("scheduler"),
-        "no random numbers": _without("noise"),
-        "no cursor": _without("cursor"),
-        "no slow copy": _without("average"),
+        "saves the weights only": _without("optimizer", "scheduler", "noise", "cursor", "average"),
+        "forgets the optimizer": _without("optimizer"),
+        "forgets the scheduler": _without("scheduler"),
+        "forgets the random numbers": _without("noise"),
+        "forgets the cursor": _without("cursor"),
+        "forgets the moving average": _without("average"),
         "does not copy": _not_copied,
-        "copies the dicts, and not the tensors": _shallow,
+        "copies the dicts, but not the tensors": _shallow,
     },
     hints=(
-        "Go through __init__. What of it does step() change?",
+        "Read __init__. Which of the attributes does step() change?",
         "Six attributes: model, optimizer, scheduler, noise, cursor, average. `noise.get_state()` is a tensor.",
-        "copy.deepcopy of the whole dict: else the next step changes what you have saved.",
+        "Return a copy.deepcopy of the whole dict. Otherwise the next step changes the saved state.",
     ),
 )
 
-# -------------------------------------------------------------------------------------------------- 3. are ranks equal?
+# ------------------------------------------------------------------------------------------------- 3. compare the ranks
 
 NAN = float("nan")
 _CASES: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
     "equal tensors": lambda rank: {"a": torch.arange(4.0), "b": torch.ones(2)},
     "one element that differs by 1e-6": lambda rank: {"a": torch.arange(4.0), "b": torch.ones(2) + 1e-6 * (rank == 1)},
-    "the same numbers in another order": lambda rank: {"a": torch.arange(4.0).roll(rank), "b": torch.ones(2)},
+    "the same numbers in a different order": lambda rank: {"a": torch.arange(4.0).roll(rank), "b": torch.ones(2)},
     "a NaN at the same place on all ranks": lambda rank: {"a": torch.tensor([1.0, NAN]), "b": torch.ones(2)},
-    "another dtype": lambda rank: {"a": torch.arange(4.0), "b": torch.ones(2).to([torch.float32, torch.float64][rank])},
-    "another shape": lambda rank: {"a": torch.arange(4.0), "b": torch.ones(2 + rank)},
-    "two that differ": lambda rank: {"a": torch.arange(4.0) + rank, "b": torch.ones(2) - rank},
+    "a different dtype": lambda rank: {
+        "a": torch.arange(4.0),
+        "b": torch.ones(2).to([torch.float32, torch.float64][rank]),
+    },
+    "a different shape": lambda rank: {"a": torch.arange(4.0), "b": torch.ones(2 + rank)},
+    "two different tensors": lambda rank: {"a": torch.arange(4.0) + rank, "b": torch.ones(2) - rank},
 }
 _DIFFERING = {
     "equal tensors": [],
     "one element that differs by 1e-6": ["b"],
-    "the same numbers in another order": ["a"],
+    "the same numbers in a different order": ["a"],
     "a NaN at the same place on all ranks": [],
-    "another dtype": ["b"],
-    "another shape": ["b"],
-    "two that differ": ["a", "b"],
+    "a different dtype": ["b"],
+    "a different shape": ["b"],
+    "two different tensors": ["a", "b"],
 }
 
 
@@ -389,12 +392,12 @@ def _run_differing(world: World, answer: Answer) -> dict[str, Any]:
 
 
 def _test_differing(answer: Answer) -> str:
-    stuck = "Some rank waits for ever: all ranks have to enter the same collectives."
+    stuck = "A rank waits forever: all ranks must enter the same collectives."
     ranks = on_ranks(_run_differing, 2, answer, stuck=stuck, timeout=60)
     for case, expected in _DIFFERING.items():
         for rank, found in enumerate(ranks):
-            expect(found[case] == expected, f"With {case}, rank {rank} should find {expected}; it found {found[case]}.")
-    return "Every difference is found, down to a bit, on all ranks."
+            expect(found[case] == expected, f"For {case}, rank {rank} must return {expected}, got {found[case]}.")
+    return "All ranks find every difference, down to a single bit."
 
 
 def _differing(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -432,21 +435,21 @@ def _first_only(world: World, tensors: dict[str, torch.Tensor]) -> list[str]:
 
 differing = Exercise(
     task=(
-        "differing(world, tensors): return, on every rank, the names of the tensors that are not the same, bit for "
-        "bit, on all ranks."
+        "differing(world, tensors): return, on every rank, the names of the tensors that are not bitwise identical on "
+        "all ranks."
     ),
     test=_test_differing,
     solution=_differing,
     wrong={
         "compares sums": _sums,
-        "compares numbers: a NaN is not equal to itself, and the dtype is ignored": _values,
-        "nearly equal is enough": _nearly,
-        "rank 0 compares with itself": _rank_zero_with_itself,
-        "stops at the first": _first_only,
+        "compares numbers, ignoring that NaN is not equal to NaN, and the dtype": _values,
+        "accepts nearly equal tensors": _nearly,
+        "compares only its own rank with rank 0": _rank_zero_with_itself,
+        "stops at the first difference": _first_only,
     },
     hints=(
-        "all_gather(world, thing) gives every rank what each has. What is small, but differs if one bit does?",
+        "all_gather(world, thing) returns all ranks' objects. Which small object changes with every bit?",
         "digest({name: tensor}) is a hash of name, shape, dtype and bits.",
-        "Compare the hashes of all ranks with those of rank 0, on every rank: then all have the same verdict.",
+        "On every rank, compare the hashes of all ranks with rank 0's: then all ranks return the same list.",
     ),
 )

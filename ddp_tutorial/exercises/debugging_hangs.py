@@ -1,4 +1,4 @@
-"""The exercises of 11_debugging_hangs: compare what ranks have entered, stop together, write a watchdog."""
+"""Exercises of 11_debugging_hangs: compare the collectives of ranks, stop together, and write a watchdog."""
 
 import json
 import threading
@@ -24,14 +24,17 @@ Divergence = tuple[int, Places]
 _SUM, _SMALL, _COPY, _MEET = "all_reduce [3]", "all_reduce [2]", "broadcast [3]", "barrier"
 _ENTERED: dict[str, tuple[list[list[str]], Divergence | None]] = {
     "the ranks are in step": ([[_SUM, _MEET], [_SUM, _MEET]], None),
-    "nobody has entered anything": ([[], [], []], None),
-    "another operation comes second": ([[_SUM, _SUM, _MEET], [_SUM, _COPY, _MEET]], (1, {_SUM: [0], _COPY: [1]})),
-    "the same two come in another order": ([[_SUM, _COPY], [_COPY, _SUM]], (0, {_SUM: [0], _COPY: [1]})),
-    "another size comes first": ([[_SUM, _MEET], [_SMALL, _MEET]], (0, {_SUM: [0], _SMALL: [1]})),
-    "rank 1 has not come to the last one": ([[_SUM, _MEET], [_SUM]], (1, {_MEET: [0], None: [1]})),
-    "rank 0 has not come": ([[_SUM], [_SUM, _COPY], [_SUM, _COPY]], (1, {None: [0], _COPY: [1, 2]})),
-    "rank 2 alone differs": ([[_SUM, _SUM], [_SUM, _SUM], [_SUM, _MEET]], (1, {_SUM: [0, 1], _MEET: [2]})),
-    "one differs and one has not come": ([[_SUM], [_MEET], []], (0, {_SUM: [0], _MEET: [1], None: [2]})),
+    "no rank has entered a collective": ([[], [], []], None),
+    "the second operation differs": ([[_SUM, _SUM, _MEET], [_SUM, _COPY, _MEET]], (1, {_SUM: [0], _COPY: [1]})),
+    "the order of two operations differs": ([[_SUM, _COPY], [_COPY, _SUM]], (0, {_SUM: [0], _COPY: [1]})),
+    "the size of the first operation differs": ([[_SUM, _MEET], [_SMALL, _MEET]], (0, {_SUM: [0], _SMALL: [1]})),
+    "rank 1 has not entered the last operation": ([[_SUM, _MEET], [_SUM]], (1, {_MEET: [0], None: [1]})),
+    "rank 0 has not entered the second operation": (
+        [[_SUM], [_SUM, _COPY], [_SUM, _COPY]],
+        (1, {None: [0], _COPY: [1, 2]}),
+    ),
+    "only rank 2 differs": ([[_SUM, _SUM], [_SUM, _SUM], [_SUM, _MEET]], (1, {_SUM: [0, 1], _MEET: [2]})),
+    "one rank differs and one has entered nothing": ([[_SUM], [_MEET], []], (0, {_SUM: [0], _MEET: [1], None: [2]})),
 }
 
 
@@ -40,9 +43,9 @@ def _test_first(answer: Answer) -> str:
         found = answer([list(each) for each in entered])
         expect(
             found == expected,
-            f"Where {story}, {entered}, the answer is {expected}; yours is {found}.",
+            f"If {story}, {entered}, the result must be {expected}, got {found}.",
         )
-    return "The first row that differs is found, whoever differs, and so are those who have not come."
+    return "The first differing row is found for every combination of ranks, including ranks that entered nothing."
 
 
 def _first_divergence(entered: Sequence[Sequence[str]]) -> Divergence | None:
@@ -86,23 +89,23 @@ def _which_are_there(entered: Sequence[Sequence[str]]) -> Divergence | None:
 
 first_divergence = Exercise(
     task=(
-        "first_divergence(entered): entered has a list of collectives for each rank. Return the number of the first "
-        "row in which they differ (from 0), and a dict from the collective there (None for those who have not come) to "
-        "the ranks; None where they never differ."
+        "first_divergence(entered): entered contains a list of collectives for each rank. Return the index of the "
+        "first row that differs, and a dict from the collective in that row (None for a rank that has not entered one) "
+        "to its ranks. Return None if no row differs."
     ),
     test=_test_first,
     solution=_first_divergence,
     wrong={
         "compares only rows that all ranks have": _rows_that_all_have,
         "compares the last collective of each rank": _last_row,
-        "compares operations and not sizes": _operations_only,
+        "compares operations but not sizes": _operations_only,
         "compares the first two ranks": _two_ranks,
         "counts rows from one": _from_one,
-        "compares which collectives there are, and not their order": _which_are_there,
+        "ignores the order of collectives": _which_are_there,
     },
     hints=(
-        "Row by row, up to the longest list. A rank whose list has ended has None in that row.",
-        "For each row a dict: places.setdefault(what, []).append(rank). Ranks differ where it has more than one key.",
+        "Go row by row up to the longest list. A rank with a shorter list has None in that row.",
+        "Build a dict per row: places.setdefault(what, []).append(rank). If it has several keys, the ranks differ.",
     ),
 )
 
@@ -112,16 +115,16 @@ HeldOut = Callable[[], tuple[float, int]]
 _MOST = 6
 _FALLS_TO_3: list[tuple[float, int]] = [(9, 2), (6, 2), (4, 2), (5, 2)]
 _RISES_AT_2: list[tuple[float, int]] = [(4, 2), (5, 2), (5, 2), (6, 2)]
-# What each rank finds after each step: the sum of the losses of its held-out samples, and how many these are.
+# For each rank and step: the sum of the losses of its validation samples, and the number of these samples.
 _PARTS: dict[str, list[list[tuple[float, int]]]] = {
-    "both ranks fall, and rise at step 4": [_FALLS_TO_3, _FALLS_TO_3],
-    "rank 0 rises at step 2, and the mean at step 4": [_RISES_AT_2, _FALLS_TO_3],
-    "rank 1 rises at step 2, and the mean at step 4": [_FALLS_TO_3, _RISES_AT_2],
-    "rank 1 has nine times the samples, and rises at step 3": [
+    "the loss of both ranks falls, and rises at step 4": [_FALLS_TO_3, _FALLS_TO_3],
+    "rank 0's loss rises at step 2, and the mean at step 4": [_RISES_AT_2, _FALLS_TO_3],
+    "rank 1's loss rises at step 2, and the mean at step 4": [_FALLS_TO_3, _RISES_AT_2],
+    "rank 1 has nine times the samples, and its loss rises at step 3": [
         [(4, 1), (3, 1), (1, 1), (1, 1), (1, 1)],
         [(36, 9), (27, 9), (30, 9), (31, 9), (32, 9)],
     ],
-    "it falls to the end": [[(10 - step, 2) for step in range(_MOST)]] * 2,
+    "the loss falls to the end": [[(10 - step, 2) for step in range(_MOST)]] * 2,
 }
 
 
@@ -136,7 +139,7 @@ def _expected_steps(parts: list[list[tuple[float, int]]]) -> int:
 
 
 def _run_stories(world: World, answer: Answer) -> list[tuple[Any, int]]:
-    """What the answer returned, and how many steps this rank has made, in each story."""
+    """Return the answer's result and this rank's number of steps in each story."""
     return [_run_story(world, answer, parts[world.rank]) for parts in _PARTS.values()]
 
 
@@ -146,7 +149,7 @@ def _run_story(world: World, answer: Answer, mine: list[tuple[float, int]]) -> t
     def step() -> None:
         nonlocal made
         made += 1
-        expect(made <= 2 * _MOST, f"You make more than `most` steps, which is {_MOST}.")
+        expect(made <= 2 * _MOST, f"Take at most `most` = {_MOST} steps, got {made}.")
         dist.all_reduce(torch.ones(3))
 
     def held_out() -> tuple[float, int]:
@@ -159,19 +162,19 @@ def _run_story(world: World, answer: Answer, mine: list[tuple[float, int]]) -> t
 
 
 def _test_flat(answer: Answer) -> str:
-    stuck = "Some rank is stuck, and not in a collective."
+    stuck = "A rank hangs outside a collective."
     try:
         ranks = on_ranks(_run_stories, 2, answer, stuck=stuck, timeout=60)
     except RankError as error:
-        expect(not error.is_a(CollectiveError), f"The ranks do not do the same, and so they hang: {error.message}")
+        expect(not error.is_a(CollectiveError), f"The ranks enter different collectives, and hang: {error.message}")
         raise
     for number, (story, parts) in enumerate(_PARTS.items()):
         expected = _expected_steps(parts)
         for rank, (returned, made) in enumerate(each[number] for each in ranks):
-            told = f"Where {story}, all ranks should stop after step {expected}"
-            expect(made == expected, f"{told}; rank {rank} made {made}.")
-            expect(returned == expected, f"{told}, and return that; rank {rank} returned {returned!r}.")
-    return "All ranks stop at the same step, and it is that of the mean over all samples."
+            case = f"If {story}, all ranks must stop after step {expected}"
+            expect(made == expected, f"{case}, got {made} steps on rank {rank}.")
+            expect(returned == expected, f"{case} and return {expected}, got {returned!r} on rank {rank}.")
+    return "All ranks stop at the same step, decided by the mean over all samples."
 
 
 def _train_until_flat(world: World, step: Callable[[], None], held_out: HeldOut, most: int) -> int:
@@ -179,9 +182,9 @@ def _train_until_flat(world: World, step: Callable[[], None], held_out: HeldOut,
     while steps < most:
         step()
         steps += 1
-        both = torch.tensor(held_out())  # a sum and a count, which can be added up
+        both = torch.tensor(held_out())  # a sum and a count, which can be summed over ranks
         dist.all_reduce(both)
-        mean = (both[0] / both[1]).item()  # the same on all ranks, and so is what follows from it
+        mean = (both[0] / both[1]).item()  # the same on all ranks, so all ranks decide the same
         if mean >= best:
             break
         best = mean
@@ -189,7 +192,7 @@ def _train_until_flat(world: World, step: Callable[[], None], held_out: HeldOut,
 
 
 def _stopping(flat: Callable[[World, float, int, float], tuple[bool, float]]) -> Answer:
-    """The loop with another decision: `flat(world, total, count, best)` says whether to stop, and the loss."""
+    """Return the loop with the decision `flat(world, total, count, best)`, which returns (stop, loss)."""
 
     def answer(world: World, step: Callable[[], None], held_out: HeldOut, most: int) -> int:
         best, steps = float("inf"), 0
@@ -239,8 +242,8 @@ def _asks_if_it_is_flat(world: World, total: float, count: int, best: float) -> 
 
 train_until_flat = Exercise(
     task=(
-        "train_until_flat(world, step, held_out, most): make steps, `most` at most, until the mean held-out loss over "
-        "all samples of all ranks has not fallen; held_out() is this rank's sum and count. Return how many steps."
+        "train_until_flat(world, step, held_out, most): take at most `most` steps, until the mean validation loss over "
+        "all ranks' samples stops falling; held_out() returns this rank's loss sum and count. Return the step count."
     ),
     test=_test_flat,
     solution=_train_until_flat,
@@ -250,47 +253,47 @@ train_until_flat = Exercise(
         "lets rank 0's own loss decide for all": _stopping(_rank_zero_for_all),
         "stops as soon as any rank's own loss does not fall": _stopping(_anybody),
         "takes the mean of the ranks' means": _stopping(_mean_of_means),
-        "asks the others only where its own loss does not fall": _stopping(_asks_if_it_is_flat),
+        "communicates only if its own loss does not fall": _stopping(_asks_if_it_is_flat),
     },
     hints=(
-        "Which variable decides about `break`? It has to have the same value on all ranks, in every step.",
-        "A sum and a count can be added up over the ranks, a mean cannot: one all-reduce of two numbers.",
-        "both = torch.tensor(held_out()), all-reduce it, and divide. In every step, before the `if`.",
+        "Which variable decides about `break`? It must have the same value on all ranks in every step.",
+        "You can sum a loss sum and a count over ranks, but not a mean: use one all-reduce of two numbers.",
+        "In every step, before the `if`: both = torch.tensor(held_out()), all-reduce it, and divide.",
     ),
 )
 
 # -------------------------------------------------------------------------------------------------------- 3. a watchdog
 
 _SECONDS = 0.8
-_CALM_SECONDS = 2.4  # how long a story without a hang is told
-_LATEST_SECONDS = 15.0  # when a hang has to have been told of: plenty, for a busy machine
-_SLOWEST_SECONDS = 10.0  # that a watchdog may take to return after the end
+_CALM_SECONDS = 2.4  # duration of a story without a hang
+_LATEST_SECONDS = 15.0  # deadline for the report of a hang; long enough for a busy machine
+_SLOWEST_SECONDS = 10.0  # within which a watchdog must return after the end
 _NEVER = float("inf")
 
 
 @dataclass
 class _Story:
-    """Of each rank, what it enters: (from when, until when, the collective), in seconds. What all should be told."""
+    """Simulated collectives of each rank as (start, end, collective) in seconds, and the expected report."""
 
     ranks: list[list[tuple[float, float, str]]]
     verdict: Divergence | None = None
     began: float = 0.0
-    told: dict[int, list[Any]] = field(default_factory=lambda: {0: [], 1: [], 2: []})
+    reports: dict[int, list[Any]] = field(default_factory=lambda: {0: [], 1: [], 2: []})
     errors: dict[int, BaseException] = field(default_factory=dict)
-    all_told: float | None = None  # when they were
+    all_reported: float | None = None  # time at which every rank had reported
 
     def entered(self, rank: int) -> list[tuple[str, bool]]:
         now = time.monotonic() - self.began
         return [(what, end <= now) for start, end, what in self.ranks[rank] if start <= now]
 
     def over(self) -> bool:
-        """A story with a hang ends a moment after everybody has been told; the moment shows who tells twice."""
+        """Return whether the story is over. With a hang, it continues briefly after all reports, to detect repeats."""
         passed = time.monotonic() - self.began
         if self.verdict is None:
             return passed > _CALM_SECONDS
-        if all(self.told.values()):
-            self.all_told = self.all_told or passed
-            return passed > self.all_told + 0.3
+        if all(self.reports.values()):
+            self.all_reported = self.all_reported or passed
+            return passed > self.all_reported + 0.3
         return passed > _LATEST_SECONDS
 
     def play(self, answer: Answer) -> list[threading.Thread]:
@@ -304,7 +307,7 @@ class _Story:
 
     def _one(self, answer: Answer, rank: int, store: dist.Store) -> None:
         try:
-            answer(rank, 3, store, lambda: self.entered(rank), _SECONDS, self.told[rank].append, self.over)
+            answer(rank, 3, store, lambda: self.entered(rank), _SECONDS, self.reports[rank].append, self.over)
         except BaseException as error:
             self.errors[rank] = error
 
@@ -314,16 +317,16 @@ def _stories() -> dict[str, _Story]:
     short = [(0.1 + 0.5 * n, 0.5 + 0.5 * n, _SUM) for n in range(4)]
     return {
         "the ranks are in step, and then compute": _Story([[first]] * 3),
-        "there are many short waits, longer than `seconds` together": _Story([short, short, [(0.45, 0.5, _SUM)]]),
-        "rank 2 comes a little late": _Story([[(0.1, 0.6, _SUM)], [(0.1, 0.6, _SUM)], [(0.55, 0.6, _SUM)]]),
+        "there are many short waits, together longer than `seconds`": _Story([short, short, [(0.45, 0.5, _SUM)]]),
+        "rank 2 is slightly late": _Story([[(0.1, 0.6, _SUM)], [(0.1, 0.6, _SUM)], [(0.55, 0.6, _SUM)]]),
         "the order differs in row 1": _Story(
             [[first, (*hangs, _COPY)], [first, (*hangs, _SUM)], [first, (*hangs, _COPY)]],
             (1, {_COPY: [0, 2], _SUM: [1]}),
         ),
-        "rank 2 has not come": _Story(
+        "rank 2 has not entered": _Story(
             [[first, (*hangs, _MEET)], [first, (*hangs, _MEET)], [first]], (1, {_MEET: [0, 1], None: [2]})
         ),
-        "rank 0 is the one that has not come": _Story(
+        "rank 0 has not entered": _Story(
             [[first], [first, (*hangs, _SUM)], [first, (*hangs, _SUM)]], (1, {None: [0], _SUM: [1, 2]})
         ),
     }
@@ -340,18 +343,19 @@ def _test_watchdog(answer: Answer) -> str:
     for name, story in stories.items():
         for rank, error in story.errors.items():
             if isinstance(error, dist.DistStoreError):
-                raise WrongAnswerError(f"Where {name}, rank {rank} waits for a word in the store that nobody leaves.")
+                raise WrongAnswerError(f"If {name}, rank {rank} waits for a key in the store that no rank sets.")
             raise error
-    expect(not any(thread.is_alive() for thread in threads), "A watchdog has not returned after `over()` was true.")
+    expect(not any(thread.is_alive() for thread in threads), "A watchdog did not return after `over()` became true.")
     for name, story in stories.items():
-        for rank, told in story.told.items():
+        for rank, reports in story.reports.items():
+            case = f"If {name}, the watchdog of rank {rank}"
             if story.verdict is None:
-                expect(not told, f"Where {name}, there is no hang; the watchdog of rank {rank} told {told[:1]}.")
+                expect(not reports, f"{case} must report nothing, got {reports[:1]}.")
             else:
-                expect(bool(told), f"Where {name}, the watchdog of rank {rank} told nothing.")
-                expect(len(told) == 1, f"Where {name}, the watchdog of rank {rank} told {len(told)} times.")
-                expect(told[0] == story.verdict, f"Where {name}, tell {story.verdict}; rank {rank} told {told[0]}.")
-    return "Every hang is told on all ranks, once, and nobody is told of one that there is not."
+                expect(bool(reports), f"{case} must report the hang, got no report.")
+                expect(len(reports) == 1, f"{case} must report once, got {len(reports)} reports.")
+                expect(reports[0] == story.verdict, f"{case} must report {story.verdict}, got {reports[0]}.")
+    return "All ranks report every hang once, and none reports a hang that does not exist."
 
 
 def _watchdog(
@@ -367,12 +371,12 @@ def _watchdog(
     while not over():
         time.sleep(0.02)
         mine = entered()
-        if mine != seen:  # there is progress: the time begins anew
+        if mine != seen:  # progress: restart the timer
             seen, since = mine, time.monotonic()
         waits = bool(mine) and not mine[-1][1]
         if waits and time.monotonic() - since >= seconds:
             store.set("alarm", "")
-        if not store.check(["alarm"]):  # also those who do not wait have to look, and to answer
+        if not store.check(["alarm"]):  # ranks that do not wait must also check and answer
             continue
         store.set(f"rank {rank}", json.dumps([what for what, _ in mine]))
         lists = [json.loads(store.get(f"rank {other}")) for other in range(size)]
@@ -395,7 +399,7 @@ def _variant(
     once: bool = True,
     compare: Callable[[Sequence[Sequence[str]]], Any] = _first_divergence,
 ) -> Answer:
-    """The solution with a mistake."""
+    """Return the solution with a mistake."""
 
     def answer(
         rank: int,
@@ -429,24 +433,24 @@ def _variant(
 
 watchdog = Exercise(
     task=(
-        "watchdog(rank, size, store, entered, seconds, tell, over): until over(), look whether this rank waits in one "
-        "collective for `seconds`; then the watchdogs of all ranks tell((row, places)) once, as in exercise 1."
+        "watchdog(rank, size, store, entered, seconds, tell, over): until over(), check whether this rank waits in one "
+        "collective for `seconds`. If so, the watchdog of every rank calls tell((row, places)) once, as in exercise 1."
     ),
     test=_test_watchdog,
     solution=_watchdog,
     wrong={
-        "answers only where its own rank waits": _variant(answers=False),
+        "answers only if its own rank waits": _variant(answers=False),
         "counts the time from the first collective": _variant(anew=False),
-        "takes a rank that computes for one that waits": _variant(done_counts=False),
-        "tells as soon as a rank waits": _variant(patient=False),
-        "tells on rank 0 only": _variant(tellers=[0]),
-        "tells again and again": _variant(once=False),
+        "mistakes a rank that computes for one that waits": _variant(done_counts=False),
+        "reports as soon as a rank waits": _variant(patient=False),
+        "reports on rank 0 only": _variant(tellers=[0]),
+        "reports repeatedly": _variant(once=False),
         "compares the last collective of each rank": _variant(compare=_last_row),
     },
     hints=(
-        "Two reasons to act: my rank waits for too long, or somebody else has said so, with a key in the store.",
-        "An alarm is store.set('alarm', ''). Every watchdog does store.check(['alarm']), in every round.",
-        "After an alarm: leave your own list in the store, as JSON, then read those of all ranks.",
-        "The time that counts is since `entered()` has last changed, and only while the last of it is not done.",
+        "There are two reasons to act: this rank waits too long, or another rank has set an alarm key in the store.",
+        "Raise an alarm with store.set('alarm', ''). Every watchdog calls store.check(['alarm']) in every round.",
+        "After an alarm, put this rank's list into the store as JSON, then read the lists of all ranks.",
+        "Count the time since `entered()` last changed, and only while its last entry is not done.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The exercises of 08_gradient_accumulation: communicate once a step, end an epoch, add up to the same bits."""
+"""Exercises of 08_gradient_accumulation: one all-reduce per step, the end of an epoch, and bitwise identical sums."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from ddp_tutorial.ddp.wrappers import data_parallel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.world import World
 
-# --------------------------------------------------------------------------------------------------------- 1. talk once
+# ------------------------------------------------------------------------------------------- 1. one all-reduce per step
 
 _KS = (1, 2, 4)
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -23,8 +23,11 @@ def _loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _run_talk_once(world: World, answer: Answer) -> list[tuple[int, int, float, bool]]:
-    """For each K: the number of all-reduces and of calls of loss_of, the gradient's largest relative error, and
-    whether a backward after that synchronises again."""
+    """Return four measurements for each K.
+
+    These are the number of all-reduces, the number of calls of `loss_of`, the gradient's largest relative error, and
+    whether a later backward pass synchronizes again.
+    """
     found = []
     for k in _KS:
         torch.manual_seed(0)
@@ -60,27 +63,27 @@ def _run_talk_once(world: World, answer: Answer) -> list[tuple[int, int, float, 
 
 
 def _test_talk_once(answer: Answer) -> str:
-    stuck = "Some rank waits for ever: the ranks did not start equally many all-reduces."
+    stuck = "A rank waits forever: all ranks must start the same number of all-reduces."
     for found in on_ranks(_run_talk_once, 2, answer, stuck=stuck, timeout=60):
-        for k, (sent, calls, off, goes_on) in zip(_KS, found, strict=True):
-            expect(calls == k, f"With {k} micro-batches, loss_of was called {calls} times.")
+        for k, (sent, calls, off, still_syncs) in zip(_KS, found, strict=True):
+            expect(calls == k, f"With {k} micro-batches, loss_of must be called {k} times, got {calls}.")
             expect(
                 sent > 0,
-                f"With {k} micro-batches, there was no all-reduce: each rank has its own gradient. The last one must "
-                "not be inside no_sync().",
+                f"With {k} micro-batches, there was no all-reduce, so each rank has its own gradient. The last "
+                "micro-batch must not be inside no_sync().",
             )
             expect(
                 sent == 1,
-                f"With {k} micro-batches, there were {sent} all-reduces. torch's DDP decides in forward whether the "
-                "next backward synchronises, so forward and backward of all but the last belong inside no_sync().",
+                f"With {k} micro-batches, there must be 1 all-reduce, got {sent}. DDP decides in the forward pass "
+                "whether the next backward pass synchronizes, so run both inside no_sync() for all but the last one.",
             )
             expect(
                 off < 1e-5,
-                f"With {k} micro-batches, there was one all-reduce, but the gradient is off by {off:.0%}. What comes "
-                "after the all-reduce is not in it: the last micro-batch should be the one that synchronises.",
+                f"With {k} micro-batches, there was one all-reduce, but the gradient is off by {off:.0%}. The "
+                "all-reduce misses later gradients: synchronize in the last micro-batch.",
             )
-            expect(goes_on, "After your step, the model does not synchronise any more. Leave no_sync() again.")
-    return "One all-reduce a step whatever K is, and the gradient is that of all micro-batches."
+            expect(still_syncs, "After your step, the model no longer synchronizes. Leave no_sync() again.")
+    return "There is one all-reduce per step for every K, and the gradient is that of all micro-batches."
 
 
 def _talk_once(model: "Any", batches: "Sequence[torch.Tensor]", loss_of: "Loss") -> None:
@@ -122,24 +125,24 @@ def _forgets_the_others(model: Any, batches: Sequence[torch.Tensor], loss_of: Lo
 
 def _switches_off_for_good(model: Any, batches: Sequence[torch.Tensor], loss_of: Loss) -> None:
     _talk_once(model, batches, loss_of)
-    model.ddp.require_backward_grad_sync = False  # what no_sync() sets, and resets
+    model.ddp.require_backward_grad_sync = False  # no_sync() sets and resets this
 
 
 talk_once = Exercise(
-    task="talk_once(model, batches, loss_of): forward and backward of all micro-batches, with one all-reduce in all.",
+    task="talk_once(model, batches, loss_of): run forward and backward of all micro-batches with a single all-reduce.",
     test=_test_talk_once,
     solution=_talk_once,
     wrong={
-        "no no_sync": _always,
-        "forward outside of no_sync": _backward_only,
-        "the last one inside, too": _never,
-        "synchronises in the first one": _first,
-        "leaves out all but the last": _forgets_the_others,
-        "switches synchronising off by hand, and not on again": _switches_off_for_good,
+        "does not use no_sync": _always,
+        "runs the forward pass outside no_sync": _backward_only,
+        "runs the last micro-batch inside no_sync, too": _never,
+        "synchronizes in the first micro-batch": _first,
+        "skips all micro-batches but the last": _forgets_the_others,
+        "disables synchronization by hand, and never enables it again": _switches_off_for_good,
     },
     hints=(
-        "`with model.no_sync():` leaves out the all-reduce. For which micro-batches should it?",
-        "All but the last, batches[:-1]; and loss_of, which is the forward, belongs inside as well.",
+        "`with model.no_sync():` skips the all-reduce. For which micro-batches should it be skipped?",
+        "Use no_sync() for all micro-batches but the last, batches[:-1]. Call loss_of (the forward pass) inside, too.",
     ),
 )
 
@@ -154,26 +157,27 @@ def _test_steps(answer: Answer) -> str:
         try:
             got = [(list(batches), float(divisor)) for batches, divisor in answer(iter(items), k)]
         except (TypeError, ValueError) as error:
-            raise WrongAnswerError(f"Yield pairs, (a list of micro-batches, the divisor). {error}") from None
+            raise WrongAnswerError(f"Yield pairs (list of micro-batches, divisor). {error}") from None
         windows = [items[start : start + k] for start in range(0, count, k)]
         right = [([name for name, _ in window], float(sum(n for _, n in window))) for window in windows]
         case = f"A loader of {count} micro-batches, K = {k}"
-        expect(all(batches for batches, _ in got), f"{case}: you have a step without a micro-batch.")
+        expect(all(batches for batches, _ in got), f"{case}: a step contains no micro-batch.")
         used = [name for batches, _ in got for name in batches]
         missing = [name for name, _ in items if name not in used]
-        expect(not missing, f"{case}: {', '.join(missing)} is in no step. What is left at the end is a step, too.")
+        expect(not missing, f"{case}: {', '.join(missing)} is in no step. The remainder is a step, too.")
         sizes = [len(batches) for batches, _ in got]
         expect(
             [batches for batches, _ in got] == [batches for batches, _ in right],
-            f"{case}: the steps have {sizes} micro-batches, and should have {[len(window) for window in windows]}, in "
-            "the loader's order.",
+            f"{case}: the steps must have {[len(window) for window in windows]} micro-batches in the loader's order, "
+            f"got {sizes}.",
         )
         for (batches, divisor), (_, tokens) in zip(got, right, strict=True):
             expect(
                 divisor == tokens,
-                f"{case}: the step of {', '.join(batches)} has {tokens:g} tokens, and you divide by {divisor:g}.",
+                f"{case}: the divisor of the step with {', '.join(batches)} must be its {tokens:g} tokens, got "
+                f"{divisor:g}.",
             )
-    return "Every micro-batch is in one step, and each step is divided by its own tokens."
+    return "Every micro-batch is in one step, and each step is divided by its own number of tokens."
 
 
 Items = Iterator[tuple[Any, int]]
@@ -233,25 +237,25 @@ def _divisor_grows(items: Items, k: int) -> Steps:
 
 steps_of = Exercise(
     task=(
-        "steps_of(items, k): from pairs (micro-batch, tokens), yield for each optimiser step the list of its k "
-        "micro-batches and the tokens in it; the last step may have fewer."
+        "steps_of(items, k): from pairs (micro-batch, tokens), yield for each optimizer step the list of its k "
+        "micro-batches and their number of tokens; the last step may have fewer micro-batches."
     ),
     test=_test_steps,
     solution=_steps_of,
     wrong={
-        "leaves the rest for the next epoch": _leaves_the_rest,
+        "drops the remainder": _leaves_the_rest,
         "steps at index 0": _steps_at_zero,
         "divides by k": _divides_by_k,
-        "an empty step, where k divides": _an_empty_step,
-        "the divisor is never reset": _divisor_grows,
+        "yields an empty step if k divides the count": _an_empty_step,
+        "never resets the divisor": _divisor_grows,
     },
     hints=(
-        "Collect into a list, and count its tokens. When it has k, yield both, and reset both.",
-        "After the loop the list may hold something: yield that too, but not if it is empty.",
+        "Collect micro-batches in a list, and count their tokens. At k micro-batches, yield both and reset both.",
+        "After the loop, the list may contain a remainder: yield it too, but not if it is empty.",
     ),
 )
 
-# ----------------------------------------------------------------------------------------------------- 3. the same bits
+# -------------------------------------------------------------------------------------------- 3. bitwise identical sums
 
 Parts = Sequence[torch.Tensor]
 
@@ -263,23 +267,23 @@ def _test_add_up(answer: Answer) -> str:
             parts = [torch.randn(1000, generator=generator) * 10.0 ** (number % 3) for number in range(count)]
             given = [part.clone() for part in parts]
             at_once = answer(list(given))
-            expect(isinstance(at_once, torch.Tensor), f"Return a tensor, the sum; {type(at_once).__name__} came back.")
+            expect(isinstance(at_once, torch.Tensor), f"The sum must be a tensor, got {type(at_once).__name__}.")
             changed = any(not torch.equal(a, b) for a, b in zip(parts, given, strict=True))
-            expect(not changed, "The parts that you were given have changed. Add up into new tensors.")
-            expect(at_once.dtype == torch.float32, f"The parts are float32; your sum is {at_once.dtype}.")
+            expect(not changed, "Your function changed its arguments. Sum into new tensors.")
+            expect(at_once.dtype == torch.float32, f"The sum must be float32, like the parts, got {at_once.dtype}.")
             exact = torch.stack(parts).double().sum(0)
             scale = torch.stack(parts).double().abs().sum(0)
             off = float(((at_once - exact).abs() / scale).max())
-            expect(off < 1e-5, f"The sum of {count} parts is wrong by up to {off:.2g} of what is added up.")
+            expect(off < 1e-5, f"The sum of {count} parts has a relative error of up to {off:.2g}.")
             for size in (size for size in (2, 4, 8) if size <= count):
                 of_ranks = [answer(given[rank::size]) for rank in range(size)]
                 differ = int((answer(of_ranks) != at_once).sum())
                 expect(
                     not differ,
-                    f"{count} parts on {size} ranks: {differ} of 1000 numbers have other bits than from all parts at "
-                    f"once. Rank 0 adds up parts {list(range(count))[::size]}: are these added up first in any case?",
+                    f"{count} parts on {size} ranks: {differ} of 1000 numbers are not bitwise identical to the sum on "
+                    f"one rank. Rank 0 sums parts {list(range(count))[::size]}: does one rank sum these first, too?",
                 )
-    return "1, 2, 4 or 8 ranks: every number has the same bits."
+    return "The sums on 1, 2, 4 and 8 ranks are bitwise identical."
 
 
 def _add_up(parts: "Parts") -> torch.Tensor:
@@ -294,7 +298,7 @@ def _from_the_left(parts: Parts) -> torch.Tensor:
     return torch.stack([*parts]).new_tensor(0.0) + sum(parts)
 
 
-def _neighbours(parts: Parts) -> torch.Tensor:
+def _neighbors(parts: Parts) -> torch.Tensor:
     parts = list(parts)
     while len(parts) > 1:
         parts = [parts[place] + parts[place + 1] for place in range(0, len(parts), 2)]
@@ -327,23 +331,24 @@ def _mean(parts: Parts) -> torch.Tensor:
 
 add_up = Exercise(
     task=(
-        "add_up(parts): return the sum of 1, 2, 4 or 8 tensors, in an order such that adding up parts[rank::W] for "
-        "each of W ranks, and then those W sums, gives the same bits."
+        "add_up(parts): return the sum of 1, 2, 4 or 8 tensors. Choose an order for which summing parts[rank::W] on "
+        "each of W ranks, and then those W sums, gives a bitwise identical result."
     ),
     test=_test_add_up,
     solution=_add_up,
     wrong={
-        "from left to right": _from_the_left,
-        "neighbours first": _neighbours,
-        "in double precision, rounded at the end": _rounded_double,
-        "in double precision, returned as such": _double,
-        "the smallest first": _smallest_first,
-        "in place, in what was given": _in_place,
-        "the mean": _mean,
+        "sums from left to right": _from_the_left,
+        "sums neighbors first": _neighbors,
+        "sums in double precision, and rounds at the end": _rounded_double,
+        "returns a double precision sum": _double,
+        "sums the smallest values first": _smallest_first,
+        "sums in place, into its arguments": _in_place,
+        "returns the mean": _mean,
     },
     hints=(
-        "Which parts does one of two ranks have: neighbours, or every second one? Those must be added up first.",
-        "With 4 parts: 0 + 2 and 1 + 3 first, then the two sums. With 2 ranks, the last addition is between them.",
-        "Add the second half of the list to the first half, place by place; and again, until one is left.",
+        "Does one of two ranks have neighboring parts, or every second part? Sum those parts first.",
+        "With 4 parts, compute 0 + 2 and 1 + 3 first, then add the two sums. With 2 ranks, only the last addition "
+        "crosses ranks.",
+        "Add the second half of the list to the first half element by element, and repeat until one tensor is left.",
     ),
 )

@@ -1,5 +1,4 @@
-"""The exercises of 09_what_is_not_synced: normalise over all ranks, step together or not at all, work to the last
-batch."""
+"""Exercises of 09_what_is_not_synced: normalize over all ranks, step on all ranks or on none, and use ragged data."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from ddp_tutorial.collectives import all_gather, any_rank, from_rank_zero
 from ddp_tutorial.exercises import Answer, Exercise, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
-_STUCK = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
+_STUCK = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
 
 # --------------------------------------------------------------------------------------------------- 1. sync-BN, ragged
 
@@ -21,7 +20,7 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Total(torch.autograd.Function):
-    """The sum over ranks; in backward, the sum of the ranks' gradients."""
+    """Sum over ranks. The backward pass sums the gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -38,7 +37,7 @@ _PARTS = {"Three ranks with 3 samples each": [3, 3, 3], "Three ranks with 2, 0 a
 
 
 def _union() -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples [9, 2], and the weight of each output in the loss."""
+    """Return samples of shape [9, 2], and the weight of each output in the loss."""
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(2, 9, 2, generator=generator, dtype=torch.float64)
     return x + torch.arange(9.0, dtype=torch.float64)[:, None], weights
@@ -49,15 +48,15 @@ def _outputs_and_gradients(world: World, answer: Answer) -> list[Any]:
 
 
 def _one_split(world: World, answer: Answer, parts: list[int]) -> tuple[str, Any, Any]:
-    """(problem, outputs, gradients) of this rank; `_check_split` judges those of all ranks together."""
+    """Return (problem, outputs, gradients) of this rank. `_check_split` checks all ranks together."""
     x, weights = (each.split(parts)[world.rank] for each in _union())
     x = x.clone().requires_grad_()
     out = answer(x, _Total.apply)
     if not isinstance(out, torch.Tensor) or out.shape != x.shape:
         found = f"shape {list(out.shape)}" if isinstance(out, torch.Tensor) else repr(out)
-        return f"Return the normalised samples, of shape {list(x.shape)}; rank {world.rank} got {found}.", None, None
+        return f"The result must have shape {list(x.shape)}, got {found} on rank {world.rank}.", None, None
     if not out.requires_grad:
-        return "The outputs should depend on `x` for autograd too: nothing in them should be detached.", None, None
+        return "The outputs must require grad: do not detach anything from `x`.", None, None
     (out * weights).sum().backward()
     gradient = torch.zeros_like(x) if x.grad is None else x.grad
     return "", out.detach(), gradient
@@ -73,19 +72,22 @@ def _check_split(ranks: list[Any], where: str, parts: list[int]) -> None:
     (right * weights).sum().backward()
     if not torch.allclose(outs, right):
         own = torch.cat([_apart(part) for part in x.detach().split(parts)])
-        why = "These"
+        reason = ""
         if torch.isnan(outs).any():
-            why = "A rank without samples has no mean, but it has sums, which are zero. These"
+            reason = " A rank without samples has no mean, but its sums are zero."
         elif torch.allclose(outs, own):
-            why = "Each rank has normalised over its own samples alone. These"
-        expected = f"Expected, of the first sample, {numbers(right[0], 4)}; got {numbers(outs[0], 4)}."
-        expect(False, f"{where}: {why} are not the outputs of BatchNorm on all 9 samples. {expected}")
+            reason = " Each rank normalized over its own samples only."
+        expect(
+            False,
+            f"{where}: the outputs must equal those of BatchNorm on all 9 samples. The first sample must become "
+            f"{numbers(right[0], 4)}, got {numbers(outs[0], 4)}.{reason}",
+        )
     assert x.grad is not None
     expect(
         torch.allclose(gradients, x.grad),
-        f"{where}: the outputs are right, the gradients of `x` are not: expected, of the first sample, "
-        f"{numbers(x.grad[0], 4)}; got {numbers(gradients[0], 4)}. Mean and variance depend on `x`, also on that of "
-        "the other ranks. Let autograd see both, through `total`.",
+        f"{where}: the outputs are right, but the gradients of `x` are not. The gradient of the first sample must be "
+        f"{numbers(x.grad[0], 4)}, got {numbers(gradients[0], 4)}. Mean and variance depend on `x` of all ranks: "
+        "compute both with `total`, so that autograd records them.",
     )
 
 
@@ -97,7 +99,7 @@ def _test_normalise(answer: Answer) -> str:
     ranks = on_ranks(_outputs_and_gradients, 3, answer, stuck=_STUCK, timeout=20)
     for number, (where, parts) in enumerate(_PARTS.items()):
         _check_split([rank[number] for rank in ranks], where, parts)
-    return "Outputs and gradients are those of BatchNorm on the union, also where a rank has few samples, or none."
+    return "Outputs and gradients equal BatchNorm's on all samples, even if a rank has few samples or none."
 
 
 def _sync_normalise(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
@@ -147,24 +149,24 @@ def _bessel(x: torch.Tensor, total: Total, eps: float = 1e-5) -> torch.Tensor:
 
 sync_normalise = Exercise(
     task=(
-        "sync_normalise(x, total, eps): return x [samples, channels] normalised over the samples of all ranks. "
-        "total(tensor) is the sum over the ranks, and autograd knows its backward. Ranks may have unequal numbers of "
-        "samples or none."
+        "sync_normalise(x, total, eps): return x [samples, channels] normalized over the samples of all ranks. "
+        "total(tensor) returns the sum over ranks, and is differentiable. Ranks may have different numbers of samples, "
+        "or none."
     ),
     test=_test_normalise,
     solution=_sync_normalise,
     wrong={
-        "normalises over the rank's own samples": _of_its_own,
+        "normalizes over the rank's own samples": _of_its_own,
         "takes the mean of the ranks' means": _mean_of_means,
         "takes the mean of the ranks' variances": _mean_of_variances,
         "hides the statistics from autograd": _unknown_to_autograd,
-        "gives each rank its own share of the gradients only": _own_share_of_gradients,
-        "divides by the samples less one": _bessel,
+        "ignores the other ranks in the backward pass": _own_share_of_gradients,
+        "divides by the number of samples minus one": _bessel,
     },
     hints=(
-        "A mean of means is right for equal parts only. What of each rank can be added up?",
-        "Sums and counts: total(x.sum(0)) and total of len(x) as a tensor. A rank with no samples adds zeros to both.",
-        "The variance needs a second `total`, of the squares of x less the mean over *all* ranks, over the same count.",
+        "A mean of means is right only if all ranks have the same number of samples. What can you sum over ranks?",
+        "Sum sums and counts: total(x.sum(0)), and total of len(x) as a tensor. A rank without samples adds zeros.",
+        "The variance needs a second `total`, of the squared differences from the mean over *all* ranks.",
     ),
 )
 
@@ -181,7 +183,7 @@ _SCALE = 8.0
 
 
 def _one_case(world: World, answer: Answer, bad: dict[int, float]) -> dict[str, Any]:
-    """Two weights at 1 with gradients 1 and 2, times the scale; `bad` replaces one number of them on some ranks."""
+    """Run the answer on weights of 1 with gradients 1 and 2, times the scale. `bad` replaces gradients by rank."""
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights, lr=0.25)
     for number, weight in enumerate(weights, start=1):
@@ -200,7 +202,7 @@ def _overflow_cases(world: World, answer: Answer) -> list[dict[str, Any]]:
     found = []
     for bad in _CASES.values():
         found.append(_one_case(world, answer, bad))
-        all_gather(world, "here")  # a rank that has left out a collective waits here, and the check times out
+        all_gather(world, "here")  # a rank that skipped a collective waits here, and the check times out
     return found
 
 
@@ -209,30 +211,30 @@ def _test_step(answer: Answer) -> str:
     for number, (story, bad) in enumerate(_CASES.items()):
         found = [rank[number] for rank in ranks]
         want = torch.ones(2, 2) if bad else torch.tensor([[0.75, 0.75], [0.5, 0.5]])
-        did = ["left it out" if bool((each["weights"] == 1).all()) else "stepped" for each in found]
-        told = ", ".join(f"rank {rank} {each}" for rank, each in enumerate(did))
-        expected = "leave the step out" if bad else "make the step"
+        did = ["skipped it" if bool((each["weights"] == 1).all()) else "stepped" for each in found]
+        actions = ", ".join(f"rank {rank} {each}" for rank, each in enumerate(did))
+        expected = "skip the step" if bad else "take the step"
         expect(
-            len(set(did)) == 1 and (did[0] == "left it out") == bool(bad),
-            f"Where {story}, all ranks should {expected}; here {told}.",
+            len(set(did)) == 1 and (did[0] == "skipped it") == bool(bad),
+            f"If {story}, all ranks must {expected}, but {actions}.",
         )
         for rank, each in enumerate(found):
             expect(
                 torch.allclose(each["weights"], want),
-                f"Where {story}, the weights of rank {rank} should become {numbers(want)}; got "
-                f"{numbers(each['weights'])}. The gradients are `scale` times too large.",
+                f"If {story}, the weights of rank {rank} must become {numbers(want)}, got {numbers(each['weights'])}. "
+                "The gradients are `scale` times too large.",
             )
         scales = [each["scale"] for each in found]
         next_scale = _SCALE / 2 if bad else _SCALE
         expect(
             scales == [next_scale] * 2,
-            f"Where {story}, the scale goes from {_SCALE:g} to {next_scale:g} on all ranks; yours return {scales}.",
+            f"If {story}, all ranks must return the scale {next_scale:g} (it was {_SCALE:g}), got {scales}.",
         )
         expect(
             not any(each["left"] for each in found),
-            f"Where {story}, gradients are left over, and would be added to those of the next step.",
+            f"If {story}, gradients are not cleared, and would be added to those of the next step.",
         )
-    return "All ranks step or none, whoever overflowed, with infinity or NaN, and all go on with the same scale."
+    return "Either all ranks step or none, whichever rank has an infinity or a NaN, and all return the same scale."
 
 
 def _step_together(
@@ -240,12 +242,12 @@ def _step_together(
 ) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     overflow = torch.tensor(0.0 if all(bool(gradient.isfinite().all()) for gradient in gradients) else 1.0)
-    dist.all_reduce(overflow, dist.ReduceOp.MAX)  # 1 on all ranks, where it is 1 on any
+    dist.all_reduce(overflow, dist.ReduceOp.MAX)  # 1 on all ranks if it is 1 on any
     if not overflow:
         for gradient in gradients:
             gradient.div_(scale)
         optimizer.step()
-    optimizer.zero_grad()  # of a step that was left out, too
+    optimizer.zero_grad()  # after a skipped step, too
     return scale / 2 if overflow else scale
 
 
@@ -260,7 +262,7 @@ def _deciding(
     zeroed: bool = True,
     own_scale: bool = False,
 ) -> Answer:
-    """The solution, with a decision of another kind, or with a part left out."""
+    """Return the solution with a different decision, or with a part left out."""
 
     def answer(
         world: World, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], scale: float
@@ -294,7 +296,7 @@ def _asks_if_it_overflowed(world: World, parameters: Sequence[nn.Parameter]) -> 
 step_together = Exercise(
     task=(
         "step_together(world, optimizer, parameters, scale): each rank has a part of the gradients, times `scale`. "
-        "Step on all ranks or on none, return the next scale (half of it after an overflow), leave no gradient behind."
+        "Step on all ranks or on none, return the next scale (half after an overflow), and clear all gradients."
     ),
     test=_test_step,
     solution=_step_together,
@@ -308,15 +310,15 @@ step_together = Exercise(
         ),
         "asks the others only if it has overflowed": _deciding(_asks_if_it_overflowed),
         "looks for NaN and forgets infinity": _deciding(_only_nan),
-        "agrees on the step and not on the scale": _deciding(_agreed, own_scale=True),
+        "agrees on the step but not on the scale": _deciding(_agreed, own_scale=True),
         "forgets to divide by the scale": _deciding(_agreed, unscaled=False),
-        "keeps the gradients of a step that is left out": _deciding(_agreed, zeroed=False),
+        "keeps the gradients of a skipped step": _deciding(_agreed, zeroed=False),
     },
     hints=(
-        "Two questions: has my part overflowed, and has that of any rank? Only the second one decides.",
-        "gradient.isfinite().all() answers the first. `any_rank(world, flag)`, or an all-reduce of 0 or 1 with "
-        "dist.ReduceOp.MAX, the second; every rank has to enter it.",
-        "Decide once, and let step, scale and zero_grad follow: after an overflow the gradients have to go as well.",
+        "Has this rank's part overflowed? Has any rank's part overflowed? Only the second answer decides.",
+        "gradient.isfinite().all() answers the first question. For the second, every rank must enter any_rank(world, "
+        "flag), or an all-reduce of 0 or 1 with dist.ReduceOp.MAX.",
+        "Decide once, then step, update the scale and call zero_grad. Clear the gradients after an overflow, too.",
     ),
 )
 
@@ -329,13 +331,13 @@ _STREAMS = {
     "both ranks have 2 batches": [2, 2],
     "rank 0 has 3 batches and rank 1 has 1": [3, 1],
     "rank 0 has no batch and rank 1 has 2": [0, 2],
-    "nobody has a batch": [0, 0],
+    "no rank has a batch": [0, 0],
 }
 _TOO_OFTEN = 10
 
 
 def _one_story(world: World, answer: Answer, counts: list[int]) -> list[str | None]:
-    """What this rank has worked on. Raises `WrongAnswerError`, on all ranks, where they do not do the same."""
+    """Return the batches this rank has processed. Raises `WrongAnswerError` on all ranks if their calls differ."""
     own = [f"batch {number} of rank {world.rank}" for number in range(counts[world.rank])]
     worked: list[str | None] = []
     taken, given = 0, f"{counts[0]} and {counts[1]}"
@@ -347,20 +349,20 @@ def _one_story(world: World, answer: Answer, counts: list[int]) -> list[str | No
             yield batch
 
     def meet(what: str, flag: bool = False) -> bool:
-        """All collectives of the answer are this one, so that ranks which do different things hear of it."""
-        told = all_gather(world, (what, flag))
-        doing = ", while ".join(f"rank {rank} {each}" for rank, (each, _) in enumerate(told))
-        on_a_cluster = "On a cluster they would wait for each other for ever."
-        expect(len({each for each, _ in told}) == 1, f"With {given} batches, {doing}. {on_a_cluster}")
-        return any(each for _, each in told)
+        """Stand in for all collectives of the answer, so that ranks with different calls are detected."""
+        gathered = all_gather(world, (what, flag))
+        doing = ", while ".join(f"rank {rank} {each}" for rank, (each, _) in enumerate(gathered))
+        on_a_cluster = "On a cluster, they would wait for each other forever."
+        expect(len({each for each, _ in gathered}) == 1, f"With {given} batches, {doing}. {on_a_cluster}")
+        return any(each for _, each in gathered)
 
     def work(batch: str | None) -> None:
         ahead = meet("calls work", taken > len(worked) + 2)
-        expect(not ahead, "A rank reads its batches ahead. A stream may have no end: take one batch for each step.")
+        expect(not ahead, "A rank reads batches ahead. A stream may be infinite: take one batch per step.")
         expect(len(worked) < _TOO_OFTEN, f"With {given} batches, you call work more than {_TOO_OFTEN} times.")
         worked.append(batch)
 
-    answer(stream(), work, lambda flag: meet("asks the others", bool(flag)))
+    answer(stream(), work, lambda flag: meet("calls any_rank", bool(flag)))
     meet("has returned")
     return worked
 
@@ -376,9 +378,9 @@ def _test_streams(answer: Answer) -> str:
             want = [f"batch {k} of rank {rank}" if k < counts[rank] else None for k in range(max(counts))]
             expect(
                 found == want,
-                f"Where {story}, rank {rank} should work on {want or 'nothing'}; it worked on {found or 'nothing'}.",
+                f"If {story}, rank {rank} must call work with {want or 'nothing'}, got {found or 'nothing'}.",
             )
-    return "Every batch is used once, all ranks make the same number of steps, and none is made for nobody."
+    return "Every batch is used once, all ranks take the same number of steps, and no step is empty."
 
 
 def _to_the_last_batch(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
@@ -434,24 +436,24 @@ def _reads_ahead(batches: Iterator[Any], work: Work, any_rank: AnyRank) -> None:
 
 to_the_last_batch = Exercise(
     task=(
-        "to_the_last_batch(batches, work, any_rank): `batches` is an iterator of this rank's batches, and ranks have "
-        "different numbers of them. Call work(batch) for each, and work(None) while only others have one. All ranks "
-        "have to call work, and any_rank(flag), equally often."
+        "to_the_last_batch(batches, work, any_rank): `batches` iterates over this rank's batches, whose number differs "
+        "between ranks. Call work(batch) for each batch, and work(None) while only other ranks have batches. All ranks "
+        "must make the same number of calls to work and any_rank(flag)."
     ),
     test=_test_streams,
     solution=_to_the_last_batch,
     wrong={
-        "ends with its own batches": _to_its_own_end,
-        "ends when the first rank has none": _to_the_first_end,
-        "asks the others only when it has none": _asks_at_its_end,
-        "asks after the step": _asks_too_late,
-        "takes a batch to see if there is one, and loses it": _loses_what_it_asked_about,
-        "works on its last batch again": _repeats_the_last,
+        "stops after its own batches": _to_its_own_end,
+        "stops when the first rank has no batch left": _to_the_first_end,
+        "calls any_rank only when it has no batch": _asks_at_its_end,
+        "calls any_rank after the step": _asks_too_late,
+        "takes a batch to check for one, and loses it": _loses_what_it_asked_about,
+        "repeats its last batch": _repeats_the_last,
         "reads all its batches first": _reads_ahead,
     },
     hints=(
-        "The number of batches is not known before, so ranks have to ask each other before each step.",
-        "next(batches, None) is the next batch, or None when there is none. any_rank(flag): has any rank a batch?",
-        "Take a batch, ask, return if nobody has one, work. In this order, on every rank, every time.",
+        "The number of batches is not known in advance, so the ranks must communicate before each step.",
+        "next(batches, None) returns the next batch, or None at the end. any_rank(flag) is true if any rank has one.",
+        "In each step, on every rank: take a batch, call any_rank, return if no rank has a batch, call work.",
     ),
 )
