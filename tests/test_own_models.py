@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -206,6 +207,14 @@ def test_models_of_users_have_the_same_losses_on_one_two_and_three_ranks() -> No
             for name, (losses, _) in rank.items():
                 assert losses == pytest.approx(alone[name][0], rel=1e-5), (name, size)
                 assert len(set(losses)) == STEPS, name
+
+
+def test_models_of_users_have_the_same_losses_compiled() -> None:
+    alone = losses_and_weights(World())
+    compiled = partial(losses_and_weights, compile={"backend": "eager"})
+    for rank in launch(compiled, 2, device="cpu", echo=False):
+        for name, (losses, _) in rank.items():
+            assert losses == pytest.approx(alone[name][0], rel=1e-5), name
 
 
 def test_models_of_users_resume_bitwise_identical_after_a_crash() -> None:
