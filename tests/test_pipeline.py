@@ -111,14 +111,23 @@ def five_steps(strategy: Any, optimizer: torch.optim.Optimizer, batches_of: Any)
 
 
 def far_from_one_process(
-    world: World, model: nn.Module, loss: Any, batches_of: Any, schedule: str, per_rank: int, kind: str, dtype: str
+    world: World,
+    model: nn.Module,
+    loss: Any,
+    batches_of: Any,
+    schedule: str,
+    per_rank: int,
+    kind: str,
+    dtype: str,
+    accumulation: int = 1,
 ) -> dict[str, float]:
     """By name, how far what this rank has is from one process after five steps; and its losses."""
     config = PrecisionConfig(dtype=dtype)
     alone, precision = World(), Precision(config, World())
     reference = DDPStrategy(one := copy.deepcopy(model), alone, loss, accumulation=MICRO_BATCHES, precision=precision)
     expected = five_steps(reference, optimizer_of(kind, one.parameters()), batches_of)
-    settings = PipelineConfig(ranks=world.size, schedule=schedule, micro_batches=MICRO_BATCHES, per_rank=per_rank)
+    count = MICRO_BATCHES // accumulation
+    settings = PipelineConfig(ranks=world.size, schedule=schedule, micro_batches=count, per_rank=per_rank)
     pipeline = Pipeline(model, world, loss, settings, precision=Precision(config, world))
     got = five_steps(pipeline, optimizer_of(kind, pipeline.parameters()), batches_of)
     buffers = {id(b): name for name, b in model.named_buffers()}
@@ -141,6 +150,10 @@ def all_of_them(world: World) -> dict[str, dict[str, float]]:
                 found[name] = far_from_one_process(world, toy(), squares, ragged, schedule, per_rank, kind, dtype)
         found[f"gpt {schedule}"] = far_from_one_process(
             world, gpt(), next_token_loss, tokens, schedule, per_rank, "sgd", "fp32"
+        )
+    if world.size <= 3:
+        found["toy 1f1b, accumulation 2"] = far_from_one_process(
+            world, toy(), squares, ragged, "1f1b", 1, "sgd", "fp32", accumulation=2
         )
     return found
 
@@ -389,6 +402,9 @@ def nothing_counts(world: World) -> str:
     pipeline = Pipeline(_plain(), world, loss, PipelineConfig(micro_batches=2))
     with pytest.raises(ValueError, match="its mean is undefined"):
         pipeline.backward([torch.ones(2, 6)] * 2)
+    for count in (0, 3):
+        with pytest.raises(ValueError, match=f"a multiple of the schedule's 2 micro-batches, got {count}"):
+            pipeline.backward([torch.ones(2, 6)] * count)
     dist.barrier()
     return "all ranks raised"
 

@@ -44,12 +44,14 @@ def config_of(**values: Any) -> TaskConfig:
 @pytest.mark.timeout(240)
 def test_training_has_the_losses_of_one_process_on_one_pipeline_and_on_two() -> None:
     one = launch_training(config_of(nprocs=1, name="one"), echo=False)
-    for name, nprocs, pipeline in [
-        ("1f1b", 2, {"micro_batches": 4}),
-        ("mesh", 4, {"micro_batches": 2, "schedule": "gpipe", "cuts": ["blocks.1"]}),
+    for name, nprocs, accumulation, pipeline in [
+        ("1f1b", 2, 1, {"micro_batches": 4}),
+        ("mesh", 4, 2, {"micro_batches": 2, "schedule": "gpipe", "cuts": ["blocks.1"]}),
     ]:
         mesh = {"replicate": nprocs // 2, "pipeline": 2}
-        config = config_of(nprocs=nprocs, name=name, strategy="pipeline", mesh=mesh, pipeline=pipeline)
+        config = config_of(
+            nprocs=nprocs, name=name, strategy="pipeline", mesh=mesh, pipeline=pipeline, accumulation=accumulation
+        )
         result = launch_training(config, echo=False)
         assert result.losses == pytest.approx(one.losses, abs=1e-4), name
         assert result.evaluations[4]["loss"] == pytest.approx(one.evaluations[4]["loss"], abs=1e-4), name
@@ -59,7 +61,8 @@ def test_training_has_the_losses_of_one_process_on_one_pipeline_and_on_two() -> 
 def test_a_resumed_pipeline_ends_with_the_same_bits() -> None:
     values = {
         "strategy": "pipeline",
-        "pipeline": {"micro_batches": 4, "schedule": "interleaved", "per_rank": 2},
+        "pipeline": {"micro_batches": 2, "schedule": "interleaved", "per_rank": 2},
+        "accumulation": 2,
         "model": ModelConfig(layers=3, heads=2, width=16, context=16, dropout=0.1),
         "checkpoint": {"every": 1, "keep_last": 9},
     }
@@ -173,7 +176,6 @@ def test_a_pipeline_that_cannot_be_is_refused_before_ranks_start(values: dict, r
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"strategy": "pipeline", "accumulation": 2}, "which has 'pipeline.micro_batches'"),
         (
             {"strategy": "ddp", "pipeline": {"per_rank": 4}},
             "'pipeline.per_rank' is an option of strategy pipeline, not of ddp",

@@ -84,7 +84,7 @@ def stage_costs(model: nn.Module, loss: Loss, batch: Any, config: PipelineConfig
     ]
 
 
-def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1) -> list[RankCost]:
+def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1, accumulation: int = 1) -> list[RankCost]:
     """Return the memory and communication of each rank of a pipeline.
 
     An all-reduce of n bytes over W ranks sends 2 n (W - 1) / W bytes. The gradients of a stage are reduced over the
@@ -95,6 +95,7 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1) -> lis
         costs: The cost of each stage.
         table: The schedule.
         copies: The number of pipelines.
+        accumulation: How often a step runs the schedule.
     """
     ranks = len(table)
     of_ranks: list[dict[int, int]] = [{} for _ in table]
@@ -108,7 +109,7 @@ def rank_costs(costs: Sequence[StageCost], table: Table, copies: int = 1) -> lis
             most = max(most, now)
             to = action.stage + (1 if action.kind == FORWARD else -1)
             if 0 <= to < len(costs) and to % ranks != place:
-                sent += costs[min(action.stage, to)].output
+                sent += accumulation * costs[min(action.stage, to)].output
         own = of_ranks[place]
         sent += bytes_all_reduced(4 * sum(own.values()), copies)
         for tensor, count in own.items():

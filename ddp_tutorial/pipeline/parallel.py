@@ -132,16 +132,21 @@ class Pipeline:
         The gradient, times the loss scale of the precision, is stored in `.grad` of this rank's parameters.
 
         Args:
-            batches: The micro-batches, the same on all ranks of a pipeline.
+            batches: The micro-batches, the same on all ranks of a pipeline. If there are k times as many as in the
+                schedule, the schedule runs k times, and the gradients are summed.
             stop_flags: A number to sum over all ranks.
 
         Returns:
             The totals over all ranks, on every rank.
 
         Raises:
-            ValueError: On all ranks, if the loss has counted nothing, so that there is no mean.
+            ValueError: On all ranks, if the number of micro-batches is not a multiple of the schedule's, or if the loss
+                has counted nothing, so that there is no mean.
         """
-        parts = self.runner.run(batches)
+        count = self.config.micro_batches
+        if not batches or len(batches) % count:
+            raise ValueError(f"a step must have a multiple of the schedule's {count} micro-batches, got {len(batches)}")
+        parts = [part for i in range(0, len(batches), count) for part in self.runner.run(batches[i : i + count])]
         with phase("finish"):
             for name, group in self.shared.items():  # sum the gradients of each use of a tied parameter
                 _add_up([self.named[name]], group, self.world.device)

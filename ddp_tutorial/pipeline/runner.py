@@ -93,9 +93,9 @@ class StageRunner:
         self.precision, self.seed = precision or Precision(), seed
         self.device = self.precision.world.device
         self.count = 1 + max(action.stage for actions in table for action in actions)  # stages of the full model
-        self.number = 0  # completed steps
-        self.ran: list[Timed] = []  # the actions of the last step, with times of the monotonic clock
-        self.peak = 0  # the peak number of micro-batches with stored activations in the last step
+        self.number = 0  # completed calls of `run`
+        self.ran: list[Timed] = []  # the actions of the last call, with times of the monotonic clock
+        self.peak = 0  # the peak number of micro-batches with stored activations in the last call
         self._slots = [slots_of(table, with_shapes=new)[place] for new in (False, True)]
         self._seen: set[str] = set()  # the keys of micro-batches whose shapes are known on all ranks
         self._shapes: dict[tuple[int, str], Like] = {}  # of received activations, by stage and key

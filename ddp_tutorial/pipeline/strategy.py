@@ -1,8 +1,8 @@
 """Pipeline parallelism as a strategy for the trainer: `strategy: pipeline`.
 
 A source distributes samples to all ranks, but the ranks of a pipeline need the same micro-batches. Therefore, each rank
-sends its micro-batches to the other ranks of its pipeline. A step has `pipeline.micro_batches` micro-batches, and each
-rank reads an equal share of them.
+sends its micro-batches to the other ranks of its pipeline. A step runs the schedule `accumulation` times, each time
+with `pipeline.micro_batches` new micro-batches. Each rank reads an equal share of them.
 
 Each rank has the weights, activations, gradients, and optimizer state of its own stages only. If the full model is
 evaluated or exported, a rank temporarily gathers the missing weights; see `weights`.
@@ -34,7 +34,7 @@ from ddp_tutorial.zero.state import Groups, OptimizerState
 class PipelineStrategy:
     """A strategy in which every rank updates its own stages.
 
-    Dropout depends only on `seed`, the step, the stage, and the micro-batch.
+    Dropout depends only on `seed`, the run of the schedule, the stage, and the micro-batch.
     """
 
     link: Link | None = None  # tensors are sent by torch's own send and receive
@@ -47,6 +47,7 @@ class PipelineStrategy:
         config: PipelineConfig,
         seed: int = 0,
         precision: Precision | None = None,
+        accumulation: int = 1,
     ) -> None:
         """Split the model into stages. Collective.
 
@@ -57,8 +58,9 @@ class PipelineStrategy:
             config: The pipeline settings.
             seed: The seed of dropout.
             precision: The mixed-precision settings.
+            accumulation: How often a step runs the schedule, each time with new micro-batches.
         """
-        self.micro_batches_per_rank = require_even_micro_batches(config)
+        self.micro_batches_per_rank = accumulation * require_even_micro_batches(config)
         self.module, self.world, self.config = model, world, config
         self.pipeline = Pipeline(model, world, loss, config, precision=precision, seed=seed)
         self.group = group_of(self.pipeline.mesh, world)
@@ -117,11 +119,11 @@ class PipelineStrategy:
         return self.pipeline.owners[name] == self.pipeline.place
 
     def state_dict(self) -> Mapping[str, float]:
-        """Return the number of completed steps, on which dropout depends."""
+        """Return the number of completed runs of the schedule, on which dropout depends."""
         return {"step": self.pipeline.runner.number}
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the number of completed steps."""
+        """Restore the number of completed runs of the schedule."""
         self.pipeline.runner.number = int(state["step"])
 
 

@@ -112,7 +112,9 @@ class TrainConfig(Config):
     )
     micro_batches: int = Field(4, ge=1, description="Strategy invariant only: micro-batches of a step over all ranks.")
     accumulation: int = Field(
-        1, ge=1, description="Micro-batches of a step on each rank; not for strategies invariant and pipeline."
+        1,
+        ge=1,
+        description="Micro-batches of a step on each rank; strategy pipeline multiplies its own by this number.",
     )
     local: LocalConfig = Field(
         LocalConfig(),
@@ -248,8 +250,6 @@ class TrainConfig(Config):
     def _options_belong_to_the_strategy(self) -> "TrainConfig":
         if self.strategy == "invariant" and self.accumulation != 1:
             raise ValueError("'accumulation' is not of strategy invariant, which has 'micro_batches', over all ranks")
-        if self.strategy == "pipeline" and self.accumulation != 1:
-            raise ValueError("'accumulation' is not of strategy pipeline, which has 'pipeline.micro_batches'")
         default = StagesConfig()
         of_pipeline = [
             name for name in StagesConfig.model_fields if getattr(self.pipeline, name) != getattr(default, name)

@@ -142,7 +142,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
     with torch.device("meta"):
         costs = stage_costs(task.model(config), task.loss, task.batch_like(config, samples), stages)
     found = []
-    for cost in rank_costs(costs, table_of(stages), ranks // stages.ranks):
+    for cost in rank_costs(costs, table_of(stages), ranks // stages.ranks, config.accumulation):
         held = model_state_bytes("ddp", cost.parameters, 1, optimizer_bytes(config))
         held |= {"gathered": 0, "activations": cost.activations}
         found.append({"parameters": cost.parameters, "memory": held, "sent": cost.sent})

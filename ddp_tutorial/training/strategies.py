@@ -31,7 +31,8 @@ def make_strategy(
                 PipelineStrategy,
             )  # slow to import, because of DTensor: half a second
 
-            return PipelineStrategy(model, world, loss, pipeline_of(config, world.size), config.seed, precision)
+            stages = pipeline_of(config, world.size)
+            return PipelineStrategy(model, world, loss, stages, config.seed, precision, config.accumulation)
         case "local_sgd" | "post_local_sgd" | "diloco" as name:
             kind = {"local_sgd": LocalSGD, "post_local_sgd": PostLocalSGD, "diloco": DiLoCo}[name]
             link = make_link(config.ddp, world)
@@ -101,7 +102,7 @@ def micro_batches_per_rank(config: TrainConfig, world_size: int) -> int:
         ConfigError: If the micro-batches cannot be distributed evenly.
     """
     if config.strategy == "pipeline":
-        return require_even_micro_batches(pipeline_of(config, world_size))
+        return config.accumulation * require_even_micro_batches(pipeline_of(config, world_size))
     if config.strategy != "invariant":
         return config.accumulation
     require_even_shares(config.micro_batches, world_size)
