@@ -428,7 +428,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         lambda world: Trainer(
             make_model(), make_source(dataset(), BATCH, world), squared_error, world, config_of(best_model=True)
         ),
-        "ConfigError: 'best_model', 'early_stopping' and 'target_loss' require evaluations",
+        "ConfigError: 'best_model', 'early_stopping' and 'target_loss' require evaluations; pass validation_data",
     ),
     "best of what": (
         lambda world: trainer_of(world, config_of(best_model=True, best={"metric": "acuracy"})).train(),

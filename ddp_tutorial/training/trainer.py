@@ -40,6 +40,7 @@ from ddp_tutorial.training.callbacks import Callback, call_on_all_ranks, check_c
 from ddp_tutorial.training.config import TrainConfig
 from ddp_tutorial.training.evaluation import evaluate
 from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
+from ddp_tutorial.training.metrics import MakeMetric, check_metrics
 from ddp_tutorial.training.optimization import (
     OptimizerLike,
     OptimizerOptions,
@@ -90,6 +91,7 @@ class Trainer:
             the schedule and clipping of `config` apply only if `config` sets them explicitly.
         scheduler: A schedule, or a function that makes one from the optimizer. By default, `config` chooses it.
         callbacks: Objects whose methods every rank calls after steps, evaluations and checkpoints, and at the end.
+        metrics: Metrics of evaluations, by name: a class or a function that constructs a `Metric`.
         unit: The name of what the loss counts, for the log.
 
     Raises:
@@ -108,6 +110,7 @@ class Trainer:
         optimizer: OptimizerLike | None = None,
         scheduler: SchedulerLike | None = None,
         callbacks: Sequence[Callback] = (),
+        metrics: Mapping[str, MakeMetric] | None = None,
         unit: str = "samples",
     ) -> None:
         """Build the training step, and create the run folder."""
@@ -117,6 +120,8 @@ class Trainer:
             raise ConfigError(
                 "'best_model', 'early_stopping' and 'target_loss' require evaluations; pass validation_data to Trainer"
             )
+        if metrics and validation_data is None:
+            raise ConfigError("'metrics' require evaluations; pass validation_data to Trainer")
         self.shows_epochs = config.num_epochs is not None
         config = config_for(optimizer, with_steps(config, source.steps_per_epoch))
         self.threads = torch.get_num_threads()  # restored by `train`; strategy invariant uses one thread
@@ -127,7 +132,7 @@ class Trainer:
         if self.validation_data is not None:
             require_same_samples(self.validation_data, world, "held-out samples")
         reseed(config.seed, world.rank, device=world.device)  # different on every rank, for dropout
-        self.callbacks = check_callbacks(world, callbacks)
+        self.callbacks, self.metrics = check_callbacks(world, callbacks), check_metrics(world, metrics)
         self.settings = config.model_dump(mode="json")
         options = config.checkpoint
         if not options.shared:  # reject what rank 0 cannot save for all ranks, before the folder is created
@@ -313,7 +318,9 @@ class Trainer:
             precision = self.train_step.precision
             samples = self.config.eval_samples or len(self.validation_data)
             with torch.compiler.set_stance("force_eager"), self.train_step.strategy.evaluation_weights():
-                means = evaluate(self.world, self.model, self.loss, self.validation_data, samples, size, precision)
+                means = evaluate(
+                    self.world, self.model, self.loss, self.validation_data, samples, size, precision, self.metrics
+                )
             used = self.record.usage.gather()
             # The values are the same on all ranks. The ranks agree anyway, because a rank that left the loop alone
             # would make the others wait forever.

@@ -1,0 +1,74 @@
+"""Validation metrics that are more than a sum divided by a count, such as the area under the ROC curve."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ddp_tutorial.collectives import all_gather
+from ddp_tutorial.compat import tree_map
+from ddp_tutorial.config import ConfigError
+from ddp_tutorial.world import World
+
+
+class Metric(Protocol):
+    """A metric of one evaluation. Each rank updates its own object, and computes the value from all ranks' states."""
+
+    def update(self, model: Any, batch: Any) -> None:
+        """Add a batch. The model is in evaluation mode, and no gradients are recorded."""
+        ...
+
+    def state(self) -> Any:
+        """Return the accumulated state: tensors, or dicts, lists and tuples of them."""
+        ...
+
+    def compute(self, states: Sequence[Any]) -> Any:
+        """Return a number from the states of all ranks that have samples, in rank order."""
+        ...
+
+
+MakeMetric = Callable[[], Metric]
+
+
+def check_metrics(world: World, metrics: Mapping[str, MakeMetric] | None) -> dict[str, MakeMetric]:
+    """Return the metrics as a dict. Collective.
+
+    Raises:
+        ConfigError: If a value is not a class or a function, or if the ranks have different metrics.
+    """
+    metrics = dict(metrics or {})
+    problem = ""
+    for name, make in metrics.items():
+        if not callable(make):
+            kind = type(make).__name__
+            problem = (
+                f"'metrics' must contain classes or functions that construct a metric, got an object of type {kind} "
+            )
+            problem += f"as {name!r}: pass the class, {{{name!r}: {kind}}}"
+    of_ranks = all_gather(world, (problem, list(metrics)))
+    for rank, (found, names) in enumerate(of_ranks):
+        if found:
+            raise ConfigError(found)
+        if names != of_ranks[0][1]:
+            raise ConfigError(
+                f"'metrics' must be the same on all ranks, got {of_ranks[0][1]} on rank 0 and {names} on rank {rank}"
+            )
+    return metrics
+
+
+def state_of(metric: Metric) -> Any:
+    """Return the state of a metric with its tensors on the CPU, so that it can be sent to all ranks."""
+    return tree_map(lambda value: value.detach().cpu() if torch.is_tensor(value) else value, metric.state())
+
+
+def value_of(name: str, metric: Metric, states: Sequence[Any]) -> float:
+    """Return the value of a metric from the states of the ranks.
+
+    Raises:
+        ConfigError: If the value is not a number.
+    """
+    value = metric.compute(states)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"compute() of metric {name!r} must return a number, got {type(value).__name__}") from None
