@@ -54,7 +54,7 @@ book: $(READY)  ## the documentation and the notebooks as a website, in book/_bu
 	$(BIN)/python book/generate.py && $(BIN)/python book/build.py
 
 bench: $(READY)  ## what the project claims about its own speed, measured
-	for name in launch overhead ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
+	for name in launch overhead compile ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
 clean:  ## remove everything that the other targets have made, your runs and passed exercises too
 	rm -rf .venv runs notebooks/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

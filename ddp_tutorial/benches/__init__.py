@@ -14,6 +14,7 @@ from typing import Any
 NAMES = [
     "launch",
     "overhead",
+    "compile",
     "ddp",
     "buckets",
     "sources",

@@ -75,8 +75,8 @@ def _alternate(world: World, config: TaskConfig, steps: int) -> dict[str, float]
         trainers = {"default": make_trainer(config, world), "shared_memory": make_trainer(in_memory, world)}
         arms: dict[str, Callable[[], object]] = {
             **{name: _observed(trainer) for name, trainer in trainers.items()},
-            "bare": _reporting(world, _bare_loop(world, config)),
-            "bare_without_loss": _bare_loop(world, config),
+            "bare": reporting(world, bare_loop(world, config)),
+            "bare_without_loss": bare_loop(world, config),
         }
         turns = run_interleaved(world, arms, config.log_every, steps // config.log_every)
         for trainer in trainers.values():
@@ -94,25 +94,29 @@ def _observed(trainer: Trainer) -> Callable[[], None]:
     return step
 
 
-def _reporting(world: World, step: Callable[[], torch.Tensor]) -> Callable[[], None]:
+def reporting(world: World, step: Callable[[], torch.Tensor]) -> Callable[[], None]:
     """Return a step that also records the global mean of the loss that `step` returns on each rank."""
     losses: list[float] = []
 
-    def reporting() -> None:
+    def step_and_report() -> None:
         loss = step()
         dist.all_reduce(loss)
         losses.append(loss.item() / world.size)
 
-    return reporting
+    return step_and_report
 
 
-def _bare_loop(world: World, config: TaskConfig) -> Callable[[], torch.Tensor]:
-    """Return one step in plain torch, without a log or phases. It returns the loss of this rank."""
+def bare_loop(world: World, config: TaskConfig, *, compiled: bool = False) -> Callable[[], torch.Tensor]:
+    """Return one step in plain torch, without a log or phases. It returns the loss of this rank.
+
+    With `compiled`, DDP wraps the model first, and `torch.compile` compiles the wrapper.
+    """
     torch.manual_seed(config.seed)
     context, per_rank = config.model.context, config.batch_size // world.size
     tokens = load_corpus(config.corpus).train
     model = GPT(**config.model.model_dump())
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp: Any = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp = torch.compile(ddp) if compiled else ddp
     rate = config.peak_learning_rate
     optimizer = torch.optim.AdamW(parameter_groups(model, config), lr=rate, betas=(0.9, 0.95), fused=True)
     scheduler = make_scheduler(optimizer, config)

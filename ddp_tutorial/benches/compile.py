@@ -1,0 +1,104 @@
+"""Compare compiled training steps with a hand-written loop over torch's DDP and `torch.compile`.
+
+Arms:
+    ours: A `TrainStep` without compilation.
+    ours_compiled: A `TrainStep` with `compile: true`.
+    bare: The hand-written loop of `overhead`.
+    bare_compiled: The same loop with `torch.compile(DistributedDataParallel(model))`.
+
+Every arm reads the same number of samples, clips, steps the same schedule, and reports the global mean loss of every
+step. The first step includes the compilation: `cold` without files of an earlier compilation, `cached` with them.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_tutorial.benches import Samples, report
+from ddp_tutorial.benches.overhead import bare_loop, reporting
+from ddp_tutorial.ddp.config import CompileConfig
+from ddp_tutorial.experiments.arms import make_step, medians, run_interleaved
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training.config import ModelConfig, TaskConfig
+from ddp_tutorial.world import World
+
+Step = Callable[[], object]
+
+_MODEL = ModelConfig(layers=4, heads=4, width=128, context=64)
+_CONFIG = TaskConfig(model=_MODEL, batch_size=16, steps=1000)
+_COMPILED = ("ours_compiled", "bare_compiled")
+_TURN, _TURNS = 10, 5  # steps of an arm in one turn, and turns per repeat
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    """Measure the first step and the steady step on two ranks with one thread each.
+
+    Each repeat starts new ranks. Only the cold first step, which takes the longest, is measured once.
+    """
+    samples: Samples = {}
+    for arm in _COMPILED:
+        with _empty_cache():
+            samples[f"{arm}_first_step_cold"] = [launch(_first_step, 2, arm, device="cpu", threads=1, echo=False)[0]]
+    with _empty_cache():
+        launch(_first_step, 2, "ours_compiled", device="cpu", threads=1, echo=False)
+        for number in range(repeats):
+            order = _COMPILED if number % 2 else _COMPILED[::-1]
+            for name, seconds in launch(_alternate, 2, order, device="cpu", threads=1, echo=False)[0].items():
+                samples.setdefault(name, []).append(seconds)
+    ratios = {
+        "ours_vs_bare": ("ours_step", "bare_step"),
+        "ours_compiled_vs_bare_compiled": ("ours_compiled_step", "bare_compiled_step"),
+        "ours_compiled_vs_ours": ("ours_compiled_step", "ours_step"),
+        "bare_compiled_vs_bare": ("bare_compiled_step", "bare_step"),
+        "ours_vs_bare_first_step_cold": ("ours_compiled_first_step_cold", "bare_compiled_first_step_cold"),
+        "ours_vs_bare_first_step_cached": ("ours_compiled_first_step_cached", "bare_compiled_first_step_cached"),
+    }
+    return report("compile", samples, "s", ratios)
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    """Give the ranks that start inside the context an empty cache directory of backend inductor."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+            if before is not None:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def _make(arm: str, world: World) -> Step:
+    """Return a step of an arm. Collective."""
+    is_compiled = arm.endswith("_compiled")
+    if arm.startswith("bare"):
+        return reporting(world, bare_loop(world, _CONFIG, compiled=is_compiled))
+    return make_step(_CONFIG.model_copy(update={"compile": CompileConfig() if is_compiled else None}), world)
+
+
+def _first_step(world: World, arm: str) -> float:
+    """Return the seconds of the first step, on the slowest rank. Collective."""
+    return _timed(_make(arm, world))
+
+
+def _timed(step: Step) -> float:
+    dist.barrier()
+    start = time.monotonic()
+    step()
+    dist.barrier()
+    return time.monotonic() - start
+
+
+def _alternate(world: World, order: tuple[str, str]) -> dict[str, float]:
+    """Return the seconds of the first step of the compiled arms, and of a later step of each arm. Collective."""
+    arms = {arm: _make(arm, world) for arm in ("ours", "bare", *order)}
+    first = {f"{arm}_first_step_cached": _timed(arms[arm]) for arm in order}
+    turns = run_interleaved(world, arms, _TURN, _TURNS)
+    return first | {f"{arm}_step": found["step"] for arm, found in medians(turns).items()}
