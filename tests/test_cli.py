@@ -346,3 +346,19 @@ def test_runs_dir_and_its_variable_select_the_folder_for_commands_and_ranks() ->
         assert (refused.returncode, refused.stdout) == (2, "")
         assert "Directory 'file' is a file." in refused.stderr
     assert sorted(path.name for path in Path().iterdir()) == ["elsewhere", "file"]
+
+
+def test_debug_sets_the_variables_that_are_not_set_and_shows_all_log_lines() -> None:
+    done = run("train", "tiny", "device=cpu", "steps=1", "name=slow", "--debug", NCCL_DEBUG="WARN")
+    assert done.returncode == 0, done.stderr
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("--debug: set DDP_TUTORIAL_DEBUG=1, TORCH_DISTRIBUTED_DEBUG=INFO, ")
+    assert first.endswith("; already set NCCL_DEBUG=WARN")
+    for rank in range(2):
+        log = Path(f"runs/slow/rank_{rank}.log").read_text().splitlines()
+        assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d rank {rank} DEBUG   debug variables: .*", log[0])
+        assert "TORCH_DISTRIBUTED_DEBUG=INFO" in log[0]
+        assert "NCCL_DEBUG=WARN" in log[0]
+        assert any(re.search(r"training data: [\d.]+ steps per epoch, 8 samples per step", line) for line in log)
+        assert any(re.search(r"validation data: \d+ samples", line) for line in log)
+    assert "validation data" in done.stdout + done.stderr

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CHECK_WATCH_SECONDS = 60.0
 _WATCH = "If a rank waits this long in a collective, report where each rank waits."
 _CHECK = "Check each step on all ranks: diverging replicas, NaN, shared samples, leaks, and more. Implies --watch."
+_DEBUG = "Show all log lines, and set the debug variables of PyTorch, NCCL and CUDA that are not set. Slow."
 _DEVICES = "GPUs of the ranks on this machine, one for each rank."
 _FAULT = "Inject a fault, such as 'kill rank=1 step=3', in addition to the config's `faults`. Can be repeated."
 
@@ -59,6 +60,7 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 @click.option("--watch", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), help=_WATCH)
 @click.option("--check", is_flag=True, help=_CHECK)
 @click.option("--fault", "faults", multiple=True, metavar="TEXT", help=_FAULT)
+@click.option("--debug", is_flag=True, help=_DEBUG)
 @click.option("--devices", metavar="0,1,3", help=_DEVICES)
 def train(
     config: str,
@@ -68,6 +70,7 @@ def train(
     watch: float | None,
     check: bool,
     faults: tuple[str, ...],
+    debug: bool,
     devices: str | None,
 ) -> None:
     """Train with CONFIG: a YAML file, or the name of one of the package's configs.
@@ -90,6 +93,10 @@ def train(
     Under torchrun the exit code is 0 instead, because torchrun would restart the ranks after any other code. It is also
     0 in a Slurm step after `stop`, because 75 requeues the job. result.json records that the run was stopped, and why.
     """
+    if debug:
+        from ddp_tutorial.processes.debug_variables import set_variables
+
+        click.echo(set_variables(), err=True)
     with stopped_by_signals():  # until the launch or the Trainer handles signals; importing torch takes seconds
         options = DebugOptions(watch or (CHECK_WATCH_SECONDS if check else None), check)
         _train(config, overrides, dry_run, as_json, options, faults, devices)

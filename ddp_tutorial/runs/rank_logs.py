@@ -1,7 +1,7 @@
 """Log the messages of each rank to its own file, and the important messages to the console.
 
 `rank_0.log`, `rank_1.log`, ... in the run's folder contain all messages. The console shows rank 0's messages of level
-INFO and above, and the warnings of all ranks.
+INFO and above, and the warnings of all ranks. With `train --debug`, the console shows all messages.
 """
 
 import logging
@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from ddp_tutorial.files import temporary_path, write_json
 from ddp_tutorial.processes.console import in_notebook
+from ddp_tutorial.processes.debug_variables import DEBUG, VARIABLES
 from ddp_tutorial.runs.folder import RunFolder
 from ddp_tutorial.world import World
 
@@ -23,10 +24,12 @@ def rank_log(world: World, run: RunFolder) -> Iterator[None]:
     """Send `LOG` and Python's warnings to this rank's file in the run's folder and to the console, inside the block."""
     run.create()  # does not exist yet on a machine that does not share rank 0's disk
     file = logging.FileHandler(run.rank_log(world.rank), encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    form = f"%(asctime)s rank {world.rank} %(levelname)-7s %(message)s"
+    file.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
     # A notebook highlights stderr like an error. In a terminal, stdout is reserved for results.
     console = logging.StreamHandler(sys.stdout if in_notebook() else sys.stderr)
-    console.setLevel(logging.INFO if world.is_main else logging.WARNING)
+    level = logging.INFO if world.is_main else logging.WARNING
+    console.setLevel(logging.DEBUG if os.environ.get(DEBUG) else level)
     console.addFilter(lambda record: not record.exc_info)  # the launcher reports exceptions
     with ExitStack() as stack:
         stack.callback(file.close)
@@ -40,6 +43,8 @@ def rank_log(world: World, run: RunFolder) -> Iterator[None]:
             for handler in (file, console):
                 stack.callback(logger.removeHandler, handler)
                 logger.addHandler(handler)
+        if os.environ.get(DEBUG):
+            LOG.debug("debug variables: %s", ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES))
         yield
 
 

@@ -13,7 +13,7 @@ launch(main, 2)
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -231,8 +231,13 @@ class Trainer:
         return {"epoch": round(self.step_count / per_epoch, 4)} if per_epoch else {}
 
     def log_start(self) -> None:
-        """Log the world and the remarks of the config."""
+        """Log the world, the sizes of the data, and the remarks of the config."""
         LOG.debug("%s, %d threads, process %d", self.world, torch.get_num_threads(), os.getpid())
+        source, held_out = self.train_step.source, self.validation_data
+        per_epoch = "an unknown number of" if source.steps_per_epoch is None else f"{source.steps_per_epoch:g}"
+        validation = len(held_out) if isinstance(held_out, Sized) else "an unknown number of" if held_out else 0
+        LOG.debug("training data: %s steps per epoch, %d samples per step", per_epoch, source.batch_size)
+        LOG.debug("validation data: %s samples", validation)
         for remark in self.config.remarks:
             LOG.info(remark)
 
