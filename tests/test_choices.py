@@ -132,9 +132,9 @@ def test_what_is_tried_fits_the_ranks_and_what_cannot_be_is_refused() -> None:
         network = Network(ranks, LinkModel(0, 1), per_machine)
         for choice in choices_for(network, units=5):
             assert cost(choice, WORK, network, batch=64).seconds > 0
-    with pytest.raises(ValueError, match="cannot be on 4 ranks"):
+    with pytest.raises(ValueError, match="cannot run on 4 ranks"):
         cost(Choice("zero3", copies=3), WORK, FOUR, 4)
-    with pytest.raises(ValueError, match="units 1 or more"):
+    with pytest.raises(ValueError, match="units at least 1"):
         Work(parameters=1, per_sample=1, units=0)
     step = StepModel(fixed=1, per_sample=2, nbytes=40, link=LinkModel(0, 1))
     assert Work.of(step, units=3) == Work(parameters=10, per_sample=2, fixed=1, units=3, overlap=0)
@@ -150,7 +150,7 @@ def test_where_only_a_part_is_hidden_a_step_lies_between_all_and_nothing() -> No
     assert seconds("ddp", 0.25) == 8.75
     for kind in ("ddp", "zero1", "zero2", "zero3"):
         assert seconds(kind, 0.25) == pytest.approx(0.75 * seconds(kind, 0) + 0.25 * seconds(kind, 1))
-    with pytest.raises(ValueError, match="overlap is from 0 to 1"):
+    with pytest.raises(ValueError, match="overlap must be from 0 to 1"):
         Work(parameters=2, per_sample=3, overlap=1.5)
 
 
@@ -187,7 +187,7 @@ def test_a_pipeline_has_as_many_micro_batches_as_samples_and_no_fewer_than_stage
     assert slots(2) == pytest.approx(2 + 1)
     assert slots(8) == slots(1) + 6 == pytest.approx(8 + 1)
     assert slots(16) == pytest.approx(2 * (8 + 1))
-    with pytest.raises(ValueError, match="'pipeline' cannot be on 3 ranks"):
+    with pytest.raises(ValueError, match="'pipeline' cannot run on 3 ranks"):
         simulated("pipeline", FITTED, 3, 32)
 
 

@@ -132,7 +132,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
         (("export", "runs/gone", "out"), "no run is called 'runs/gone'"),
         (("stop", "runs/gone"), "no run is called 'runs/gone'"),
-        (("bench", "lunch"), "no benchmark is called 'lunch'. Did you mean 'launch'?"),
+        (("bench", "lunch"), "unknown benchmark 'lunch'. Did you mean 'launch'?"),
     ],
 )
 def test_a_mistake_is_told_in_one_line_and_leaves_nothing(arguments: tuple[str, ...], told: str) -> None:

@@ -234,7 +234,7 @@ def test_the_benchmark_of_hangs_tells_right_verdicts_from_wrong_ones(monkeypatch
     assert found["other_verdicts"] == 0, "the same words each time"
     assert bench.is_good(found)
     assert len(lines) == 2
-    assert "2 of 2 told right" in bench.describe(found)
+    assert "2 of 2 correct" in bench.describe(found)
     monkeypatch.setattr(bench, "_hang", lambda name: ("rank 0 waits in barrier; rank 1 waits too", 3.0, 1))
     wrong = bench.measure_hangs(1)
     assert (wrong["right"], wrong["late"], wrong["left"]) == (0, 1, 1)

@@ -618,15 +618,15 @@ def test_a_summary_without_a_name_is_of_the_newest_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("plot", "mine", "--metrics", "los"), "no metric is called 'los'. Did you mean 'loss'? Known: learning_rate,"),
-        (("plot", "mine", "--metrics", "zzz"), "no metric is called 'zzz'. Known: learning_rate, loss, grad_norm,"),
-        (("plot", "mine", "--metrics", "loss,step"), "no metric is called 'step'."),
+        (("plot", "mine", "--metrics", "los"), "unknown metric 'los'. Did you mean 'loss'? Known: learning_rate,"),
+        (("plot", "mine", "--metrics", "zzz"), "unknown metric 'zzz'. Known: learning_rate, loss, grad_norm,"),
+        (("plot", "mine", "--metrics", "loss,step"), "unknown metric 'step'."),
         (("plot", "mien"), "no run is called 'mien'. Did you mean 'mine'?"),
         (("plot", "mine", "empty", "gone"), "no run is called 'gone'."),
-        (("plot", "empty"), "there are no steps yet in the log of runs/empty"),
+        (("plot", "empty"), "no steps have been logged yet in runs/empty"),
         (
             ("plot", "timeless", "--metrics", "loss", "--x", "time"),
-            "runs/timeless does not say when its steps were; use --x step",
+            "runs/timeless has no step times; use --x step",
         ),
         (("plot", "mine", "-o", "figure.gif"), "the extension of '-o' must be one of .png, .svg, .pdf"),
         (("plot", "mine", "-o", "figure"), "the extension of '-o' must be one of .png, .svg, .pdf"),
@@ -796,7 +796,7 @@ def test_compared_runs_share_axes_with_a_legend_and_what_differs_in_the_title() 
     made("b", batch_size=16)
     figure = drawn("a", "b", panels=("loss", "grad_norm"), compare=True)
     assert [len(axes.lines) for axes in figure.axes] == [2, 2]
-    assert figure.get_suptitle() == "2 runs compared\nThey differ in batch_size (8, 16)"
+    assert figure.get_suptitle() == "2 runs compared\nDifferent settings: batch_size (8, 16)"
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["runs/a (batch_size 8)", "runs/b (batch_size 16)"]
     looks = {(line.get_color(), line.get_linestyle(), line.get_linewidth()) for line in figure.axes[0].lines}
@@ -810,7 +810,7 @@ def test_runs_that_are_not_compared_have_a_column_each_and_one_scale() -> None:
     assert [len(axes.lines[0].get_xdata()) for axes in figure.axes] == [4, 2, 2, 0]
     assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
     assert figure.axes[0].get_title("left") == "runs/a: finished, step 4 of 4"
-    assert [text.get_text() for text in figure.axes[3].texts] == ["not in its log"]
+    assert [text.get_text() for text in figure.axes[3].texts] == ["not logged"]
 
 
 @pytest.mark.parametrize(

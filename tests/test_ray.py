@@ -149,7 +149,7 @@ def test_in_ray_train_a_run_that_loses_a_worker_ends_with_the_bits_of_one_under_
     assert done.returncode == 0, done.stderr + logs_of(folder_of_ray)
     told = json.loads(done.stdout.splitlines()[-1])
 
-    assert all("give it a name=, checkpoint.every=" in message for message in told["refused"])
+    assert all("set name= and checkpoint.every=" in message for message in told["refused"])
     assert len(told["refused"]) == 3
 
     # What Ray knows: the last checkpoint, where the run has it, its metrics, and as many as are to be kept.

@@ -201,17 +201,17 @@ def assert_refused_in_one_line(notebook: Path, settings: list[str], told: str) -
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["how"], "'how' is not of the form key=value,value"),
-        (["=1"], "'=1' is not of the form"),
-        (["a b=1"], "'a b=1' is not of the form"),
+        (["how"], "a setting must have the form key=value,value, such as source=a,b, got 'how'"),
+        (["=1"], "got '=1'"),
+        (["a b=1"], "got 'a b=1'"),
         (["how="], "'how=' has an empty value"),
         (["how=a,,b"], "has an empty value"),
         (["how=a,"], "has an empty value"),
         (["how=a]"], "not valid YAML"),
         (["how=a", "how=b"], "'how' is set twice"),
         (["how=a,a"], "'how' has the value \"a\" twice"),
-        (["number=.inf"], "inf is neither text nor a finite number"),
-        (["how=2024-01-01"], "is a date to YAML; write it in quotes"),
+        (["number=.inf"], "values must be text, finite numbers"),
+        (["how=2024-01-01"], "YAML reads 2024-01-01 as a date; quote it"),
         (["hwo=a"], "tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?"),
         (["name=a"], "'name' cannot be swept"),
         (["repeat=2"], "'repeat' cannot be swept"),
@@ -246,12 +246,12 @@ def test_notebooks_that_cannot_be_swept(workdir: Path) -> None:
         (Path("gone.ipynb"), "there is no notebook 'gone.ipynb'"),
         (Path("text.ipynb"), "text.ipynb is not a notebook"),
         (nameless, "nameless.ipynb has no parameter 'name'"),
-        (untagged, "untagged.ipynb has 0 cells tagged 'parameters'"),
+        (untagged, "untagged.ipynb must have one cell tagged 'parameters', got 0"),
         (broken, "the cell after the parameters raised SyntaxError"),
     ]:
         with pytest.raises(ConfigError, match=told):
             plan_sweep(path, [])
-    with pytest.raises(ConfigError, match=r"the name '../x' should be a folder below runs/sweeps/"):
+    with pytest.raises(ConfigError, match=r"the name must be a folder under runs/sweeps/"):
         plan_sweep(write_notebook(Path("good.ipynb"), PARAMETERS), [], name="../x")
 
 
@@ -283,7 +283,7 @@ def test_planning_executes_each_points_cells_in_a_process_of_its_own(workdir: Pa
     ("how", "told"),
     [
         ("exits", "raised SystemExit: 0"),
-        ("dies", "ended its process with code 0"),
+        ("dies", "exited with code 0"),
         ("hangs", "took more than 1 s"),
     ],
 )
@@ -352,13 +352,13 @@ def test_failures_are_kept_and_told_with_their_cell_and_the_rest_goes_on(
     ("code", "result", "status", "error"),
     [
         (0, {"status": "finished", "metrics": {"x": 1}}, "finished", None),
-        (0, None, "failed", "it has written no result.json"),
-        (0, {"status": "stopped", "metrics": {}}, "failed", "its result.json says 'stopped'"),
-        (0, {"status": "finished"}, "failed", "it has written no result.json"),
-        (0, ["no object"], "failed", "it has written no result.json"),
+        (0, None, "failed", "wrote no result.json"),
+        (0, {"status": "stopped", "metrics": {}}, "failed", "wrote status 'stopped' to result.json"),
+        (0, {"status": "finished"}, "failed", "wrote no result.json"),
+        (0, ["no object"], "failed", "wrote no result.json"),
         (1, {"status": "finished", "metrics": {}}, "failed", "the last thing it said"),
         (138, {"status": "finished", "metrics": {}}, "failed", "the last thing it said"),
-        (None, {"status": "finished", "metrics": {}}, "timed out", "longer than 3 s"),
+        (None, {"status": "finished", "metrics": {}}, "timed out", "took longer than 3 s"),
     ],
 )
 def test_a_point_is_judged_by_papermills_exit_code_and_by_its_result(
@@ -375,7 +375,7 @@ def test_a_point_is_judged_by_papermills_exit_code_and_by_its_result(
 def test_a_point_has_a_time_limit(notebook: Path) -> None:
     outcome, _ = run(notebook, "how=late", timeout=8)
     [(_, record)] = outcome.failures
-    assert (record["status"], record["error"]) == ("timed out", "longer than 8 s")
+    assert (record["status"], record["error"]) == ("timed out", "took longer than 8 s")
     assert record["seconds"] < 30
     assert left_behind(Path.cwd()) == []
     assert not Path("runs/sweeps/tiny/compare.html").exists()  # there is nothing to compare
@@ -441,7 +441,7 @@ def test_an_interrupt_loses_nothing_and_the_same_command_carries_on(notebook: Pa
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     last = said.strip().splitlines()[-1]
-    assert last == "error: interrupted; 1 of 2 points are done and kept. The same command carries on."
+    assert last == "error: interrupted; 1 of 2 points are done and saved. To resume, rerun the command."
     assert "Traceback" not in said
     assert left_behind(Path.cwd()) == []
     assert not Path("runs/sweeps/tiny/results.parquet").exists()

@@ -80,7 +80,7 @@ def test_groups_are_the_repeats_of_what_varies_and_failures_are_left_out() -> No
     groups = groups_of([*ROWS, FAILED], "rate")
     assert [(group.label, group.values) for group in groups] == [("source=a", [11.0, 12.0]), ("source=b", [21.0, 22.0])]
     assert as_text(groups, "rate").splitlines()[1].split() == ["source=a", "11.5", "11", "12", "2"]
-    with pytest.raises(ConfigError, match=r"no metric of the table is called 'rte'\. Did you mean 'rate'"):
+    with pytest.raises(ConfigError, match=r"the table has no metric 'rte'\. Did you mean 'rate'"):
         groups_of(ROWS, "rte")
 
 
@@ -94,11 +94,13 @@ def test_the_axis_of_a_figure_is_the_parameter_with_the_most_values() -> None:
 
 def test_a_difference_is_one_where_ranges_are_apart() -> None:
     apart = differences([Group({"x": 1}, [10, 11, 12]), Group({"x": 2}, [20, 22, 24])])
-    assert apart == ["x=2 has 100.0% more than x=1: apart (by luck alone in 1 of 10)"]  # 2 of (6 choose 3)
+    assert apart == [
+        "x=2 has 100.0% more than x=1: the ranges do not overlap (by chance in 1 of 10 cases)"
+    ]  # 2 of (6 choose 3)
     [within] = differences([Group({"x": 1}, [10, 20]), Group({"x": 2}, [15, 30])])
     assert within.startswith("x=2 and x=1: within the spread (medians: 50.0% more")
-    assert differences([Group({"x": 1}, [1, 1]), Group({"x": 2}, [1, 1])])[0].endswith("equal, to the last digit")
-    assert "nothing can be said" in differences([Group({"x": 1}, [1]), Group({"x": 2}, [2])])[0]
+    assert differences([Group({"x": 1}, [1, 1]), Group({"x": 2}, [1, 1])])[0].endswith("identical values")
+    assert "differences cannot be judged" in differences([Group({"x": 1}, [1]), Group({"x": 2}, [2])])[0]
     assert differences([Group({"x": 1}, [1])]) == []
 
 

@@ -247,7 +247,7 @@ def test_a_sweep_marks_the_size_that_is_best_measured_and_the_one_that_is_best_b
     figure = plots.sweeps(measured, model, "title", "MiB", "ms")
     [axes] = figure.axes
     plt.close(figure)
-    assert axes.get_title(loc="left") == "slow\nbest: 1, by the model: 1.5"
+    assert axes.get_title(loc="left") == "slow\nbest: 1 measured, 1.5 modeled"
     marks = {line.get_marker(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
     assert marks["v"] == ([1.5], [6.0])
     assert marks["o"] == ([1.0], [7.0])  # the ring, which is drawn last

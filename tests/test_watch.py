@@ -60,7 +60,7 @@ def test_losses_rate_memory_and_phases_are_those_of_the_log(tmp_path: Path) -> N
 
 def test_a_run_that_has_just_begun_is_shown_without_numbers(tmp_path: Path) -> None:
     figure = dashboard(a_run(tmp_path / "new", []))
-    assert [axes.texts[0].get_text() for axes in figure.axes] == ["nothing yet"] * 4
+    assert [axes.texts[0].get_text() for axes in figure.axes] == ["no data yet"] * 4
     plt.close(figure)
 
 

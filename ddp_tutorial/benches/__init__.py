@@ -42,7 +42,7 @@ def run_bench(name: str, repeats: int) -> dict[str, Any]:
     from ddp_tutorial.config import ConfigError, did_you_mean
 
     if name not in NAMES:
-        raise ConfigError(f"no benchmark is called {name!r}.{did_you_mean(name, NAMES)}")
+        raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, NAMES)}")
     measured: dict[str, Any] = importlib.import_module(f"{__name__}.{name}").measure(repeats)
     return measured
 
@@ -94,5 +94,5 @@ def as_text(result: dict[str, Any]) -> str:
     if note := result.get("note"):
         lines.append(f"  {note}")
     if crowded := result.get("oversubscribed"):
-        lines.append(f"  more processes than cores, so no measure of speed: {', '.join(crowded)}")
+        lines.append(f"  more processes than cores, so times do not measure speed: {', '.join(crowded)}")
     return "\n".join(lines)

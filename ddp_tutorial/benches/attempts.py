@@ -228,7 +228,7 @@ def run_attempt(
         if late:
             raise RuntimeError(f"{config.name} hangs after {hits or 'nothing'}, {codes}: {said}")
         if not hits and not where and any(codes):
-            raise RuntimeError(f"nothing was done to {config.name}, but it ended with {codes}: {said}")
+            raise RuntimeError(f"{config.name} exited with {codes} without an injected failure: {said}")
         published = notes / "published"
         return Attempt(
             point=hits[0]["point"] if hits else None,

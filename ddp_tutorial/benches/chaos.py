@@ -126,8 +126,8 @@ def describe(result: Mapping[str, Any]) -> str:
     full = result["full_disk"]
     return "\n".join(
         [
-            "lives: " + ", ".join(f"{count} {kind}" for kind, count in result["lives"].items()),
-            f"full disk: {full['by']}, {full['ended']} lives ended by it",
+            "attempts: " + ", ".join(f"{count} {kind}" for kind, count in result["lives"].items()),
+            f"full disk: {full['by']}, {full['ended']} attempts failed because of it",
             *([full["not_possible"]] if full["not_possible"] else []),
             ", ".join(f"{key} = {result[key]}" for key in ("bit_equal", "lost", "let_in", "left")),
         ]
@@ -186,7 +186,7 @@ class _Tally:
     def line(self) -> str:
         done = ", ".join(f"{count} {kind}" for kind, count in self.lives.items())
         return (
-            f"lives: {done}; {self.runs} runs finished, bit-equal: {self.bit_equal}, lost: {self.lost}, "
+            f"attempts: {done}; {self.runs} runs finished, bit-equal: {self.bit_equal}, lost: {self.lost}, "
             f"let in: {self.let_in}, left: {self.left}"
         )
 
@@ -204,7 +204,7 @@ class _Tally:
             "full_disk": {
                 "by": by,
                 "ended": self.ended_full,
-                "not_possible": f"a disk that is really full was not tried: {why_not}" if why_not else None,
+                "not_possible": f"a full disk was not tested: {why_not}" if why_not else None,
             },
             "bit_equal": self.bit_equal,
             "lost": self.lost,
@@ -253,7 +253,7 @@ class _Chaos:
                 self.tally.bit_equal = self.tally.bit_equal and end == self.wanted
                 return
             safe = newest if self.random.random() > 0.1 else self._damage(checkpoints)
-        raise RuntimeError(f"{name} has not finished in {MAX_ATTEMPTS} lives")
+        raise RuntimeError(f"{name} did not finish in {MAX_ATTEMPTS} attempts")
 
     def _undisturbed(self, config: TaskConfig) -> Attempt:
         self.tally.lives["undisturbed"] += 1

@@ -156,7 +156,7 @@ def measure_hangs(repeats: int, report: Callable[[str], None] = lambda _: None) 
                 right += 1
             else:
                 wrong.append(f"{name}: {message}")
-        report(f"repeat {repeat}: {right} of {len(seconds)} told right, at most {max(seconds):.2f} s late, {left} left")
+        report(f"repeat {repeat}: {right} of {len(seconds)} correct, at most {max(seconds):.2f} s late, {left} left")
     return {
         "bench": "hangs",
         "environment": describe_environment(),
@@ -184,9 +184,9 @@ def describe(result: Mapping[str, Any]) -> str:
     seconds = result["seconds"]
     return "\n".join(
         [
-            f"{result['right']} of {result['of']} told right: {result['hangs']} hangs, {result['repeats']} repeats; "
-            f"{result['other_verdicts']} in other words than the first time",
-            f"over {seconds['median']} s after the patience of {result['patience']} s in the median, "
+            f"{result['right']} of {result['of']} correct: {result['hangs']} hangs, {result['repeats']} repeats; "
+            f"{result['other_verdicts']} verdicts with a different text than the first",
+            f"delay after the timeout of {result['patience']} s: {seconds['median']} s median, "
             f"{seconds['most']} s at most; {result['late']} later than {result['within']} s",
             f"processes left: {result['left']}",
             *result["wrong"],

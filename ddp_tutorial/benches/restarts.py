@@ -131,7 +131,7 @@ def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
             kill_torchrun(agent, str(notes))
         if agent.returncode != 0:
             log.seek(0)
-            raise RuntimeError(f"{name} has ended with {agent.returncode}: {log.read()[-4000:]}")
+            raise RuntimeError(f"{name} exited with code {agent.returncode}: {log.read()[-4000:]}")
     return notes
 
 

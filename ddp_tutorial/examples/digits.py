@@ -82,7 +82,7 @@ def main(world: World, options: Options) -> TrainResult:
     result = trainer.train()
     if world.is_main:
         for step, means in result.evaluations.items():
-            print(f"after step {step}: accuracy {means['accuracy']:.4f} on images held out")
+            print(f"after step {step}: validation accuracy {means['accuracy']:.4f}")
     return result
 
 

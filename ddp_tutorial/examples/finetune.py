@@ -80,7 +80,7 @@ def main(world: World, options: Options) -> TrainResult:
     result = Trainer(model_of(options), source, loss, world, options, validation_data=held_out, unit="tokens").train()
     if world.is_main:
         for step, means in result.evaluations.items():
-            print(f"after step {step}: loss {means['loss']:.3f} nats a byte on stories held out")
+            print(f"after step {step}: validation loss {means['loss']:.3f} nats per byte")
     return result
 
 

@@ -64,9 +64,9 @@ class Work:
     def __post_init__(self) -> None:
         """Validate the fields."""
         if self.parameters <= 0 or self.per_sample < 0 or self.units < 1:
-            raise ValueError(f"parameters should be above 0, per_sample 0 or more, units 1 or more; found {self}")
+            raise ValueError(f"parameters must be above 0, per_sample at least 0 and units at least 1, got {self}")
         if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap is from 0 to 1; found {self}")
+            raise ValueError(f"overlap must be from 0 to 1, got {self}")
 
     @staticmethod
     def of(step: StepModel, **others: Any) -> "Work":
@@ -169,7 +169,7 @@ def cost(choice: Choice, work: Work, network: Network, batch: int) -> Cost:
         ValueError: The number of ranks is not a multiple of `copies`, or a number is less than 1.
     """
     if network.ranks % choice.copies or min(batch, choice.copies, choice.micro_batches, choice.round) < 1:
-        raise ValueError(f"{choice} cannot be on {network.ranks} ranks with {batch} samples")
+        raise ValueError(f"{choice} cannot run on {network.ranks} ranks with {batch} samples")
     mesh = Mesh(choice.copies, network.ranks // choice.copies)
     if choice.kind == "pipeline":
         return _pipeline(choice, work, network, batch, mesh)
@@ -295,7 +295,7 @@ def simulated(kind: Kind, step: StepModel, ranks: int, batch: int, handed_on: fl
         choice for choice in choices_for(network, work.units) if choice.kind == (kind if ranks > 1 else "ddp")
     ]
     if not candidates:
-        raise ValueError(f"{kind!r} cannot be on {ranks} ranks with a model in {work.units} units")
+        raise ValueError(f"{kind!r} cannot run on {ranks} ranks with a model of {work.units} units")
     choice = candidates[0]
     if choice.kind == "pipeline":
         of_each = max(ranks, batch) // choice.copies  # samples per pipeline, at least one per stage

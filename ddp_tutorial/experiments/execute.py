@@ -115,7 +115,7 @@ def run_main_job(steps: int = 600) -> None:
     result = json.loads((folder / "result.json").read_text())
     print()
     print(result["summary"])
-    print(f"\nWhat the model writes after {result['prompt']!r}:\n")
+    print(f"\nText that the model generates after {result['prompt']!r}:\n")
     print("\n".join(f"    {line}" for line in result["sample"].split("\n")))
     print()
     for what, name in (("notebook", "train.ipynb"), ("page", "train.html"), ("result", "result.json")):
@@ -136,9 +136,9 @@ def _sensible_ranks() -> int:
         print(f"{gpus} GPUs found: one rank on each, with NCCL.")
         return gpus
     if gpus == 1:
-        print("1 GPU found. Ranks need one each, so both runs train on the CPU.")
+        print("1 GPU found. Each rank requires its own GPU, so both runs train on the CPU.")
     elif cores() < 2:
-        print("1 core found: two ranks take turns on it, so expect the right result, but no speed-up.")
+        print("1 core found: two ranks share it, so the results are correct, but there is no speedup.")
     return 2
 
 

@@ -71,7 +71,7 @@ def _answer_of_fork(notebook: str, cells: Sequence[str], point: Mapping[str, Any
     if code == -signal.SIGALRM:
         answer = json.dumps({"error": f"{notebook}: the cell after the parameters took more than {CELL_SECONDS} s"})
     elif not answer:
-        answer = json.dumps({"error": f"{notebook}: the cell after the parameters ended its process with code {code}"})
+        answer = json.dumps({"error": f"{notebook}: the cell after the parameters exited with code {code}"})
     return answer
 
 

@@ -56,10 +56,10 @@ class StepModel:
         """Validate the fields."""
         if self.fixed < 0 or self.per_sample <= 0 or self.nbytes < 0 or self.buckets < 1:
             raise ValueError(
-                f"per_sample should be above 0, fixed and nbytes 0 or more, buckets 1 or more; found {self}"
+                f"per_sample must be above 0, fixed and nbytes at least 0 and buckets at least 1, got {self}"
             )
         if not 0 <= self.overlap <= 1 or self.sharing < 1:
-            raise ValueError(f"overlap is from 0 to 1, and sharing at least 1; found {self}")
+            raise ValueError(f"overlap must be from 0 to 1 and sharing at least 1, got {self}")
 
     def compute(self, samples: float, ranks: int = 1) -> float:
         """Return the seconds of computation for `samples` samples on one of `ranks` ranks on this machine."""
@@ -89,7 +89,7 @@ class StepModel:
                 ranks take turns at computing and at sending, which on one machine is copying.
         """
         if batch < 1 or ranks < 1 or (cores is not None and cores < 1):
-            raise ValueError(f"batch, ranks and cores are at least 1; found {batch}, {ranks} and {cores}")
+            raise ValueError(f"batch, ranks and cores must be at least 1, got {batch}, {ranks} and {cores}")
         samples = math.ceil(batch / ranks)
         turns = max(1.0, ranks / cores) if cores else 1.0
         return turns * (self.compute(samples, ranks) + self.exposed(samples, ranks))
@@ -159,7 +159,9 @@ def fit_step(
     try:  # like a link, a step is fitted by a straight line with positive coefficients
         line = fit_link([1] * len(alone), list(alone), list(alone.values()))
     except ValueError:
-        raise ValueError(f"a step does not take longer for more samples: {dict(alone)}. Measure once more.") from None
+        raise ValueError(
+            f"the step time must grow with the number of samples, got {dict(alone)}. Repeat the measurement."
+        ) from None
     rounds = 2 * (ranks - 1)
     link = fit_link([rounds] * len(all_reduces), [rounds * n / ranks for n in all_reduces], list(all_reduces.values()))
     model = StepModel(line.latency, 1 / line.bandwidth, nbytes, link, buckets)

@@ -61,7 +61,7 @@ def read_grid(settings: Sequence[str]) -> Grid:
         key, equals, text = setting.partition("=")
         key, text = key.strip(), text.strip()
         if not equals or not all(part.isidentifier() for part in key.split(".")):
-            raise ConfigError(f"{setting!r} is not of the form key=value,value, such as source=sharded,streamed")
+            raise ConfigError(f"a setting must have the form key=value,value, such as source=a,b, got {setting!r}")
         if key in grid:
             raise ConfigError(f"{key!r} is set twice; write {key}=value,value")
         values = _values(setting, text)
@@ -77,7 +77,7 @@ def _values(setting: str, text: str) -> list[Any]:
 
     Unlike in YAML, a trailing comma is an error.
     """
-    empty = f"{setting!r} has an empty value; an empty text is written as ''"
+    empty = f"{setting!r} has an empty value; write an empty string as ''"
     if not text or text.endswith(","):
         raise ConfigError(empty)
     try:
@@ -88,11 +88,13 @@ def _values(setting: str, text: str) -> list[Any]:
 
 def _as_json(setting: str, value: Any) -> str:
     if isinstance(value, datetime.date):
-        raise ConfigError(f"{setting!r}: {value} is a date to YAML; write it in quotes, as '{value}'")
+        raise ConfigError(f"{setting!r}: YAML reads {value} as a date; quote it, as in '{value}'")
     try:
         return json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError):
-        raise ConfigError(f"{setting!r}: {value} is neither text nor a finite number, nor made of these") from None
+        raise ConfigError(
+            f"{setting!r}: values must be text, finite numbers, or lists and mappings of these, got {value}"
+        ) from None
 
 
 def expand_grid(grid: Grid, repeats: int) -> list[tuple[dict[str, Any], int]]:
@@ -190,11 +192,11 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
     if len(places) != 1:
-        raise ConfigError(f"{name} has {len(places)} cells tagged 'parameters'; a sweep needs one")
+        raise ConfigError(f"{name} must have one cell tagged 'parameters', got {len(places)}")
     after = code[places[0] + 1].source if places[0] + 1 < len(code) else ""
     parameters = Parameters(name, code[places[0]].source, after if "read_parameters(" in after else "")
     if "name" not in parameters.names:
-        raise ConfigError(f"{name} has no parameter 'name', the folder below runs/ where it should write result.json")
+        raise ConfigError(f"{name} has no parameter 'name', the folder under runs/ for its result.json")
     return parameters
 
 
@@ -248,7 +250,9 @@ def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: 
         raise ConfigError(f"{reserved[0]!r} cannot be swept: the sweep sets it, or has a column of that name")
     name = name or _clean(notebook.stem) or "sweep"
     if not _FOLDER.fullmatch(name):
-        raise ConfigError(f"the name {name!r} should be a folder below {SWEEPS}/, of letters, digits, '-', '_' and '.'")
+        raise ConfigError(
+            f"the name must be a folder under {SWEEPS}/, of letters, digits, '-', '_' and '.', got {name!r}"
+        )
     folder = SWEEPS / name
     code = code_version(source)
     combinations = [values for values, _ in expand_grid(grid, 1)]
@@ -298,7 +302,7 @@ class SweepInterruptedError(KeyboardInterrupt):
 
     def __init__(self, done: int, points: int) -> None:
         """Describe how many points are finished and how to resume."""
-        super().__init__(f"interrupted; {done} of {points} points are done and kept. The same command carries on.")
+        super().__init__(f"interrupted; {done} of {points} points are done and saved. To resume, rerun the command.")
 
 
 def run_sweep(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outcome:
@@ -400,10 +404,10 @@ def _judged(folder: Path, notebook: str, code: int | None, timeout: float) -> di
     if code == 0 and status == FINISHED:
         return {"status": FINISHED, "metrics": metrics, "cell": None, "error": None}
     if code is None:
-        return {"status": "timed out", "metrics": {}, "cell": cell, "error": f"longer than {timeout:g} s"}
+        return {"status": "timed out", "metrics": {}, "cell": cell, "error": f"took longer than {timeout:g} s"}
     if code == 0:
         cell = None  # all cells ran
-        error = "it has written no result.json" if status is None else f"its result.json says {status!r}"
+        error = "wrote no result.json" if status is None else f"wrote status {status!r} to result.json"
     return {"status": "failed", "metrics": {}, "cell": cell, "error": error or last_lines(folder, 1)[0]}
 
 

@@ -60,7 +60,7 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
     except (OSError, ArrowException) as error:
         raise ConfigError(f"{str(path)!r} is not the table of a sweep: {str(error).partition(chr(10))[0]}") from None
     if not rows or not rows[0].keys() >= FIXED:
-        raise ConfigError(f"{str(path)!r} is not the table of a sweep: it should have rows, with {sorted(FIXED)}")
+        raise ConfigError(f"{str(path)!r} is not the table of a sweep: it must have rows with {sorted(FIXED)}")
     return rows
 
 
@@ -109,7 +109,7 @@ def groups_of(rows: Sequence[Row], metric: str) -> list[Group]:
     """
     known = metrics_of(rows)
     if metric not in known:
-        raise ConfigError(f"no metric of the table is called {metric!r}.{did_you_mean(metric, known)}")
+        raise ConfigError(f"the table has no metric {metric!r}.{did_you_mean(metric, known)}")
     names = [name for name in parameters_of(rows) if len({json.dumps(row[name]) for row in rows}) > 1]
     groups: dict[str, Group] = {}
     for row in rows:
@@ -159,7 +159,7 @@ def differences(groups: Sequence[Group]) -> list[str]:
         One line per comparison.
     """
     if len(groups) > 1 and all(len(group.values) == 1 for group in groups):
-        return ["One value each: without a spread, nothing can be said of their differences. Use --repeats 3 or more."]
+        return ["One value per group has no spread, so differences cannot be judged. Use --repeats 3."]
     ordered = sorted(groups, key=lambda group: group.median, reverse=True)
     return [_difference(above, below) for above, below in pairwise(ordered)]
 
@@ -167,14 +167,15 @@ def differences(groups: Sequence[Group]) -> list[str]:
 def _difference(above: Group, below: Group) -> str:
     both = f"{above.label} and {below.label}"
     if above.values == below.values:
-        return f"{both}: equal, to the last digit"
+        return f"{both}: identical values"
     a, b = len(above.values), len(below.values)
     if min(a, b) < 2:
-        return f"{both}: one value is no spread, so this cannot be told"
+        return f"{both}: one value has no spread, so the difference cannot be judged"
     more = f"{above.median / below.median - 1:.1%} more" if below.median > 0 else "more"
     if min(above.values) <= max(below.values):
         return f"{both}: within the spread (medians: {more}, but the ranges overlap)"
-    return f"{above.label} has {more} than {below.label}: apart (by luck alone in 1 of {math.comb(a + b, a) // 2})"
+    chance = f"by chance in 1 of {math.comb(a + b, a) // 2} cases"
+    return f"{above.label} has {more} than {below.label}: the ranges do not overlap ({chance})"
 
 
 def _is_number(value: object) -> bool:

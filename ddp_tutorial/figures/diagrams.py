@@ -79,8 +79,8 @@ def chunks(rounds: Sequence[Sequence[Sequence[Collection[int]]]], title: str) ->
     grid[0][0].set_xlabel("chunk")
     key = grid[1][0]
     key.axis("off")
-    digits = "digits: the ranks\nwhose shares are in" if named else "number: how many\nranks' shares are in"
-    words = f"{digits}\nthe chunk\n\nframe: has just\ncome in\n\ndark: complete"
+    digits = "digits: ranks whose\ndata is in" if named else "number: ranks whose\ndata is in"
+    words = f"{digits}\nthe chunk\n\nframe: just\nreceived\n\ndark: complete"
     key.text(0.0, 0.5, words, transform=key.transAxes, va="center", fontsize=9.5, color=INK)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

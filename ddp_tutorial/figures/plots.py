@@ -76,8 +76,8 @@ def loss_curves(runs: Mapping[str, Run], title: str = "Loss") -> Figure:
         )
         eval_steps, eval_losses = run.series("eval_loss")
         axes.plot(eval_steps, eval_losses, "o", color=color, markersize=3 + width, markeredgecolor="white")
-    axes.plot([], [], "o", color=FAINT, label="held-out data")
-    axes.set(title=title, xlabel="optimiser step", ylabel="loss")
+    axes.plot([], [], "o", color=FAINT, label="validation")
+    axes.set(title=title, xlabel="optimizer step", ylabel="loss")
     axes.legend()
     return figure
 
@@ -357,7 +357,7 @@ def attempts(
         left.plot(seconds[-1], steps[-1], "x" if name != list(parts)[-1] else "o", color=color, markersize=9)
         right.plot(steps, losses, color=color, linestyle=dash, linewidth=2, label=name)
     left.set(title="x: a rank is killed", xlabel="seconds", ylabel="step")
-    right.set(title="the losses of all lives", xlabel="step", ylabel="loss", yscale="log")
+    right.set(title="the losses of all attempts", xlabel="step", ylabel="loss", yscale="log")
     right.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     right.yaxis.set_major_formatter("{x:g}")
     right.yaxis.set_minor_formatter("{x:g}")

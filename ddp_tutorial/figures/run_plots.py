@@ -32,11 +32,11 @@ from ddp_tutorial.runs.summaries import (
 Axis = Literal["step", "time", "tokens"]
 
 LOSSES = "loss curves"  # a panel with two metrics
-_XLABELS = {"step": "optimiser step", "time": "seconds since the run began", "tokens": "tokens"}
+_XLABELS = {"step": "optimizer step", "time": "seconds since the start of the run", "tokens": "tokens"}
 _YLABELS = {
     "loss": "training loss",
-    "eval_loss": "held-out loss",
-    "grad_norm": "norm of the gradient\nbefore clipping",
+    "eval_loss": "validation loss",
+    "grad_norm": "gradient norm\nbefore clipping",
     "learning_rate": "learning rate",
     "tokens_per_second": "tokens/s",
     "loss_scale": "loss scale",
@@ -64,7 +64,7 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
     logs, summaries = [rows for rows, _ in read], [summary for _, summary in read]
     known = list(dict.fromkeys(name for rows in logs for name in metrics_of(rows)))
     if not known:
-        raise ConfigError(f"there are no steps yet in the log of {', '.join(map(str, folders))}")
+        raise ConfigError(f"no steps have been logged yet in {', '.join(map(str, folders))}")
     for panel in panels:
         _check(panel, known)
     places = [_places(rows, axis, summary) for rows, summary in zip(logs, summaries, strict=True)]
@@ -77,7 +77,7 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
             axes = grid[row][0 if compare else index]
             _draw(axes, panel, rows, xs, window, look)
             if not compare and not set(_metrics(panel)) & set(metrics_of(rows)):
-                axes.annotate("not in its log", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
+                axes.annotate("not logged", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
     for row, panel in enumerate(panels):
         grid[row][0].set_ylabel(_YLABELS.get(panel) or _spelt(panel))
         if panel.endswith("_per_second"):
@@ -114,7 +114,7 @@ def _check(panel: str, known: Sequence[str]) -> None:
     if not set(wanted) & set(known):
         close = did_you_mean(wanted[0], known)
         there = "" if "Known" in close else f" Known: {', '.join(known)}."
-        raise ConfigError(f"no metric is called {wanted[0]!r}.{close}{there}")
+        raise ConfigError(f"unknown metric {wanted[0]!r}.{close}{there}")
 
 
 def _metrics(panel: str) -> list[str]:
@@ -126,7 +126,7 @@ def _places(rows: Sequence[Row], axis: Axis, summary: Summary) -> list[float]:
     if axis == "time":
         times = elapsed_seconds(rows)
         if rows and times[-1] == 0:
-            raise ConfigError(f"{summary.path} does not say when its steps were; use --x step")
+            raise ConfigError(f"{summary.path} has no step times; use --x step")
         return times
     if axis == "step":
         return [row["step"] for row in rows]
@@ -204,7 +204,7 @@ def _differences(summaries: Sequence[Summary], most: int = 6) -> str:
         for name, v in differing_settings(summaries).items()
     ]
     more = [f"and {len(settings) - most} more"] if len(settings) > most else []
-    return f"They differ in {', '.join(settings[:most] + more)}" if settings else "Their settings are the same"
+    return f"Different settings: {', '.join(settings[:most] + more)}" if settings else "Identical settings"
 
 
 def _format_value(value: object) -> str:
@@ -225,7 +225,7 @@ def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_lo
             handles.append(Line2D([], [], label=label, **_look(index)))
     if with_losses:
         handles.append(Line2D([], [], color=FAINT, label="training"))
-        handles.append(Line2D([], [], label="held-out data", **_as_points({"color": FAINT, "linewidth": 1.5})))
+        handles.append(Line2D([], [], label="validation", **_as_points({"color": FAINT, "linewidth": 1.5})))
     if handles:
         longest = max(len(str(handle.get_label())) for handle in handles)
         figure.legend(handles=handles, loc="outside lower left", ncols=max(1, min(len(handles), 100 // (longest + 8))))

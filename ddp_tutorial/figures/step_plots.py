@@ -40,7 +40,7 @@ _GANTT = {
 
 @styled
 def swimlane(
-    spans: Sequence["Span"], title: str, xlabel: str = "seconds since the first process was started"
+    spans: Sequence["Span"], title: str, xlabel: str = "seconds since the start of the first process"
 ) -> Figure:
     """Draw the spans of each process as bars in one lane per process; time zero is the earliest start."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
@@ -100,7 +100,9 @@ def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
             if span.name == "backward":
                 axes.barh(row, length, left=left, color="#eeeeee", height=0.86, zorder=0)
         overlap = timeline.overlap(rank)
-        note = f"  {100 * overlap.fraction:.0f} % of what could be\n  hidden is hidden" if overlap.communication else ""
+        note = (
+            f"  {100 * overlap.fraction:.0f} % of the possible\n  overlap is reached" if overlap.communication else ""
+        )
         axes.annotate(note, (_milliseconds(spans), row), va="center", fontsize=8.5)
     drawn = {span.name for timeline in timelines.values() for span in timeline.ranks[rank]}
     for name, (color, hatch) in _GANTT.items():
@@ -148,7 +150,7 @@ def sweeps(
     for axes, (name, (xs, several)) in zip(grid[0], measured.items(), strict=True):
         best, lowest = _sweep(axes, xs, several, model[name])
         axes.set(xlabel=xlabel)
-        axes.set_title(f"{name}\nbest: {best:g}, by the model: {lowest:.2g}", fontsize=10)
+        axes.set_title(f"{name}\nbest: {best:g} measured, {lowest:.2g} modeled", fontsize=10)
     grid[0][0].set_ylabel(ylabel)
     handles = [Line2D([], [], label=label, **look) for label, look in _OF_SWEEP.items()]
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center")
@@ -157,10 +159,10 @@ def sweeps(
 
 
 _OF_SWEEP: dict[str, dict[str, Any]] = {
-    "measured: quickest, up to the median": {"color": BLUE, "marker": "o", "linestyle": "-"},
-    "lowest measured": {"color": BLUE, "marker": "o", "markersize": 12, "fillstyle": "none", "linestyle": ""},
+    "measured: minimum to median": {"color": BLUE, "marker": "o", "linestyle": "-"},
+    "measured minimum": {"color": BLUE, "marker": "o", "markersize": 12, "fillstyle": "none", "linestyle": ""},
     "model": {"color": ORANGE, "linestyle": DASHES[1], "linewidth": 2},
-    "lowest of the model": {"color": ORANGE, "marker": "v", "markeredgecolor": INK, "linestyle": ""},
+    "modeled minimum": {"color": ORANGE, "marker": "v", "markeredgecolor": INK, "linestyle": ""},
 }
 
 
@@ -218,7 +220,7 @@ def one_of_sweep(
     _sweep(below, list(several), list(several.values()), model)
     below.axvline(x, color=RED, linewidth=6, alpha=0.25, zorder=0)
     below.plot(x, lengths[x], "D", color=RED, markersize=8, markeredgecolor="white", zorder=3)
-    below.set(xlabel=xlabel, ylabel="milliseconds a step")
+    below.set(xlabel=xlabel, ylabel="milliseconds per step")
     handles, _ = above.get_legend_handles_labels()
     handles += [Line2D([], [], label=label, **look) for label, look in _OF_SWEEP.items()]
     handles.append(Line2D([], [], color=RED, marker="D", linestyle="", label="the step above"))

@@ -70,11 +70,11 @@ def _drawn(run: Path, rows: Sequence[Row], summary: Summary) -> Figure:
     _phases(grid[1][1], rows)
     for axes in (*grid[0], grid[1][0]):
         axes.set_xlim(0, max(summary.steps, summary.step, 1))
-        axes.set_xlabel("optimiser step")
+        axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in grid.flat:
         if not axes.has_data():
-            axes.annotate("nothing yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
+            axes.annotate("no data yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
     ranks = "1 rank" if summary.ranks == 1 else f"{summary.ranks} ranks"
     figure.suptitle(f"{run.name}: {summary.state}, step {summary.step} of {summary.steps}, {ranks}", x=0.01, ha="left")
     return figure
@@ -87,7 +87,7 @@ def _losses(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(steps, smooth(values), color=BLUE, label="training, mean of 10")
     steps, values = _series(rows, "eval_loss")
     if steps:
-        axes.plot(steps, values, color=ORANGE, marker="o", markersize=4, linewidth=0.8, label="held out")
+        axes.plot(steps, values, color=ORANGE, marker="o", markersize=4, linewidth=0.8, label="validation")
     axes.set_title("loss")
     if axes.has_data():
         axes.legend()
@@ -127,7 +127,7 @@ def _phases(axes: Axes, rows: Sequence[Row]) -> None:
     for (name, each), color, hatch in zip(phases.items(), cycle(COLORS), cycle(HATCHES), strict=False):
         axes.barh(range(ranks), each, left=left, color=color, hatch=hatch, edgecolor="white", height=0.7, label=name)
         left = [start + value for start, value in zip(left, each, strict=True)]
-    axes.set_title("seconds of each rank, between two evaluations")
+    axes.set_title("seconds per rank between two evaluations")
     axes.grid(visible=False, axis="y")
     if ranks:
         axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])

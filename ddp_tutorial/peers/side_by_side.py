@@ -76,7 +76,7 @@ def resume_with(world: World, names: Sequence[str], work: Work, after: int) -> d
             saving, rest = replace(work, save_after=after), _Watch()
             with suppress(_KilledError):
                 _train(world, name, _Watch(killed_after=after).watching(saving))
-                raise AssertionError(f"{name} should have been killed after step {after}")
+                raise AssertionError(f"{name} was not killed after step {after}")
             resumed = _train(world, name, rest.watching(replace(saving, resume=True)))
         # Exclude the calls before the first step, in which this package checks the loss and warms up DDP.
         undisturbed = replace(undisturbed, seen=whole.seen[-work.steps :])
