@@ -14,7 +14,7 @@ from ddp_tutorial import Trainer, TrainResult, World, data_parallel, launch
 from ddp_tutorial.checkpoint.components import Component
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.config import CompileConfig, DDPConfig
-from ddp_tutorial.debug.checks import checking
+from ddp_tutorial.debug import checking, fingerprinted, watching
 from ddp_tutorial.training import compilation
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.export import load
@@ -172,19 +172,46 @@ def test_wrapping_again_replaces_a_compiled_wrapper_and_ragged_batches_recompile
         assert numbers == [2, 1, 3]
 
 
-def checked(world: World) -> tuple[int, list[float]]:
-    """Return the number of graphs of a compiled run whose steps are checked, and its losses."""
+def with_inductor(world: World) -> list[float]:
+    """Return the gradient of a layer without and with the default backend."""
+    module, gradients = nn.Linear(2, 1), []
+    for compiled in (None, CompileConfig(fullgraph=True)):
+        model = data_parallel(module, world, DDPConfig(), compiled)
+        model(torch.full((3, 2), float(world.rank + 1))).square().sum().backward()
+        model.finish()
+        gradients.append(module.weight.grad.sum().item())
+        module.zero_grad()
+    return gradients
+
+
+@pytest.mark.skipif(not compilation.has_compiler(CompileConfig(), torch.device("cpu")), reason="needs a C++ compiler")
+def test_the_default_backend_compiles_on_every_rank() -> None:
+    plain, compiled = launch(with_inductor, 2, device="cpu", threads=1, echo=False)[0]
+    assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+def observed(world: World) -> dict[str, tuple[int, list[float]]]:
+    """Return the number of graphs and the losses of a compiled run under each debugging tool."""
+    results = {}
     graphs()
-    trainer = make_trainer(CONFIG.model_copy(update={"name": "checked", "compile": COMPILED}), world)
-    step = trainer.train_step
-    with checking(world, step.strategy.model, step.optimizer, after=lambda: trainer.step_count):
-        losses = trainer.train().losses
-    return graphs(), losses
+    for tool in ("watching", "fingerprinted", "checking"):
+        trainer = make_trainer(CONFIG.model_copy(update={"name": tool, "compile": COMPILED}), world)
+        step: Any = trainer.train_step
+        with {
+            "watching": lambda: watching(world, 30),
+            "fingerprinted": lambda: fingerprinted(world),
+            "checking": lambda: checking(world, step.strategy.model, step.optimizer, after=lambda: trainer.step_count),  # noqa: B023
+        }[tool]():
+            losses = trainer.train().losses
+        results[tool] = graphs(), losses
+    return results
 
 
-def test_checks_run_a_compiled_model_without_compiling_it() -> None:
-    number, losses = launch(checked, 2, device="cpu", threads=1, echo=False)[0]
-    assert (number, len(losses)) == (0, 3)
+def test_watching_leaves_a_compiled_model_alone_and_checks_run_it_without_compilation() -> None:
+    found = launch(observed, 2, device="cpu", threads=1, echo=False)[0]
+    assert {tool: number for tool, (number, _) in found.items()} == {"watching": 1, "fingerprinted": 0, "checking": 0}
+    for _, losses in found.values():
+        assert losses == pytest.approx(found["watching"][1], abs=1e-5)
 
 
 def test_a_component_of_a_checkpoint_has_the_names_of_the_model_inside() -> None:

@@ -56,8 +56,8 @@ def stories(count: int, folder: Path, files: int, seed: int) -> None:
 def bench(name: str, as_json: bool, repeats: int, kills: int | None) -> None:
     """Run the benchmark NAME.
 
-    NAME is launch, overhead, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded, pipeline,
-    cluster, ranks, peers, chaos, restarts or hangs.
+    NAME is launch, overhead, compile, ddp, buckets, sources, accumulation, checkpoint, scaling, debug, sharded,
+    pipeline, cluster, ranks, peers, chaos, restarts or hangs.
 
     chaos kills ranks of small runs, and makes their disks fail or run full, at every named point of saving and
     resuming. It also starts them on nodes without a shared folder. It checks that no checkpoint is lost, that each

@@ -1,3 +1,4 @@
+from .config import CompileConfig as CompileConfig
 from .config import DDPConfig as DDPConfig
 from .link import LinkModel as LinkModel
 from .sync_bn import synchronise_batch_norm as synchronise_batch_norm

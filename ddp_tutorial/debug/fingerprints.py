@@ -47,7 +47,7 @@ def fingerprinted(world: World) -> Iterator[None]:
 
     This includes the collectives that `DistributedDataParallel` starts in the backward pass. All ranks must enter the
     context at the same place. Use it for debugging only: every PyTorch operation passes through Python, and each
-    collective accesses the store.
+    collective accesses the store. A compiled model runs without `torch.compile` inside the context.
 
     Raises:
         CollectiveError: On the last rank that enters a collective that does not match. The other ranks wait, and
@@ -57,7 +57,8 @@ def fingerprinted(world: World) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    with _Fingerprints(world, next(_blocks)):
+    # PyTorch does not compile under a dispatch mode, and raises an error with fullgraph=True.
+    with torch.compiler.set_stance("force_eager"), _Fingerprints(world, next(_blocks)):
         yield
 
 
