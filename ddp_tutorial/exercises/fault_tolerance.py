@@ -1,4 +1,4 @@
-"""The exercises of 12_fault_tolerance: how often to save, what a chain of lives was worth, and whose a folder is."""
+"""Exercises of 12_fault_tolerance: how often to save, the goodput of a run with restarts, and ownership of a folder."""
 
 import fcntl
 import math
@@ -16,7 +16,7 @@ from ddp_tutorial.world import World
 
 # ------------------------------------------------------------------------------------------------- 1. how often to save
 
-# Seconds of a step, seconds of a save, seconds between failures -> steps from one save to the next.
+# Seconds per step, seconds per save, seconds between failures -> steps between saves.
 _INTERVALS = {
     (0.5, 4.0, 7200.0): 480,  # sqrt(2 * 4 * 7200) = 240 s
     (2.0, 60.0, 3000.0): 300,  # 600 s
@@ -28,11 +28,11 @@ _INTERVALS = {
 def _test_interval(answer: Answer) -> str:
     for (step, save, between), steps in _INTERVALS.items():
         got = answer(step, save, between)
-        told = f"Steps of {step:g} s, saves of {save:g} s, a failure every {between:g} s: "
-        expect(isinstance(got, int), f"{told}return a whole number of steps, not {got!r}.")
-        expect(got >= 1, f"{told}you save every {got} steps; once a step is as often as one can.")
-        expect(got == steps, f"{told}it is every {steps} steps, and you say {got}.")
-    return "That often, what saves cost and what failures cost are about the same."
+        case = f"Steps of {step:g} s, saves of {save:g} s, a failure every {between:g} s"
+        expect(isinstance(got, int), f"{case}: the result must be an integer, got {got!r}.")
+        expect(got >= 1, f"{case}: the interval must be at least 1 step, got {got}.")
+        expect(got == steps, f"{case}: the interval must be {steps} steps, got {got}.")
+    return "With this interval, saves and failures cost about the same time."
 
 
 def _interval(step_seconds: float, save_seconds: float, between_failures: float) -> int:
@@ -41,34 +41,34 @@ def _interval(step_seconds: float, save_seconds: float, between_failures: float)
 
 interval = Exercise(
     task=(
-        "interval(step_seconds, save_seconds, between_failures): return the best number of steps from save to save; "
-        "all three are in seconds."
+        "interval(step_seconds, save_seconds, between_failures): return the best number of steps between saves; all "
+        "arguments are in seconds."
     ),
     test=_test_interval,
     solution=_interval,
     wrong={
-        "forgets the two": lambda step, save, between: max(1, round(math.sqrt(save * between) / step)),
+        "forgets the factor of 2": lambda step, save, between: max(1, round(math.sqrt(save * between) / step)),
         "returns seconds": lambda step, save, between: round(math.sqrt(2 * save * between)),
         "saves every zero steps": lambda step, save, between: round(math.sqrt(2 * save * between) / step / 2) * 2,
-        "returns no whole number": lambda step, save, between: math.sqrt(2 * save * between) / step,
+        "does not round": lambda step, save, between: math.sqrt(2 * save * between) / step,
         "saves twice between two failures": lambda step, save, between: max(1, round(between / 2 / step)),
     },
     hints=(
-        "The best time from one save to the next is sqrt(2 * save_seconds * between_failures), in seconds.",
-        "A number of steps: divide by the seconds of a step, and round.",
-        "Where a step is longer than that time, save after every step: max(1, ...).",
+        "The best time between saves is sqrt(2 * save_seconds * between_failures), in seconds.",
+        "To get a number of steps, divide by the seconds per step, and round.",
+        "If a step takes longer than that time, save after every step: max(1, ...).",
     ),
 )
 
-# -------------------------------------------------------------------------------------------- 2. what a chain was worth
+# ----------------------------------------------------------------------------------------------------------- 2. goodput
 
-# Lives, each (the step that it went on from, the last step that it has done, its seconds), and seconds of a step.
+# Attempts as (first step, last step, seconds), the seconds per step, and the goodput.
 _CHAINS: list[tuple[list[tuple[int, int, float]], float, float]] = [
     ([(0, 100, 50.0)], 0.5, 1.0),
     ([(0, 100, 60.0)], 0.5, 50 / 60),  # 10 s to start
     ([(0, 30, 20.0), (20, 60, 30.0), (60, 100, 50.0)], 0.5, 0.5),  # 10 steps lost
     ([(0, 9, 9.0), (0, 9, 9.0), (0, 10, 10.0)], 1.0, 10 / 28),
-    ([(0, 40, 30.0), (40, 40, 10.0), (20, 40, 40.0)], 1.0, 0.5),  # the second life did nothing; a damaged checkpoint
+    ([(0, 40, 30.0), (40, 40, 10.0), (20, 40, 40.0)], 1.0, 0.5),  # attempt 2 did nothing; a damaged checkpoint
 ]
 
 
@@ -76,13 +76,13 @@ def _test_goodput(answer: Answer) -> str:
     for lives, step, right in _CHAINS:
         got = float(answer(lives, step))
         done = sum(last - first for first, last, _ in lives)
-        told = f"Lives {lives}, steps of {step:g} s: "
+        case = f"Attempts {lives}, steps of {step:g} s"
         expect(
             done == lives[-1][1] or not math.isclose(got, done * step / sum(each[2] for each in lives)),
-            f"{told}{done} steps were done, but only {lives[-1][1]} of them count: the others were done again.",
+            f"{case}: {done} steps were run, but only {lives[-1][1]} of them count: the others were repeated.",
         )
-        expect(math.isclose(got, right), f"{told}the goodput is {right:.3f}, and you say {got:.3f}.")
-    return "Only what the last life built upon counts; all seconds count."
+        expect(math.isclose(got, right), f"{case}: the goodput must be {right:.3f}, got {got:.3f}.")
+    return "The goodput counts every step of the final run once, and the seconds of all attempts."
 
 
 def _goodput(lives: list[tuple[int, int, float]], step_seconds: float) -> float:
@@ -108,27 +108,27 @@ def _without_starting(lives: list[tuple[int, int, float]], step_seconds: float) 
 
 
 goodput = Exercise(
-    task="goodput_of(lives, step_seconds): return the part, 0 to 1, of all seconds that steps which count have taken.",
+    task="goodput_of(lives, step_seconds): return the fraction (0 to 1) of all seconds spent on steps that were kept.",
     test=_test_goodput,
     solution=_goodput,
     wrong={
         "counts lost steps": _counts_lost_steps,
-        "looks at the last life only": _last_life_only,
+        "uses the last attempt only": _last_life_only,
         "returns steps per second": _steps_per_second,
-        "takes starting for free": _without_starting,
+        "ignores the startup time": _without_starting,
     },
     hints=(
-        "How many steps has the run when all is over? How often they were done does not matter.",
-        "All seconds of all lives are below the line: starting, loading, saving, and steps that were lost.",
+        "How many steps has the run completed at the end? Repeated steps count once.",
+        "The denominator is the seconds of all attempts: starting, loading, saving, and steps that were lost.",
         "lives[-1][1] * step_seconds / sum(seconds for _, _, seconds in lives)",
     ),
 )
 
-# ------------------------------------------------------------------------------------------------- 3. whose a folder is
+# ------------------------------------------------------------------------------------------------------ 3. own a folder
 
 
 def _in_a_child(run: Callable[[], Any]) -> tuple[int, int]:
-    """Fork a process that says by a pipe whether `run` returns something, and then waits: its number and the pipe."""
+    """Fork a process that reports whether `run` returns None, then sleeps. Returns its pid and the pipe."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -155,12 +155,12 @@ def _answer_in_child(answer: Answer, folder: Path) -> tuple[str, int]:
 
 
 def _claimed(world: World, answer: Answer, name: str) -> dict[str, Any]:
-    """What processes were told that asked for a folder, one after another."""
+    """Return the results of processes that claim a folder one after another."""
     folder, other, children = Path(name), Path(name) / "other", list[int]()
     other.mkdir()
     found = {}
     with suppress(OSError):
-        answer(Path(name) / "nowhere")  # raises `NotImplementedError` where it is told as such, and not in a child
+        answer(Path(name) / "nowhere")  # raises `NotImplementedError` here, not in a child
     try:
         for who, what in (("first", folder), ("second", folder), ("elsewhere", other)):
             found[who], child = _answer_in_child(answer, what)
@@ -177,16 +177,16 @@ def _claimed(world: World, answer: Answer, name: str) -> dict[str, Any]:
 
 def _test_claim(answer: Answer) -> str:
     with tempfile.TemporaryDirectory() as name:
-        stuck = "A process waits for ever: return None at once where another has the folder."
+        stuck = "A process waits forever: return None immediately if another process owns the folder."
         [found] = on_ranks(_claimed, 1, answer, name, stuck=stuck, timeout=20)
     for who, said in found.items():
-        expect(said != "error", f"In the process that was the {who} to ask, your answer raised an error.")
-    expect(found["first"] == "yes", "Nobody has the folder, and yet the first process gets None.")
-    expect(found["second"] == "no", "Two processes that live have the same folder.")
-    expect(found["elsewhere"] == "yes", "Another folder is free, but a process that asks for it gets None.")
-    expect(found["heir"] == "yes", "The owner was killed by SIGKILL, and the folder is still taken: nobody can go on.")
-    expect(found["late"] == "no", "After a dead owner had been replaced, two processes have the folder.")
-    return "One process has it, and when that dies, however it dies, it is free."
+        expect(said != "error", f"Your answer raised an error in the process for the case {who!r}.")
+    expect(found["first"] == "yes", "The folder has no owner, but the first process gets None.")
+    expect(found["second"] == "no", "Two running processes own the same folder.")
+    expect(found["elsewhere"] == "yes", "A different folder has no owner, but a process that claims it gets None.")
+    expect(found["heir"] == "yes", "The owner was killed by SIGKILL, but the folder is still taken: no run can resume.")
+    expect(found["late"] == "no", "After a killed owner was replaced, two processes own the folder.")
+    return "One process owns the folder, and when it exits or is killed, the folder is free again."
 
 
 def _claim(folder: Path) -> Any:
@@ -196,7 +196,7 @@ def _claim(folder: Path) -> Any:
     except BlockingIOError:
         os.close(file)
         return None
-    return file  # the folder is ours until this is closed, or the process ends
+    return file  # this process owns the folder until the file is closed or the process exits
 
 
 def _process_number(folder: Path) -> Any:
@@ -241,21 +241,21 @@ def _one_for_all(folder: Path) -> Any:
 
 claim = Exercise(
     task=(
-        "claim(folder): return something to hold on to while the folder is this process's, or None where another has "
-        "it; an owner that is killed has it no longer."
+        "claim(folder): return an object that this process keeps while it owns the folder, or None if another process "
+        "owns it. A killed process must no longer own the folder."
     ),
     test=_test_claim,
     solution=_claim,
     wrong={
-        "leaves a mark that outlives its owner": _process_number,
-        "makes a file that outlives its owner": _exclusively_made,
-        "lets go at once": _closed_at_once,
-        "shares it": _shared,
+        "writes a pid file that outlives its owner": _process_number,
+        "creates a file that outlives its owner": _exclusively_made,
+        "releases the lock immediately": _closed_at_once,
+        "takes a shared lock": _shared,
         "has one lock for all folders": _one_for_all,
     },
     hints=(
-        "A file that says whose it is stays when its owner is killed. What does the kernel let go of by itself?",
-        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) raises BlockingIOError where another process has the lock.",
-        "The lock lasts as long as the file is open: return what os.open gave you, so that it stays so.",
+        "A file with the owner's name remains when the owner is killed. Which resources does the kernel release?",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) raises BlockingIOError if another process holds the lock.",
+        "The lock lasts as long as the file is open: return the result of os.open, so that the file stays open.",
     ),
 )

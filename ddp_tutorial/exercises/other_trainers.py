@@ -1,4 +1,4 @@
-"""The exercises of 16_other_trainers: a loss that is fair to ragged batches, the place in the data, random numbers."""
+"""Exercises of 16_other_trainers: a fair loss for ragged batches, the position in the data, and random numbers."""
 
 import copy
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ddp_tutorial.world import World
 
 _STUCK = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
 
-# ----------------------------------------------------------------------------------------------- 1. a loss that is fair
+# ----------------------------------------------------------------------------------------------- ------- 1. a fair loss
 
 _COUNTS = [(5, 5), (7, 2), (1, 9)]  # tokens of rank 0 and of rank 1
 
@@ -26,10 +26,10 @@ def _test_fair(answer: Answer) -> str:
     for (first, second), (got, right) in zip(_COUNTS, found, strict=True):
         expect(
             torch.allclose(got, right, rtol=1e-4, atol=1e-6),
-            f"Rank 0 has {first} tokens, rank 1 has {second}. Under DDP the gradient is {numbers(got, 4)}, and one "
-            f"process with all {first + second} has {numbers(right, 4)}.",
+            f"With {first} tokens on rank 0 and {second} on rank 1, the gradient under DDP must be "
+            f"{numbers(right, 4)}, as in one process with all {first + second} tokens, got {numbers(got, 4)}.",
         )
-    return "The gradient is that of one process, however the tokens lie."
+    return "The gradient is that of one process, however the tokens are split."
 
 
 def _fair_on_rank(world: World, answer: Answer) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -37,16 +37,16 @@ def _fair_on_rank(world: World, answer: Answer) -> list[tuple[torch.Tensor, torc
 
 
 def _two_gradients(world: World, answer: Answer, counts: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient under DDP, and that of one process."""
+    """Return the gradient under DDP and the gradient of one process."""
     torch.manual_seed(0)
     model, x = nn.Linear(3, 1, bias=False), torch.randn(sum(counts), 3) + torch.arange(sum(counts))[:, None]
     one = copy.deepcopy(model)
     one(x).sum().div(len(x)).backward()
     own = x.split(list(counts))[world.rank]
-    ddp = DistributedDataParallel(model)  # with a name: without one it would be gone before backward
+    ddp = DistributedDataParallel(model)  # kept in a variable: otherwise DDP is freed before backward
     loss = answer(ddp(own).sum(), torch.tensor(len(own)))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise WrongAnswerError(f"Return a loss of one element that has a backward; you gave {loss!r}.")
+        raise WrongAnswerError(f"The loss must be a tensor with one element that requires grad, got {loss!r}.")
     loss.backward()
     gradients = model.weight.grad, one.weight.grad
     assert gradients[0] is not None
@@ -56,8 +56,8 @@ def _two_gradients(world: World, answer: Answer, counts: tuple[int, int]) -> tup
 
 def _fair_loss(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     everywhere = count.clone()
-    dist.all_reduce(everywhere)  # the tokens of all ranks
-    return total * dist.get_world_size() / everywhere  # DDP divides by the ranks
+    dist.all_reduce(everywhere)  # number of tokens on all ranks
+    return total * dist.get_world_size() / everywhere  # DDP divides by the world size
 
 
 def _mean_of_means(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -78,28 +78,27 @@ def _by_the_largest(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 fair_loss = Exercise(
     task=(
-        "fair_loss(total, count): `total` is the sum of the losses of this rank's tokens, `count` their number, a "
-        "tensor. Return what to call backward() on, so that DDP's mean over ranks is the gradient of one process that "
-        "has the tokens of all ranks."
+        "fair_loss(total, count): `total` is the loss sum over this rank's tokens, and `count` their number, a tensor. "
+        "Return a loss for which DDP's mean gradient equals that of one process with the tokens of all ranks."
     ),
     test=_test_fair,
     solution=_fair_loss,
     wrong={
         "takes the mean over its own tokens": _mean_of_means,
-        "forgets that DDP divides by the ranks": _forgets_ddps_mean,
+        "forgets that DDP divides by the world size": _forgets_ddps_mean,
         "divides by the largest count of a rank": _by_the_largest,
     },
     hints=(
-        "One process divides the sum over all tokens by their number. What does DDP do to the sum of each rank?",
-        "Add up the counts of all ranks with dist.all_reduce, in a copy: it writes into the tensor that it is given.",
-        "DDP divides by the number of ranks. To take that back, multiply by dist.get_world_size().",
+        "One process divides the sum over all tokens by their number. What does DDP do with the ranks' gradients?",
+        "Sum the counts of all ranks with dist.all_reduce on a copy, because all_reduce overwrites its argument.",
+        "DDP divides by the number of ranks. To undo that, multiply by dist.get_world_size().",
     ),
 )
 
-# --------------------------------------------------------------------------------------------- 2. the place in the data
+# ------------------------------------------------------------------------------------------ 2. the position in the data
 
-_SAMPLES, _PER_RANK, _STEPS = 24, 3, 11  # two ranks: an epoch has four steps
-_ASK_FOR = 40  # batches, before an answer that goes on for ever is left
+_SAMPLES, _PER_RANK, _STEPS = 24, 3, 11  # on two ranks, an epoch has four steps
+_ASK_FOR = 40  # maximum number of batches read from an answer
 
 
 def _test_place(answer: Answer) -> str:
@@ -109,10 +108,10 @@ def _test_place(answer: Answer) -> str:
         for step, got in enumerate(of_rank):
             expect(
                 got == right[step : step + 4],
-                f"Rank {rank} goes on after step {step} (an epoch has 4): the next batches should be "
-                f"{right[step : step + 4]}, and are {got}.",
+                f"When rank {rank} resumes after step {step} (an epoch has 4 steps), the next batches must be "
+                f"{right[step : step + 4]}, got {got}.",
             )
-    return f"Resumed after each of {_STEPS} steps, on two ranks: the same batches as without the interruption."
+    return f"After each of {_STEPS} steps, both ranks resume with the same batches as without the interruption."
 
 
 def _sampler(rank: int) -> DistributedSampler[int]:
@@ -165,22 +164,22 @@ def _never_sets_the_epoch(sampler: Any, per_rank: int, step: int) -> Iterator[li
 
 batches_from = Exercise(
     task=(
-        "batches_from(sampler, per_rank, step): a generator of batches, lists of sample numbers, for a rank that goes "
-        "on after `step` steps, through one epoch after another, for ever. `sampler` is a DistributedSampler; an epoch "
-        "has len(sampler) // per_rank steps, without a rest."
+        "batches_from(sampler, per_rank, step): yield batches (lists of sample indices) for a rank that resumes after "
+        "`step` steps, epoch after epoch, forever. `sampler` is a DistributedSampler; an epoch has exactly "
+        "len(sampler) // per_rank steps."
     ),
     test=_test_place,
     solution=_batches_from,
     wrong={
-        "begins the epoch again": _begins_the_epoch_again,
-        "counts epochs since the last start": _counts_epochs_since_the_start,
+        "starts the epoch over": _begins_the_epoch_again,
+        "counts epochs since the last restart": _counts_epochs_since_the_start,
         "skips batches in each epoch": _skips_in_each_epoch,
-        "never tells the sampler the epoch": _never_sets_the_epoch,
+        "never calls set_epoch": _never_sets_the_epoch,
     },
     hints=(
-        "The step says both which epoch it is and how many batches of it are done.",
-        "sampler.set_epoch(epoch) before list(sampler): the order depends on the seed and the epoch, on nothing else.",
-        "Only the first epoch begins in the middle.",
+        "The step determines the epoch, and how many batches of that epoch are done.",
+        "Call sampler.set_epoch(epoch) before list(sampler): the order depends only on the seed and the epoch.",
+        "Skip batches in the first epoch only.",
     ),
 )
 
@@ -190,20 +189,20 @@ batches_from = Exercise(
 def _test_random(answer: Answer) -> str:
     ranks = on_ranks(_random_on_rank, 2, answer, stuck=_STUCK, timeout=30)
     for rank, (right, got) in enumerate(ranks):
-        said = f"Rank {rank} would have drawn {numbers(right, 4)} next; after the resume it draws {numbers(got, 4)}"
+        case = f"After the resume, rank {rank} must draw {numbers(right, 4)}, got {numbers(got, 4)}"
         other = numbers(ranks[1 - rank][0], 4)
-        expect(torch.equal(right, got), f"{said}." + (f" Those are rank {1 - rank}'s." * (numbers(got, 4) == other)))
-    return "Each rank goes on with its own numbers."
+        expect(torch.equal(right, got), f"{case}." + (f" These are rank {1 - rank}'s." * (numbers(got, 4) == other)))
+    return "Each rank continues its own random sequence."
 
 
 def _random_on_rank(world: World, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(100 + world.rank)  # dropout should differ from rank to rank
+    torch.manual_seed(100 + world.rank)  # dropout must differ between ranks
     torch.rand(7 + world.rank)
     keep = answer(world)
     saved: list[Any] = [keep.state_dict()]
-    dist.broadcast_object_list(saved)  # there is one checkpoint, which rank 0 writes and all read
+    dist.broadcast_object_list(saved)  # rank 0 writes the only checkpoint, and all ranks read it
     right = torch.rand(3)
-    torch.manual_seed(0)  # a new life
+    torch.manual_seed(0)  # after a restart
     answer(world).load_state_dict(saved[0])
     return right, torch.rand(3)
 
@@ -241,9 +240,9 @@ class _LoadsRankZeros(_RandomNumbers):
 
 random_numbers = Exercise(
     task=(
-        "class RandomNumbers, made of `world`, with state_dict() and load_state_dict(state): what a checkpoint needs "
-        "so that each rank goes on with its own random numbers of torch. All ranks call both; rank 0 writes what its "
-        "state_dict returned, and all ranks load that."
+        "Write a class RandomNumbers(world) with state_dict() and load_state_dict(state), so that each rank continues "
+        "its own torch random sequence after a resume. All ranks call both methods; rank 0 saves the result of its "
+        "state_dict(), and all ranks load it."
     ),
     test=_test_random,
     solution=_RandomNumbers,
@@ -253,8 +252,8 @@ random_numbers = Exercise(
         "loads the state of rank 0 on all ranks": _LoadsRankZeros,
     },
     hints=(
-        "torch.get_rng_state() and torch.set_rng_state(state) are this rank's. Whose are in a file that rank 0 writes?",
+        "torch.get_rng_state() and torch.set_rng_state(state) affect this rank only. Rank 0's file needs all states.",
         "All ranks call state_dict, so it may be collective: dist.all_gather_object(states, mine).",
-        "A list of states, one for each rank; in load_state_dict each takes its own, by world.rank.",
+        "Save a list with one state per rank. In load_state_dict, each rank loads its own entry, at world.rank.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The exercises of 18_pipelines: the order of 1F1B, how many micro-batches fill a pipeline, and stages that balance."""
+"""Exercises of 18_pipelines: the order of 1F1B, the number of micro-batches, and balanced stages."""
 
 import copy
 import math
@@ -21,28 +21,28 @@ _SIZES = [(1, 3), (2, 2), (2, 5), (3, 4), (4, 8), (4, 4)]  # stages, micro-batch
 
 def _test_order(answer: Answer) -> str:
     for stages, micro_batches in _SIZES:
-        said = f"{stages} stages, {micro_batches} micro-batches"
+        case = f"{stages} stages, {micro_batches} micro-batches"
         table = [_row(answer, stage, stages, micro_batches) for stage in range(stages)]
         try:
             check(table, stages, micro_batches)
         except ScheduleError as error:
-            raise WrongAnswerError(f"{said}: {error}.") from None
+            raise WrongAnswerError(f"{case}: {error}.") from None
         right = one_f_one_b(stages, micro_batches)
         for rank, (got, most) in enumerate(zip(peaks(table), peaks(right), strict=True)):
             expect(
                 got <= most,
-                f"{said}: stage {rank} keeps the activations of {got} micro-batches at a time, and 1F1B of no more "
-                f"than {most}. It does {_shown(table[rank])}.",
+                f"{case}: stage {rank} must keep the activations of at most {most} micro-batches at a time, got {got}. "
+                f"Its order is {_formatted(table[rank])}.",
             )
         slow, quick = simulate(table).makespan, simulate(right).makespan
         expect(
             slow <= quick,
-            f"{said}: with 1 s for a forward and 2 s for a backward it takes {slow:g} s, and 1F1B {quick:g} s. Stage "
-            f"0 does {_shown(table[0])}.",
+            f"{case}: with 1 s per forward and 2 s per backward pass, the step must take {quick:g} s as with 1F1B, got "
+            f"{slow:g} s. The order of stage 0 is {_formatted(table[0])}.",
         )
     ours = [_row(answer, stage, 2, 4) for stage in range(2)]
-    on_ranks(_run_it, 2, ours, stuck="Two real ranks that did as your rows say did not end.", timeout=30)
-    return "Two real ranks did as your rows say, and have the gradient of one process, bit for bit."
+    on_ranks(_run_it, 2, ours, stuck="Two real ranks that ran your order hang.", timeout=30)
+    return "Two real ranks ran your order, and their gradient is bitwise identical to that of one process."
 
 
 def _row(answer: Answer, stage: int, stages: int, micro_batches: int) -> list[Action]:
@@ -50,12 +50,12 @@ def _row(answer: Answer, stage: int, stages: int, micro_batches: int) -> list[Ac
     try:
         row = [(str(kind), int(m)) for kind, m in got]
     except (TypeError, ValueError):
-        raise WrongAnswerError(f"Return a list such as [('F', 0), ('B', 0)]; you gave {got!r}.") from None
-    expect({kind for kind, _ in row} <= {"F", "B"}, f"An action is 'F' or 'B'; you gave {got!r}.")
+        raise WrongAnswerError(f"The result must be a list such as [('F', 0), ('B', 0)], got {got!r}.") from None
+    expect({kind for kind, _ in row} <= {"F", "B"}, f"An action must be 'F' or 'B', got {got!r}.")
     return [Action("F" if kind == "F" else "B", stage, m) for kind, m in row]
 
 
-def _shown(row: Sequence[Action]) -> str:
+def _formatted(row: Sequence[Action]) -> str:
     return " ".join(f"{kind}{m}" for kind, _, m in row)
 
 
@@ -76,7 +76,7 @@ def _run_it(world: World, table: Table) -> None:
         got, right = parameter.grad, there[id(parameter)].grad
         assert got is not None
         assert right is not None
-        expect(torch.equal(got, right), "On real ranks the gradient was another.")
+        expect(torch.equal(got, right), "On real ranks, the gradient differs from that of one process.")
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
@@ -131,28 +131,29 @@ def _counts_from_the_other_end(stage: int, stages: int, micro_batches: int) -> l
 
 order_of_1f1b = Exercise(
     task=(
-        "order_of_1f1b(stage, stages, micro_batches): return what this stage does in one step of 1F1B, in order, as a "
-        "list of ('F', m) and ('B', m) for the forward and the backward of micro-batch m."
+        "order_of_1f1b(stage, stages, micro_batches): return the order in which this stage runs one step of 1F1B, as a "
+        "list of ('F', m) and ('B', m) for the forward and backward pass of micro-batch m."
     ),
     test=_test_order,
     solution=_order,
     wrong={
-        "does all forwards first": _all_forwards_first,
-        "goes ahead by no forward": _nobody_ahead,
-        "goes ahead by one forward too many": _one_too_many,
-        "goes ahead by as many on all stages": _all_alike,
-        "does the backward before the forward": _backward_first,
-        "stops when there are no forwards left": _no_cool_down,
+        "runs all forward passes first": _all_forwards_first,
+        "runs no forward pass ahead": _nobody_ahead,
+        "runs one forward pass too many ahead": _one_too_many,
+        "runs the same number of forward passes ahead on all stages": _all_alike,
+        "runs the backward pass before the forward pass": _backward_first,
+        "stops when no forward pass is left": _no_cool_down,
         "counts stages from the other end": _counts_from_the_other_end,
     },
     hints=(
-        "The last stage can turn round at once: F0 B0 F1 B1 ... What does the stage before it have to do meanwhile?",
-        "Stage s first does stages - 1 - s forwards, or all if there are fewer; then a forward and a backward in turn.",
-        "When no forwards are left, the backwards go on alone. Each list has every micro-batch once as F, once as B.",
+        "The last stage can alternate from the start: F0 B0 F1 B1 ... What must the previous stage do meanwhile?",
+        "Stage s first runs stages - 1 - s forward passes (or all, if there are fewer), then alternates F and B.",
+        "When no forward passes are left, run the remaining backward passes. Each micro-batch occurs once as F and "
+        "once as B.",
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- 2. enough micro-batches
+# --------------------------------------------------------------------------------------- 2. the number of micro-batches
 
 _WANTED = [(2, 0.2), (4, 0.2), (8, 0.1), (8, 0.5), (3, 0.34), (1, 0.01), (16, 0.05)]  # stages, at most
 
@@ -161,16 +162,16 @@ def _test_fewest(answer: Answer) -> str:
     for stages, at_most in _WANTED:
         got = answer(stages, at_most)
         if isinstance(got, bool) or not isinstance(got, (int, float)) or got != int(got) or got < 1:
-            raise WrongAnswerError(f"Return a whole number, 1 or more; you gave {got!r}.")
+            raise WrongAnswerError(f"The result must be an integer of at least 1, got {got!r}.")
         right = _fewest(stages, at_most)
         there = simulate(one_f_one_b(stages, right)).bubble
         reached = (stages - 1) / (int(got) + stages - 1)
         expect(
             int(got) == right,
-            f"{stages} stages, a bubble of at most {at_most:.0%}: {int(got)} micro-batches leave one of {reached:.1%}, "
-            f"{right} one of {there:.1%}, and are the fewest that are enough.",
+            f"{stages} stages, a bubble of at most {at_most:.0%}: the result must be {right} micro-batches, the "
+            f"smallest number that is enough (bubble {there:.1%}), got {int(got)} (bubble {reached:.1%}).",
         )
-    return "About four times as many micro-batches as stages, for a bubble of a fifth."
+    return "A bubble of 20 % needs about four times as many micro-batches as stages."
 
 
 def _fewest(stages: int, at_most: float) -> int:
@@ -198,25 +199,25 @@ def _as_many_as_stages(stages: int, at_most: float) -> int:
 
 fewest_micro_batches = Exercise(
     task=(
-        "fewest_micro_batches(stages, at_most): return how many micro-batches a step needs at least, for a bubble of "
-        "no more than `at_most` of all ranks' time. All stages take equally long."
+        "fewest_micro_batches(stages, at_most): return the smallest number of micro-batches per step for which the "
+        "bubble is at most the fraction `at_most` of all ranks' time. All stages take the same time."
     ),
     test=_test_fewest,
     solution=_fewest,
     wrong={
-        "divides by the time that ranks are busy": _over_what_is_busy,
-        "lets every stage wait for all stages": _counts_itself,
-        "gives one too few": _one_too_few,
-        "takes as many as there are stages": _as_many_as_stages,
+        "divides by the busy time": _over_what_is_busy,
+        "counts the stage itself as waiting time": _counts_itself,
+        "returns one too few": _one_too_few,
+        "returns the number of stages": _as_many_as_stages,
     },
     hints=(
-        "A rank is busy for as many slots as there are micro-batches. How many slots does the whole step take?",
+        "A rank is busy for one slot per micro-batch. How many slots does the whole step take?",
         "The step takes micro_batches + stages - 1 slots, so (stages - 1) / (micro_batches + stages - 1) is idle.",
-        "Try 1, 2, 3, ... Leave room for rounding: compare with at_most + 1e-9.",
+        "Try 1, 2, 3, ... Allow for rounding: compare with at_most + 1e-9.",
     ),
 )
 
-# ----------------------------------------------------------------------------------------------- 3. stages that balance
+# ----------------------------------------------------------------------------------------------- --- 3. balanced stages
 
 _MODELS: list[tuple[list[int], int]] = [
     ([1, 1, 1, 1], 2),
@@ -233,20 +234,20 @@ _MODELS: list[tuple[list[int], int]] = [
 def _test_cut(answer: Answer) -> str:
     for costs, stages in _MODELS:
         got = answer(list(costs), stages)
-        said = f"costs {costs}, {stages} stages"
+        case = f"costs {costs}, {stages} stages"
         if not isinstance(got, (list, tuple)) or not all(isinstance(each, int) for each in got):
-            raise WrongAnswerError(f"Return a list of places, such as [2, 4]; you gave {got!r}.")
+            raise WrongAnswerError(f"The result must be a list of indices such as [2, 4], got {got!r}.")
         begins = [0, *got]
-        expect(len(begins) == stages, f"{said}: {stages - 1} stages begin after the first; you gave {list(got)}.")
+        expect(len(begins) == stages, f"{case}: the result must have {stages - 1} indices, got {list(got)}.")
         rising = all(a < b for a, b in zip(begins, [*got, len(costs)], strict=True))
-        expect(rising, f"{said}: with {list(got)} some stage is empty, or the places do not rise.")
+        expect(rising, f"{case}: the indices must increase, and no stage may be empty, got {list(got)}.")
         best = _dearest(costs, balance(costs, stages))
         expect(
             _dearest(costs, got) == best,
-            f"{said}: with {list(got)} the dearest stage costs {_dearest(costs, got)}; it need not cost more than "
-            f"{best}. A pipeline is as slow as its slowest stage.",
+            f"{case}: the most expensive stage must cost {best}, got {_dearest(costs, got)} with {list(got)}. A "
+            "pipeline is as slow as its slowest stage.",
         )
-    return "No other cut has a cheaper dearest stage."
+    return "No other split has a cheaper most expensive stage."
 
 
 def _dearest(costs: Sequence[float], begins: Sequence[int]) -> float:
@@ -293,20 +294,20 @@ def _may_be_empty(costs: Sequence[float], stages: int) -> list[int]:
 
 cut_evenly = Exercise(
     task=(
-        "cut_evenly(costs, stages): return where each stage but the first begins (places in `costs`, rising), so that "
-        "the dearest stage costs as little as possible. Modules stay in their order, and no stage is empty."
+        "cut_evenly(costs, stages): return the start of each stage but the first (increasing indices into `costs`), so "
+        "that the most expensive stage is as cheap as possible. Modules keep their order, and no stage is empty."
     ),
     test=_test_cut,
     solution=_cut,
     wrong={
-        "gives each stage as many modules": _as_many_modules_each,
+        "gives each stage the same number of modules": _as_many_modules_each,
         "fills each stage up to the mean": _fills_up_to_the_mean,
-        "gives where stages end": _gives_ends,
-        "begins at the dearest modules": _may_be_empty,
+        "returns the ends of stages": _gives_ends,
+        "starts stages at the most expensive modules": _may_be_empty,
     },
     hints=(
-        "There are few modules: all cuts can be tried, and the best one taken.",
-        "To place `count` cuts from `after` on: choose the first, then place count - 1 from behind it.",
-        "The dearest stage: max(sum(costs[a:b])) over the places a where stages begin and b where they end.",
+        "There are few modules, so you can try all splits and take the best one.",
+        "To place `count` cuts after `after`, choose the first cut, then place count - 1 cuts after it.",
+        "The most expensive stage costs max(sum(costs[a:b])) over all stages, which start at a and end before b.",
     ),
 )

@@ -1,5 +1,6 @@
-"""The exercises of 14_scaling: a fair speed-up from a table of unlike runs, the number of ranks at which sending takes
-longer than computing, and the batch that makes up for it."""
+"""Exercises of 14_scaling: a fair speedup from a table of different runs, the number of ranks at which communication
+takes longer than computation, and the batch size that compensates for it.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,20 +13,19 @@ from ddp_tutorial.experiments.scaling import StepModel
 def _number(answer: Answer, *arguments: object) -> float:
     got = answer(*arguments)
     if isinstance(got, bool) or not isinstance(got, (int, float)):
-        raise WrongAnswerError(f"Return a number; you gave {got!r}.")
+        raise WrongAnswerError(f"The result must be a number, got {got!r}.")
     return got
 
 
-# --------------------------------------------------------------------------------------------------- 1. a fair speed-up
+# ---------------------------------------------------------------------------------------------------- 1. a fair speedup
 
 
 class Timing(NamedTuple):
-    """A row of a benchmark's table. `seconds` is the whole time of the run, and `evaluating` the part of it that was
-    evaluation, not training."""
+    """A row of a benchmark table. `seconds` is the duration of the run, `evaluating` the part spent on evaluation."""
 
     ranks: int
-    threads: int  # of each rank
-    batch: int  # samples of a step, over all ranks
+    threads: int  # per rank
+    batch: int  # samples per step over all ranks
     steps: int
     seconds: float
     evaluating: float
@@ -37,12 +37,12 @@ TABLE = [
     Timing(ranks=1, threads=2, batch=64, steps=100, seconds=25.0, evaluating=3.2),  # 294
     Timing(ranks=2, threads=1, batch=32, steps=300, seconds=40.5, evaluating=10.5),  # 320
 ]
-# The fastest process is one with a single thread, as happens with small models; and it is not the first.
+# The fastest process has a single thread, as happens with small models, and is not in the first row.
 _SMALL = [
     Timing(ranks=2, threads=1, batch=8, steps=50, seconds=3.0, evaluating=1.0),  # 200
     Timing(ranks=1, threads=4, batch=8, steps=100, seconds=9.0, evaluating=1.0),  # 100
     Timing(ranks=1, threads=1, batch=8, steps=100, seconds=8.0, evaluating=3.0),  # 160
-    Timing(ranks=1, threads=1, batch=4, steps=100, seconds=2.0, evaluating=1.0),  # 400, of another batch
+    Timing(ranks=1, threads=1, batch=4, steps=100, seconds=2.0, evaluating=1.0),  # 400, with a different batch
 ]
 
 
@@ -53,21 +53,21 @@ def _test_speed_up(answer: Answer) -> str:
     ]:
         got = _number(answer, list(rows))
         table = "\n".join(f"  {row}" for row in rows)
-        said = f"From\n{table}\nexpected {expected} ({sums}), got {got:.4g}.{_why(rows, got)}"
-        expect(abs(got - expected) < 1e-6, said)
-    return "The same work, training only, and against the best that one process can do."
+        case = f"For\n{table}\nthe result must be {expected} ({sums}), got {got:.4g}.{_why(rows, got)}"
+        expect(abs(got - expected) < 1e-6, case)
+    return "The speedup compares the same work, training time only, with the best run on one process."
 
 
 def _why(rows: Sequence[Timing], got: float) -> str:
-    """Which of the usual mistakes gives this number, if one does."""
+    """Name the usual mistake that gives this number, if there is one."""
     reasons = {
         _against_the_first: "the first row with one process is not the fastest one with the same global batch",
-        _with_evaluation: "evaluation is inside of the timer",
-        _any_batch: "a baseline with another global batch takes different steps, which are more or less efficient",
-        _ratio_of_seconds: "the rows have different numbers of steps, so compare rates",
-        _efficiency: "this is the speed-up divided by the number of ranks, its efficiency; we asked for the speed-up",
+        _with_evaluation: "the seconds include the evaluation",
+        _any_batch: "a baseline with a different global batch does different work",
+        _ratio_of_seconds: "the rows have different numbers of steps, so compare throughputs",
+        _efficiency: "this is the efficiency, which is the speedup divided by the number of ranks",
     }
-    return next((f" Look again: {reason}." for wrong, reason in reasons.items() if abs(wrong(rows) - got) < 1e-6), "")
+    return next((f" Hint: {reason}." for wrong, reason in reasons.items() if abs(wrong(rows) - got) < 1e-6), "")
 
 
 def _speed_up(rows: Sequence[Timing]) -> float:
@@ -114,31 +114,31 @@ def _efficiency(rows: Sequence[Timing]) -> float:
 fair_speed_up = Exercise(
     task=(
         "fair_speed_up(rows): return the factor by which two ranks train faster than the best one-process run that "
-        "does the same work. A row has ranks, threads, batch (of all ranks), steps, seconds, and evaluating (of the "
-        "seconds)."
+        "does the same work. A row has ranks, threads, batch (over all ranks), steps, seconds, and evaluating (the "
+        "part of the seconds spent on evaluation)."
     ),
     test=_test_speed_up,
     solution=_speed_up,
     wrong={
         "compares with the first row of one process": _against_the_first,
-        "leaves evaluation inside the timer": _with_evaluation,
-        "compares with another global batch": _any_batch,
+        "includes the evaluation time": _with_evaluation,
+        "compares with a different global batch": _any_batch,
         "compares seconds of different numbers of steps": _ratio_of_seconds,
         "returns the efficiency": _efficiency,
     },
     hints=(
-        "What is the same in the two rows to compare, and what may differ? Not the batch; the threads may.",
-        "A rate is batch * steps / (seconds - evaluating).",
-        "Of the rows with ranks == 1 and the batch of the two ranks, take the one with the highest rate.",
+        "The two rows to compare must have the same batch, but may have different numbers of threads.",
+        "The throughput is batch * steps / (seconds - evaluating).",
+        "Among the rows with ranks == 1 and the batch of the two ranks, take the one with the highest throughput.",
     ),
 )
 
-# --------------------------------------------------------------------------------- 2. where sending outweighs computing
+# --------------------------------------------------------------------------------- -- 2. the break-even number of ranks
 
 _LINKS = [
-    # batch, seconds a sample, bytes, latency, bandwidth
-    (256, 5e-3, 3.3e6, 50e-6, 0.125e9),  # bandwidth decides
-    (64, 5e-3, 4e3, 1e-3, 0.125e9),  # latency decides
+    # batch, seconds per sample, bytes, latency, bandwidth
+    (256, 5e-3, 3.3e6, 50e-6, 0.125e9),  # bandwidth dominates
+    (64, 5e-3, 4e3, 1e-3, 0.125e9),  # latency dominates
     (4096, 1e-4, 1e8, 5e-6, 12.5e9),
     (2, 1e-3, 1e9, 1e-5, 1e9),  # from the first two ranks on
 ]
@@ -153,12 +153,12 @@ def _test_break_even(answer: Answer) -> str:
 
         def told(ranks: int, case: tuple[float, ...] = case, link: LinkModel = link) -> str:
             computing, sending = case[0] * case[1] / ranks, link.ring_seconds(case[2], ranks)
-            return f"with {ranks} ranks a rank computes {computing:.4g} s and sends {sending:.4g} s"
+            return f"with {ranks} ranks, a rank computes for {computing:.4g} s and sends for {sending:.4g} s"
 
-        said = f"batch {batch}, {per_sample:g} s a sample, {nbytes:g} bytes, {latency:g} s, {bandwidth:g} bytes/s"
+        what = f"batch {batch}, {per_sample:g} s per sample, {nbytes:g} bytes, {latency:g} s, {bandwidth:g} bytes/s"
         before = f"{told(right - 1)}, " if right > 2 else ""
-        expect(got == right, f"{said}: {before}{told(right)}. So it is {right}; you gave {got:g}.")
-    return "From that many ranks on, half of each step or more goes into communication."
+        expect(got == right, f"{what}: {before}{told(right)}. The result must be {right}, got {got:g}.")
+    return "With this number of ranks or more, communication takes more than half of each step."
 
 
 def _break_even(batch: int, per_sample: float, nbytes: float, latency: float, bandwidth: float) -> int:
@@ -197,32 +197,33 @@ def _the_last_that_is_fine(batch: int, per_sample: float, nbytes: float, latency
 
 break_even = Exercise(
     task=(
-        "break_even(batch, per_sample, nbytes, latency, bandwidth): return the smallest number of ranks, from 2 on, at "
-        "which a ring all-reduce of nbytes takes longer than a rank needs to compute its part of the batch. Nothing "
-        "overlaps."
+        "break_even(batch, per_sample, nbytes, latency, bandwidth): return the smallest number of ranks (at least 2) "
+        "for which a ring all-reduce of nbytes takes longer than a rank's computation on its part of the batch. "
+        "Communication and computation do not overlap."
     ),
     test=_test_break_even,
     solution=_break_even,
     wrong={
         "computes the whole batch on every rank": _does_not_share_out,
-        "leaves the latency out": _bandwidth_only,
+        "ignores the latency": _bandwidth_only,
         "counts one half of the ring": _one_way,
         "sends all bytes in each round": _whole_tensor_each_round,
-        "returns the last number of ranks that is fine": _the_last_that_is_fine,
+        "returns the largest number of ranks before that point": _the_last_that_is_fine,
     },
     hints=(
-        "Strong scaling: computing shrinks with the number of ranks. What does sending do?",
-        "Computing: batch * per_sample / ranks. Sending: 2 (ranks - 1) rounds, of a latency and nbytes / ranks bytes.",
-        "Try 2, 3, 4, ... until sending takes longer.",
+        "With strong scaling, the computation per rank shrinks with more ranks. How does communication change?",
+        "Computation takes batch * per_sample / ranks. Communication takes 2 (ranks - 1) rounds, each with one latency "
+        "and nbytes / ranks bytes.",
+        "Try 2, 3, 4, ... until communication takes longer.",
     ),
 )
 
-# ----------------------------------------------------------------------------------------------- 3. a batch that scales
+# ------------------------------------------------------------------------------------------------ 3. the smallest batch
 
 _STEPS = [
     (StepModel(0.0, 5e-3, 3.3e6, LinkModel(50e-6, 0.125e9)), 8, 0.9),
-    (StepModel(2e-3, 5e-6, 4e8, LinkModel(5e-6, 12.5e9), buckets=16, overlap=0.8), 64, 0.9),  # hidden in part
-    (StepModel(0.0, 0.25, 8, LinkModel(0, 64)), 2, 0.9),  # an eighth of a second of sending, as long as 4.5 samples
+    (StepModel(2e-3, 5e-6, 4e8, LinkModel(5e-6, 12.5e9), buckets=16, overlap=0.8), 64, 0.9),  # partly overlapped
+    (StepModel(0.0, 0.25, 8, LinkModel(0, 64)), 2, 0.9),  # communication takes as long as 4.5 samples
     (StepModel(1e-3, 1e-4, 1e6, LinkModel(20e-6, 1.25e9)), 1024, 0.5),
 ]
 
@@ -231,16 +232,16 @@ def _test_smallest_batch(answer: Answer) -> str:
     for model, ranks, wanted in _STEPS:
         right = _smallest_batch(model, ranks, wanted)
         got = _number(answer, model, ranks, wanted)
-        said = f"{ranks} ranks, {wanted:.0%} wanted of {model}"
+        case = f"{ranks} ranks, at least {wanted:.0%} for {model}"
         if got != right and got >= 1 and int(got) == got:
             reached = model.weak_efficiency(int(got), ranks)
             beside = model.weak_efficiency(right, ranks)
             raise WrongAnswerError(
-                f"{said}: {got:g} samples for each rank give {reached:.2%}; {right} give {beside:.2%}, and are the "
-                "fewest that reach it."
+                f"{case}: the result must be {right} samples per rank, the smallest number that is enough "
+                f"({beside:.2%}), got {got:g} ({reached:.2%})."
             )
-        expect(got == right, f"{said}: a number of samples, 1 or more; you gave {got:g}, expected {right}.")
-    return "This is what makes large jobs possible, and why their global batches are so large."
+        expect(got == right, f"{case}: the result must be {right} samples, got {got:g}.")
+    return "This is how large jobs stay efficient, and why their global batches are so large."
 
 
 def _smallest_batch(model: StepModel, ranks: int, wanted: float) -> int:
@@ -282,22 +283,23 @@ def _one_too_few(model: StepModel, ranks: int, wanted: float) -> int:
 
 smallest_batch = Exercise(
     task=(
-        "smallest_batch(model, ranks, wanted): return the fewest samples for each rank with which computing is at "
-        "least `wanted` of a step. model.compute(samples) and model.exposed(samples, ranks) are its two parts, in "
-        "seconds."
+        "smallest_batch(model, ranks, wanted): return the smallest number of samples per rank for which computation is "
+        "at least the fraction `wanted` of a step. The two parts of a step, in seconds, are model.compute(samples) and "
+        "model.exposed(samples, ranks)."
     ),
     test=_test_smallest_batch,
     solution=_smallest_batch,
     wrong={
         "counts the samples of all ranks": _of_all_ranks,
         "doubles and stops there": _stops_doubling,
-        "thinks that nothing is hidden": _hides_nothing,
-        "works it out for two ranks": _for_two_ranks,
-        "gives one too few": _one_too_few,
+        "ignores the overlap": _hides_nothing,
+        "computes it for two ranks": _for_two_ranks,
+        "returns one too few": _one_too_few,
     },
     hints=(
-        "A step is computing plus the sending that is not hidden. More samples lengthen the first, not the second.",
-        "Efficiency of s samples: compute(s) / (compute(s) + exposed(s, ranks)). Try 1, 2, 3, ... until it is enough.",
-        "Tens of thousands of tries are fine. For fewer, double until it is enough, and then halve the interval.",
+        "A step is computation plus exposed communication. More samples increase only the computation.",
+        "The efficiency for s samples is compute(s) / (compute(s) + exposed(s, ranks)). Try 1, 2, 3, ... until it is "
+        "high enough.",
+        "Tens of thousands of tries are fine. For fewer, double until it is enough, then bisect.",
     ),
 )

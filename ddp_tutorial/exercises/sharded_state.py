@@ -1,5 +1,6 @@
-"""The exercises of 17_sharded_state: what fits, a reduce-scatter that sends no more than it has to, and a module that
-is whole only while it computes."""
+"""Exercises of 17_sharded_state: the sharding stage that fits, a reduce-scatter with minimal traffic, and a module
+whose full parameters exist only while it computes.
+"""
 
 import gc
 import time
@@ -19,10 +20,10 @@ from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, n
 from ddp_tutorial.world import World
 from ddp_tutorial.zero.memory import model_state_bytes
 
-# ------------------------------------------------------------------------------------------------------ 1. does it fit?
+# --------------------------------------------------------------------------------------------------------- 1. what fits
 
 _GB = 10**9
-_ASKED = [  # parameters, ranks, bytes on each
+_ASKED = [  # parameters, ranks, bytes per rank
     (1 * _GB, 8, 80 * _GB),
     (7 * _GB, 8, 80 * _GB),
     (7 * _GB, 4, 80 * _GB),
@@ -40,16 +41,16 @@ def _test_fits(answer: Answer) -> str:
     for parameters, ranks, there in _ASKED:
         got = answer(parameters, ranks, there)
         if got is not None and got not in _STAGES:
-            raise WrongAnswerError(f"Return one of {', '.join(map(repr, _STAGES))}, or None; you gave {got!r}.")
+            raise WrongAnswerError(f"The result must be one of {', '.join(map(repr, _STAGES))} or None, got {got!r}.")
         needed = {name: sum(model_state_bytes(name, parameters, ranks).values()) for name in _STAGES}
         right = next((name for name in _STAGES if needed[name] <= there), None)
-        told = ", ".join(f"{name} {nbytes / _GB:g}" for name, nbytes in needed.items())
+        sizes = ", ".join(f"{name} {nbytes / _GB:g}" for name, nbytes in needed.items())
         expect(
             got == right,
-            f"{parameters / _GB:g} billion parameters, {ranks} ranks with {there / _GB:g} GB each: expected {right!r}, "
-            f"you gave {got!r}. A rank needs, in GB: {told}.",
+            f"{parameters / _GB:g} billion parameters, {ranks} ranks with {there / _GB:g} GB each: must be {right!r}, "
+            f"got {got!r}. A rank needs (in GB): {sizes}.",
         )
-    return "Computed, not measured; activations, and what is whole for a while, come on top."
+    return "This is a computed lower bound; activations and temporarily gathered parameters need additional memory."
 
 
 def _fits(parameters: int, ranks: int, there: int) -> str | None:
@@ -61,7 +62,7 @@ def _fits(parameters: int, ranks: int, there: int) -> str | None:
 
 
 def _first(parameters: int, ranks: int, there: int, needed: Callable[[int], list[float]]) -> str | None:
-    """The first stage that fits, with bytes a parameter of each stage from `needed`."""
+    """Return the first stage that fits. `needed` returns the bytes per parameter of each stage."""
     fits = [name for name, each in zip(_STAGES, needed(ranks), strict=True) if parameters * each <= there]
     return fits[0] if fits else None
 
@@ -88,35 +89,34 @@ def _the_last_that_fits(parameters: int, ranks: int, there: int) -> str | None:
 
 first_that_fits = Exercise(
     task=(
-        "first_that_fits(parameters, ranks, there): return the first of 'ddp', 'zero1', 'zero2', 'zero3' with which "
-        "parameters, gradients and the state of Adam, all in float32, fit into the `there` bytes of each rank; None if "
-        "none does."
+        "first_that_fits(parameters, ranks, there): return the first of 'ddp', 'zero1', 'zero2', 'zero3' for which "
+        "parameters, gradients and Adam's state, all in float32, fit into `there` bytes per rank, or None if none fits."
     ),
     test=_test_fits,
     solution=_fits,
     wrong={
         "forgets the optimizer's state": _without_averages,
-        "divides the gradients before the optimizer's state": _gradients_first,
-        "counts one average of Adam's two": _one_average,
-        "never divides the weights": _weights_stay,
-        "gives the last one that fits": _the_last_that_fits,
+        "shards the gradients before the optimizer's state": _gradients_first,
+        "counts only one of Adam's two averages": _one_average,
+        "never shards the weights": _weights_stay,
+        "returns the last stage that fits": _the_last_that_fits,
     },
     hints=(
-        "A parameter takes 4 bytes, its gradient 4, Adam's two averages 8. Which of them does each stage divide?",
-        "zero1 needs 4 + 4 + 8 / ranks bytes for each parameter, zero2 4 + (4 + 8) / ranks, zero3 (4 + 4 + 8) / ranks.",
-        "Go through the stages in order and return the first whose bytes are at most `there`.",
+        "A parameter takes 4 bytes, its gradient 4, and Adam's two averages 8. Which of them does each stage shard?",
+        "Per parameter, zero1 needs 4 + 4 + 8 / ranks bytes, zero2 4 + (4 + 8) / ranks, zero3 (4 + 4 + 8) / ranks.",
+        "Go through the stages in order, and return the first one that needs at most `there` bytes.",
     ),
 )
 
-# --------------------------------------------------------------------------------------------- 2. a real reduce-scatter
+# ------------------------------------------------------------------------------------------ 2. a minimal reduce-scatter
 
-_LENGTH = 5_000  # elements of a row
+_LENGTH = 5_000  # elements per row
 
 
 def _test_scatter(answer: Answer) -> str:
     for size in (2, 3):
-        on_ranks(_scatter, size, answer, stuck="Your reduce-scatter did not end.", timeout=30)
-    return "Each rank has the sum of its row, and has sent each other rank one row."
+        on_ranks(_scatter, size, answer, stuck="Your reduce-scatter did not return.", timeout=30)
+    return "Each rank has the sum of its row, and sent one row to each other rank."
 
 
 def _scatter(world: World, answer: Answer) -> None:
@@ -129,19 +129,21 @@ def _scatter(world: World, answer: Answer) -> None:
     shape = torch.Size([_LENGTH])
     if not isinstance(got, torch.Tensor) or got.shape != shape:
         what = list(got.shape) if isinstance(got, torch.Tensor) else repr(got)
-        raise WrongAnswerError(f"Return a tensor of shape {list(shape)}, as a row has; rank {world.rank} got {what}.")
+        raise WrongAnswerError(
+            f"The result must have the shape of a row, {list(shape)}, got {what} on rank {world.rank}."
+        )
     expect(
         torch.equal(got, expected),
-        f"On {world.size} ranks, rank {world.rank} should have the sum of row {world.rank} of all ranks: "
-        f"{numbers(expected[:1])}, found {numbers(got[:1])}.",
+        f"On {world.size} ranks, rank {world.rank} must have the sum of row {world.rank} over all ranks, "
+        f"{numbers(expected[:1])}, got {numbers(got[:1])}.",
     )
-    each = {"all_reduce": 2 / world.size, "all_gather": 1.0}  # how often a byte goes to each other rank
+    each = {"all_reduce": 2 / world.size, "all_gather": 1.0}  # copies of a byte sent to each other rank
     sent = sum((world.size - 1) * each.get(call.op, 1 / world.size) * _elements(call.sizes) for call in entered)
     least = (world.size - 1) * _LENGTH
     expect(
         sent <= 1.01 * least,
-        f"The sum is right. But rank {world.rank} has sent {sent / least:.1f} times what it has to, by what torch's "
-        f"flight recorder says that it entered: {', '.join(call.what for call in entered)}.",
+        f"The sum is right, but rank {world.rank} sent {sent / least:.1f} times the necessary bytes. torch's flight "
+        f"recorder reports these collectives: {', '.join(call.what for call in entered)}.",
     )
 
 
@@ -192,33 +194,33 @@ def _averages(rows: torch.Tensor) -> torch.Tensor:
 
 reduce_scatter = Exercise(
     task=(
-        "reduce_scatter(rows): `rows` is [W, n] on each of W ranks. Return, on rank r, the sum of row r over all "
-        "ranks, [n], and send each other rank no more than one row: gloo's own reduce-scatter sends twice as much."
+        "reduce_scatter(rows): `rows` has shape [W, n] on each of W ranks. On rank r, return the sum of row r over all "
+        "ranks, shape [n], and send at most one row to each other rank. gloo's own reduce-scatter sends twice as much."
     ),
     test=_test_scatter,
     solution=_reduce_scatter,
     wrong={
-        "all-reduces everything, and takes its row": _all_reduced,
-        "uses torch's own on gloo": _torchs_own,
+        "all-reduces everything, and returns its row": _all_reduced,
+        "uses torch's own reduce-scatter on gloo": _torchs_own,
         "gathers everything": _gathers_everything,
-        "adds up its own rows": _adds_its_own_rows,
-        "takes one of the rows it received": _takes_one,
+        "sums its own rows": _adds_its_own_rows,
+        "returns one of the rows it received": _takes_one,
         "averages": _averages,
     },
     hints=(
-        "Rank r needs row r of every rank, and nothing else. Which collective gives each rank something else of each?",
-        "dist.all_to_all_single(received, rows): row k of `rows` goes to rank k; row k of `received` came from rank k.",
-        "Then add up what came: received.sum(0).",
+        "Rank r needs only row r of every rank. Which collective sends different data to every rank?",
+        "dist.all_to_all_single(received, rows) sends row k of `rows` to rank k; row k of `received` is from rank k.",
+        "Then sum the received rows: received.sum(0).",
     ),
 )
 
-# ------------------------------------------------------------------------- 3. whole only while it computes (an evening)
+# ------------------------------------------------------------------------ 3. a fully sharded module (a longer exercise)
 
 
 def _test_sharded(answer: Answer) -> str:
     for size in (2, 3):
-        on_ranks(_sharded_module, size, answer, stuck="Your sharded module did not come to an end.", timeout=60)
-    return "Gradients of one process, and between uses no rank holds more than its piece."
+        on_ranks(_sharded_module, size, answer, stuck="Your sharded module did not return.", timeout=60)
+    return "The gradients are those of one process, and between uses, no rank holds more than its piece."
 
 
 def _module() -> nn.Module:
@@ -235,10 +237,10 @@ def _sharded_module(world: World, answer: Answer) -> None:
     try:
         piece, forward = made
     except (TypeError, ValueError):
-        raise WrongAnswerError(f"Return two things, (piece, forward); you gave {made!r}.") from None
-    told = f"rank {world.rank} of {world.size}"
-    expect(isinstance(piece, nn.Parameter), f"piece should be an nn.Parameter; {told} gave {type(piece).__name__}.")
-    expect(piece.shape == (each,), f"piece should be a vector of {each} elements, found {list(piece.shape)} on {told}.")
+        raise WrongAnswerError(f"The result must be a pair (piece, forward), got {made!r}.") from None
+    where = f"rank {world.rank} of {world.size}"
+    expect(isinstance(piece, nn.Parameter), f"piece must be an nn.Parameter, got {type(piece).__name__} on {where}.")
+    expect(piece.shape == (each,), f"piece must be a vector of {each} elements, got {list(piece.shape)} on {where}.")
     for step in (1, 2):
         inputs = torch.randn(world.size, 2, 31, generator=generator)
         all_x, x = inputs.clone().requires_grad_(), inputs[world.rank].clone().requires_grad_()
@@ -249,16 +251,16 @@ def _sharded_module(world: World, answer: Answer) -> None:
         with count_saved_bytes(nn.ParameterList([piece])) as kept:
             y = forward(x)
         same = torch.allclose(y, right[world.rank], atol=1e-5)
-        expect(same, f"In step {step}, {told}: forward gave another output.")
+        expect(same, f"In step {step}, the output of forward on {where} differs from module(x).")
         expect(kept.nbytes < whole / 4, f"After forward, autograd keeps {_part(kept.nbytes, whole)} for backward.")
         _expect_piece(before + gradient.nbytes, whole, world, "Between forward and backward")
         y.square().sum().backward()
         _expect_gradients(piece.grad, x.grad, gradient, all_x.grad, world)
-        with torch.no_grad():  # the piece is what is trained; the next forward is to use what has become of it
+        with torch.no_grad():  # train the piece; the next forward must use the updated piece
             piece.sub_(0.01 * _piece_of(gradient, world))
             for parameter, part in zip(truth.parameters(), gradient.split(sizes), strict=True):
                 parameter.sub_(0.01 * part.view_as(parameter))
-            del part  # a view of the whole gradient, which would live on with it
+            del part  # a view that would keep the whole gradient alive
         piece.grad = None
         _expect_piece(before + gradient.nbytes, whole, world, "After backward")
 
@@ -273,20 +275,25 @@ def _piece_of(flat: torch.Tensor, world: World) -> torch.Tensor:
 
 def _live() -> int:
     gc.collect()
-    return sum(live.nbytes for kind, live in live_tensors().items() if kind.device != "meta")  # which has no memory
+    return sum(
+        live.nbytes for kind, live in live_tensors().items() if kind.device != "meta"
+    )  # meta tensors have no memory
 
 
 def _part(nbytes: float, whole: int) -> str:
     return f"{nbytes / whole:.1f} times the bytes of all parameters"
 
 
-_LET_GO = 2.0  # seconds
+_RELEASE_SECONDS = 2.0
 
 
 def _expect_piece(ours: int, whole: int, world: World, when: str) -> None:
-    """Of the bytes alive, `ours` are the check's own. Gloo's thread lets go of a collective's tensors after it has told
-    that it is done: on a busy machine, some time after. So what is too much has to stay."""
-    most, deadline = whole / world.size + whole / 4, time.monotonic() + _LET_GO
+    """Raise `WrongAnswerError` if the rank still holds more than its piece after `_RELEASE_SECONDS`.
+
+    Of the live bytes, `ours` belong to the check. Gloo's thread may release a collective's tensors some time after the
+    collective is complete.
+    """
+    most, deadline = whole / world.size + whole / 4, time.monotonic() + _RELEASE_SECONDS
     while (held := _live() - ours) > most and time.monotonic() < deadline:
         time.sleep(0.01)
     expect(
@@ -300,16 +307,16 @@ def _expect_gradients(
     got: torch.Tensor | None, of_x: torch.Tensor | None, gradient: torch.Tensor, all_x: Any, world: World
 ) -> None:
     right = _piece_of(gradient, world)
-    told = f"On {world.size} ranks, rank {world.rank}"
+    where = f"rank {world.rank} of {world.size}"
     if got is None or of_x is None:
-        missing = "piece.grad" if got is None else "the gradient of the input, x.grad,"
-        raise WrongAnswerError(f"{told}: after backward {missing} is None.")
+        missing = "piece.grad" if got is None else "the gradient of the input, x.grad"
+        raise WrongAnswerError(f"After backward, {missing} is None on {where}.")
     expect(
         torch.allclose(got, right, atol=1e-4),
-        f"{told}: piece.grad should be its piece of the gradient, summed over ranks: {numbers(right[:3])}, ..., found "
-        f"{numbers(got[:3])}, ...",
+        f"piece.grad on {where} must be its piece of the gradient summed over ranks, starting with "
+        f"{numbers(right[:3])}, got {numbers(got[:3])}.",
     )
-    expect(torch.allclose(of_x, all_x[world.rank], atol=1e-4), f"{told}: the gradient of the input is another.")
+    expect(torch.allclose(of_x, all_x[world.rank], atol=1e-4), f"The gradient of the input on {where} is wrong.")
 
 
 def _sharded(module: nn.Module, world: World) -> tuple[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
@@ -318,7 +325,7 @@ def _sharded(module: nn.Module, world: World) -> tuple[nn.Parameter, Callable[[t
     flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     rows = F.pad(flat, (0, -len(flat) % world.size)).view(world.size, -1)
     piece = nn.Parameter(rows[world.rank].clone())
-    module.to("meta")  # no memory any more: only the structure
+    module.to("meta")  # keeps the structure, frees the memory
 
     def gather(piece: torch.Tensor) -> torch.Tensor:
         whole = piece.new_empty(world.size * len(piece))
@@ -334,12 +341,12 @@ def _sharded(module: nn.Module, world: World) -> tuple[nn.Parameter, Callable[[t
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, piece: torch.Tensor) -> Any:
             ctx.save_for_backward(x, piece)
-            return run(x, gather(piece))  # without grad: nothing of this is kept
+            return run(x, gather(piece))  # autograd is off here, so nothing is kept
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             x, piece = ctx.saved_tensors
-            with torch.enable_grad():  # compute it once more, with parameters gathered once more
+            with torch.enable_grad():  # gather and compute again
                 x, whole = x.detach().requires_grad_(), gather(piece).requires_grad_()
                 of_x, of_whole = torch.autograd.grad(run(x, whole), (x, whole), gradient)
             mine = torch.empty_like(piece)
@@ -359,7 +366,7 @@ def _mistaken(
     of_input: bool = True,
     stale: bool = False,
 ) -> Any:
-    """The solution, but for a mistake."""
+    """Return the solution with a mistake."""
     named = dict(module.named_parameters())
     shapes, sizes = [p.shape for p in named.values()], [p.numel() for p in named.values()]
     flat = torch.cat([parameter.detach().flatten() for parameter in named.values()])
@@ -430,28 +437,28 @@ def _with(**mistake: Any) -> Answer:
 
 sharded_module = Exercise(
     task=(
-        "sharded_module(module, world): return (piece, forward). `piece` is an nn.Parameter, a vector: this rank's 1/W "
-        "of all parameters of `module`, one after another, padded with zeros. forward(x) is what module(x) would be; "
-        "after backward, piece.grad is the rank's piece of the gradient summed over ranks. Between uses, and between "
-        "forward and backward, a rank holds its piece only."
+        "sharded_module(module, world): return (piece, forward). `piece` is an nn.Parameter: this rank's 1/W of the "
+        "vector of all parameters of `module`, concatenated and padded with zeros. forward(x) returns module(x); after "
+        "backward, piece.grad is the rank's piece of the gradient summed over ranks. Between uses, and between forward "
+        "and backward, a rank holds only its piece."
     ),
     test=_test_sharded,
     solution=_sharded,
     wrong={
-        "gathers, and lets autograd keep what came": _with(keeps="autograd"),
-        "remembers in forward what backward will need": _with(keeps="whole"),
-        "leaves the module its parameters": _with(leave=True),
+        "lets autograd keep the gathered parameters": _with(keeps="autograd"),
+        "keeps the gathered parameters for backward": _with(keeps="whole"),
+        "does not free the module's parameters": _with(leave=True),
         "gathers once for all steps": _with(stale=True),
-        "keeps its own gradient, and adds up nothing": _with(reduce="none"),
+        "does not sum the gradients over ranks": _with(reduce="none"),
         "averages": _with(reduce="mean"),
         "forgets the gradient of the input": _with(of_input=False),
     },
     hints=(
-        "What autograd saves in forward lives until backward. In a torch.autograd.Function of your own, you decide.",
-        "forward: save x and the piece, gather, compute. backward: gather again, compute forward again with grad.",
-        "torch.func.functional_call(module, named, x) computes with the parameters that you give; module.to('meta') "
-        "gives up the module's own. torch.autograd.grad(y, (x, whole), gradient) has both gradients at once.",
-        "A vector of all parameters: torch.cat of the flattened ones, F.pad to a multiple of W, row r for rank r. "
-        "dist.all_gather_into_tensor and dist.reduce_scatter_tensor are each other's opposite on it.",
+        "Autograd keeps saved tensors until backward. Your own torch.autograd.Function controls what is saved.",
+        "In forward, save x and the piece, gather, and compute. In backward, gather again and rerun forward with grad.",
+        "torch.func.functional_call(module, named, x) computes with the given parameters; module.to('meta') frees the "
+        "module's own. torch.autograd.grad(y, (x, whole), gradient) returns both gradients.",
+        "Concatenate the flattened parameters with torch.cat, F.pad to a multiple of W, and use row r on rank r. "
+        "dist.all_gather_into_tensor restores the vector, and dist.reduce_scatter_tensor reduces its gradient.",
     ),
 )

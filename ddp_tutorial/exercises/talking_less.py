@@ -1,4 +1,4 @@
-"""The exercises of 19_talking_less: a round of local SGD, DiLoCo's outer step, and how long a round should be."""
+"""Exercises of 19_talking_less: a round of local SGD, DiLoCo's outer step, and the length of a round."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ _RANKS, _ROUND = 3, 3
 
 
 def _batches(number: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Those of one round of one rank."""
+    """Return the batches of one round on one rank."""
     draw = torch.Generator().manual_seed(10 * number + rank)
     return [(torch.randn(4, 2, generator=draw), torch.randn(4, 1, generator=draw)) for _ in range(_ROUND)]
 
@@ -28,7 +28,7 @@ def _model_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 def _expected(rounds: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """In one process: the weights at the end, each rank's own before the last average, and where the round began."""
+    """Return the reference weights: the mean, each rank's before the last average, and those before the last round."""
     pairs = [_model_and_optimizer() for _ in range(_RANKS)]
     own: list[torch.Tensor] = []
     start = torch.empty(0)
@@ -55,25 +55,25 @@ def _run_round(world: World, answer: Answer) -> None:
         got = model.weight.detach()
         if torch.allclose(got, right, atol=1e-6):
             continue
-        found = "neither the mean nor its own"
+        found = "this is neither the mean nor a rank's own weight"
         if torch.allclose(got, own[world.rank], atol=1e-6):
-            found = "this is what the rank has learned by itself"
+            found = "this is the rank's own weight before averaging"
         elif any(torch.allclose(got, each, atol=1e-6) for each in own):
-            found = "this is what another rank has learned by itself"
+            found = "this is a different rank's weight before averaging"
         elif torch.allclose(got, sum(own, torch.zeros_like(got)), atol=1e-6):
             found = "this is the sum over the ranks"
         elif torch.allclose(got, start, atol=1e-6):
-            found = "this is where the round began"
+            found = "this is the weight from the start of the round"
         raise WrongAnswerError(
-            f"After round {number + 1} of {_ROUND} steps, the weight on rank {world.rank} of {world.size} should be "
-            f"the mean {numbers(right)}; got {numbers(got)}: {found}."
+            f"After round {number + 1} of {_ROUND} steps, the weight on rank {world.rank} of {world.size} must be the "
+            f"mean {numbers(right)}, got {numbers(got)}: {found}."
         )
 
 
 def _test_round(answer: Answer) -> str:
-    stuck = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
+    stuck = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
     on_ranks(_run_round, _RANKS, answer, stuck=stuck, timeout=15)
-    return "Two rounds on three ranks: as three replicas in one process, each with a momentum of its own."
+    return "Two rounds on three ranks equal three replicas in one process, each with its own momentum."
 
 
 def _local_round(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
@@ -141,25 +141,25 @@ def _begins_momentum_anew(model: nn.Module, optimizer: torch.optim.Optimizer, ba
 
 local_round = Exercise(
     task=(
-        "local_round(model, optimizer, batches): take one step of this rank's optimizer for each (x, y) of batches, "
-        "with the loss nn.functional.mse_loss(model(x), y), without a word to the others; then give every rank the "
-        "mean of all ranks' weights. Every rank has as many batches."
+        "local_round(model, optimizer, batches): for each (x, y) of batches, take one optimizer step with the loss "
+        "nn.functional.mse_loss(model(x), y), without communication. Then set the weights on every rank to the mean of "
+        "all ranks' weights. Every rank has the same number of batches."
     ),
     test=_test_round,
     solution=_local_round,
     wrong={
         "never averages": _never_averages,
-        "adds up and does not divide": _adds_up,
+        "sums without dividing": _adds_up,
         "averages gradients, as DDP does": _averages_gradients,
         "averages after each step": _averages_each_step,
         "gives all ranks rank 0's weights": _takes_rank_zeros,
         "does not clear the gradients": _keeps_gradients,
-        "begins each round with a new momentum": _begins_momentum_anew,
+        "resets the momentum in each round": _begins_momentum_anew,
     },
     hints=(
-        "The steps are those of a loop for one process: zero_grad, forward, backward, step. No collective in it.",
-        "After the loop, for each parameter: divide it by dist.get_world_size(), then dist.all_reduce adds up.",
-        "A parameter is changed in place within torch.no_grad(). The optimizer keeps its momentum from round to round.",
+        "Write the loop as for one process: zero_grad, forward, backward, step. It contains no collective.",
+        "After the loop, divide each parameter by dist.get_world_size(), then sum it with dist.all_reduce.",
+        "Change parameters in place inside torch.no_grad(). The optimizer keeps its momentum from round to round.",
     ),
 )
 
@@ -176,17 +176,17 @@ def _test_outer(answer: Answer) -> str:
             given = [each.clone() for each in (start, mean, velocity)]
             got = answer(*given, rate, momentum)
             if not (isinstance(got, tuple) and len(got) == 2 and all(map(torch.is_tensor, got))):
-                raise WrongAnswerError(f"Return the weights and the velocity, two tensors; you gave {got!r}.")
+                raise WrongAnswerError(f"The result must be two tensors (weights, velocity), got {got!r}.")
             what = f"learning rate {rate:g}, momentum {momentum:g}, round {number + 1}"
             for name, mine, should in zip(("weights", "velocity"), got, right, strict=True):
                 if mine.shape == should.shape and torch.allclose(mine, should, atol=1e-5):
                     continue
                 raise WrongAnswerError(
-                    f"{what}: from {numbers(start, 4)} the ranks came to {numbers(mean, 4)}, on average. The {name} "
-                    f"should be {numbers(should, 4)}; got {numbers(mine, 4)}."
+                    f"{what}: the round started at {numbers(start, 4)}, and the ranks' mean after it is "
+                    f"{numbers(mean, 4)}. The {name} must be {numbers(should, 4)}, got {numbers(mine, 4)}."
                 )
             start, velocity = right
-    return "With a learning rate of 1 and no momentum it is local SGD; with 0.7 and 0.9, that of the paper."
+    return "A learning rate of 1 without momentum gives local SGD; 0.7 with momentum 0.9 gives DiLoCo as in the paper."
 
 
 def _outer_step(
@@ -223,30 +223,29 @@ def _old_velocity(start: Any, mean: Any, velocity: Any, learning_rate: float, mo
 
 outer_step = Exercise(
     task=(
-        "outer_step(start, mean, velocity, learning_rate, momentum): DiLoCo's outer step, for one tensor. A round "
-        "began with the weights `start`, and the mean of the ranks' weights after it is `mean`. Return the weights "
-        "with which the next round begins, and the new velocity: SGD with Nesterov's momentum, whose gradient is "
-        "start - mean."
+        "outer_step(start, mean, velocity, learning_rate, momentum): take DiLoCo's outer step for one tensor. A round "
+        "started with the weights `start`, and `mean` is the mean of the ranks' weights after it. Return the initial "
+        "weights of the next round and the new velocity: SGD with Nesterov momentum, whose gradient is start - mean."
     ),
     test=_test_outer,
     solution=_outer_step,
     wrong={
-        "goes away from the mean": _uphill,
-        "has plain momentum": _heavy_ball,
+        "moves away from the mean": _uphill,
+        "uses plain momentum": _heavy_ball,
         "steps from the mean": _from_the_mean,
         "forgets the velocity": _forgets_velocity,
-        "steps before the velocity is renewed": _old_velocity,
+        "steps before it updates the velocity": _old_velocity,
     },
     hints=(
-        "First the velocity: momentum * velocity + (start - mean).",
-        "Nesterov's step goes along difference + momentum * velocity, with the new velocity.",
-        "The weights: start - learning_rate * (difference + momentum * velocity).",
+        "First update the velocity: momentum * velocity + (start - mean).",
+        "With difference = start - mean, Nesterov's step direction is difference + momentum * (new velocity).",
+        "The weights are start - learning_rate * (difference + momentum * velocity).",
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- 3. how long is a round?
+# --------------------------------------------------------------------------------------------- 3. the length of a round
 
-# bytes of the model, ranks, latency in seconds, bytes a second, seconds of a step, the part of all time
+# model bytes, ranks, latency in seconds, bytes per second, seconds per step, fraction of the time
 _LINKS = [
     (4e6, 2, 1e-3, 1e7, 0.05, 0.1),
     (4e6, 8, 1e-3, 1e7, 0.05, 0.1),
@@ -261,17 +260,17 @@ def _test_round_length(answer: Answer) -> str:
         nbytes, ranks, latency, bandwidth, compute, at_most = case
         got = answer(*case)
         if isinstance(got, bool) or not isinstance(got, (int, float)) or got != int(got) or got < 1:
-            raise WrongAnswerError(f"Return a whole number of steps, 1 or more; you gave {got!r}.")
+            raise WrongAnswerError(f"The result must be an integer number of steps of at least 1, got {got!r}.")
         right = _round_length(*case)
         talking = 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
         part = talking / (int(got) * compute + talking)
         expect(
             int(got) == right,
             f"{nbytes / 1e6:g} MB, {ranks} ranks, {1e3 * latency:g} ms, {bandwidth / 1e6:g} MB/s: an all-reduce takes "
-            f"{talking:.3g} s, a step {compute:g} s. In a round of {int(got)} that is {part:.1%} of the time; wanted "
-            f"is at most {at_most:.0%}, and the shortest round for it has {right} steps.",
+            f"{talking:.3g} s, a step {compute:g} s. For at most {at_most:.0%} communication, the shortest round must "
+            f"have {right} steps, got {int(got)} ({part:.1%} communication).",
         )
-    return "The slower the link, the longer the round. What that does to the loss, you have seen."
+    return "The slower the link, the longer the round. You have seen the effect on the loss."
 
 
 def _round_length(nbytes: float, ranks: int, latency: float, bandwidth: float, compute: float, at_most: float) -> int:
@@ -307,23 +306,23 @@ def _talks_in_each_step(
 
 round_length = Exercise(
     task=(
-        "round_length(nbytes, ranks, latency, bandwidth, compute, at_most): return how many steps a round has at "
-        "least, so that no more than `at_most` of the time goes into averaging. A model of `nbytes` bytes, averaged "
-        "once a round by a ring all-reduce (2 (ranks - 1) messages one after another, of nbytes / ranks each); "
-        "`latency` in seconds, `bandwidth` in bytes a second, `compute` the seconds of a step."
+        "round_length(nbytes, ranks, latency, bandwidth, compute, at_most): return the smallest number of steps per "
+        "round for which averaging takes at most the fraction `at_most` of the time. A ring all-reduce averages the "
+        "model's `nbytes` bytes once per round, with 2 (ranks - 1) consecutive messages of nbytes / ranks bytes; "
+        "`latency` is in seconds, `bandwidth` in bytes per second, and `compute` in seconds per step."
     ),
     test=_test_round_length,
     solution=_round_length,
     wrong={
-        "compares with the time that is computed only": _over_compute,
-        "sends the model once, whatever the ranks": _sends_once,
+        "compares with the computation time only": _over_compute,
+        "sends the model once for any number of ranks": _sends_once,
         "forgets the latency": _no_latency,
         "is one step short": _one_short,
-        "talks in each step": _talks_in_each_step,
+        "communicates in each step": _talks_in_each_step,
     },
     hints=(
         "An all-reduce takes 2 (ranks - 1) (latency + nbytes / ranks / bandwidth) seconds.",
-        "A round of H steps takes H * compute and that. Which part of it is the second?",
-        "Try 1, 2, 3, ... until talking <= at_most * (steps * compute + talking).",
+        "A round of H steps takes H * compute plus one all-reduce. Which fraction of the round is the all-reduce?",
+        "Try 1, 2, 3, ... until all_reduce <= at_most * (steps * compute + all_reduce).",
     ),
 )
