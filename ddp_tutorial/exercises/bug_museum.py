@@ -1,4 +1,4 @@
-"""The exercises of 13_bug_museum: repair a training loop and a checkpoint, and write a detector."""
+"""Exercises of 13_bug_museum: fix a training loop and a checkpoint, and write a detector."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -20,29 +20,33 @@ _SECONDS = 60.0
 
 
 def _judge(programs: dict[str, Program]) -> None:
-    """Raise `WrongAnswerError` for the first law that one of `programs` breaks; `NotImplementedError` as an answer
-    does."""
+    """Check `programs` against all laws.
+
+    Raises:
+        WrongAnswerError: A program breaks a law.
+        NotImplementedError: The answer raises it.
+    """
     try:
         found = examine(programs, timeout=_SECONDS)
     except RankTimeoutError as error:
-        expect(False, f"It does not come to an end.\n{error}")
+        expect(False, f"Your program does not return.\n{error}")
     for name in programs:
         for law, alarm in found[name].items():
             if "NotImplementedError" in alarm:
                 raise NotImplementedError
             said = alarm.partition("WrongAnswerError: ")[2]
             expect(not said, said)
-            expect(not alarm, f"A law is broken: {LAWS[law]}. {alarm}")
+            expect(not alarm, f"Your program breaks a law: {LAWS[law]}. {alarm}")
 
 
 def _apart(result: Any, wanted: Result) -> str:
-    """How the weights that an answer claims differ from those that are right; empty where they do not."""
+    """Explain how the weights in an answer's result differ from the right ones. Returns "" if they are equal."""
     if not isinstance(result, dict) or not isinstance(result.get("weights"), torch.Tensor):
         return 'Return {"weights": weights(model)}, as the broken program does.'
     got, want = result["weights"], wanted["weights"]
     if got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-9):
         return ""
-    return "All laws are kept, and yet it trains to other weights than the broken program was meant to."
+    return "Your program keeps all laws, but its final weights are not those that the broken program should reach."
 
 
 # ----------------------------------------------------------------------------------------------- 1. the end of an epoch
@@ -54,7 +58,7 @@ def _train(world: World, accumulate: int = 2) -> Result:
     batches = loader(world, 8 // accumulate, samples=20)
     for _ in range(2):
         for i, (_, x, y) in enumerate(batches):
-            first = i // accumulate * accumulate  # of this step
+            first = i // accumulate * accumulate  # first micro-batch of this step
             together = min(accumulate, len(batches) - first)
             (F.mse_loss(model(x), y) / together).backward()
             if i + 1 == first + together:
@@ -74,11 +78,11 @@ def _test_train(answer: Answer) -> str:
         return result
 
     _judge({"train": train, "compared": compared})
-    return "Any number of micro-batches, any number of ranks: the same weights, and no sample is left over."
+    return "The weights do not depend on the number of micro-batches or ranks, and every sample is used."
 
 
 def _training(together: Callable[[int, int, int], int], *, stepping: Callable[[int, int, int], bool]) -> Answer:
-    """The solution, but for what a loss is divided by, and after which micro-batches there is a step."""
+    """Return the solution with a different divisor of the loss, and steps after different micro-batches."""
 
     def answer(world: World, accumulate: int = 2) -> Result:
         model = ddp()
@@ -106,7 +110,7 @@ def _without_talking(world: World, accumulate: int = 2) -> Result:
     for _ in range(2):
         for i, (_, x, y) in enumerate(batches):
             together = min(accumulate, len(batches) - i // accumulate * accumulate)
-            with model.no_sync() if (i + 1) % accumulate else nullcontext():  # at the end of an epoch as well
+            with model.no_sync() if (i + 1) % accumulate else nullcontext():  # also at the end of an epoch
                 (F.mse_loss(model(x), y) / together).backward()
             if _at_the_end(i, accumulate, len(batches)):
                 optimizer.step()
@@ -116,24 +120,24 @@ def _without_talking(world: World, accumulate: int = 2) -> Result:
 
 train = Exercise(
     task=(
-        "repaired(world, accumulate): the training of leaks_into_the_next_epoch, repaired; return the weights as it "
-        "does. The last step of an epoch has fewer micro-batches than the others."
+        "repaired(world, accumulate): fix the training loop of leaks_into_the_next_epoch, and return the weights as it "
+        "does. The last step of an epoch has fewer micro-batches than the other steps."
     ),
     test=_test_train,
     solution=_train,
     wrong={
         "is the broken program": _training(lambda i, k, n: k, stepping=lambda i, k, n: (i + 1) % k == 0),
-        "steps at the end, and divides by too many": _training(lambda i, k, n: k, stepping=_at_the_end),
+        "steps at the end, but divides by too many micro-batches": _training(lambda i, k, n: k, stepping=_at_the_end),
         "steps after every micro-batch": _training(lambda i, k, n: 1, stepping=lambda i, k, n: True),
-        "divides by what is left over, in every step": _training(lambda i, k, n: n % k or k, stepping=_at_the_end),
-        "does not talk in the last step of an epoch": _without_talking,
+        "divides every step by the remainder": _training(lambda i, k, n: n % k or k, stepping=_at_the_end),
+        "does not synchronize in the last step of an epoch": _without_talking,
         "trains nothing": lambda world, accumulate=2: {"weights": weights(ddp())},
     },
     hints=(
-        "Two things are wrong at the end of an epoch: nobody steps, and what is left over is divided by `accumulate`.",
-        "There is a step after every `accumulate` micro-batches, and after the last one: i + 1 == len(batches).",
-        "The step that micro-batch i belongs to begins with number i // accumulate * accumulate. How many follow, at "
-        "most `accumulate`, until len(batches)?",
+        "Two things are wrong at the end of an epoch: there is no step, and the remainder is divided by `accumulate`.",
+        "Step after every `accumulate` micro-batches, and after the last one: i + 1 == len(batches).",
+        "The step of micro-batch i starts at index i // accumulate * accumulate. How many micro-batches does it have, "
+        "at most `accumulate`, before len(batches)?",
     ),
 )
 
@@ -166,7 +170,7 @@ def _test_goes_on(answer: Answer) -> str:
         said = _apart(answer(world, parts[0]), _goes_on(world, parts[1]))
         expect(not said, said)
         files = [path for path in parts[0].rglob("*") if path.is_file()]
-        expect(bool(files) or not world.is_main, "It leaves no file in its folder: what could it go on from?")
+        expect(bool(files) or not world.is_main, "Your program leaves no file in its folder, so it cannot resume.")
         return {}
 
     def goes_on(world: World, folder: Path) -> Result:
@@ -174,11 +178,11 @@ def _test_goes_on(answer: Answer) -> str:
         return result
 
     _judge({"goes_on": goes_on, "compared": compared})
-    return "Cut after any step and in the middle of any file, it ends with the same bits, and repeats one step at most."
+    return "Killed after any step or in any write, the run resumes bitwise identically, and repeats at most one step."
 
 
 def _going_on(*, optimizer_too: bool = True, in_place: bool = False, off: int = 1, every: int = 1) -> Answer:
-    """The solution with a part left out; with `every=0` it never saves."""
+    """Return the solution with a part left out. `every=0` never saves."""
 
     def answer(world: World, folder: Path) -> Result:
         model, start, path = ddp(), 0, folder / "last.pt"
@@ -205,8 +209,8 @@ def _going_on(*, optimizer_too: bool = True, in_place: bool = False, off: int = 
 
 goes_on = Exercise(
     task=(
-        "goes_on(world, folder): a training that goes on from its folder, wherever it was cut. The one above has two "
-        "bugs: what it saves, and how it writes it. Return the weights as it does."
+        "goes_on(world, folder): train so that the run resumes from its folder after a kill at any time. The program "
+        "above has two bugs: in the content of its file, and in how it writes it. Return the weights as it does."
     ),
     test=_test_goes_on,
     solution=_goes_on,
@@ -218,9 +222,9 @@ goes_on = Exercise(
         "saves nothing": _going_on(every=0),
     },
     hints=(
-        "SGD with momentum has a state as well. And what is in last.pt while it is being written?",
-        "optimizer.state_dict() belongs into the file, and optimizer.load_state_dict after it.",
-        "Write to a file of another name, and give it its name when it is complete: Path.replace does it at once.",
+        "SGD with momentum has state, too. What does last.pt contain while it is being written?",
+        "Save optimizer.state_dict(), and restore it with optimizer.load_state_dict.",
+        "Write to a file with a different name, and rename it when it is complete: Path.replace is atomic.",
     ),
 )
 
@@ -243,7 +247,7 @@ def _shuffled(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
 
 
 def _all_to_the_last(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Unequal shares, and empty ones: unusual, and every sample comes once."""
+    """Unequal and empty shares, which is unusual, but every sample occurs once."""
     return iter(range(samples) if rank == size - 1 else ())
 
 
@@ -260,7 +264,7 @@ def _shuffled_by_rank(samples: int, rank: int, size: int, epoch: int) -> Iterato
 
 
 def _padded(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Wrong where samples are not a multiple of ranks."""
+    """Wrong if the number of samples is not a multiple of the number of ranks."""
     return iter(number % samples for number in range(rank, -(-samples // size) * size, size))
 
 
@@ -273,12 +277,12 @@ def _dealt_twice(samples: int, rank: int, size: int, epoch: int) -> Iterator[int
 
 
 def _for_two_ranks(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Wrong with three or more."""
+    """Wrong on three or more ranks."""
     return iter(range(rank % 2, samples, min(size, 2)))
 
 
 def _later(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """Wrong from the second epoch on: all ranks begin somewhere else."""
+    """Wrong from the second epoch on, when all ranks start at a different place."""
     return iter(range(rank + epoch, samples, size))
 
 
@@ -287,7 +291,7 @@ def _without_end(samples: int, rank: int, size: int, epoch: int) -> Iterator[int
 
 
 def _swapped(samples: int, rank: int, size: int, epoch: int) -> Iterator[int]:
-    """As many as there should be, but one twice and one never."""
+    """The right number of samples, but one occurs twice and one never."""
     own = list(range(rank, samples, size))
     return iter([own[0], *own[:-1]] if rank == 1 and len(own) > 1 else own)
 
@@ -297,18 +301,18 @@ def _fails_without_samples(samples: int, rank: int, size: int, epoch: int) -> It
     return iter([own[0], *own[1:]])
 
 
-# What the learner is shown, and what is kept back.
+# The first two are shown to the learner, the others are hidden.
 RIGHT: dict[str, Deal] = {"round-robin": _strided, "blocks": _in_blocks, "shuffled by epoch": _shuffled}
 WRONG: dict[str, Deal] = {"all samples on all ranks": _everything, "padded": _padded, "dealt twice": _dealt_twice}
 UNSEEN_RIGHT: dict[str, Deal] = {"all to the last rank": _all_to_the_last, "by turns": _turns}
 UNSEEN_WRONG: dict[str, Deal] = {
     "shuffled by rank": _shuffled_by_rank,
-    "what does not divide is left out": _cropped,
-    "right on one rank and on two": _for_two_ranks,
-    "right in the first epoch": _later,
-    "a share without end": _without_end,
+    "the remainder is dropped": _cropped,
+    "right on one and two ranks only": _for_two_ranks,
+    "right in the first epoch only": _later,
+    "an infinite share": _without_end,
     "one sample twice and one never": _swapped,
-    "an error where a rank has no sample": _fails_without_samples,
+    "an error if a rank has no sample": _fails_without_samples,
 }
 
 
@@ -317,16 +321,19 @@ def _verdicts(world: World, answer: Answer) -> dict[str, object]:
 
 
 def _test_detector(answer: Answer) -> str:
-    stuck = "Your detector does not come back. A share may have no end: take as many as there can be, and one more."
+    stuck = "Your detector does not return. A share may be infinite: take at most one sample more than there are."
     [said] = on_ranks(_verdicts, 1, answer, stuck=stuck, timeout=15)
     for name, verdict in said.items():
-        expect(isinstance(verdict, bool), f"Return True for a bug, False for none; for {name!r} it is {verdict!r}.")
+        expect(
+            isinstance(verdict, bool),
+            f"The result must be True for a bug and False otherwise, got {verdict!r} for {name!r}.",
+        )
         is_right = name in RIGHT or name in UNSEEN_RIGHT
-        unseen = " (you have not seen this one)" if name in UNSEEN_RIGHT or name in UNSEEN_WRONG else ""
-        expect(not (is_right and verdict), f"A false alarm{unseen}: {name!r} hands out every sample once.")
-        expect(is_right or bool(verdict), f"A bug that is missed{unseen}: {name!r}.")
+        unseen = " (a hidden case)" if name in UNSEEN_RIGHT or name in UNSEEN_WRONG else ""
+        expect(not (is_right and verdict), f"False alarm{unseen}: {name!r} yields every sample once.")
+        expect(is_right or bool(verdict), f"Missed bug{unseen}: {name!r}.")
     bugs, right = len(WRONG) + len(UNSEEN_WRONG), len(RIGHT) + len(UNSEEN_RIGHT)
-    return f"All {bugs} bugs are caught, and none of {right} that are right is blamed."
+    return f"Your detector finds all {bugs} bugs, and raises no false alarm for {right} right programs."
 
 
 def _find_bad_deal(deal: Deal) -> bool:
@@ -336,7 +343,7 @@ def _find_bad_deal(deal: Deal) -> bool:
                 dealt: list[int] = []
                 for rank in range(size):
                     try:
-                        dealt += islice(deal(samples, rank, size, epoch), samples + 1)  # it may have no end
+                        dealt += islice(deal(samples, rank, size, epoch), samples + 1)  # the share may be infinite
                     except Exception:
                         return True
                 if sorted(dealt) != list(range(samples)):
@@ -356,7 +363,7 @@ def _looking(
     bad: Callable[[list[list[int]], int], bool] = lambda shares, n: _all(shares) != list(range(n)),
     limited: bool = True,
 ) -> Answer:
-    """The solution, looking at less, or otherwise."""
+    """Return the solution with fewer or different checks."""
 
     def answer(deal: Deal) -> bool:
         for n in samples:
@@ -375,27 +382,27 @@ def _looking(
 
 find_bad_deal = Exercise(
     task=(
-        "find_bad_deal(deal): deal(samples, rank, size, epoch) is an iterator over the samples of one rank. Return "
-        "True if there is a number of samples, of ranks, or an epoch in which some sample comes twice or never."
+        "find_bad_deal(deal): deal(samples, rank, size, epoch) returns an iterator over one rank's samples. Return "
+        "True if, for some number of samples, number of ranks or epoch, a sample occurs twice or never."
     ),
     test=_test_detector,
     solution=_find_bad_deal,
     wrong={
         "tries two ranks only": _looking(sizes=(2,)),
         "tries the first epoch only": _looking(epochs=1),
-        "tries only what divides": _looking(samples=(12, 24), sizes=(1, 2, 3, 4)),
-        "compares sets, in which nothing comes twice": _looking(bad=lambda s, n: set(_all(s)) != set(range(n))),
-        "counts, and does not look": _looking(bad=lambda shares, n: sum(map(len, shares)) != n),
-        "wants equal shares": _looking(
+        "tries divisible numbers only": _looking(samples=(12, 24), sizes=(1, 2, 3, 4)),
+        "compares sets, which ignore duplicates": _looking(bad=lambda s, n: set(_all(s)) != set(range(n))),
+        "compares the number of samples only": _looking(bad=lambda shares, n: sum(map(len, shares)) != n),
+        "requires equal shares": _looking(
             bad=lambda s, n: _all(s) != list(range(n)) or max(map(len, s)) - min(map(len, s)) > 1
         ),
         "reads each share to its end": _looking(limited=False),
         "never raises an alarm": lambda deal: False,
     },
     hints=(
-        "Ask for the shares of all ranks of one world, in one epoch, and put them together. What should come out?",
-        "sorted(all of them) == list(range(samples)). Try 1 to 5 ranks, several epochs, numbers that do not divide, "
-        "also fewer samples than ranks.",
-        "An error is a bug as well. And a share may have no end: itertools.islice(share, samples + 1) is enough.",
+        "Concatenate the shares of all ranks for one world size and one epoch. What must the result contain?",
+        "Check sorted(all samples) == list(range(samples)). Try 1 to 5 ranks, several epochs, numbers of samples that "
+        "are not divisible, and fewer samples than ranks.",
+        "An error is a bug, too. A share may be infinite: itertools.islice(share, samples + 1) is enough.",
     ),
 )

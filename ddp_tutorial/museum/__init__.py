@@ -1,8 +1,8 @@
-"""Bugs of distributed training that were found in real programs, each with its fix, and what catches all of them.
+"""Bugs of distributed training from real programs, each with its fix, and laws that catch all of them.
 
-Most make no error and no warning: the loss falls, and the model is another one. The modules named after subjects, from
-`gradients` to `metrics`, show the bugs, as plain torch that one would write; `correct` has programs that are right.
-`laws` says what every program has to keep, whatever it does, and finds who breaks it, without knowing any of the bugs.
+Most of the bugs cause no error and no warning: the loss falls, but the model is wrong. The modules named after
+subjects, from `gradients` to `metrics`, contain the bugs in plain PyTorch; `correct` contains correct programs. `laws`
+defines invariants that every program must keep, and finds violations without knowing any of the bugs.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""One step of several micro-batches, put together wrongly."""
+"""Bugs in gradient accumulation over several micro-batches."""
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ def steps_before_the_last(world: World, accumulate: int = 2) -> Result:
     model, since = ddp(), 0
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _, x, y in pieces(world, accumulate):
-        if since == accumulate:  # before this micro-batch; and nobody looks after the last
+        if since == accumulate:  # checked before this micro-batch, but never after the last
             optimizer.step()
             optimizer.zero_grad()
             since = 0
@@ -110,7 +110,7 @@ def forgets_the_rest_of_an_epoch(world: World, accumulate: int = 2) -> Result:
     model = ddp(nn.LayerNorm(8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(3):
-        optimizer.zero_grad()  # nothing leaks: it is thrown away
+        optimizer.zero_grad()  # nothing leaks: the remainder is discarded
         for i, (_, x, y) in enumerate(loader(world, 8 // accumulate, samples=20)):
             (F.l1_loss(model(x), y) / accumulate).backward()
             if (i + 1) % accumulate == 0:
@@ -122,8 +122,8 @@ def forgets_the_rest_of_an_epoch(world: World, accumulate: int = 2) -> Result:
 ACCUMULATION = (
     Exhibit(
         "gradients",
-        "Micro-batches are added up and not averaged: the learning rate grows with their number.",
-        "Nothing, or a loss that explodes.",
+        "Micro-batches are summed instead of averaged: the effective learning rate grows with their number.",
+        "No symptom, or the loss diverges.",
         adds_micro_batches_up,
         averages_micro_batches,
         ("division",),
@@ -131,8 +131,8 @@ ACCUMULATION = (
     ),
     Exhibit(
         "gradients",
-        "`i % accumulate == 0` is true for the first micro-batch: it steps alone, and the last ones never do.",
-        "Nothing.",
+        "`i % accumulate == 0` is true for the first micro-batch: it gets its own step, and the last ones get none.",
+        "No symptom.",
         steps_at_zero,
         steps_at_the_last,
         ("division",),
@@ -140,8 +140,8 @@ ACCUMULATION = (
     ),
     Exhibit(
         "gradients",
-        "An epoch ends in the middle of an accumulation; the gradients that are left are added to those of the next.",
-        "Nothing.",
+        "An epoch ends in the middle of an accumulation, and its remaining gradients are added to the next epoch's.",
+        "No symptom.",
         leaks_into_the_next_epoch,
         ends_each_epoch_with_a_step,
         ("division",),

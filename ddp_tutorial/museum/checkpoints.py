@@ -1,4 +1,4 @@
-"""Checkpoints from which a run goes on as another one. Each program goes on from what it finds in its folder."""
+"""Bugs in checkpoints that change the resumed run. Each program resumes from the files in its folder."""
 
 import os
 import random
@@ -68,7 +68,7 @@ def forgets_the_schedule(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# ----------------------------------------------------------------------------------------------------- where it goes on
+# ------------------------------------------------------------------------------------------------ where the run resumes
 
 
 def runs_the_saved_epoch_again(world: World, folder: Path) -> Result:
@@ -102,7 +102,7 @@ def goes_on_with_the_next_epoch(world: World, folder: Path) -> Result:
 
 
 def starts_the_epoch_anew(world: World, folder: Path) -> Result:
-    """It saves within an epoch, and begins with the first batch again."""
+    """Saves within an epoch, but starts the epoch over after a resume."""
     model, epoch, path = ddp(), 0, folder / "now.pt"
     optimizer = Adam(model.parameters(), lr=0.01)
     if path.exists():
@@ -151,7 +151,7 @@ def takes_the_last_step(world: World, folder: Path) -> Result:
 
 
 def takes_the_last_name(world: World, folder: Path) -> Result:
-    """As text, "step-12" comes before "step-2"."""
+    """Sorts names as text, so that "step-12" comes before "step-2"."""
     model = ddp(nn.LayerNorm(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = sorted(folder.glob("step-*.pt"))
@@ -196,7 +196,7 @@ def writes_beside_the_last_one(world: World, folder: Path) -> Result:
 
 
 def writes_two_files(world: World, folder: Path) -> Result:
-    """Each of them is whole; together they may be of two steps."""
+    """Writes two files, each atomically, so that they may be from different steps."""
     model, start = ddp(), 0
     optimizer = Adam(model.parameters(), lr=0.01)
     if (folder / "model.pt").exists() and (folder / "optimizer.pt").exists():
@@ -212,7 +212,7 @@ def writes_two_files(world: World, folder: Path) -> Result:
     return {"weights": weights(model)}
 
 
-# -------------------------------------------------------------------------------------------------------- what is in it
+# -------------------------------------------------------------------------------------------------------- what is saved
 
 
 def loads_nothing(world: World, folder: Path) -> Result:
@@ -246,7 +246,7 @@ def loads_the_model(world: World, folder: Path) -> Result:
 
 
 def saves_what_needs_a_gradient(world: World, folder: Path) -> Result:
-    """BatchNorm's running mean needs none."""
+    """Saves parameters only, and loses BatchNorm's running mean."""
     model, start, path = ddp(nn.BatchNorm1d(8)), 0, folder / "last.pt"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if path.exists():
@@ -299,7 +299,7 @@ def drops_the_random_state(world: World, folder: Path) -> Result:
 
 
 def restores_random_numbers_too_early(world: World, folder: Path) -> Result:
-    """The loader draws one when its loop begins, and so the masks of dropout are others."""
+    """Ignores that the loader draws a random number when its loop starts, which changes the dropout masks."""
     model, start, path = ddp(nn.Dropout(0.3)), 0, folder / f"rank-{world.rank}.pt"
     torch.manual_seed(50 + world.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -317,8 +317,8 @@ def restores_random_numbers_too_early(world: World, folder: Path) -> Result:
 CHECKPOINTS: tuple[Exhibit, ...] = (
     Exhibit(
         "checkpoints",
-        "The checkpoint has the model and not the optimizer: momentum begins at zero again.",
-        "A bump in the loss after each restart.",
+        "The checkpoint contains the model but not the optimizer: the momentum starts at zero again.",
+        "The loss jumps after each restart.",
         forgets_the_optimizer,
         keeps_the_optimizer,
         ("cuts",),
@@ -326,8 +326,8 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "The epoch that was finished is saved by its own number, and is run once more.",
-        "Nothing; each restart adds an epoch.",
+        "The checkpoint contains the number of the finished epoch, so that the resumed run repeats that epoch.",
+        "No symptom; each restart adds an epoch.",
         runs_the_saved_epoch_again,
         goes_on_with_the_next_epoch,
         ("cuts",),
@@ -335,8 +335,8 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "The latest checkpoint is the file that was changed last: after a copy, any of them.",
-        "Days of work are done twice.",
+        "The program resumes from the file with the latest modification time, which can be any file after a copy.",
+        "Days of training are repeated.",
         takes_the_newest_file,
         takes_the_last_step,
         ("cuts",),
@@ -344,8 +344,8 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "A file that exists passes for a checkpoint, and is written over in place: killed meanwhile, there is none.",
-        "Nothing, until a kill in the wrong second.",
+        "The program overwrites its checkpoint in place: a crash midway leaves no valid checkpoint.",
+        "No symptom until a crash at the wrong moment.",
         writes_over_the_last_one,
         writes_beside_the_last_one,
         ("cuts",),
@@ -353,7 +353,7 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "Names saved from the wrapper begin with `module.`; `strict=False` makes a load of nothing a success.",
+        "Names saved from the DDP wrapper start with `module.`, and with `strict=False`, loading nothing succeeds.",
         "The loss starts high again.",
         loads_nothing,
         loads_the_model,
@@ -362,8 +362,8 @@ CHECKPOINTS: tuple[Exhibit, ...] = (
     ),
     Exhibit(
         "checkpoints",
-        "A stream's position is saved, but not what waits in its shuffle buffer.",
-        "Nothing; some samples never come.",
+        "The checkpoint contains a stream's position, but not its shuffle buffer.",
+        "No symptom; some samples are never used.",
         drops_the_shuffle_buffer,
         keeps_the_shuffle_buffer,
         ("cuts",),

@@ -1,4 +1,4 @@
-"""Decisions that one rank takes alone, and errors that nobody is told."""
+"""Bugs in control flow: decisions of a single rank, and errors that are not reported."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def stops_by_its_own_clock(world: World) -> Result:
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.2 * world.rank)  # this machine is slower
+        time.sleep(0.2 * world.rank)  # a slower machine
     return {}
 
 
@@ -93,12 +93,12 @@ def saves_on_rank_zero_with_a_barrier(world: World) -> Result:
     for step, (_, x, y) in enumerate(loader(world)):
         F.mse_loss(model(x), y).backward()
         if world.is_main and step == 1:
-            dist.barrier()  # "nobody goes on before it is saved"
+            dist.barrier()  # intended to make all ranks wait for the save
     return {}
 
 
 def counts_its_own_batches(world: World) -> Result:
-    shard = DATA[: 13 if world.is_main else 9]  # files are of unequal length
+    shard = DATA[: 13 if world.is_main else 9]  # files of unequal length
     steps = len(shard[0]) // 4
     model = ddp()
     for step in range(steps):
@@ -130,11 +130,11 @@ def skips_samples_that_are_too_long(world: World) -> Result:
     return {}
 
 
-# -------------------------------------------------------------------------------------------- errors that are swallowed
+# ----------------------------------------------------------------------------------------------------- swallowed errors
 
 
 class _Branches(nn.Module):
-    """The second part is for samples whose first input is large; a batch may have none."""
+    """Model whose second part processes samples with a large first input; a batch may contain none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def breaks_off_at_an_error(world: World) -> Result:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        return {"weights": weights(model)}  # noqa: B012 a return here takes the error along
+        return {"weights": weights(model)}  # noqa: B012 a return here discards the error
 
 
 def exits_well_when_stopped(world: World) -> Result:
@@ -271,8 +271,8 @@ def names_one_by_process(world: World) -> Result:
 CONTROL = (
     Exhibit(
         "control",
-        "Each rank stops when its own loss is low enough: one leaves the loop, the others wait for it.",
-        "A hang near the end, with some seeds.",
+        "Each rank stops when its own loss is low enough: one rank leaves the loop, and the others wait for it.",
+        "With some seeds, the run hangs near the end.",
         stops_on_its_own_loss,
         stops_on_the_loss_of_all,
         ("hang",),
@@ -280,8 +280,8 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "Rank 0 gives a trial up by an exception, which it handles well; the others are not told.",
-        "A hang; rank 0's log says that all is well.",
+        "Rank 0 aborts a trial with an exception and handles it, but does not inform the other ranks.",
+        "A hang, although rank 0's log reports no problem.",
         prunes_on_rank_zero,
         prunes_together,
         ("hang",),
@@ -289,7 +289,7 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "The number of steps comes from the length of the rank's own shard, and shards are not equally long.",
+        "The number of steps depends on the length of the rank's own shard, and shards have different lengths.",
         "A hang at the end of the first epoch.",
         counts_its_own_batches,
         counts_what_all_have,
@@ -298,8 +298,9 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "DDP's `Expected to have finished reduction` is handled like a bad batch. The ranks are out of step now.",
-        "A hang far from the cause, or nothing.",
+        "The program handles DDP's `Expected to have finished reduction` like a bad batch. Then the ranks are out of "
+        "step.",
+        "A hang far from the cause, or no symptom.",
         swallows_unfinished_reductions,
         looks_for_unused_parameters,
         ("drift", "hang"),
@@ -307,8 +308,8 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "Any error of a step is counted and passed over, up to five times.",
-        "A model that has missed batches, or a hang.",
+        "The program counts and ignores up to five errors in steps.",
+        "The model misses batches, or the run hangs.",
         goes_on_after_any_error,
         ends_at_an_error,
         ("errors",),
@@ -316,8 +317,8 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "The handler of SIGTERM ends with exit code 0: the scheduler takes the job for finished.",
-        "A job that is done, early.",
+        "The SIGTERM handler exits with code 0, so the scheduler considers the job finished.",
+        "The job is marked as complete too early.",
         exits_well_when_stopped,
         says_that_it_was_stopped,
         ("errors",),
@@ -325,8 +326,8 @@ CONTROL = (
     ),
     Exhibit(
         "control",
-        "Each rank makes a name for the run from its own clock: a run has two folders, or one, as it happens.",
-        "Half of the files are elsewhere.",
+        "Each rank derives the run name from its own clock, so a run may have one folder or two.",
+        "Half of the files are in a different folder.",
         names_a_folder_each,
         names_one_folder,
         ("agreement",),

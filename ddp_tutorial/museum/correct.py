@@ -1,4 +1,4 @@
-"""Programs that are right, and look as if they might not be: no law may complain of them."""
+"""Correct programs that look wrong: no law may raise an alarm for them."""
 
 import math
 import signal
@@ -59,7 +59,7 @@ def shuffles_with_one_seed(world: World) -> Result:
 
 
 def draws_one_order_for_all(world: World) -> Result:
-    torch.manual_seed(5)  # the same on all ranks: the order is one, and each takes its part of it
+    torch.manual_seed(5)  # the same on all ranks: each rank takes its part of one order
     order = torch.randperm(24)
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,7 +83,7 @@ def drops_out_by_rank(world: World) -> Result:
 
 
 def normalises_its_part(world: World) -> Result:
-    model = ddp(nn.BatchNorm1d(8))  # each rank by its own samples: another training, and no bug
+    model = ddp(nn.BatchNorm1d(8))  # statistics per rank: different from one process, but not a bug
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, x, y in loader(world):
         F.mse_loss(model(x), y).backward()
@@ -139,7 +139,7 @@ def clips_and_schedules(world: World) -> Result:
 
 
 def shares_the_optimizers_state(world: World) -> Result:
-    """Each rank keeps the state of some parameters: different states, and equal replicas."""
+    """Shards the optimizer state: states differ between ranks, but the replicas are equal."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = ddp()
@@ -179,9 +179,9 @@ def stops_early_together(world: World) -> Result:
 
 
 def evaluates_on_rank_zero(world: World) -> Result:
-    """All of the data, on one rank, while the others wait."""
+    """Evaluates all samples on one rank while the other ranks wait."""
     model = ddp()
-    F.mse_loss(model(DATA[:4][1]), DATA[:4][2]).backward()  # all ranks learn from the same four
+    F.mse_loss(model(DATA[:4][1]), DATA[:4][2]).backward()  # all ranks train on the same four samples
     loss = torch.zeros((), dtype=torch.float64)
     if world.is_main:
         with torch.no_grad():
@@ -233,7 +233,7 @@ def tells_of_a_signal(world: World) -> Result:
 
 
 def tries_once_more(world: World) -> Result:
-    """An error of its own is met by the same batch again; one process, so that nobody waits."""
+    """Retries the same batch after its own error, in one process, so that no rank waits."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, x, y in loader(world, batch=24):
@@ -277,7 +277,7 @@ def keeps_its_random_numbers(world: World, folder: Path) -> Result:
         optimizer.load_state_dict(of_optimizer)
     for step, (_, x, y) in enumerate(loader(world)):
         if numbers is not None and step == start:
-            torch.set_rng_state(numbers)  # now: the loader has drawn one, for its workers
+            torch.set_rng_state(numbers)  # only now, because the loader has drawn a number for its workers
         if step >= start:
             F.mse_loss(model(x), y).backward()
             optimizer.step()

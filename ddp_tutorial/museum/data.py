@@ -1,4 +1,4 @@
-"""Samples that come twice, never, or where they should not."""
+"""Bugs with samples that are used twice, never, or in the wrong split."""
 
 import random
 from collections.abc import Iterator
@@ -59,15 +59,17 @@ def skips_batches_of_its_own(world: World) -> Result:
 
 
 class _Stream(IterableDataset[int]):
-    """The sample numbers 0 to 23 as the `readers` readers of this rank give them, one reader after another. The bug:
-    a rank has its own part of the numbers, and its readers divide that once more by the number of all readers."""
+    """Yields this rank's sample indices of 0 to 23, one reader after another.
+
+    The bug: a rank already has its part of the indices, but its readers split that part by the number of all readers.
+    """
 
     def __init__(self, world: World, readers: int) -> None:
         self.world, self.readers = world, readers
 
     def __iter__(self) -> Iterator[int]:
         world, mine = self.world, iter(range(24))
-        for reader in range(self.readers):  # what workers would do, one after another
+        for reader in range(self.readers):  # stands for parallel workers
             place = world.rank * self.readers + reader
             mine = islice(range(24), world.rank, None, world.size)
             yield from islice(mine, place, None, world.size * self.readers)
@@ -102,7 +104,7 @@ def reads_its_share(world: World) -> Result:
 
 
 def shares_out_with_another_order(world: World) -> Result:
-    """Each rank takes every second one, of an order of its own."""
+    """Each rank takes every second sample, but of its own order."""
     order = torch.randperm(24, generator=torch.Generator().manual_seed(world.rank)).tolist()
     return {"seen": order[world.rank :: world.size]}
 
@@ -189,9 +191,9 @@ def evaluates_all_but_the_rest(world: World) -> Result:
 SAMPLES = (
     Exhibit(
         "data",
-        "A seed that differs by rank comes before the split into training and test samples: what one rank holds out, "
-        "another one trains on.",
-        "A test loss that is too good.",
+        "The seed differs by rank before the split into training and test samples: one rank trains on the test samples "
+        "of a different rank.",
+        "The test loss is too low.",
         splits_by_rank,
         splits_alike,
         ("once",),
@@ -199,7 +201,7 @@ SAMPLES = (
     ),
     Exhibit(
         "data",
-        "The dataset was dealt out already, and a sampler deals it out again: half of the samples are never seen.",
+        "The dataset is already sharded, and a sampler shards it again: half of the samples are never used.",
         "Epochs are twice as fast.",
         deals_twice,
         deals_once,
@@ -208,8 +210,8 @@ SAMPLES = (
     ),
     Exhibit(
         "data",
-        "There is no sampler: each rank reads the whole dataset, and the ranks do the same work.",
-        "The replicas agree, and two ranks are no better than one.",
+        "Without a sampler, each rank reads the whole dataset, and all ranks do the same work.",
+        "The replicas are equal, but two ranks are no faster than one.",
         reads_all_on_each_rank,
         reads_its_share,
         ("once", "copies"),
@@ -217,8 +219,8 @@ SAMPLES = (
     ),
     Exhibit(
         "data",
-        "One seed for all ranks, and dropout draws the same mask on each.",
-        "Nothing: the noise does not average out.",
+        "All ranks use the same seed, so dropout draws the same mask on each rank.",
+        "No visible symptom: the noise does not average out.",
         draws_the_same_noise,
         draws_its_own_noise,
         ("copies",),
@@ -226,8 +228,8 @@ SAMPLES = (
     ),
     Exhibit(
         "data",
-        "`DistributedSampler` repeats samples until all ranks have equally many; the test loss counts them twice.",
-        "A test loss that depends on the number of ranks, in the third digit.",
+        "`DistributedSampler` repeats samples until all ranks have the same number; the test loss counts them twice.",
+        "The third digit of the test loss depends on the number of ranks.",
         evaluates_padding,
         evaluates_each_sample,
         ("one process",),

@@ -1,4 +1,4 @@
-"""Gradients that are not those of the whole batch."""
+"""Bugs that make gradients differ from those of the global batch."""
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def reduces_what_was_accumulated(world: World, accumulate: int = 2) -> Result:
 
 def reduces_one_layers_last_micro_batch(world: World, accumulate: int = 3) -> Result:
     model, calls = ddp(), 0
-    model.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))  # nothing: the hooks below do it
+    model.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))  # does nothing: the hooks below average
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ def never_leaves_no_sync(world: World) -> Result:
 
 
 def sums_the_loss(world: World) -> Result:
-    """A sum over 8 samples in one process is twice the average of the sums over 4 and 4."""
+    """Sums losses over samples: the sum over 8 samples is twice the average of two sums over 4."""
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _, x, y in loader(world):
@@ -303,9 +303,9 @@ def averages_unequal_batches(world: World) -> Result:
 GRADIENTS = (
     Exhibit(
         "gradients",
-        "With accumulation, a hook of `register_hook` is given the gradient of this micro-batch, not the sum so far; "
-        "ranks exchange the last micro-batch and keep their own of the others.",
-        "The loss falls, no error; with one micro-batch, all is right.",
+        "With accumulation, a `register_hook` hook receives the gradient of this micro-batch, not the sum so far: the "
+        "ranks average the last micro-batch only.",
+        "The loss falls without an error. With one micro-batch, the gradients are right.",
         reduces_the_last_micro_batch,
         reduces_what_was_accumulated,
         ("drift", "one process"),
@@ -313,9 +313,9 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "`register_post_accumulate_grad_hook` hands over the parameter. Taken for the gradient, it is the weights that "
-        "are averaged, and each rank steps with a gradient of its own.",
-        "The loss falls nearly as it should.",
+        "A `register_post_accumulate_grad_hook` hook receives the parameter. If it treats the parameter as the "
+        "gradient, it averages the weights, and each rank steps with its own gradient.",
+        "The loss falls almost as expected.",
         averages_weights,
         averages_gradients,
         ("drift", "one process"),
@@ -323,7 +323,7 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "Losses are summed over samples, and DDP averages over ranks: the gradient shrinks with each rank more.",
+        "Losses are summed over samples, but DDP averages over ranks: every additional rank shrinks the gradient.",
         "Two ranks learn more slowly than one.",
         sums_the_loss,
         divides_the_sum_by_all_samples,
@@ -332,8 +332,8 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "Clipping comes before `unscale_`, so that the limit holds for gradients that are a thousand times too large.",
-        "It learns, as slowly as with a tiny learning rate.",
+        "Clipping runs before `unscale_`, so that it clips gradients that are a thousand times too large.",
+        "The model learns as slowly as with a tiny learning rate.",
         clips_before_unscaling,
         clips_after_unscaling,
         ("division",),
@@ -341,9 +341,9 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "DDP takes hold of parameters that need a gradient when it is made. What is unfrozen or added after that is "
-        "never averaged.",
-        "Nothing; rank 0's checkpoint has rank 0's layer.",
+        "DDP registers the parameters that require a gradient at construction. It never averages parameters that are "
+        "unfrozen or added later.",
+        "No symptom; the checkpoint contains rank 0's layer.",
         unfreezes_after_wrapping,
         unfreezes_before_wrapping,
         ("drift", "one process"),
@@ -351,8 +351,8 @@ GRADIENTS = (
     ),
     Exhibit(
         "gradients",
-        "On a CPU the model is not wrapped, though the script was started on several ranks: each trains alone.",
-        "Nothing, and the ranks are fast.",
+        "On a CPU, the model is not wrapped, although the script runs on several ranks: each rank trains on its own.",
+        "No symptom, and the ranks are fast.",
         wraps_on_gpus_only,
         wraps_everywhere,
         ("drift", "one process"),

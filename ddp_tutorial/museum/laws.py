@@ -1,14 +1,13 @@
-"""What every program of distributed training has to keep, whatever it does; and who breaks it.
+"""Laws that every distributed training program must keep, and a function that finds the violations.
 
     examine({"mine": train})      # {"mine": {"hang": "", "drift": "", "one process": "weights: ...", ...}}
 
-A program is a function in plain torch. What it takes says what can be asked of it: `world` alone, `accumulate` or
-`scale` beside it, a `folder` from which it goes on, `losses` of which it names the best, or a `model` and an
-`optimizer` whose replicas it compares. What it returns by name is what it claims; numbers and tensors do not depend on
-the number of ranks then. Two names are special: `seen`, the samples of which it has trained on one epoch, and
-`held_out`.
+A program is a function in plain torch. Its parameters determine which laws apply: only `world`; also `accumulate` or
+`scale`; a `folder` from which it resumes; `losses` of which it selects the best; or a `model` and an `optimizer` whose
+replicas it compares. It returns a dict of results, and numbers and tensors in it must not depend on the number of
+ranks. Two keys are special: `seen`, the samples trained on in one epoch, and `held_out`, the validation samples.
 
-No law knows of any bug. Each is run on programs that are right as well, and has to be silent there.
+No law refers to a particular bug. The tests also run every law on correct programs, where it must not raise an alarm.
 """
 
 import inspect
@@ -35,30 +34,35 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
 LAWS = {
-    "hang": "all ranks enter the same collectives, and come to the end",
+    "hang": "all ranks enter the same collectives, and return",
     "drift": "the replicas are equal after each step",
-    "copies": "no rank repeats the samples or the random numbers of another",
-    "agreement": "all ranks claim the same",
-    "one process": "what is claimed does not depend on the number of ranks",
-    "division": "nor on micro-batches, nor on the scale of the loss",
-    "once": "each sample is trained on once an epoch, or held out from all ranks",
-    "errors": "an error, or a request to stop, is told or makes no difference",
-    "cuts": "cut anywhere and started again, it ends with the same bits, and repeats nothing that was saved",
-    "best": "the best one is kept",
-    "check": "a check finds a number that differs, on whatever rank, and says so on all",
+    "copies": "no two ranks use the same samples or random numbers",
+    "agreement": "all ranks return the same results",
+    "one process": "the results do not depend on the number of ranks",
+    "division": "the results do not depend on micro-batches or the loss scale",
+    "once": "each sample is trained on once per epoch, or held out on all ranks",
+    "errors": "an error or a stop signal is reported, or does not change the results",
+    "cuts": "after a kill at any time, a resumed run is bitwise identical, and repeats no saved step",
+    "best": "the best model is kept",
+    "check": "a check reports a difference on any rank, on all ranks",
 }
 
-_TOLERANCE = 1e-9  # in double precision; sums in another order differ by 1e-15
+_TOLERANCE = 1e-9  # in double precision; summing in a different order changes results by 1e-15
 
 
 def examine(
     programs: Mapping[str, Program], nprocs: int = 2, timeout: float | None = 600.0
 ) -> dict[str, dict[str, str]]:
-    """For each program, the laws that apply to it, and how it breaks each; an empty text where it does not.
+    """Check programs against all laws that apply to them.
 
-    All are run in one launch. A rank that dies ends it: what was at work has broken its law, and the rest is run in
-    another one. After a hang, no other law is tried. Raises `RankTimeoutError` where a launch takes longer than
-    `timeout` seconds, as with a program that does not end.
+    One launch runs all programs. If a rank dies, the current program has broken the current law, and the remaining
+    programs run in a new launch. After a hang, no further laws are checked for that program.
+
+    Returns:
+        For each program, a dict from each law to the violation, or "" if the program keeps the law.
+
+    Raises:
+        RankTimeoutError: A launch takes longer than `timeout` seconds, for example because a program never returns.
     """
     found: dict[str, dict[str, str]] = {name: {} for name in programs}
     left = dict(programs)
@@ -104,7 +108,7 @@ def _note(notes: Path, *what: str | None) -> None:
 
 
 def applying(program: Program) -> list[str]:
-    """The laws that a program can be held to, by what it takes."""
+    """Return the laws that apply to a program, according to its parameters."""
     takes = set(inspect.signature(program).parameters)
     if "losses" in takes:
         return ["best"]
@@ -116,11 +120,11 @@ def applying(program: Program) -> list[str]:
     return ["hang", "drift", "copies", "agreement", "one process", *divided, "once", "errors"]
 
 
-# ----------------------------------------------------------------------------------------------------- on the same play
+# --------------------------------------------------------------------------------------------------- laws about one run
 
 
 def _settings(stage: Stage, program: Program) -> dict[str, Any]:
-    """A folder of this play's own, where the program takes one."""
+    """Return a new folder for the program if it has a `folder` parameter."""
     return {"folder": stage.folder()} if "folder" in inspect.signature(program).parameters else {}
 
 
@@ -149,7 +153,7 @@ def _copies(stage: Stage, program: Program) -> str:
 
 
 def _finding(stage: Stage, program: Program, names: set[str]) -> str:
-    """The first of what `checking` finds, of the detectors of these names."""
+    """Return the first finding of the detectors with these names."""
     every_step = checked(stage.world, lambda: [DataOverlap(), SameRandomNumbers(), ReplicaDrift(every=1)])
     outcomes = stage.once(
         (program, "checked"), lambda: stage.play(program, around=every_step, **_settings(stage, program))
@@ -192,8 +196,10 @@ def _division(stage: Stage, program: Program) -> str:
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any], of_first: str, of_second: str) -> str:
-    """How the numbers and tensors of two results differ, in words; "" where they do not. Names, such as that of a
-    folder, may differ from one run to the next."""
+    """Describe how numbers and tensors of two results differ. Returns "" if they are equal.
+
+    Strings, such as folder names, may differ between runs.
+    """
     for name, value in first.items():
         other = second.get(name)
         if not isinstance(value, str) and other is not None and not _equal(value, other):
@@ -247,12 +253,14 @@ def _errors(stage: Stage, program: Program) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------------------------------- cut, and again
+# ------------------------------------------------------------------------------------------------------ kill and resume
 
 
 def _cuts(stage: Stage, program: Program) -> str:
-    """Play the program cut after each step and in each file, started again, and compare. Each rank plays by itself: a
-    cut on one rank ends all of them anyway."""
+    """Kill the program after each step and in each write, resume it, and compare with an uninterrupted run.
+
+    Each rank runs the program on its own, because a kill on one rank terminates all ranks anyway.
+    """
     with tempfile.TemporaryDirectory(dir=stage.scratch) as scratch:
         folders = _folders(Path(scratch))
         whole = stage.play(program, next(folders), alone=True)[0]
@@ -273,7 +281,7 @@ def _cuts(stage: Stage, program: Program) -> str:
 
 
 def _folders(scratch: Path) -> Iterator[Path]:
-    """Empty folders, each a new one below `scratch`, without end."""
+    """Yield new empty folders under `scratch`, forever."""
     for number in itertools.count():
         folder = scratch / str(number)
         folder.mkdir()
@@ -295,14 +303,13 @@ def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
 
 
 def _touch_in_reverse(folder: Path) -> None:
-    """Set the times of change of a folder's files in reverse order, as a copy may leave them: what was written first is
-    the newest."""
+    """Reverse the files' modification times, as a copy may do: the first file written becomes the newest."""
     paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for age, path in enumerate(paths):
         os.utime(path, (10**9 - age, 10**9 - age))
 
 
-# ---------------------------------------------------------------------------------------------------- one question each
+# ---------------------------------------------------------------------------------------------- laws about one function
 
 _NAN = math.nan
 _LOSSES = [
@@ -321,33 +328,33 @@ def _best(stage: Stage, program: Program) -> str:
     for losses in _LOSSES:
         kept = program(losses)
         best = min(loss for loss in losses if not math.isnan(loss))
-        told = ", ".join(f"{loss:g}" for loss in losses)
+        formatted = ", ".join(f"{loss:g}" for loss in losses)
         if losses[kept] != best:
-            return f"of the losses {told} it keeps {losses[kept]:g}"
+            return f"of the losses {formatted} it keeps {losses[kept]:g}"
     return ""
 
 
 def _check(stage: Stage, program: Program) -> str:
-    for spoilt_rank in (None, *range(stage.world.size)):
-        for number in range(1 if spoilt_rank is None else len(_replica()[2])):
+    for changed_rank in (None, *range(stage.world.size)):
+        for number in range(1 if changed_rank is None else len(_replica()[2])):
             model, optimizer, tensors = _replica()
             name = list(tensors)[number]
-            if stage.world.rank == spoilt_rank:
+            if stage.world.rank == changed_rank:
                 tensors[name].view(-1)[0] += 0.001
             outcomes = stage.play(program, model, optimizer)
-            what = "equal replicas" if spoilt_rank is None else f"{name} differs on rank {spoilt_rank}"
+            what = "equal replicas" if changed_rank is None else f"{name} differs on rank {changed_rank}"
             if any(each.hang for each in outcomes):
                 return f"{what}: the ranks wait for one another"
-            said = [bool(each.result) and not each.error for each in outcomes]
-            if said != [spoilt_rank is None] * len(said):
-                wrong = [rank for rank, each in enumerate(said) if each != (spoilt_rank is None)]
-                told = "an alarm" if spoilt_rank is None else "no alarm"
-                return f"{what}: {told} on rank {', '.join(map(str, wrong))}"
+            passed = [bool(each.result) and not each.error for each in outcomes]
+            if passed != [changed_rank is None] * len(passed):
+                wrong = [rank for rank, each in enumerate(passed) if each != (changed_rank is None)]
+                alarm = "an alarm" if changed_rank is None else "no alarm"
+                return f"{what}: {alarm} on rank {', '.join(map(str, wrong))}"
     return ""
 
 
 def _replica() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """A model and its optimizer after a step, the same everywhere, and some of their tensors by name."""
+    """Return a model and its optimizer after a step, equal on all ranks, and some of their tensors by name."""
     torch.manual_seed(0)
     model = nn.Sequential(first := nn.Linear(4, 2), nn.Linear(2, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

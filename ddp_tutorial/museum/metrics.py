@@ -1,4 +1,4 @@
-"""Numbers that are not what they are called, and checks that cannot fail."""
+"""Bugs in metrics, and checks that cannot fail."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def averages_accuracies(world: World) -> Result:
 
 
 def _shard(world: World) -> tuple[torch.Tensor, ...]:
-    """Files of unequal length: 15 samples and 9."""
+    """Uses files of unequal length: 15 samples and 9."""
     return DATA[:] if world.size == 1 else DATA[:15] if world.is_main else DATA[15:]
 
 
@@ -147,11 +147,11 @@ def _rank_of(loss: float) -> float:
 def sorts_with_nan(losses: Sequence[float]) -> int:
     kept: list[tuple[float, int]] = []
     for step, loss in enumerate(losses):
-        kept = sorted([*kept, (loss, step)])[:2]  # NaN is neither less nor more
+        kept = sorted([*kept, (loss, step)])[:2]  # NaN is neither less than nor greater than a number
     return kept[0][1]
 
 
-# ---------------------------------------------------------------------------------- are the replicas equal? some say so
+# ----------------------------------------------------------------------------------------------- checks of the replicas
 
 
 def compares_with_itself(world: World, model: nn.Module, optimizer: Optimizer) -> bool:
@@ -159,7 +159,7 @@ def compares_with_itself(world: World, model: nn.Module, optimizer: Optimizer) -
     for parameter in model.parameters():
         mine = parameter.detach().clone()
         dist.broadcast(mine, src=0)
-        if world.is_main:  # which has sent it
+        if world.is_main:  # the rank that sent the weights
             equal &= int(torch.equal(mine, parameter))
     for _, value in sorted(_tensors(optimizer.state_dict()).items()):
         mine = value.clone()
@@ -184,7 +184,7 @@ def compares_with_rank_zero(world: World, model: nn.Module, optimizer: Optimizer
 
 
 def _tensors(state: object, name: str = "", depth: int = 9) -> dict[str, torch.Tensor]:
-    """The tensors in nested dictionaries, down to a depth, by their path."""
+    """Return the tensors in nested dictionaries by their path, down to a depth."""
     if isinstance(state, torch.Tensor):
         return {name: state}
     if not isinstance(state, dict) or not depth:
@@ -236,7 +236,7 @@ def returns_where_it_differs(world: World, model: nn.Module, optimizer: Optimize
         mine = value.clone()
         dist.broadcast(mine, src=0)
         if not torch.equal(mine, value):
-            return False  # on this rank; the others wait for it
+            return False  # on this rank; the other ranks wait for it
     return True
 
 
@@ -266,8 +266,8 @@ def raises_on_some_ranks(world: World, model: nn.Module, optimizer: Optimizer) -
 METRICS = (
     Exhibit(
         "metrics",
-        "The mean of the batches' means is taken, and batches or shards are not equally large.",
-        "A loss that depends on the number of ranks.",
+        "The program averages the means of batches or shards of different sizes.",
+        "The loss depends on the number of ranks.",
         averages_means,
         divides_sum_by_count,
         ("one process",),
@@ -275,8 +275,8 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "The loss of the evaluation is divided by the accumulation steps, as that of training is.",
-        "More micro-batches, and a better model.",
+        "The evaluation loss is divided by the number of accumulation steps, like the training loss.",
+        "More micro-batches seem to give a better model.",
         divides_by_accumulation,
         divides_by_samples_only,
         ("division",),
@@ -284,8 +284,8 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "Rank 0 alone validates, on its own shard, and that is called the validation loss.",
-        "A noisy curve.",
+        "Only rank 0 validates, on its own shard, and reports the result as the validation loss.",
+        "The loss curve is noisy.",
         validates_a_shard,
         validates_all_shards,
         ("one process",),
@@ -294,7 +294,7 @@ METRICS = (
     Exhibit(
         "metrics",
         "`metrics.get(name) or default`: a metric of 0.0 counts as missing.",
-        "The best model of all is not kept.",
+        "The best model is not kept.",
         takes_zero_for_nothing,
         takes_zero_for_zero,
         ("best",),
@@ -302,8 +302,8 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "Of the saved models the oldest goes, be it the best.",
-        "The best loss in the log has no model.",
+        "The program deletes the oldest saved model, even if it is the best one.",
+        "The best loss in the log has no saved model.",
         keeps_the_newest,
         keeps_the_best,
         ("best",),
@@ -311,8 +311,8 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "The replicas are compared with what rank 0 has sent, on rank 0.",
-        "A check that always passes.",
+        "Only rank 0 compares its weights with those that rank 0 sent.",
+        "The check always passes.",
         compares_with_itself,
         compares_with_rank_zero,
         ("check",),
@@ -320,8 +320,8 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "The comparison looks for tensors two levels deep; those of the optimizer are deeper.",
-        "A check that passes while momentum drifts.",
+        "The comparison finds tensors only two levels deep, but the optimizer's tensors are deeper.",
+        "The check passes although the momentum drifts.",
         looks_two_levels_deep,
         looks_all_the_way_down,
         ("check",),
@@ -329,8 +329,8 @@ METRICS = (
     ),
     Exhibit(
         "metrics",
-        "The rank that finds a difference stops comparing, and the others wait for it in the next collective.",
-        "A hang instead of the error.",
+        "The rank that finds a difference stops comparing, and the other ranks wait for it in the next collective.",
+        "A hang instead of an error.",
         returns_where_it_differs,
         returns_when_all_have_compared,
         ("check",),

@@ -1,4 +1,4 @@
-"""What the programs of the museum are made of: 24 numbered samples, a small model, and a file written at once."""
+"""Building blocks of the museum's programs: 24 numbered samples, a small model, and an atomic write."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A bug: the smallest program that has it, and the same one without.
+    """A bug: the smallest program that contains it, and the same program with a fix.
 
-    `story` says what is wrong, `seen` what one sees of it. `caught_by` names the laws that
-    are made for it; one of them, at least, is broken. `variants` make the same mistake in another way or place.
+    `story` explains the bug, and `seen` describes its symptoms. `caught_by` names the laws for this bug; the program
+    breaks at least one of them. `variants` make the same mistake in a different way or place.
     """
 
     subject: str
@@ -34,11 +34,12 @@ class Exhibit:
 
     @property
     def name(self) -> str:
+        """Name of the broken program."""
         return self.broken.__name__
 
 
 def _data() -> TensorDataset:
-    """24 samples: their numbers, inputs [4] and targets [1], in double precision so that sums can be compared."""
+    """Return 24 samples: indices, inputs [4] and targets [1], in double precision so that sums can be compared."""
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return TensorDataset(torch.arange(24), x, x.sum(1, keepdim=True).sin() + 2 * (x[:, :1] > 0))
 
@@ -47,7 +48,7 @@ DATA = _data()
 
 
 def net(*layers: nn.Module) -> nn.Sequential:
-    """The same weights each time: 4 inputs, `layers` in the middle, 1 output."""
+    """Return a model with fixed weights: 4 inputs, `layers` in the middle, 1 output."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *layers, nn.Linear(8, 1)).double()
 
@@ -57,24 +58,24 @@ def ddp(*layers: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def loader(world: World, batch: int = 8, samples: int = 24) -> DataLoader[Any]:
-    """This rank's part of the first `samples`, in batches that are `batch` samples over all ranks."""
+    """Return this rank's part of the first `samples`. `batch` is the batch size over all ranks."""
     data: Dataset[Any] = Subset(DATA, range(samples))
     sampler: DistributedSampler[Any] = DistributedSampler(data, world.size, world.rank, shuffle=False)
     return DataLoader(data, batch // world.size, sampler=sampler)
 
 
 def pieces(world: World, accumulate: int, batch: int = 8) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Micro-batches of this rank, each with its place in its batch."""
+    """Yield this rank's micro-batches, each with its index in its batch."""
     for _, x, y in loader(world, batch):
         yield from zip(range(accumulate), x.chunk(accumulate), y.chunk(accumulate), strict=True)
 
 
 def weights(model: nn.Module) -> torch.Tensor:
-    """All weights of a model in one vector [elements], without a graph."""
+    """Return all weights of a model as one detached vector [elements]."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def write(path: Path, state: object) -> None:
-    """Save `state` to `path` atomically: after a kill the file is there with all of it, or as it was before."""
+    """Save `state` to `path` atomically: a crash midway leaves the old file intact."""
     torch.save(state, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)

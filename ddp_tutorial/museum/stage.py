@@ -1,8 +1,8 @@
-"""Where a program is put to the test: played by all ranks or by one, and disturbed on the way, in one launch for many.
+"""Test harness that runs programs on all ranks or on one, optionally with faults, many programs per launch.
 
-A program calls `torch.distributed` as it does anywhere. What it finds there is a group made for this play, which waits
-for `PATIENCE` seconds and not for half an hour; or one of a single rank, and then it is the one-process run. So a play
-that hangs is over soon, and the next one does not hear of it.
+A program calls `torch.distributed` as usual. The default group is a new group for this run with a timeout of `PATIENCE`
+seconds instead of half an hour, or a group of a single rank for the one-process run. A run that hangs is therefore over
+soon, and does not affect the next run.
 """
 
 import io
@@ -31,24 +31,24 @@ from ddp_tutorial.museum.parts import Program
 from ddp_tutorial.processes.errors import lost_connection
 from ddp_tutorial.world import World
 
-PATIENCE = 0.5  # seconds that a rank waits for the others
-LONG_PATIENCE = 20.0  # where ranks that were late have waited in the same collective: a busy machine, not a hang
+PATIENCE = 0.5  # timeout of collectives, in seconds
+LONG_PATIENCE = 20.0  # timeout of a second run if all ranks waited in the same collective: a busy machine, not a hang
 
 
 class CutError(BaseException):
-    """Stands for a kill: nothing in a program should catch it."""
+    """Simulated kill. Not an `Exception`, so that programs do not catch it."""
 
 
 class StrikeError(RuntimeError):
-    """An error such as any step may have."""
+    """Simulated error in a step."""
 
 
 @dataclass
 class Outcome:
-    """How a play has gone on one rank.
+    """Outcome of a run on one rank.
 
-    `error` is empty where the program has returned; `exit_code` is what it left with, 0 where it returned. `saves` has,
-    for each file that was written, how many optimizer steps there had been.
+    `error` is "" and `exit_code` is 0 if the program returned. `saves` contains the number of optimizer steps before
+    each written file.
     """
 
     result: Any = None
@@ -65,12 +65,15 @@ Around = Callable[[Outcome], AbstractContextManager[None]]
 
 
 class Stage:
-    """The stage as one rank has it. All ranks play the same programs, in the same order. What these write goes below
-    `scratch`, an empty folder that all ranks see; whoever has made it removes it, also where a rank has died."""
+    """Test harness on one rank. All ranks must run the same programs in the same order.
+
+    Programs write under `scratch`, an empty folder that all ranks share. The creator of `scratch` removes it, even if a
+    rank has died.
+    """
 
     def __init__(self, world: World, scratch: Path) -> None:
         if world.size < 2:
-            raise ValueError(f"the world has {world.size} rank: what ranks do to one another takes two at least")
+            raise ValueError(f"the world size must be at least 2, got {world.size}")
         self.world, self.scratch = world, scratch
         self._folders = itertools.count()
         self._kept: dict[Any, list[Outcome]] = {}
@@ -85,8 +88,10 @@ class Stage:
         patience: float = PATIENCE,
         **settings: Any,
     ) -> list[Outcome]:
-        """Run a program, and return what became of it on all ranks, rank 0's first, the same list on each. With
-        `alone`, each rank plays it by itself, in a group of one."""
+        """Run a program, and return its outcomes in rank order on every rank. Collective.
+
+        With `alone`, each rank runs the program on its own, in a group of one.
+        """
         limit = timedelta(seconds=patience)
         group = self._alone if alone else _impatient(limit)
         world = World() if alone else replace(self.world, timeout=limit)
@@ -115,28 +120,28 @@ class Stage:
         return outcomes
 
     def folder(self) -> Path:
-        """A new folder, the same on all ranks."""
+        """Create a new folder, the same on all ranks."""
         folder = self.scratch / str(next(self._folders))
         folder.mkdir(exist_ok=True)
         return folder
 
     def once(self, key: Any, play: Callable[[], list[Outcome]]) -> list[Outcome]:
-        """What `play` returns, which is run the first time only: several laws may ask about the same play."""
+        """Return the cached result of `play`, and run it only the first time, because several laws use the same run."""
         if key not in self._kept:
             self._kept[key] = play()
         return self._kept[key]
 
     def _diagnosed(self, group: dist.ProcessGroup, *, has_waited: bool) -> Diagnosis:
-        """Which collectives of the group they have entered, and in which one they differ."""
+        """Find the first collective of the group in which the ranks differ. Collective."""
         entered = [call for call in calls(2000) if call.group == group.group_name]
-        if has_waited and entered:  # torch has given it up
+        if has_waited and entered:  # torch has aborted it
             entered[-1] = replace(entered[-1], done=False)
         of_ranks = all_gather(self.world, entered)
         return diagnose({rank: RankStatus(tuple(each), left="well") for rank, each in enumerate(of_ranks)})
 
 
 def _impatient(limit: timedelta) -> dist.ProcessGroup:
-    """A group of all ranks, which wait in its collectives for `limit` at most. To make it may take longer than that."""
+    """Create a group of all ranks whose collectives time out after `limit`. Creating it may take longer. Collective."""
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(limit, group)
     return group
@@ -144,7 +149,7 @@ def _impatient(limit: timedelta) -> dist.ProcessGroup:
 
 @contextmanager
 def _default(group: dist.ProcessGroup) -> Iterator[None]:
-    """Inside, `group` is the one that collectives use where none is named."""
+    """Make `group` the default group inside the block."""
     before, handler = dist.group.WORLD, signal.getsignal(signal.SIGTERM)
     dist.group.WORLD = group
     try:
@@ -179,11 +184,11 @@ def _undisturbed(outcome: Outcome) -> Iterator[None]:
     yield
 
 
-# ---------------------------------------------------------------------------------------------- what happens on the way
+# ---------------------------------------------------------------------------------------------------- faults and checks
 
 
 def cut_after_step(number: int) -> Around:
-    """A disturbance: the program is cut right after the update of step `number`, before anything of it is saved."""
+    """Return a fault that kills the program right after the update of step `number`, before the step is saved."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
@@ -201,7 +206,7 @@ def cut_after_step(number: int) -> Around:
 
 
 def cut_in_write(number: int) -> Around:
-    """A disturbance: the program is cut when half of the file that it writes as its `number`-th is written."""
+    """Return a fault that kills the program when half of its `number`-th file is written."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
@@ -227,7 +232,7 @@ def cut_in_write(number: int) -> Around:
 
 @contextmanager
 def an_error(outcome: Outcome) -> Iterator[None]:
-    """A disturbance: in the second forward a layer raises a `StrikeError`, once."""
+    """Inject a fault: in the second forward pass, a layer raises a `StrikeError`, once."""
     layers = 0
 
     def forward(module: nn.Module, _: Any) -> None:
@@ -246,7 +251,7 @@ def an_error(outcome: Outcome) -> Iterator[None]:
 
 @contextmanager
 def a_sigterm(outcome: Outcome) -> Iterator[None]:
-    """A disturbance: after the first update the process is sent SIGTERM."""
+    """Inject a fault: after the first update, the process receives SIGTERM."""
 
     def by_default(*_: Any) -> None:
         raise CutError("SIGTERM")
@@ -265,7 +270,7 @@ def a_sigterm(outcome: Outcome) -> Iterator[None]:
 
 
 def checked(world: World, detectors: Callable[[], Sequence[Detector]]) -> Around:
-    """`checking` is attached when the first optimizer makes its first step. What is found is told in the same step."""
+    """Attach `checking` at the first optimizer's first step. Findings are recorded in the same step."""
 
     @contextmanager
     def around(outcome: Outcome) -> Iterator[None]:
