@@ -199,6 +199,7 @@ class MiniTrainer:
     """A small training run in one process, with all the usual state. `step()` takes one step."""
 
     def __init__(self) -> None:
+        """Create the run before its first step."""
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)

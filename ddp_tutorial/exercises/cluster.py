@@ -1,6 +1,4 @@
-"""Exercises of 15_cluster: communication time for a bandwidth and for a delay, the number of micro-batches for a
-slow network, and unreachable hosts.
-"""
+"""Exercises of 15_cluster: communication times, micro-batches for a slow network, and unreachable hosts."""
 
 from collections.abc import Mapping
 

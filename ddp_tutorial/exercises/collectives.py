@@ -1,6 +1,4 @@
-"""Exercises of 02_collectives: the chunk to send in a ring, tensors of any length, the cost of ring and tree, and a
-complete ring all-reduce from blocking sends and receives.
-"""
+"""Exercises of 02_collectives: chunks of a ring, tensors of any length, the cost of ring and tree, and a full ring."""
 
 import math
 import re

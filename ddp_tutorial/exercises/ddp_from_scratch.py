@@ -1,6 +1,4 @@
-"""Exercises of 04_ddp_from_scratch: split gradients into buckets, all-reduce them during backward, pause
-synchronization, and, as a longer exercise, all of it in one class.
-"""
+"""Exercises of 04_ddp_from_scratch: buckets, all-reduces during backward, no_sync, and all of it in one class."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,4 @@
-"""Exercises of 05_inside_torch_ddp: when to call ddp and when ddp.module, a communication hook that sends bfloat16,
-and, as a longer exercise, a script that trains worse on two ranks than on one.
-"""
+"""Exercises of 05_inside_torch_ddp: ddp or ddp.module, a bfloat16 hook, and a script that trains worse on two ranks."""
 
 import time
 from typing import Any

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.world import World
 
-_STUCK = "Some rank waits for the others for ever. Every rank must enter the same collectives, in the same order."
+_STUCK = "A rank waits forever for the others. Every rank must enter the same collectives in the same order."
 
 # ----------------------------------------------------------------------------------------------- ------- 1. a fair loss
 

@@ -75,10 +75,12 @@ class Progress:
     chapters: tuple[Chapter, ...]
 
     def __str__(self) -> str:
+        """Return the number of passed exercises."""
         passed = sum(sum(chapter.exercises.values()) for chapter in self.chapters)
         return f"{passed} of {sum(len(chapter.exercises) for chapter in self.chapters)} exercises passed"
 
     def __repr__(self) -> str:
+        """Return the table as text."""
         width = max((len(chapter.name) for chapter in self.chapters), default=0)
         lines, part = [str(self)], None
         for chapter in self.chapters:

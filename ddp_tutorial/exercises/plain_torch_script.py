@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node=2 mine.py WORDS CHECKPOINT STEPS EVERY"""
+"""torchrun --nproc-per-node=2 mine.py WORDS CHECKPOINT STEPS EVERY."""
 
 import os
 import sys
@@ -29,6 +29,7 @@ def take_step(ddp: nn.Module, optimizer: torch.optim.SGD, batch: list[torch.Tens
 
 
 def main(words: str, checkpoint: Path, steps: int, every: int) -> None:
+    """Train up to step `steps`, and save every `every` steps. Resumes if `checkpoint` exists."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if 16 % size:

@@ -1,6 +1,4 @@
-"""Exercises of 14_scaling: a fair speedup from a table of different runs, the number of ranks at which communication
-takes longer than computation, and the batch size that compensates for it.
-"""
+"""Exercises of 14_scaling: a fair speedup, the break-even number of ranks, and the smallest efficient batch."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,6 +1,4 @@
-"""Exercises of 17_sharded_state: the sharding stage that fits, a reduce-scatter with minimal traffic, and a module
-whose full parameters exist only while it computes.
-"""
+"""Exercises of 17_sharded_state: the stage that fits, a minimal reduce-scatter, and a fully sharded module."""
 
 import gc
 import time

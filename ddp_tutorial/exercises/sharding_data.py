@@ -1,6 +1,4 @@
-"""Exercises of 07_sharding_data: resume from a cursor, evaluate exactly with equal numbers of calls, find a worker's
-samples, and write a sampler that resumes at any step.
-"""
+"""Exercises of 07_sharding_data: the rest of an epoch, exact evaluation, worker samples, and a resumable sampler."""
 
 import json
 from collections import Counter

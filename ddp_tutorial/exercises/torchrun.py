@@ -40,6 +40,7 @@ class Torchrun:
     """
 
     def __init__(self, script: Path, nprocs: int, *arguments: object, folder: Path) -> None:
+        """Start torchrun. It writes its output to `folder`."""
         self.mark = uuid4().hex
         self.printed_to, self.said_to = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         command = [sys.executable, "-c", _BEGIN, "--standalone", f"--nproc-per-node={nprocs}", str(script)]
@@ -57,9 +58,11 @@ class Torchrun:
         self.deadline = time.monotonic() + LIMIT_SECONDS
 
     def __enter__(self) -> "Torchrun":
+        """Return the running torchrun."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Kill torchrun and all its ranks."""
         kill_torchrun(self.agent, self.mark)
 
     def printed(self) -> str:

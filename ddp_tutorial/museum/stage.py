@@ -72,6 +72,11 @@ class Stage:
     """
 
     def __init__(self, world: World, scratch: Path) -> None:
+        """Create the harness. Collective.
+
+        Raises:
+            ValueError: The world has a single rank.
+        """
         if world.size < 2:
             raise ValueError(f"the world size must be at least 2, got {world.size}")
         self.world, self.scratch = world, scratch
