@@ -249,6 +249,17 @@ def test_a_terminal_that_is_none_gets_no_bar_but_all_lines(capsys):
     assert capsys.readouterr() == ("[rank 0] beside the bar\n", "")
 
 
+def test_a_redirected_terminal_gets_a_line_of_progress_with_the_loss_at_intervals(capsys, monkeypatch):
+    monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.05)
+    terminal = TerminalConsole()
+    terminal.progress(1, 10, {"loss": 2.0})
+    time.sleep(0.06)
+    terminal.progress(2, 10, {"loss": 1.5, "tokens_per_second": 1234.5})
+    terminal.progress(3, 10, {"loss": 1.0})
+    terminal.close([])
+    assert capsys.readouterr() == ("", "step 2/10: loss 1.5, 1,234 tokens/s\n")
+
+
 def test_a_notebook_shows_lines_at_the_end_grouped_by_rank(capsys):
     notebook = NotebookConsole()
     notebook.message("2 ranks on cpu, gloo")

@@ -9,6 +9,7 @@ import base64
 import codecs
 import html
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TextIO
@@ -17,6 +18,8 @@ from typing import Any, ClassVar, TextIO
 KEPT_LINES = 2_000
 # Maximum number of characters in a line. Longer lines are split.
 LONGEST_LINE = 1 << 14
+# Seconds between two lines of progress if stderr is redirected to a file.
+PROGRESS_SECONDS = 10.0
 # Metadata of the progress bar's output, so that a tool can remove the bar when it saves a notebook.
 PROGRESS = {"ddp_tutorial": "progress"}
 
@@ -112,12 +115,16 @@ class Console:
 
 
 class TerminalConsole(Console):
-    """Console that prints lines immediately, and shows a progress bar on stderr if that is a terminal."""
+    """Console that prints lines immediately, and shows a progress bar on stderr.
+
+    If stderr is not a terminal, it prints a line of progress at most every `PROGRESS_SECONDS` instead of the bar.
+    """
 
     def __init__(self, out: TextIO | None = None) -> None:
         """Create a console that prints to `out`, by default to `sys.stdout`."""
         self.out = out or sys.stdout
         self.bar: Any = None
+        self.printed = time.monotonic()  # the time of the last line of progress
 
     def line(self, rank: int, text: str) -> None:
         """Print one line, prefixed with the rank."""
@@ -131,11 +138,16 @@ class TerminalConsole(Console):
             print(text, file=self.out, flush=True)
 
     def progress(self, done: int, total: int, numbers: dict[str, Any]) -> None:
-        """Update the progress bar. The first call creates it."""
+        """Update the progress bar, which the first call creates, or print a line if one is due."""
+        if not sys.stderr.isatty():
+            if time.monotonic() - self.printed >= PROGRESS_SECONDS:
+                self.printed = time.monotonic()
+                print(f"step {done}/{total}: {describe(numbers)}", file=sys.stderr, flush=True)
+            return
         if self.bar is None:
             from tqdm import tqdm  # imported only if a bar is shown
 
-            self.bar = tqdm(total=total, disable=None, file=sys.stderr, leave=True, dynamic_ncols=True)
+            self.bar = tqdm(total=total, file=sys.stderr, leave=True, dynamic_ncols=True)
         self.bar.total = total
         self.bar.set_postfix_str(describe(numbers), refresh=False)
         self.bar.update(done - self.bar.n)
