@@ -22,7 +22,7 @@ from ddp_tutorial.accumulation.strategies import ReplicatedStrategy
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.ddp.config import DDPConfig
 from ddp_tutorial.ddp.link import Link
-from ddp_tutorial.ddp.wrappers import sync_initial_state
+from ddp_tutorial.ddp.wrappers import sync_initial_state, with_call
 from ddp_tutorial.phases import phase
 from ddp_tutorial.world import World
 
@@ -80,6 +80,7 @@ class AccelerateStrategy(ReplicatedStrategy):
             )
         _require_fit(self.accelerator, world)
         self.wrapped = self.accelerator.prepare(model)
+        self.loss_model = with_call(model, self.wrapped)
         self.calls = 0  # forward passes so far
         self.wrapped.register_forward_pre_hook(self._count_call)
 
@@ -104,7 +105,7 @@ class AccelerateStrategy(ReplicatedStrategy):
                 calls = self.calls
                 with phase("forward"):
                     # Compensate for the averaging over ranks and micro-batches, because this loss is a part of a sum.
-                    part = self.loss.forward(self.wrapped, batch, loss_multiplier=self.world.size * parts)
+                    part = self.loss.forward(self.loss_model, batch, loss_multiplier=self.world.size * parts)
                 require_call(self.calls > calls)
                 if number == parts - 1:
                     self.loss.reduce(stop_flags)

@@ -51,7 +51,7 @@ def accumulate(model: DataParallel, loss: StepLoss, batches: Sequence[Any], stop
             calls = model.calls
             with phase("forward"):
                 # Compensate for the averaging over ranks, because this loss is a part of a sum.
-                part = loss.forward(model, batch, loss_multiplier=model.world.size)
+                part = loss.forward(model.loss_model, batch, loss_multiplier=model.world.size)
             require_call(model.calls > calls)
             if is_last:
                 loss.reduce(stop_flags)

@@ -17,10 +17,10 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, ClassVar, NoReturn, cast
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,18 @@ class DataParallel(ABC):
         self.calls += 1
         return self.forward(*inputs, **named)
 
+    @cached_property
+    def loss_model(self) -> nn.Module:
+        """The model for a loss function: it has the module's class and attributes, and a call runs this wrapper."""
+        wrapper = ref(self)
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            alive = wrapper()
+            assert alive is not None, "the wrapper no longer exists"
+            return alive(*inputs, **named)
+
+        return with_call(self.module, call)
+
     def __reduce__(self) -> NoReturn:
         """Raise `TypeError`, because a wrapper cannot be copied."""
         name = type(self).__name__
@@ -137,6 +149,15 @@ class DataParallel(ABC):
     def detach(self) -> None:
         """Stop averaging gradients, because a newer wrapper does. From now on, using this wrapper raises an error."""
         self._is_replaced = True
+
+
+def with_call(module: nn.Module, call: Callable[..., Any]) -> nn.Module:
+    """Return an object that shares the class and all attributes of `module`, and for which a call runs `call`."""
+    kind = type(module)
+    own = {"__call__": lambda _, *inputs, **named: call(*inputs, **named), "__module__": kind.__module__}
+    view: nn.Module = object.__new__(type(kind.__name__, (kind,), own))
+    object.__setattr__(view, "__dict__", module.__dict__)  # nn.Module.__setattr__ would look for parameters first
+    return view
 
 
 def require_frozen(named: Iterable[tuple[str, nn.Parameter]], advice: str) -> None:

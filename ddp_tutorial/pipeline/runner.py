@@ -300,18 +300,22 @@ def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     Raises:
         LossError: If the loss does not call its model.
     """
-
-    def model(*inputs: Any, **named: Any) -> None:
-        raise _CapturedCall(inputs, named)
-
     try:
-        loss(model, batch)
+        loss(_FirstStageInput(), batch)
     except _CapturedCall as found:
         return found.inputs, found.named
     raise LossError("in a pipeline, the loss must call its model once, but it did not call it")
 
 
-class _LastStageOutput:
+class _FirstStageInput(nn.Module):
+    """A stand-in for the model on the first stage, which raises its arguments as a `_CapturedCall`."""
+
+    def forward(self, *inputs: Any, **named: Any) -> None:
+        """Raise the arguments."""
+        raise _CapturedCall(inputs, named)
+
+
+class _LastStageOutput(nn.Module):
     """A stand-in for the model on the last stage, which returns the output of that stage for any arguments.
 
     The input is `x`, from the previous stage. If there is only one stage, the stage is the model itself.
@@ -319,9 +323,10 @@ class _LastStageOutput:
 
     def __init__(self, stage: nn.Module, x: torch.Tensor | None) -> None:
         """Store the stage and its input."""
+        super().__init__()
         self.stage, self.x, self.calls = stage, x, 0
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the stage."""
         self.calls += 1
         return self.stage(*inputs, **named) if self.x is None else self.stage(self.x)
