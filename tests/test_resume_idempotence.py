@@ -88,10 +88,14 @@ def test_a_path_that_is_refused_makes_no_folder() -> None:
         assert not Path("runs/new").exists()
 
 
-def test_a_finished_run_said_again_keeps_its_result_and_returns_it() -> None:
+def test_a_finished_run_said_again_keeps_its_result_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:
     first = train(World(), config_of())
     before = tree_of(Path("runs"))
+    assert "nothing was trained" not in capsys.readouterr().err
     again = train(World(), config_of())
+    assert (
+        f"nothing was trained: resume=auto found a run that has finished at step {STEPS}, " in capsys.readouterr().err
+    )
     assert (again.weights, again.losses, again.eval_losses) == (first.weights, first.losses, first.eval_losses)
     assert again.rate == pytest.approx(first.rate, rel=0.01)
     after = tree_of(Path("runs"))

@@ -27,7 +27,7 @@ _FREE = (
     *("name", "nprocs", "mesh", "device", "backend", "collective_timeout"),
     *("resume", "resume_allow", "resume_without", "checkpoint"),
     *("log_every", "eval_every", "eval_samples", "per_device_eval_batch_size"),
-    *("target_loss", "best", "early_stopping", "best_model"),
+    *("run_test", "target_loss", "best", "early_stopping", "best_model"),
     *("tensorboard", "private", "memory_limit_mb", "oom_skips", "profile", "compile"),
 )
 

@@ -206,6 +206,11 @@ class TrainConfig(Config):
         examples=[32],
         description="Samples in a forward pass of an evaluation on one rank; by default, as in training.",
     )
+    run_test: bool | None = Field(
+        None,
+        examples=[False],
+        description="Evaluate the `test_data` of `Trainer` after the last step; by default, if there are any.",
+    )
     target_loss: float | None = Field(
         None, examples=[2.0], description="Stop as soon as the validation loss is at most this value."
     )

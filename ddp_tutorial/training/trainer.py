@@ -15,7 +15,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,7 +33,7 @@ from ddp_tutorial.processes.rank import progress
 from ddp_tutorial.rng import reseed
 from ddp_tutorial.runs.rank_logs import LOG
 from ddp_tutorial.runs.record import RunRecord, open_folder, require_rank_zeros
-from ddp_tutorial.sharding.samples import as_samples
+from ddp_tutorial.sharding.samples import Data, as_samples
 from ddp_tutorial.sharding.source import Source
 from ddp_tutorial.sharding.sources import require_same_samples
 from ddp_tutorial.training.callbacks import Callback, call_on_all_ranks, check_callbacks
@@ -68,6 +68,8 @@ class TrainResult:
     weights: str  # a digest of all weights, to check whether runs are bitwise identical
     stopped_at: int | None = None  # the step, if a signal or a request stopped the run before the last one
     by_signal: bool = False  # whether a signal stopped the run, as on a cluster
+    epoch: float | None = None  # passes over the data, if the source knows its number of samples
+    test: dict[str, float] = field(default_factory=dict)  # mean loss and metrics on the test samples, if there are any
 
     @property
     def eval_losses(self) -> dict[int, float]:
@@ -87,6 +89,7 @@ class Trainer:
         world: The ranks.
         config: The settings of the run.
         validation_data: A dataset to evaluate on.
+        test_data: A dataset to evaluate on once, with all samples, after the last step.
         optimizer: An optimizer, or a function that makes one from the model. By default, `config` chooses it. With it,
             the schedule and clipping of `config` apply only if `config` sets them explicitly.
         scheduler: A schedule, or a function that makes one from the optimizer. By default, `config` chooses it.
@@ -107,6 +110,7 @@ class Trainer:
         config: TrainConfig | None = None,
         *,
         validation_data: Any = None,
+        test_data: Any = None,
         optimizer: OptimizerLike | None = None,
         scheduler: SchedulerLike | None = None,
         callbacks: Sequence[Callback] = (),
@@ -122,6 +126,8 @@ class Trainer:
             )
         if metrics and validation_data is None:
             raise ConfigError("'metrics' require evaluations; pass validation_data to Trainer")
+        if config.run_test and test_data is None:
+            raise ConfigError("'run_test' requires test samples; pass test_data to Trainer, or set run_test=null")
         self.shows_epochs = config.num_epochs is not None
         config = config_for(optimizer, with_steps(config, source.steps_per_epoch))
         self.threads = torch.get_num_threads()  # restored by `train`; strategy invariant uses one thread
@@ -131,6 +137,9 @@ class Trainer:
         self.validation_data = None if validation_data is None else as_samples(validation_data)
         if self.validation_data is not None:
             require_same_samples(self.validation_data, world, "held-out samples")
+        self.test_data = None if test_data is None or config.run_test is False else as_samples(test_data)
+        if self.test_data is not None:
+            require_same_samples(self.test_data, world, "test samples")
         reseed(config.seed, world.rank, device=world.device)  # different on every rank, for dropout
         self.callbacks, self.metrics = check_callbacks(world, callbacks), check_metrics(world, metrics)
         self.settings = config.model_dump(mode="json")
@@ -264,6 +273,13 @@ class Trainer:
         elif is_found:
             self.log.rewind(0, [], 0)
         if self.is_done():  # the command of a finished run was rerun
+            if self.world.is_main:
+                LOG.warning(
+                    "nothing was trained: resume=%s found a run that has finished at step %d, so changes to the code "
+                    "had no effect. To train again, use a different 'name' or resume=never; to train longer, set a "
+                    "larger 'steps' and resume_allow=[steps]",
+                    *(self.config.resume, self.step_count),
+                )
             return
         self.record.reopen()
         if is_found and self.world.is_main:
@@ -316,16 +332,7 @@ class Trainer:
         self.log.flush()
         with phase("evaluate"), self.log.paused():
             self.train_step.strategy.sync_buffers()
-            # Evaluation needs no more memory than training: a forward pass has no more samples than a micro-batch.
-            micro_batches = self.world.size * self.train_step.strategy.micro_batches_per_rank
-            size = max(1, self.train_step.source.batch_size // micro_batches)
-            size = self.config.per_device_eval_batch_size or size
-            precision = self.train_step.precision
-            samples = self.config.eval_samples or len(self.validation_data)
-            with torch.compiler.set_stance("force_eager"), self.train_step.strategy.evaluation_weights():
-                means = evaluate(
-                    self.world, self.model, self.loss, self.validation_data, samples, size, precision, self.metrics
-                )
+            means = self.means_on(self.validation_data, self.config.eval_samples or len(self.validation_data))
             used = self.record.usage.gather()
             # The values are the same on all ranks. The ranks agree anyway, because a rank that left the loop alone
             # would make the others wait forever.
@@ -350,6 +357,24 @@ class Trainer:
         self.call_back(lambda callback: callback.on_evaluate(self, self.step_count, dict(means)))
         return means
 
+    def means_on(self, data: Data, samples: int) -> dict[str, float]:
+        """Return the mean loss and metrics on the first `samples` samples of `data`."""
+        # Evaluation needs no more memory than training: a forward pass has no more samples than a micro-batch.
+        micro_batches = self.world.size * self.train_step.strategy.micro_batches_per_rank
+        size = self.config.per_device_eval_batch_size or max(1, self.train_step.source.batch_size // micro_batches)
+        with torch.compiler.set_stance("force_eager"), self.train_step.strategy.evaluation_weights():
+            return evaluate(
+                self.world, self.model, self.loss, data, samples, size, self.train_step.precision, self.metrics
+            )
+
+    def test(self) -> dict[str, float]:
+        """Return the mean loss and metrics on all test samples; empty without them, or if the run was stopped."""
+        if self.test_data is None or self.requested:
+            return {}
+        means = self.means_on(self.test_data, len(self.test_data))
+        LOG.info("step %d: test %s", self.step_count, format_values(means))
+        return means
+
     def finish(self) -> TrainResult:
         """Check that the ranks have the same weights; rank 0 writes the model, and the result last.
 
@@ -360,6 +385,7 @@ class Trainer:
         has_just_saved = self.is_due(self.config.checkpoint.every)
         if self.requested in {"save", "signal"} and not has_just_saved:
             self.save()
+        test = self.test()
         with self.train_step.strategy.full_parameters() as model:
             weights = model.state_dict()
             assert_same(self.world, weights, "weight")
@@ -375,6 +401,8 @@ class Trainer:
                 weights=digest(weights),
                 stopped_at=self.step_count if self.step_count < self.config.steps and not self.best.is_over else None,
                 by_signal=self.requested == "signal",
+                epoch=self.epoch().get("epoch"),
+                test=test,
             )
             used = self.record.usage.gather_totals()
             if used["straggler"]:
@@ -397,12 +425,14 @@ class Trainer:
             reason = "a signal" if result.by_signal else "a request"
         metrics = {"loss": result.losses[-1] if result.losses else None}
         metrics |= {f"eval_{name}": value for name, value in last.items()}
+        metrics |= {f"test_{name}": value for name, value in result.test.items()}
         if best is not None:
             metrics |= {f"best_eval_{name}": value for name, value in result.evaluations[best].items()}
         return {
             "status": "finished" if result.stopped_at is None else "stopped",
             "reason": reason,
             "step": self.step_count,
+            **self.epoch(),
             **({"left_out": self.train_step.left_out} if self.config.oom_skips else {}),
             "parameters": self.settings,
             "world_size": self.world.size,

@@ -1,0 +1,122 @@
+"""The model that a loss function receives, and the evaluation on test samples."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.sharding.sources import make_source
+from ddp_tutorial.training.config import TrainConfig
+from ddp_tutorial.training.trainer import Trainer
+from ddp_tutorial.world import World
+from ranks import error_of
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "bucket": {"ddp": {"variant": "bucket"}, "accumulation": 2},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3"},
+    "fsdp": {"strategy": "fsdp"},
+    "invariant": {"strategy": "invariant"},
+    "local_sgd": {"strategy": "local_sgd", "local": {"round": 1}},
+    "accelerate": {"strategy": "accelerate"},
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.scale = nn.Linear(3, 4), nn.Linear(4, 1), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self(x)
+
+
+def data_of(samples: int) -> TensorDataset:
+    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def loss(model: nn.Module, batch: Any) -> Any:
+    return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+
+def trainer_of(world: World, model: nn.Module, loss: Any = loss, test: int = 0, **settings: Any) -> Trainer:
+    config = TrainConfig.model_validate({"steps": 2, "warmup_steps": 0} | settings)
+    source, test_data = make_source(data_of(16), 8, world), data_of(test) if test else None
+    return Trainer(model, source, loss, world, config, validation_data=data_of(6), test_data=test_data)
+
+
+def models_seen(world: World) -> dict[str, set[tuple[bool, bool, bool]]]:
+    """Return for each strategy: whether the model trains, has the user's class, and has the parameters' names."""
+    found: dict[str, set[tuple[bool, bool, bool]]] = {}
+    for name, settings in STRATEGIES.items():
+        torch.manual_seed(0)
+        seen = found[name] = set()
+
+        def encoded_loss(model: Any, batch: Any, seen: set[tuple[bool, bool, bool]] = seen) -> Any:
+            names = [each for each, _ in model.named_parameters()]
+            seen.add((model.training, isinstance(model, Model), names[0] == "body.weight"))
+            return F.mse_loss(model.encode(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+        trainer_of(world, Model(), encoded_loss, **settings).train()
+    return found
+
+
+def modules_seen_in_a_pipeline(world: World) -> set[bool]:
+    seen = set()
+
+    def checked_loss(model: Any, batch: Any) -> Any:
+        seen.add(isinstance(model, nn.Module) and isinstance(model.training, bool))
+        return loss(model, batch)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    trainer_of(world, model, checked_loss, strategy="pipeline", pipeline={"micro_batches": 2, "cuts": ["1"]}).train()
+    return seen
+
+
+def on_two_ranks(world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {"models": models_seen(world), "pipeline": modules_seen_in_a_pipeline(world)}
+    for name, settings in {"tested": {}, "skipped": {"run_test": False}}.items():
+        torch.manual_seed(0)
+        found[name] = trainer_of(world, Model(), test=7, name=name, **settings).train().test
+    found["without data"] = error_of(lambda: trainer_of(world, Model(), run_test=True))
+    return found
+
+
+def test_a_loss_sees_the_users_module_and_the_test_samples_are_evaluated_once() -> None:
+    ranks = launch(on_two_ranks, 2, device="cpu", echo=False)
+    for found in ranks:
+        for name, seen in found["models"].items():
+            assert {of_class for _, of_class, _ in seen} == {True}, name
+            assert {training for training, _, _ in seen} == {True, False}, name
+            assert name == "zero3" or {named for _, _, named in seen} == {True}, name
+        assert found["pipeline"] == {True}
+        assert found["tested"].keys() == {"loss"}
+        assert found["tested"] == ranks[0]["tested"]
+        assert found["skipped"] == {}
+        assert "'run_test' requires test samples; pass test_data to Trainer" in found["without data"]
+    summary = json.loads(Path("runs/tested/result.json").read_text())
+    assert summary["metrics"]["test_loss"] == ranks[0]["tested"]["loss"]
+    assert summary["epoch"] == 1
+    assert "test_loss" not in json.loads(Path("runs/skipped/result.json").read_text())["metrics"]
+
+
+def test_the_test_loss_is_the_mean_over_all_test_samples_of_the_trained_model() -> None:
+    torch.manual_seed(0)
+    model, data = Model(), data_of(7)
+    result = trainer_of(World(), model, test=7, eval_samples=2).train()
+    x, y = data.tensors
+    assert result.test["loss"] == pytest.approx(F.mse_loss(model(x), y).item())
