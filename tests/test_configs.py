@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from ddp_tutorial.config import CONFIGS, ConfigError, config_names, load
+from ddp_tutorial.config import CONFIGS, ConfigError, check, config_names, flat, load, parse_yaml
 from ddp_tutorial.experiments.execute import read_parameters
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.training.config import TaskConfig
@@ -111,3 +111,11 @@ def test_a_config_for_gpus_is_refused_where_there_are_none(name: str, monkeypatc
     with pytest.raises(ConfigError, match="device='cuda' needs one GPU for each"):
         launch_training(load(name, TaskConfig), echo=False)
     assert not Path("runs").exists()
+
+
+def test_base_spells_out_every_setting_with_its_default() -> None:
+    base = flat(yaml.safe_load((CONFIGS / "base.yaml").read_text()))
+    defaults = TaskConfig()
+    settings = flat(defaults.model_dump(mode="json") | {"slurm": defaults.slurm.model_dump(mode="json")})
+    assert settings.keys() - base.keys() == {"name"}, "the name belongs to one run"
+    assert check(TaskConfig, parse_yaml((CONFIGS / "base.yaml").read_text(), "base.yaml"), "base.yaml") == defaults

@@ -38,7 +38,8 @@ def test_every_setting_is_told_with_the_place_that_set_it_last() -> None:
     assert found["model.heads"] == {"value": 4, "from": "command line"}
     assert found["seed"] == {"value": 7, "from": "command line"}
     assert found["clip"] == {"value": 1.0, "from": "base.yaml"}
-    assert found["source.window"] == {"value": 65536, "from": "default"}
+    assert found["source.window"] == {"value": 65536, "from": "base.yaml"}
+    assert found["name"] == {"value": "", "from": "default"}
 
 
 @pytest.mark.parametrize("source", ["2proc", "invariant", "grad_accum", "checkpoint_resume"])

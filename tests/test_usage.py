@@ -1,5 +1,6 @@
 """Who uses how much memory and time, what each rank says, and when a run ends for lack of progress."""
 
+import gzip
 import json
 import logging
 import math
@@ -269,11 +270,14 @@ def test_tensorboard_can_be_left_out() -> None:
 
 
 def test_profiled_steps_leave_a_trace_of_each_rank_and_their_timeline() -> None:
-    profile = ProfileConfig(first_step=3, steps=2).model_dump()
+    profile = ProfileConfig(first_step=3, steps=2, record_shapes=True, with_stack=True).model_dump()
     launch(train, 2, config_of(name="profiled", profile=profile), device="cpu", echo=False)
     folder = Path("runs/profiled/profile")
     names = {path.name for path in folder.iterdir()}
     assert names == {"rank_0.json.gz", "rank_1.json.gz", "timeline.json"}
+    trace = gzip.decompress((folder / "rank_1.json.gz").read_bytes())
+    assert b'"Input Dims"' in trace
+    assert b'"Call stack"' in trace or b"python_function" in trace
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     for rank in range(2):
         spans = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank]

@@ -87,6 +87,14 @@ class ProfileConfig(Config):
 
     steps: int = Field(0, ge=0, description="Number of steps to profile; 0 disables profiling.")
     first_step: int = Field(10, ge=1, description="First step to profile; earlier steps are a warm-up.")
+    record_shapes: bool = Field(False, description="Record the shapes of the operators' inputs.")
+    profile_memory: bool = Field(False, description="Record allocations.")
+    with_stack: bool = Field(False, description="Record the source lines of operators.")
+
+    @property
+    def recorded(self) -> dict[str, bool]:
+        """The options of `torch.profiler.profile`."""
+        return {name: getattr(self, name) for name in ("record_shapes", "profile_memory", "with_stack")}
 
 
 class TrainConfig(Config):

@@ -6,6 +6,7 @@ https://ui.perfetto.dev. `python -m ddp_tutorial logs timeline RUN` draws the ti
 """
 
 from contextlib import ExitStack
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,9 +24,21 @@ class StepProfiler:
     Call `before` and `after` around each step, on all ranks.
     """
 
-    def __init__(self, world: World, run: RunFolder, first: int, last: int, link: Link | None) -> None:
-        """Create a profiler that is not running yet. `link` carries the gradients; None if PyTorch sends them."""
+    def __init__(
+        self, world: World, run: RunFolder, first: int, last: int, link: Link | None, options: dict[str, Any]
+    ) -> None:
+        """Create a profiler that is not running yet.
+
+        Args:
+            world: This rank's world.
+            run: Folder of the run.
+            first: First step to profile.
+            last: Last step to profile.
+            link: The link that carries the gradients; None if PyTorch sends them.
+            options: Options of `torch.profiler.profile`.
+        """
         self.world, self.run, self.first, self.last, self.link = world, run, first, last, link
+        self.options = options
         self._recorder: Recorder | None = None
         self._watching = ExitStack()
 
@@ -38,7 +51,7 @@ class StepProfiler:
             activities.append(ProfilerActivity.CUDA)
         self._recorder = Recorder(str(self.link) if self.link else TORCHS_OWN)
         self._watching.enter_context(observe(self._recorder.on_edge))
-        self._profiler = self._watching.enter_context(profile(activities=activities, acc_events=True))
+        self._profiler = self._watching.enter_context(profile(activities=activities, acc_events=True, **self.options))
         if self.link:
             self.link.observer = self._recorder.on_transfer
             self._watching.callback(setattr, self.link, "observer", None)

@@ -163,7 +163,8 @@ class Trainer:
         )
         self.log, self.best = self.record.log, EvaluationTracker(world, self.run, config)
         first, last = config.profile.first_step, config.profile.first_step + config.profile.steps - 1
-        self.profiler = StepProfiler(world, self.run, first, min(last, config.steps), self.train_step.strategy.link)
+        last, link = min(last, config.steps), self.train_step.strategy.link
+        self.profiler = StepProfiler(world, self.run, first, last, link, config.profile.recorded)
         self.stopping = StopRequests(world, self.run)
         self.requested: StopDecision = ""
         self.checkpoints = Checkpointer(
