@@ -842,6 +842,12 @@ def test_a_lost_connection_of_the_dataset_is_reported_as_it_is() -> None:
     assert error_of(source)[1].endswith(": the file server is gone")
 
 
+@pytest.mark.parametrize("kind", ["sharded", "streamed"])
+def test_the_config_sets_the_timeout_of_a_worker(kind: str) -> None:
+    source: Any = made(World(), kind, worker_timeout=7)
+    assert source.worker_timeout == 7
+
+
 @forking
 def test_what_fails_in_a_worker_names_rank_worker_and_samples() -> None:
     before = left_behind()
@@ -871,7 +877,10 @@ def test_a_worker_that_is_stuck_is_named_when_patience_is_at_its_end(monkeypatch
     before = left_behind()
     kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), worker_timeout=1.5))
     assert kind == "SourceError"
-    assert told == "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no answer within 1.5 s; it is stuck, or slow"
+    assert told == (
+        "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no batch within 1.5 s: it is stuck, or needs a larger "
+        "source.worker_timeout"
+    )
     assert 1.5 < seconds < 20
     assert state == {"cursor": 8}
     assert left_behind() == before

@@ -24,7 +24,7 @@ from ddp_tutorial.world import World
 # Settings that may differ from those of the checkpoint, because they do not affect the computation. A name also covers
 # the settings under it: "profile" covers "profile.steps".
 _FREE = (
-    *("name", "nprocs", "mesh", "device", "backend", "collective_timeout"),
+    *("name", "nprocs", "mesh", "device", "backend", "collective_timeout", "source.worker_timeout"),
     *("resume", "resume_allow", "resume_without", "checkpoint"),
     *("log_every", "eval_every", "eval_samples", "per_device_eval_batch_size"),
     *("run_test", "target_loss", "best", "early_stopping", "best_model"),

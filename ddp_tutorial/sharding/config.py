@@ -18,6 +18,9 @@ class SourceConfig(Config):
         "carry", description="What happens to the last samples of an epoch that do not fill a batch."
     )
     workers: int = Field(0, ge=0, description="Worker processes that read ahead, per rank; 0 reads in the rank.")
+    worker_timeout: float = Field(
+        120, gt=0, description="Seconds that a rank waits for a batch of a worker before it raises an error."
+    )
     prefetch: int = Field(
         2, ge=1, description="Batches that each worker, or rank 0 of a dispatched source, reads ahead."
     )

@@ -75,7 +75,8 @@ def make_source(
             `require_same_samples`), or if there are fewer samples than ranks.
     """
     _require_kind(config, data)
-    ahead: dict[str, Any] = {"transform": transform, "workers": config.workers, "prefetch": config.prefetch}
+    ahead: dict[str, Any] = {"transform": transform}
+    ahead |= {name: getattr(config, name) for name in ("workers", "worker_timeout", "prefetch")}
     if config.kind == "streamed" and not isinstance(data, TokenBlocks | ArrowShards):
         return _streamed(data, batch_size, world, seed, config, collate_fn, ahead)
     samples = as_samples(data, collate_fn)

@@ -24,12 +24,13 @@ from torch.utils.data import DataLoader
 from ddp_tutorial.compat import shutdown_workers, worker_processes
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.signals import SIGNALS
+from ddp_tutorial.sharding.config import SourceConfig
 
 LOG = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 # The timeout of one batch, in seconds. After it, a worker is considered stuck.
-WORKER_TIMEOUT = 120.0
+WORKER_TIMEOUT: float = SourceConfig().worker_timeout
 # The interval, in seconds, at which a rank checks that its workers are alive.
 POLL_SECONDS = 2.0
 # The interval, in seconds, at which a worker checks that its rank is alive.
@@ -74,7 +75,9 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
             if not str(error).startswith("DataLoader timed out"):
                 raise
             if time.monotonic() >= deadline:
-                raise SourceError(f"no answer within {worker_timeout:g} s; it is stuck, or slow") from None
+                raise SourceError(
+                    f"no batch within {worker_timeout:g} s: it is stuck, or needs a larger source.worker_timeout"
+                ) from None
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # A worker passes a batch as a shared-memory file. If that fails, the worker has exited or is about to
             # exit, unless the error is the dataset's own.
