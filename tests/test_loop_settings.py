@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from ddp_tutorial.commands.slurm_script import slurm_script
+from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.config import TrainConfig
-from ddp_tutorial.training.trainer import Trainer
+from ddp_tutorial.training.trainer import Trainer, with_steps
 from ddp_tutorial.world import World
 from ranks import error_of
 
@@ -112,6 +114,19 @@ def test_a_loss_sees_the_users_module_and_the_test_samples_are_evaluated_once() 
     assert summary["metrics"]["test_loss"] == ranks[0]["tested"]["loss"]
     assert summary["epoch"] == 1
     assert "test_loss" not in json.loads(Path("runs/skipped/result.json").read_text())["metrics"]
+
+
+def test_a_round_is_compared_with_the_steps_of_the_epochs_once_they_are_known() -> None:
+    settings = {"strategy": "local_sgd", "local": {"round": 300}, "num_epochs": 1}
+    config = TrainConfig.model_validate(settings)
+    assert with_steps(config, 400.0).steps == 400
+    with pytest.raises(ConfigError, match="must end within 'steps' 250"):
+        with_steps(config, 250.0)
+
+
+def test_a_batch_script_names_the_batch_size_of_all_ranks() -> None:
+    script = slurm_script("tiny", ["per_device_train_batch_size=3", "nprocs=2"])
+    assert "; 6 samples in an optimizer step" in script
 
 
 def test_the_test_loss_is_the_mean_over_all_test_samples_of_the_trained_model() -> None:

@@ -8,7 +8,7 @@ from ddp_tutorial.slurm.config import SlurmConfig
 from ddp_tutorial.slurm.job import batch_script, ranks_per_node
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.strategies import micro_batches_per_rank
-from ddp_tutorial.training.tasks import check_start
+from ddp_tutorial.training.tasks import check_start, with_batch_size
 
 
 def slurm_script(
@@ -43,7 +43,8 @@ def slurm_script(
         slurm = slurm.model_copy(update={"gpus": here})
     kept = [override for override in of_run if override.partition("=")[0].strip() not in {"name", "resume"}]
     words = ["-m", "ddp_tutorial", "train", source, *kept]
-    about = f"{config.batch_size} samples in an optimizer step, over all ranks"
+    batch_size = with_batch_size(config, config.nprocs).batch_size
+    about = f"{batch_size} samples in an optimizer step, over all ranks"
     if not config.checkpoint.every:
         about += "\n# checkpoint.every is 0: the job saves when it is stopped, but starts over after a node failure"
     return batch_script(

@@ -27,11 +27,12 @@ class LocalConfig(Config):
     )
 
 
-def require_rounds(strategy: str, config: LocalConfig, steps: int) -> None:
+def require_rounds(strategy: str, config: LocalConfig, steps: int | None) -> None:
     """Validate the options of a strategy.
 
     Raises:
         ValueError: If an option does not belong to `strategy`, or if no round would end within `steps` steps.
+            None skips the latter check, because `num_epochs` has not been converted to steps yet.
     """
     default = LocalConfig()
     for name in LocalConfig.model_fields:
@@ -42,7 +43,7 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int) -> None:
         return
     if strategy == "post_local_sgd" and not config.begin:
         raise ValueError("strategy post_local_sgd first averages gradients: set 'local.begin' to at least 1 step")
-    if config.begin + config.round > steps:
+    if steps is not None and config.begin + config.round > steps:
         after = f" after 'local.begin' {config.begin}" if config.begin else ""
         raise ValueError(
             f"'local.round' {config.round}{after} must end within 'steps' {steps}: the ranks would never average"

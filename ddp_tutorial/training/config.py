@@ -280,7 +280,7 @@ class TrainConfig(Config):
         refused = [name for name in changed if name != "simulated_link"]
         if refused and self.strategy in LOCAL:
             raise ValueError(f"'ddp.{refused[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
-        require_rounds(self.strategy, self.local, self.steps)
+        require_rounds(self.strategy, self.local, self.steps if self.num_epochs is None else None)
         if self.strategy != "ddp" and self.oom_skips:
             raise ValueError(f"'oom_skips' is of strategy ddp, not of {self.strategy}")
         return self
