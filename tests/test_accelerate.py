@@ -173,7 +173,7 @@ def test_a_dry_run_says_of_it_what_it_says_of_ddp() -> None:
         ),
         ({"ddp": {"hook": "fp16"}}, "'ddp.hook' is an option of strategies ddp and zero1"),
         ({"ddp": {"simulated_link": {}}}, "'ddp.simulated_link' is an option"),
-        ({"oom_skips": 1}, "'oom_skips' is of strategy ddp, not of accelerate"),
+        ({"oom_skips": 1}, "'oom_skips' is an option of strategy ddp, not of accelerate"),
         ({"mesh": {"shard": 2}}, "'mesh.shard' is an option of .*, not of accelerate"),
         ({"local": {"round": 4}}, "'local.round' is an option of strategy local_sgd and post_local_sgd"),
         ({"pipeline": {"per_rank": 2}}, "'pipeline.per_rank' is an option of strategy pipeline, not of accelerate"),
@@ -220,5 +220,5 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
     state = SimpleNamespace(
         distributed_type=SimpleNamespace(value="MULTI_GPU"), process_index=1, num_processes=2, device="cuda:0"
     )
-    with pytest.raises(ConfigError, match="a GPU of its own: ranks that share one need strategy=ddp"):
+    with pytest.raises(ConfigError, match="one GPU per rank; use strategy=ddp for ranks that share a GPU"):
         accelerate_strategy._require_fit(state, World(1, 2, 1, 2, torch.device("cuda", 0), backend="gloo"))

@@ -396,8 +396,8 @@ def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("micro_batches", "size", "told"),
     [
-        (3, 1, "should be a power of two"),
-        (0, 1, "should be a power of two"),
+        (3, 1, "must be a power of two"),
+        (0, 1, "must be a power of two"),
         (4, 3, "evenly to 3 ranks"),
         (2, 4, "4 ranks"),
     ],
@@ -442,7 +442,7 @@ def test_running_statistics_are_refused_by_name() -> None:
 
 
 def test_a_step_needs_its_number_of_micro_batches() -> None:
-    with pytest.raises(ValueError, match="a step has 4 micro-batches on each rank, found 1"):
+    with pytest.raises(ValueError, match="a step must have 4 micro-batches on each rank, got 1"):
         InvariantStrategy(make_model(), World(), next_token_loss, 4).backward(batches_of(0, 1, 1))
 
 

@@ -308,7 +308,7 @@ def test_measurements_of_one_size_only_do_not_determine_a_link(
         ([], [], "0 measurements do not determine"),
         ([0, 0], [1, 1], "do not determine"),
         ([10, 1000], [1.0, 0.5], "do not determine"),  # the larger message was quicker
-        ([10, 1000], [0.0, 1.0], "should be above zero"),
+        ([10, 1000], [0.0, 1.0], "must be above zero"),
     ],
 )
 def test_measurements_that_make_no_sense_are_refused(nbytes: list[float], seconds: list[float], said: str) -> None:

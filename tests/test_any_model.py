@@ -308,7 +308,7 @@ def test_the_best_model_and_early_stopping_go_by_a_metric_of_the_users() -> None
     assert float(((kept(x) > 0) == (y > 0)).float().mean()) == pytest.approx(accuracies[found])
     with pytest.raises(ConfigError, match=r"does not fit the model: .* Missing key\(s\) in state_dict: \"bias\""):
         load(result.run, nn.Linear(1, 1), best=True)
-    with pytest.raises(ConfigError, match="was made by a script"):
+    with pytest.raises(ConfigError, match="was trained by a script"):
         load(result.run)
 
 
@@ -378,19 +378,22 @@ def half_on_meta() -> nn.Module:
 
 
 BAD: dict[str, tuple[Callable[[World], Any], str]] = {
-    "a mean alone": (lambda world: start(world, mean_alone), "LossError: on rank 0, the loss should return a sum and"),
+    "a mean alone": (lambda world: start(world, mean_alone), "LossError: on rank 0, the loss must return a sum and"),
     "a mean": (lambda world: start(world, mean_and_count), "LossError: the loss is a mean: "),
-    "no sum": (lambda world: start(world, no_sum), "LossError: on rank 0, the first that the loss returns should be"),
+    "no sum": (
+        lambda world: start(world, no_sum),
+        "LossError: on rank 0, the first value that the loss returns must be",
+    ),
     "nothing counted": (lambda world: start(world, counts_nothing), "ValueError: the loss counted no elements"),
     "other metrics": (lambda world: start(world, other_metrics), "LossError: rank 0's loss returns loss, of_rank_0"),
     "elsewhere": (lambda world: start(world, model=half_on_meta()), "ConfigError: the model's '1.weight' is on meta"),
     "frozen": (
         lambda world: start(world, model=make_model().requires_grad_(False)),
-        "ConfigError: the model has no parameter that is trained",
+        "ConfigError: the model must have a trainable parameter",
     ),
     "foreign optimizer": (
         lambda world: start(world, optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1)),
-        "ConfigError: the optimizer has 4 tensors that are no parameters of the model",
+        "ConfigError: the optimizer has 4 tensors that are not parameters of the model",
     ),
     "half an optimizer": (
         lambda world: start(world, optimizer=lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1)),

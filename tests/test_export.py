@@ -63,7 +63,7 @@ def test_an_export_gives_the_same_logits_when_it_is_loaded(result: TrainResult, 
 
 def test_an_export_never_replaces_a_folder(result: TrainResult, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already: name a new folder"):
+    with pytest.raises(ConfigError, match="is there already; choose a new folder"):
         export(result.run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -80,7 +80,7 @@ def test_a_run_without_a_model_gives_that_of_its_newest_valid_checkpoint(result:
     early = load(killed).state_dict()
     assert not torch.equal(early["tokens.weight"], whole["tokens.weight"])
     shutil.rmtree(killed / "checkpoints")
-    with pytest.raises(ConfigError, match="no model yet, and no valid checkpoint"):
+    with pytest.raises(ConfigError, match="no model and no valid checkpoint"):
         load(killed)
 
 
@@ -117,7 +117,7 @@ def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_p
 
 def test_an_empty_prompt_is_told(result: TrainResult) -> None:
     done = call("sample", str(result.run), "--prompt", "")
-    assert (done.returncode, done.stderr.startswith("error: an empty prompt")) == (2, True)
+    assert (done.returncode, done.stderr.startswith("error: the prompt must have at least one character")) == (2, True)
 
 
 def test_a_model_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

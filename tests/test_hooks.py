@@ -499,7 +499,7 @@ def test_powersgd_takes_parameters_in_half_precision(heard: list[dict[str, Any]]
 
 
 def test_a_rank_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank=0: should be 1 or more"):
+    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
         PowerSGD(DirectLink(World()), 1, rank=0)
 
 

@@ -86,7 +86,7 @@ def test_the_outer_step_is_that_of_torchs_nesterov_on_the_difference() -> None:
         ({"strategy": "diloco", "steps": 5}, "'local.round' 8 must end within 'steps' 5"),
         ({"strategy": "post_local_sgd", "steps": 20, "local": {"begin": 15}}, "8 after 'local.begin' 15 must end"),
         ({"strategy": "diloco", "ddp": {"variant": "flat"}}, "'ddp.variant' is an option of strategies ddp and zero1"),
-        ({"strategy": "local_sgd", "oom_skips": 2}, "'oom_skips' is of strategy ddp, not of local_sgd"),
+        ({"strategy": "local_sgd", "oom_skips": 2}, "'oom_skips' is an option of strategy ddp, not of local_sgd"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_in_one_line(values: dict[str, Any], said: str) -> None:

@@ -145,5 +145,5 @@ def test_before_training_the_loss_is_that_of_a_guess(model: GPT) -> None:
 
 
 def test_a_width_that_heads_do_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="width=30 does not divide into heads=4 equal parts"):
+    with pytest.raises(ValueError, match="width must be a multiple of heads=4, got 30"):
         GPT(width=30, heads=4)

@@ -147,7 +147,7 @@ def test_a_model_that_meets_others_in_forward_and_the_invariant_strategy_are_ref
     with pytest.raises(ConfigError, match="'1' is a SyncBatchNorm"):
         DDPStrategy(model, World(), next_token_loss, agree_on_memory=True)
     DDPStrategy(model, World(), next_token_loss)
-    with pytest.raises(ValueError, match="'oom_skips' is of strategy ddp"):
+    with pytest.raises(ValueError, match="'oom_skips' is an option of strategy ddp"):
         small(strategy="invariant", oom_skips=1)
 
 

@@ -167,7 +167,7 @@ def test_in_ray_train_a_run_that_loses_a_worker_ends_with_the_bits_of_one_under_
     # Rank 1 was killed in step 7; the run has gone on after step 4, from its own checkpoint.
     log = (workdir / "runs" / "on-ray" / "rank_0.log").read_text()
     assert (workdir / "has_died").exists()
-    assert log.count("going on after step 4, from ") == log.count("going on") == 1
+    assert log.count("resuming after step 4, from ") == log.count("resuming after") == 1
 
     # The bits of a run that nobody has killed.
     options = from_arguments(digits.Options, ["name=launched", *ARGUMENTS])

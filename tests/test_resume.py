@@ -225,13 +225,13 @@ def test_a_component_can_be_left_out_by_name(capsys: pytest.CaptureFixture[str])
     start = f"runs/first/checkpoints/{checkpoint_name(3)}"
     exact = train(World(), config_of(name="exact", resume=start))
     without = train(World(), config_of(name="without", resume=start, resume_without=("optimizer",)))
-    assert f"going on after step 3, from {start}, without optimizer" in capsys.readouterr().err
+    assert f"resuming after step 3, from {start}, without optimizer" in capsys.readouterr().err
     assert without.losses[:4] == exact.losses[:4], "the loss of step 4 is from before its update"
     assert without.losses[4:] != exact.losses[4:]
 
 
 def test_what_cannot_be_resumed_is_refused_at_the_start() -> None:
-    with pytest.raises(ValueError, match="'resume' auto goes on with the run of the same 'name'"):
+    with pytest.raises(ValueError, match="'resume' auto resumes the run of the same 'name'"):
         config_of(resume="auto")
 
 
@@ -258,9 +258,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(capsys: pytest.C
         (first.run / "checkpoints" / checkpoint_name(step) / "optimizer.pt").write_bytes(b"")
     assert train(World(), config).weights == first.weights
     said = capsys.readouterr().err
-    assert said.count("passed over: ") == 2
+    assert said.count("skipped checkpoint: ") == 2
     assert f"{checkpoint_name(STEPS)}/optimizer.pt has 0 bytes" in said
-    assert f"going on after step {STEPS - 2}" in said
+    assert f"resuming after step {STEPS - 2}" in said
 
 
 def test_two_runs_in_one_folder_are_refused() -> None:
@@ -447,7 +447,7 @@ def test_from_outside_a_run_is_stopped_saved_and_carried_on_by_the_same_command(
     assert f"stopped after step {step} of 3000: runs/mine" in out
     code, text = told("train", "tiny", *settings, f"steps={step + 1}", "resume_allow=[steps]")
     assert code == 0, text
-    assert f"going on after step {step}, from " in text
+    assert f"resuming after step {step}, from " in text
 
 
 def ranks_are_starting(parent: int) -> bool:

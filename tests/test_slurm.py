@@ -392,7 +392,7 @@ def test_a_job_on_two_nodes_that_is_preempted_and_signalled_ends_with_the_same_b
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 401))
     said = output.read_text()
     stopped = [int(step) for step in re.findall(r"^stopped after step (\d+) of 400", said, re.M)]
-    went_on = [int(step) for step in re.findall(r"going on after step (\d+)", said)]
+    went_on = [int(step) for step in re.findall(r"resuming after step (\d+)", said)]
     assert len(stopped) == 2, said
     assert stopped == sorted(set(stopped)) == went_on, said
     assert cluster.job(number)["BatchHost"] == "n0"

@@ -177,7 +177,7 @@ def test_a_run_names_its_straggler_and_the_memory_of_each_rank() -> None:
     assert {len(each) for each in used["seconds"].values()} == {2}
     [evaluation] = [row for row in run.steps if "eval_loss" in row]
     assert evaluation["ranks"]["seconds"]["forward"][1] > 6 * 0.05
-    assert "the others waited for rank 1, in forward" in Path("runs/slow/rank_0.log").read_text()
+    assert "the other ranks waited for rank 1, in forward" in Path("runs/slow/rank_0.log").read_text()
 
 
 # ------------------------------------------------------------------------------------------- what each rank says

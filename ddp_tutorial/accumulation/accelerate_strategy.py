@@ -156,6 +156,4 @@ def _require_fit(accelerator: Any, world: World) -> None:
             )
         )
     if world.size > 1 and world.device.type == "cuda" and world.device.index != world.local_rank:
-        raise ConfigError(
-            "strategy accelerate gives each rank a GPU of its own: ranks that share one need strategy=ddp"
-        )
+        raise ConfigError("strategy accelerate requires one GPU per rank; use strategy=ddp for ranks that share a GPU")

@@ -65,7 +65,7 @@ class InvariantStrategy(ReplicatedStrategy):
         require_even_shares(micro_batches, world.size)
         if any(True for _ in model.buffers()):
             names = ", ".join(repr(name) for name, _ in model.named_buffers())
-            raise ConfigError(f"the model has buffers, which each rank would change by itself: {names}")
+            raise ConfigError(f"the model must not have buffers, which each rank would change differently: {names}")
         sync_initial_state(model, world)
         torch.set_num_threads(1)
         super().__init__(model, world)
@@ -83,7 +83,7 @@ class InvariantStrategy(ReplicatedStrategy):
         """Fill `.grad` and return the totals of all ranks. `batches` are this rank's micro-batches, in order."""
         if len(batches) != self.micro_batches_per_rank:
             raise ValueError(
-                f"a step has {self.micro_batches_per_rank} micro-batches on each rank, found {len(batches)}"
+                f"a step must have {self.micro_batches_per_rank} micro-batches on each rank, got {len(batches)}"
             )
         tree = _Tree()
         self.loss.begin(self.micro_batches_per_rank)
@@ -173,7 +173,7 @@ def add_across_ranks(world: World, vector: torch.Tensor) -> torch.Tensor:
 def require_even_shares(micro_batches: int, ranks: int) -> None:
     """Raise `ConfigError` unless the number of micro-batches is a power of two and a multiple of the ranks."""
     if micro_batches < 1 or micro_batches & (micro_batches - 1):
-        raise ConfigError(f"micro_batches={micro_batches}: should be a power of two, such as 4")
+        raise ConfigError(f"'micro_batches' must be a power of two, such as 4, got {micro_batches}")
     if micro_batches % ranks:
         raise ConfigError(
             f"{micro_batches} micro-batches cannot be shared out evenly to {ranks} ranks. Use 1, 2, 4 ... of up to as "

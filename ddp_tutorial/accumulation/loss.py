@@ -63,26 +63,24 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
     """
     returned = loss(model, batch)
     if not (isinstance(returned, tuple) and len(returned) in {2, 3}):
-        raise LossError(f"the loss should return a sum and a count, as in '{_EXAMPLE}'; found {_describe(returned)}")
+        raise LossError(f"the loss must return a sum and a count, as in '{_EXAMPLE}'; got {_describe(returned)}")
     total, count, *rest = returned
     metrics = rest[0] if rest else {}
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise LossError(
-            f"the first that the loss returns should be its sum, a tensor of one number, as in '{_EXAMPLE}'; "
-            f"found {_describe(total)}"
+            f"the first value that the loss returns must be a sum, a tensor of one number, as in '{_EXAMPLE}'; "
+            f"got {_describe(total)}"
         )
     if not _is_number(count):
-        raise LossError(f"the second that the loss returns should be how many it is a sum of; found {_describe(count)}")
+        raise LossError(f"the second value that the loss returns must be the count; got {_describe(count)}")
     if not isinstance(metrics, Mapping) or LOSS in metrics:
         raise LossError(
-            f"the third that the loss returns should be metrics, such as {{'accuracy': (right, count)}}, none called "
-            f"{LOSS!r}; found {_describe(metrics)}"
+            f"the third value that the loss returns must be metrics, such as {{'accuracy': (right, count)}}, without "
+            f"{LOSS!r}; got {_describe(metrics)}"
         )
     for name, pair in metrics.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))):
-            raise LossError(
-                f"metric {name!r} should be a sum and a count, as in (right, count); found {_describe(pair)}"
-            )
+            raise LossError(f"metric {name!r} must be a sum and a count, as in (right, count); got {_describe(pair)}")
     pairs = {LOSS: (total, count), **metrics}
     return total, {name: (_detached(a), _detached(b)) for name, (a, b) in pairs.items()}
 

@@ -90,7 +90,7 @@ class PowerSGD:
             seed: The seed of the first Q.
         """
         if rank < 1:
-            raise ValueError(f"rank={rank}: should be 1 or more")
+            raise ValueError(f"rank must be at least 1, got {rank}")
         self.link, self.world_size, self.rank, self.seed = link, world_size, rank, seed
         # By parameter, because buckets are rebuilt after the first step.
         self.errors: dict[str, torch.Tensor] = {}

@@ -77,7 +77,7 @@ def fit_link(rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence
     """
     measured = np.asarray(seconds, dtype=float)
     if not np.all(measured > 0):
-        raise ValueError(f"a measured time should be above zero; found {measured.min()} seconds")
+        raise ValueError(f"a measured time must be above zero, got {measured.min()} seconds")
     columns = np.column_stack([rounds, nbytes]) / measured[:, None]
     scale = np.linalg.norm(columns, axis=0)
     rank, per_byte = 0, 0.0

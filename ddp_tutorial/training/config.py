@@ -262,7 +262,10 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _options_belong_to_the_strategy(self) -> "TrainConfig":
         if self.strategy == "invariant" and self.accumulation != 1:
-            raise ValueError("'accumulation' is not of strategy invariant, which has 'micro_batches', over all ranks")
+            raise ValueError(
+                f"'accumulation' must be 1 for strategy invariant, got {self.accumulation}; set 'micro_batches', which "
+                "counts those of all ranks"
+            )
         default = StagesConfig()
         of_pipeline = [
             name for name in StagesConfig.model_fields if getattr(self.pipeline, name) != getattr(default, name)
@@ -282,7 +285,7 @@ class TrainConfig(Config):
             raise ValueError(f"'ddp.{refused[0]}' is an option of strategies ddp and zero1, not of {self.strategy}")
         require_rounds(self.strategy, self.local, self.steps if self.num_epochs is None else None)
         if self.strategy != "ddp" and self.oom_skips:
-            raise ValueError(f"'oom_skips' is of strategy ddp, not of {self.strategy}")
+            raise ValueError(f"'oom_skips' is an option of strategy ddp, not of {self.strategy}")
         return self
 
     @field_validator("compile", mode="before")
@@ -314,7 +317,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _can_be_resumed(self) -> "TrainConfig":
         if self.resume == "auto" and not self.name:
-            raise ValueError("'resume' auto goes on with the run of the same 'name': give it one")
+            raise ValueError("'resume' auto resumes the run of the same 'name', which is missing; set name=NAME")
         return self
 
     @field_validator("optimizer", mode="before")
@@ -332,7 +335,7 @@ class TrainConfig(Config):
     def _stays_below_runs(cls, name: str) -> str:
         if not re.fullmatch(r"([\w][\w.-]*(/[\w][\w.-]*)*)?", name):
             raise ValueError(
-                f"'name' {name!r} should be a folder below runs/, of letters, digits, '-', '_', '.' and '/'"
+                f"'name' must be a directory under runs/, of letters, digits, '-', '_', '.' and '/', got {name!r}"
             )
         return name
 
@@ -353,7 +356,7 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
         if self.width % self.heads:
-            raise ValueError(f"'model.width' {self.width} should be a multiple of 'model.heads' {self.heads}")
+            raise ValueError(f"'model.width' must be a multiple of 'model.heads' {self.heads}, got {self.width}")
         return self
 
 
@@ -455,5 +458,5 @@ class TaskConfig(TrainConfig):
     @model_validator(mode="after")
     def _samples_have_numbers(self) -> "TaskConfig":
         if self.strategy == "invariant" and self.source.kind == "streamed":
-            raise ValueError("'strategy' invariant needs samples by number: use another 'source.kind' than streamed")
+            raise ValueError("'strategy' invariant requires access by index, which source.kind=streamed does not have")
         return self

@@ -29,7 +29,8 @@ def config_of(run: str | Path) -> TaskConfig:
     content = json.loads(path.read_text())
     if "corpus" not in content:
         raise ConfigError(
-            f"{run} was made by a script, not from a config: its script knows the model. See ddp_tutorial.load"
+            f"{run} was trained by a script, not from a config, so its model is unknown; pass the model to "
+            "ddp_tutorial.load"
         )
     return check(TaskConfig, content, origin=str(path))
 
@@ -48,7 +49,7 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
     folder = folder_of(run)
     kept = sorted(folder.best.glob("step_*"))
     if best and not kept:
-        raise ConfigError(f"{folder.path} has kept no best model: train with best_model=true")
+        raise ConfigError(f"{folder.path} has no best model; train with best_model=true")
     if best or folder.model.is_dir():
         where = kept[-1] if best else folder.model
         if model is None:
@@ -59,7 +60,7 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
         return model.eval()
     found, _ = latest_valid(World(), folder.checkpoints)
     if found is None:
-        raise ConfigError(f"{folder.path} has no model yet, and no valid checkpoint: let it finish, or save on the way")
+        raise ConfigError(f"{folder.path} has no model and no valid checkpoint; finish the run, or save checkpoints")
     model = model or task_of(config := config_of(run)).model(config)
     load_state(model, stored(found, "model"))
     return model.eval()
@@ -94,10 +95,10 @@ def sample(
         ConfigError: If the prompt is empty, if the run has no model of task gpt, or if its tokens are not text.
     """
     if not prompt:
-        raise ConfigError("an empty prompt: give the model at least one character to go on from")
+        raise ConfigError("the prompt must have at least one character, got an empty one")
     model = load(run, best=best)
     if not isinstance(model, GPT):
-        raise ConfigError(f"{run} has trained no language model: only one of task gpt can write")
+        raise ConfigError(f"{run} did not train a language model; only a run of task gpt can generate text")
     config = config_of(run)
     if config.has_tokens and config.tokenizer == BYTES:
         raise ConfigError(
@@ -120,4 +121,4 @@ def export(run: str | Path, folder: Path, *, best: bool = False) -> None:
             write_model(model, aside)
             write_json(aside / "training.json", config.model_dump(mode="json"))
     except FileExistsError as error:
-        raise ConfigError(f"{error}: name a new folder") from None
+        raise ConfigError(f"{error}; choose a new folder") from None

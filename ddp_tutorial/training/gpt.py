@@ -100,7 +100,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
         """Create a model with random weights; `heads` must divide `width`."""
         super().__init__()
         if width % heads:
-            raise ValueError(f"width={width} does not divide into heads={heads} equal parts")
+            raise ValueError(f"width must be a multiple of heads={heads}, got {width}")
         self.context, self.recompute = context, recompute
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)

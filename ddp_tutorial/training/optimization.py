@@ -172,8 +172,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if foreign := held - names.keys():
         raise ConfigError(
-            f"the optimizer has {len(foreign)} tensors that are no parameters of the model. Make it from the model "
-            "that is trained: torch.optim.SGD(model.parameters(), ...)"
+            f"the optimizer has {len(foreign)} tensors that are not parameters of the model. Create it from the model "
+            "to train: torch.optim.SGD(model.parameters(), ...)"
         )
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:

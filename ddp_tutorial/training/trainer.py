@@ -261,7 +261,7 @@ class Trainer:
         """Resume from the checkpoint that `find_resume_point` returned, or start without one."""
         is_found = self.config.resume == "auto"  # the run folder may be that of a run that was killed
         for problem in self.start.skipped if self.world.is_main else ():
-            LOG.info("passed over: %s", problem)
+            LOG.info("skipped checkpoint: %s", problem)
         if is_found:
             self.checkpoints.recover()
         if self.start.checkpoint is not None:
@@ -270,7 +270,7 @@ class Trainer:
             if update_settings(self.start.settings) != update_settings(self.settings):  # `resume_allow` permits it
                 self.options.restore(self.train_step.optimizer, self.train_step.scheduler)
             left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
-            LOG.info("going on after step %d, from %s%s", self.start.step, self.start.checkpoint, left_out)
+            LOG.info("resuming after step %d, from %s%s", self.start.step, self.start.checkpoint, left_out)
         elif is_found:
             self.log.rewind(0, [], 0)
         if self.is_done():  # the command of a finished run was rerun
@@ -329,7 +329,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the first `eval_samples` validation samples, log the mean loss and metrics, and return them."""
-        assert self.validation_data is not None, "there are no held-out samples"
+        assert self.validation_data is not None, "the trainer has no validation data"
         self.log.flush()
         with phase("evaluate"), self.log.paused():
             self.train_step.strategy.sync_buffers()
@@ -407,7 +407,7 @@ class Trainer:
             )
             used = self.record.usage.gather_totals()
             if used["straggler"]:
-                LOG.debug("the others waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
+                LOG.debug("the other ranks waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
 
             def write() -> None:
                 if not self.run.result.exists():  # it exists if the command of a finished run was rerun

@@ -56,7 +56,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     path, model = folder / WEIGHTS, uncompiled(model)
     if not path.is_file():
-        raise ConfigError(f"{folder} has no {WEIGHTS}: is it the folder of a model?")
+        raise ConfigError(f"{folder} has no {WEIGHTS}, so it is not the folder of a model")
     try:
         safetensors.torch.load_model(model, path)
     except RuntimeError as error:
