@@ -5,6 +5,7 @@ import base64
 import html
 import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -234,6 +235,13 @@ def parse_command(words: list[str]) -> None:
     command.make_context(context.info_name, rest, resilient_parsing=False, parent=context.parent)
 
 
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discard environment variables that options set, such as --runs-dir."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+@pytest.mark.usefixtures("own_environment")
 def test_documented_commands_have_known_names_and_options() -> None:
     commands = [words[words.index("ddp_tutorial") + 1 :] for words in documented_commands() if "ddp_tutorial" in words]
     for words in commands:
@@ -241,6 +249,7 @@ def test_documented_commands_have_known_names_and_options() -> None:
     assert len(commands) > 20
 
 
+@pytest.mark.usefixtures("own_environment")
 def test_the_settings_and_commands_for_users_of_other_trainers_are_accepted() -> None:
     rows = re.findall(r"^\|.+\| (.+) \|$", (BOOK / "coming_from.md").read_text(encoding="utf-8"), re.MULTILINE)
     spans = [shlex.split(span) for row in rows for span in re.findall(r"`([^`]+)`", row)]
