@@ -419,7 +419,7 @@ def test_an_invariant_step_of_one_micro_batch_counts_from_step_0() -> None:
 
 @pytest.mark.parametrize("pair", [1.0, (1,), (1, 2, 3), (True, 1), (1, "2"), (torch.ones(2), 1), [1, 2]], ids=str)
 def test_a_metric_that_is_not_a_sum_and_a_count_is_refused_by_name(pair: Any) -> None:
-    with pytest.raises(LossError, match="metric 'accuracy' should be"):
+    with pytest.raises(LossError, match="metric 'accuracy' must be"):
         call_loss(lambda model, batch: (torch.tensor(3.0), 2, {"accuracy": pair}), None, None)
 
 
@@ -437,7 +437,7 @@ def test_sums_and_counts_of_the_loss_and_its_metrics_have_no_graph() -> None:
 
 
 def test_running_statistics_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"the model has buffers.*'0\.running_mean'"):
+    with pytest.raises(ConfigError, match=r"the model must not have buffers.*'0\.running_mean'"):
         InvariantStrategy(nn.Sequential(nn.BatchNorm1d(3)), World(), next_token_loss, 4)
 
 
