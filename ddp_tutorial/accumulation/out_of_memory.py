@@ -5,8 +5,8 @@
                                                                           ->  some: OutOfMemoryError on all ranks
 
 DDP's collectives of the forward pass come before the model computes, and those of the backward pass have not started
-yet. So at this point every rank can join the all-reduce, including those that failed. The all-reduce has one number per
-rank. It runs for each micro-batch and must wait for the forward pass.
+yet. So at this point every rank can join the all-reduce, including those that failed. The reduced tensor contains one
+number per rank. It runs for each micro-batch and must wait for the forward pass.
 
 In three cases the ranks do not agree, and the error aborts the run. In the backward pass, the other ranks are already
 in all-reduces that the failed rank never joins. A forward pass with collectives, such as that of `SyncBatchNorm`, has

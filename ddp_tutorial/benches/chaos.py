@@ -228,10 +228,10 @@ class _Chaos:
         self.points = {background: Points(rng) for background in (False, True)}
 
     def run(self, limit: int, apart: int = 0) -> None:
-        """Run one training run with as many attempts as necessary.
+        """Complete one training run, with as many attempts as necessary.
 
-        After `limit` attempts of the counted kind (kills, or a full disk), no further failures are injected. `apart`
-        attempts on two nodes are spread evenly among them.
+        After `limit` attempts with a kill (or with a full disk), no further failures are injected. `apart` attempts on
+        two nodes are spread evenly among them.
         """
         runs, counted = self.tally.runs, next(iter(self.hows))
         name, safe = f"run{runs}", 0

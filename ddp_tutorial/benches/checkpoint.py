@@ -66,7 +66,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _stall(checkpointer: Checkpointer, step: int) -> float:
-    """Return the seconds that a background save blocks training: the call of `save`, and publishing the checkpoint."""
+    """Return the seconds for which a background save blocks training: the `save` call, and publishing."""
     stalled = _timed(lambda: checkpointer.save(step))
     while checkpointer.is_writing:
         time.sleep(0.01)

@@ -14,7 +14,7 @@ CALLS = 50  # per repeat; the result is their median
 def measure(repeats: int) -> dict[str, Any]:
     """Measure the seconds from a call until both ranks have finished it.
 
-    The calls are an empty call, a cell with one expression, a function passed by value, a value sent to the parent
+    The arms are an empty call, a cell with one expression, a function passed by value, a value sent to the parent
     process, and a launch.
     """
     samples: Samples = {name: [] for name in ("pool_call", "pool_cell", "pool_function", "pool_get", "launch")}

@@ -136,7 +136,7 @@ def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
 
 
 def _all_up(notes: Path) -> float | None:
-    """Return the time at which the last rank of an attempt had joined, or None if a rank did not join."""
+    """Return the time at which the last rank of an attempt joined, or None if a rank never joined."""
     met = [float(note.read_text()) for note in notes.glob("up.*")]
     return max(met) if len(met) == RANKS else None
 

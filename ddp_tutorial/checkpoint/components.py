@@ -159,7 +159,7 @@ class RandomState:
         """Store the arguments.
 
         Args:
-            device: The device of this rank. The CUDA generator is saved only if it is a GPU.
+            device: The device of this rank. The CUDA generator is saved only if this device is a GPU.
             reseed: Called with the step of the checkpoint to seed the generators again, if the checkpoint was saved on
                 a different number of ranks.
         """

@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Retention:
-    """Keeps the newest and the best checkpoints of a folder, and removes the other ones. Runs on one rank.
+    """A policy that keeps the newest and the best checkpoints in a folder, and removes the others. Runs on one rank.
 
     A checkpoint that this process has written or verified counts as valid. Any other checkpoint is verified once.
     """

@@ -378,7 +378,7 @@ class Cluster:
 
 
 def unsupported_reason(delay: str | None = None) -> str:
-    """Return one line that states why this system cannot run a cluster, with `delay` if given; "" if it can.
+    """Return a one-line reason why this system cannot run a cluster (with `delay`, if given), or "" if it can.
 
     The function starts a cluster with one node to find out.
 

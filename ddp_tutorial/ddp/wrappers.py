@@ -89,7 +89,7 @@ class DataParallel(ABC):
 
     @cached_property
     def loss_model(self) -> nn.Module:
-        """The model for a loss function: it has the module's class and attributes, and a call runs this wrapper."""
+        """The model for a loss function. It has the module's class and attributes, but a call runs this wrapper."""
         wrapper = ref(self)
 
         def call(*inputs: Any, **named: Any) -> Any:
@@ -327,7 +327,7 @@ class BucketDDP(DataParallel):
         self._fill_slot(index)
 
     def _fill_slot(self, index: int) -> None:
-        """Copy a gradient to its bucket, then start the complete buckets that are next in order."""
+        """Copy a gradient to its bucket, then start the all-reduce of each complete bucket that is next in order."""
         bucket, slot = self._slot[index]
         self.buckets[bucket].collect(slot, self.world.size)
         self._missing[bucket] -= 1
@@ -364,7 +364,7 @@ class BucketDDP(DataParallel):
 
 
 def _arrive_at(arrive: WeakMethod[Callable[[int], None]], index: int, *_: object) -> None:
-    """Call `arrive`, unless its `BucketDDP` is gone: an autograd graph may keep the node and its hook alive."""
+    """Call `arrive` unless its `BucketDDP` has been garbage-collected: an autograd graph can keep its hook alive."""
     if (method := arrive()) is not None:
         method(index)
 

@@ -220,7 +220,7 @@ class Detector:
         """Observe the output of the model after each forward pass in training."""
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
-        """Return `size` numbers about this rank's step, before each update. Local; must be cheap."""
+        """Return `size` numbers that describe this rank's step. Called before each update. Local; must be cheap."""
         return ()
 
     def is_urgent(self) -> bool:

@@ -53,7 +53,7 @@ Reason = Literal["wait", "error", "question"]  # why an alarm was set
 
 
 class CollectiveError(FailedError):
-    """Ranks wait for each other forever, or pass incompatible tensors to one collective.
+    """Raised when ranks wait for each other forever, or pass incompatible tensors to one collective.
 
     The message contains the collective and the line at which each rank waits.
     """

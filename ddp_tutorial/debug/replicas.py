@@ -46,7 +46,7 @@ class ReplicaDrift(Detector):
 
     Args:
         every: The number of steps between two comparisons.
-        ignore: Patterns of the names that may differ.
+        ignore: Patterns of the names of tensors that may differ.
 
     Raises:
         ValueError: If `every` is below 1.

@@ -82,7 +82,7 @@ def _test_train(answer: Answer) -> str:
 
 
 def _training(together: Callable[[int, int, int], int], *, stepping: Callable[[int, int, int], bool]) -> Answer:
-    """Return the solution with a different divisor of the loss, and steps after different micro-batches."""
+    """Return a variant of the solution with a different divisor of the loss and steps after different micro-batches."""
 
     def answer(world: World, accumulate: int = 2) -> Result:
         model = ddp()

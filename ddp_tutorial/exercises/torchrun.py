@@ -126,7 +126,7 @@ class Torchrun:
         return f"The last line of your script was {lines[-1]!r}" if lines else "Your script printed nothing"
 
     def error(self) -> str:
-        """Return the first error of a rank with the line of the script; without an error, the ranks' exit codes."""
+        """Return the first rank's error with its line in the script, or the exit codes if no rank raised one."""
         said = self.said_to.read_text(errors="replace")
         if begin := re.search(r"^(\[rank\d+\]: ?|)Traceback .*", said, re.MULTILINE):
             lines = [line.removeprefix(begin[1]) for line in said[begin.start() :].splitlines() if _of(line, begin[1])]

@@ -198,7 +198,7 @@ def _sharded_seconds(choice: Choice, work: Work, network: Network, mesh: Mesh, c
         choice: The strategy.
         work: The model.
         network: The ranks and links.
-        mesh: The arrangement of the ranks in copies.
+        mesh: The arrangement of the ranks in replicas.
         computing: Seconds of computation per micro-batch.
     """
     unit, parts = work.nbytes / work.units, choice.micro_batches

@@ -27,7 +27,7 @@ FINISHED = "finished"
 def row_of(parameters: Row, repeat: int, status: str, seconds: float, metrics: Row, key: str) -> dict[str, Any]:
     """Return one row with all metrics that are numbers, strings, booleans or None.
 
-    If a metric has the name of a different column, " (measured)" is appended to its name.
+    If a metric has the same name as another column, " (measured)" is appended to its name.
     """
     plain = {name: value for name, value in metrics.items() if isinstance(value, bool | int | float | str | None)}
     taken = {*parameters, *FIXED}

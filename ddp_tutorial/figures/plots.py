@@ -91,7 +91,7 @@ def bars(
 ) -> Figure:
     """Draw one horizontal bar per value, labeled with `note(value)`.
 
-    For several values, the bar is their median, and a line shows their range.
+    If a bar has several values, its height is their median, and a vertical line spans their range.
     """
     figure, axes = plt.subplots(figsize=(7, 0.7 + 0.5 * len(values)))
     for row, ((_, value), color, hatch) in enumerate(zip(values.items(), cycle(COLORS), cycle(HATCHES))):

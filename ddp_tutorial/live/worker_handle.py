@@ -167,7 +167,7 @@ class WorkerHandle:
 
     @property
     def reason(self) -> str:
-        """How the rank died or which exception it raised, in words."""
+        """A description of how the rank died, or of the exception that it raised."""
         if self.death:
             return self.death
         return (

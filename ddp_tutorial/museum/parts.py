@@ -20,8 +20,8 @@ Program = Callable[..., Any]
 class Exhibit:
     """A bug: the smallest program that contains it, and the same program with a fix.
 
-    `story` explains the bug, and `seen` describes its symptoms. `caught_by` names the laws for this bug; the program
-    breaks at least one of them. `variants` make the same mistake in a different way or place.
+    `story` explains the bug, and `seen` describes its symptoms. `caught_by` lists the invariants for this bug; the
+    program violates at least one of them. `variants` make the same mistake in a different way or place.
     """
 
     subject: str

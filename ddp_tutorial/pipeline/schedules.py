@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the total time of all ranks in which they are idle, from 0 to 1."""
+        """The fraction of the ranks' total time that they spend idle, from 0 to 1."""
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1 - busy / (len(self.ranks) * self.makespan)
 

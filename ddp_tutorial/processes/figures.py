@@ -1,7 +1,7 @@
 """A matplotlib backend for ranks that are launched from a notebook.
 
-`plt.show()` sends the open figures to the parent, which displays them under the cell. Matplotlib's default backend has
-no notebook to draw in on a rank, and would print `Figure(640x480)`. The environment variable MPLBACKEND names this
+`plt.show()` sends the open figures to the parent, which displays them under the cell. On a rank, Matplotlib's default
+backend has no notebook to draw in, so it would print `Figure(640x480)`. The environment variable MPLBACKEND names this
 module, so only ranks that draw import matplotlib.
 """
 

@@ -1,4 +1,4 @@
-"""Load text to train on as bytes. Each byte is one of 256 tokens, so no tokenizer and no download are needed.
+"""Load training text as bytes. Each byte is one of 256 tokens, so no tokenizer and no download are needed.
 
 `python` is the source code of the standard library, which exists on every machine that runs this code. `stories` is a
 small sample of generated stories in the repository. `stories:N` generates N stories.

@@ -141,7 +141,7 @@ class ShardedSource:
         ]
 
     def _read(self) -> Iterator[list[Tree]]:
-        """Iterate over the batches from the cursor on.
+        """Iterate over the batches, starting at the cursor.
 
         Without workers and without a GPU, a `DataLoader` would only add overhead.
         """

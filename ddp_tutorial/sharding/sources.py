@@ -195,7 +195,7 @@ def require_same_samples(samples: Data, world: World, what: str = "samples to le
 
 
 def _fingerprint(samples: Data) -> str:
-    """Return a digest of the content of the samples, or of 64 of them, or "" if only their number is compared."""
+    """Return a digest of all samples or of 64 samples, or "" if only the number of samples is compared."""
     if isinstance(samples, TokenBlocks) and len(samples.tokens) < _LARGE:
         return digest({"tokens": samples.tokens})
     if isinstance(samples, Tensors):

@@ -21,7 +21,7 @@ _CALL_THE_MODEL = {"ddp", "zero1", "invariant", "accelerate", "local_sgd", "post
 
 
 def require_compilable(model: nn.Module, config: TrainConfig, world: World) -> None:
-    """Raise `ConfigError` on all ranks if `model` cannot be compiled as `config` describes, or is but must not be.
+    """Raise `ConfigError` on all ranks if `model` cannot be compiled as `config` specifies, or if it must not be.
 
     Collective.
     """

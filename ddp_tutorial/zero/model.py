@@ -106,7 +106,7 @@ class Unit:
         self._coming = self._gathered(self.row.to(self.dtype))
 
     def _gathered(self, row: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start to gather `row` from all ranks. Return the rows and the work; the rows are valid once it completes."""
+        """Start the all-gather of `row`. Return the rows and the work; the rows are valid once it completes."""
         if self.shards.size == 1:
             return row[None], None
         rows = row.new_empty(self.shards.size, self.layout.length)

@@ -155,7 +155,7 @@ def device_mesh(world: World, mesh: Mesh | None) -> DeviceMesh:
 class ModelState:
     """The parameters of a model, converted by `of_whole`, and its replicated buffers.
 
-    A checkpoint reads all of them in place.
+    Loading a checkpoint updates all of these tensors in place.
     """
 
     def __init__(self, module: nn.Module, of_whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
