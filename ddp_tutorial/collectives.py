@@ -234,7 +234,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
         return
     if found := first_difference(digests):
         raise RuntimeError(f"{what} {found[0]!r} is not the same on all ranks: {found[1]}")
-    raise RuntimeError(f"{what}s come in another order on some ranks")
+    raise RuntimeError(f"the {what}s are in a different order on some ranks")
 
 
 def first_difference(of_ranks: Sequence[Mapping[str, object]], first: int = 0) -> tuple[str, str] | None:

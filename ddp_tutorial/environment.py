@@ -75,4 +75,4 @@ def integer_variable(environ: Mapping[str, str], name: str, default: int | None 
     try:
         return int(text or "")
     except ValueError:
-        raise ConfigError(f"{name}={text!r} should be a whole number") from None
+        raise ConfigError(f"{name} must be an integer, got {text!r}") from None

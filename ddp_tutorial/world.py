@@ -59,9 +59,9 @@ class World:
     def __post_init__(self) -> None:
         """Validate the ranks, and choose the backend."""
         if not 0 <= self.rank < self.size:
-            raise ConfigError(f"rank {self.rank} is not one of 0 to {self.size - 1} (world size {self.size})")
+            raise ConfigError(f"rank must be from 0 to {self.size - 1}, got {self.rank} (world size {self.size})")
         if not 0 <= self.local_rank < self.local_size:
-            raise ConfigError(f"local rank {self.local_rank} is not one of 0 to {self.local_size - 1}")
+            raise ConfigError(f"local rank must be from 0 to {self.local_size - 1}, got {self.local_rank}")
         object.__setattr__(self, "backend", choose_backend(self.backend, self.device))
 
     @property
@@ -161,7 +161,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend not in {"auto", "gloo", "nccl"}:
         raise ConfigError(f"backend={backend!r} is not known. Use 'auto', 'gloo' or 'nccl'.")
     if backend == "nccl" and device.type != "cuda":
-        raise ConfigError("backend='nccl' connects GPUs, and these ranks are on CPUs. Use backend='gloo' or 'auto'.")
+        raise ConfigError("backend='nccl' requires GPUs, but these ranks are on CPUs. Use backend='gloo' or 'auto'.")
     if backend == "auto":
         return "nccl" if device.type == "cuda" else "gloo"
     return backend

@@ -492,19 +492,19 @@ def refused() -> list[dict[str, str]]:
         ("DataLoader", "collate_fn=loader.collate_fn)"),
         ("splits", "a dict is a mapping of 'train', 'test', not a list of samples. Choose one of its splits"),
         ("splits, streamed", "Choose one of its splits"),
-        ("list, streamed", "a list can be read by number. Use source.kind=sharded."),
-        ("datasets, streamed", "Use source.kind=sharded, or give dataset.to_iterable_dataset()"),
-        ("list, fast_stream", "source.kind=fast_stream reads Arrow files, and a list is none. Use source.kind=sharded"),
-        ("generator", "a generator can be followed once only"),
-        ("nothing, streamed", "a NoneType cannot be followed"),
+        ("list, streamed", "but a list supports indexing. Use source.kind=sharded."),
+        ("datasets, streamed", "Use source.kind=sharded, or pass dataset.to_iterable_dataset()"),
+        ("list, fast_stream", "source.kind=fast_stream requires Arrow files, got a list. Use source.kind=sharded"),
+        ("generator", "a generator can be iterated only once"),
+        ("nothing, streamed", "a NoneType cannot be iterated"),
         ("blocks with collate_fn", "leave out collate_fn"),
         ("empty", "the dataset is empty"),
         ("empty, dispatched", "the dataset is empty"),
         ("empty, streamed", "the data set is empty"),
-        ("different", "rank 1 has 11 samples, rank 0 has 10. Give every rank the whole dataset"),
-        ("too few", "rank 1 of 2 has no samples: 1 samples, batch_size 4"),
-        ("too few, dispatched", "rank 1 of 2 has no samples: 10 samples, batch_size 1"),
-        ("batch_size", "'batch_size' should be 1 or more, found 0"),
+        ("different", "got 11 on rank 1 and 10 on rank 0. Pass the whole dataset on every rank"),
+        ("too few", "rank 1 of 2 has no samples: with 1 samples and batch_size 4"),
+        ("too few, dispatched", "rank 1 of 2 has no samples: with 10 samples and batch_size 1"),
+        ("batch_size", "'batch_size' must be at least 1, got 0"),
     ],
 )
 def test_what_does_not_fit_is_one_clear_config_error_on_all_ranks(
@@ -533,7 +533,7 @@ def test_a_batch_that_is_none_is_told_on_all_ranks_with_its_leaves(
 def test_workers_of_one_stream_that_pad_to_different_lengths_are_told_what_to_do() -> None:
     config = SourceConfig(kind="streamed", workers=2, streams=2)
     source = make_source(FollowedText(), 4, World(), seed=None, config=config, collate_fn=pad)
-    with pytest.raises(SourceError, match=r"its 2 workers have collated does not fit .* pad to a fixed length, or"):
+    with pytest.raises(SourceError, match=r"its 2 workers collated cannot be concatenated.* Pad to a fixed length in"):
         [next(source) for _ in range(3)]
     source = make_source(FollowedText(), 4, World(), config=config.model_copy(update={"workers": 1}), collate_fn=pad)
     assert isinstance(next(source).samples, Mapping)

@@ -402,7 +402,7 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     **{
         f"past the wrapper, {name}": (
             lambda world, settings=settings: past_the_wrapper(world, **settings),
-            "LossError: the loss did not call the model that it was given",
+            "LossError: the loss did not call the model that it received",
         )
         for name, settings in {
             "zero1": {"strategy": "zero1"},

@@ -432,7 +432,7 @@ def test_a_setting_may_differ_only_if_it_or_what_it_is_in_is_allowed_by_its_whol
     if refused is None:
         assert found() == checkpoints / checkpoint_name(1)
         return
-    with pytest.raises(ConfigError, match=f"made with other settings: {refused}. Use the same, or allow them by name"):
+    with pytest.raises(ConfigError, match=f"created with different settings: {refused}. Use the same settings"):
         found()
 
 
@@ -616,8 +616,8 @@ def test_state_of_each_rank_that_cannot_be_given_to_others_is_named(tmp_path: Pa
 def check_not_given(folder: Path, size: int) -> None:
     for found in launch(load_per_rank, size, folder, device="cpu", echo=False):
         assert found["told"] == (
-            f"CheckpointError: 'own' is per_rank: {folder / checkpoint_name(1)} has it for 2 ranks, and it cannot be "
-            f"given to {size}. To go on without, leave it out by name."
+            f"CheckpointError: 'own' is per_rank: {folder / checkpoint_name(1)} contains it for 2 ranks, and it cannot "
+            f"be loaded on {size}. To resume without it, exclude it by name."
         )
         assert found["given"] == {}
         assert found["saved on"] == 2

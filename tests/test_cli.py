@@ -119,7 +119,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "corpus=text:gone"), "there is no file or folder 'gone'"),
         (("train", "tiny", "corpus=text:empty.txt"), "is empty"),
         (("train", "tiny", "corpus=stories:2", "batch_size=1000"), "too few for one batch of 1000"),
-        (("train", "tiny", "batch_size=1"), "batch_size 1 is not enough for 2 ranks. Use fewer ranks."),
+        (("train", "tiny", "batch_size=1"), "at most 1 ranks have samples. Use fewer ranks."),
         (("train", "tiny", "ddp.varant=flat"), "unknown key 'ddp.varant'. Did you mean 'variant'?"),
         (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
         (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "a stream ends where it ends"),
@@ -156,7 +156,7 @@ def test_a_process_of_its_own_tells_a_mistake_in_the_same_words(arguments: tuple
     ("arguments", "environment", "told"),
     [
         (("nprocs=1",), {"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
-        (("nprocs=1",), {"RANK": "2", "WORLD_SIZE": "one"}, "WORLD_SIZE='one' should be a whole number"),
+        (("nprocs=1",), {"RANK": "2", "WORLD_SIZE": "one"}, "WORLD_SIZE must be an integer, got 'one'"),
     ],
 )
 def test_a_world_that_cannot_be_is_told_in_one_line(
@@ -340,7 +340,7 @@ def test_runs_dir_and_its_variable_select_the_folder_for_commands_and_ranks() ->
     assert {"result.json", "rank_0.log", "rank_1.log"} <= {path.name for path in folder.iterdir()}
     listed = run("logs", "list", DDP_TUTORIAL_RUNS="elsewhere")
     assert str(folder.absolute()) in listed.stdout
-    assert "no runs below runs/" in run("logs", "list").stderr
+    assert "no runs under runs/" in run("logs", "list").stderr
     Path("file").touch()
     for refused in (run("train", "tiny", "--runs-dir", "file"), run("logs", "list", DDP_TUTORIAL_RUNS="file")):
         assert (refused.returncode, refused.stdout) == (2, "")

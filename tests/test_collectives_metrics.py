@@ -253,7 +253,7 @@ def test_tensors_that_differ_are_named_with_the_ranks_on_every_rank(heard: list[
 
 def test_tensors_in_another_order_are_noticed_on_every_rank(heard: list[dict[str, Any]]) -> None:
     for each in heard:
-        assert each["compare"]["order"].startswith("RuntimeError: tensors come in another order")
+        assert each["compare"]["order"].startswith("RuntimeError: the tensors are in a different order")
 
 
 def _raise(error: Exception) -> None:

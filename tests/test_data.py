@@ -162,7 +162,7 @@ def test_a_tree_that_is_no_batch_is_told_with_its_leaves(tree: Any, told: str) -
 
 @pytest.mark.parametrize("tree", [{"a": torch.zeros(2), "b": "text"}, {"a": torch.zeros(2), "b": torch.tensor(1)}])
 def test_a_batch_that_cannot_be_cut_names_the_leaf(tree: Any) -> None:
-    with pytest.raises(ValueError, match="cannot be told apart: 'a' has 2 rows, 'b' is a s"):
+    with pytest.raises(ValueError, match="cannot be split into samples: 'a' has 2 rows, 'b' is a s"):
         select_rows(tree, slice(0, 1))
 
 
@@ -279,14 +279,17 @@ def pairs(*values: Any) -> Any:
         (truncate_between_batches, r"is it damaged\? its end is missing"),
         (lambda path: os.truncate(path, 0), r"cannot be read as an Arrow file; is it damaged\?"),
         (lambda path: path.unlink(), r"cannot be read as an Arrow file; is it damaged\?.*No such file"),
-        (written({"y": [1]}), "column 'x' is missing; in the files before it is int64"),
-        (written({"x": [1], "y": [1], "z": [1]}), "column 'z' is int64; in the files before it is missing"),
-        (written({"x": [1.5], "y": [1]}), "column 'x' is float64; in the files before it is int64"),
-        (written({"x": pairs([1, 2]), "y": [1]}), r"column 'x' is int64\[2\]; in the files before it is int64"),
+        (written({"y": [1]}), "column 'x' must be int64, as in the previous files, got missing"),
+        (written({"x": [1], "y": [1], "z": [1]}), "column 'z' must be missing, as in the previous files, got int64"),
+        (written({"x": [1.5], "y": [1]}), "column 'x' must be int64, as in the previous files, got float64"),
+        (
+            written({"x": pairs([1, 2]), "y": [1]}),
+            r"column 'x' must be int64, as in .*, got int64\[2\]",
+        ),
         (written({"x": [1, None], "y": [1, 1]}), "column 'x' has 1 missing values"),
         (written({"x": pairs([1, None], None), "y": [1, 1]}), "column 'x' has [12] missing values"),
-        (written({"x": ["text"], "y": [1]}), "column 'x' is string. Numbers and lists of a fixed length"),
-        (written({"x": [[1, 2]], "y": [1]}), "column 'x' is list<.*turn others into those first"),
+        (written({"x": ["text"], "y": [1]}), "column 'x' has type string, which cannot be memory-mapped"),
+        (written({"x": [[1, 2]], "y": [1]}), "column 'x' has type list<.*Convert it to numbers or to"),
         (written({"x": [True], "y": [1]}), "column 'x' is bool"),
     ],
 )

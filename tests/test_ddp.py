@@ -793,7 +793,7 @@ def test_a_second_gradient_before_finish_is_an_error_that_names_the_parameter(si
 def test_a_forward_before_finish_is_an_error_but_not_one_without_gradients(size: int) -> None:
     for each in heard_of(size):
         message = each["misuse"]["forward before finish"]
-        assert message.startswith("RuntimeError: a forward came after a backward that no finish() has ended.")
+        assert message.startswith("RuntimeError: a forward pass started before finish() completed")
         assert each["misuse"]["forward without gradients"] == "no error"
 
 
@@ -1127,7 +1127,7 @@ def test_different_models_end_a_launch_within_seconds() -> None:
             {"variant": "flat", "gradient_as_bucket_view": False},
             "'gradient_as_bucket_view' is an option of variant torch, not of flat",
         ),
-        ({"variant": "torch", "hook": "powersgd"}, "'hook' powersgd needs variant=bucket"),
+        ({"variant": "torch", "hook": "powersgd"}, "'hook' powersgd requires variant=bucket"),
         ({"variant": "bucket", "powersgd_rank": 4}, "'powersgd_rank' is an option of hook powersgd, not of hook none"),
         ({"variant": "ring"}, "'naive', 'flat', 'bucket' or 'torch'"),
         ({"bucket_cap_mb": 0}, "greater than 0"),

@@ -313,7 +313,7 @@ def test_an_error_in_its_thread_surfaces_where_somebody_waits_and_the_link_goes_
 def test_it_refuses_gpus_and_several_machines(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         for refused in each["connect_what_it_cannot"].values():
-            assert refused.startswith("ConfigError: a simulated link connects ranks on the CPU of one machine; this is")
+            assert refused.startswith("ConfigError: a simulated link requires all ranks on the CPU of one machine, got")
 
 
 def test_a_gpu_is_refused_by_one_process_too() -> None:

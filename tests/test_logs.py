@@ -297,11 +297,11 @@ def test_an_unknown_run_is_told_with_what_may_be_meant(name: str, told: str) -> 
 
 
 def test_where_there_are_no_runs_that_is_said() -> None:
-    with pytest.raises(ConfigError, match="there are no runs below runs/"):
+    with pytest.raises(ConfigError, match="there are no runs under runs/"):
         find_run("mine")
     done = run("logs", "list")
     assert (done.returncode, done.stdout) == (0, "")
-    assert "no runs below runs/" in done.stderr
+    assert "no runs under runs/" in done.stderr
     assert run("logs", "summary", "--all").returncode == 2
     assert not Path("runs").exists()
 

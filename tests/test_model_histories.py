@@ -64,7 +64,10 @@ class Pair(NamedTuple):
 # other error is a failure.
 REFUSALS = [
     Pair(
-        BUCKETS, "backward without no_sync before another", "a forward came after", one("wrap", "backward", *STEP[1:])
+        BUCKETS,
+        "backward without no_sync before another",
+        "a forward pass started before",
+        one("wrap", "backward", *STEP[1:]),
     ),
     Pair(BUCKETS, "two losses", "got a second gradient before finish", one("wrap", "two losses", "step")),
     Pair(
@@ -88,7 +91,7 @@ REFUSALS = [
     Pair(
         BUCKETS,
         "failing backward",
-        "a forward came after a backward that no finish",
+        "a forward pass started before finish",
         one("wrap", "failing backward", "zero_grad to None", "backward", "step"),
     ),
     Pair(

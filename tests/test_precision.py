@@ -172,7 +172,7 @@ def test_the_state_of_the_scale_is_saved_and_loaded() -> None:
     after.load_state_dict(before.state_dict())
     assert after.scale == before.scale == Scale(256, 3, steady=2, overflows=2)
     assert Precision().state_dict() == {}
-    with pytest.raises(ValueError, match="the state has a scale of the loss, which does not go with precision fp32"):
+    with pytest.raises(ValueError, match="the state has a loss scale, which does not fit precision fp32"):
         Precision().load_state_dict(before.state_dict())
     with pytest.raises(ValueError, match="the state has no scale"):
         before.load_state_dict({})

@@ -212,7 +212,7 @@ def test_another_setting_is_told_and_can_be_allowed_by_name() -> None:
     with pytest.raises(ConfigError) as error:
         train(World(), different)
     assert (
-        "learning_rate was 0.003, is 0.01; weight_decay was 0.1, is 0.5. Use the same, or allow them by name: "
+        "learning_rate was 0.003, is 0.01; weight_decay was 0.1, is 0.5. Use the same settings, or allow them by name: "
         in str(error.value)
     )
     assert "resume_allow=[learning_rate, weight_decay]" in str(error.value)
@@ -558,7 +558,7 @@ def test_checkpoints_are_listed_inspected_verified_and_compared() -> None:
     assert text.count("was ") >= 3
 
 
-NO_RUNS = "error: no run is called '/nope': there are no runs below runs/\n"
+NO_RUNS = "error: no run is called '/nope': there are no runs under runs/\n"
 
 
 def test_a_folder_that_is_no_run_is_told_with_exit_code_2() -> None:

@@ -62,7 +62,7 @@ def test_a_resume_that_is_refused_leaves_every_file_of_the_run_as_it_was() -> No
     assert "mine/result.json" in before
     for values in OTHER_SETTINGS:
         for refused in (config_of(**values), config_of(**values, steps=STEPS + 2, resume_allow=["steps"])):
-            with pytest.raises(RankError, match="made with other settings") as error:
+            with pytest.raises(RankError, match="created with different settings") as error:
                 launch(train, 2, refused, device="cpu", echo=False)
             assert error.value.is_a(ConfigError)
             assert tree_of(Path("runs")) == before

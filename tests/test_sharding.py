@@ -233,7 +233,7 @@ def test_a_step_has_the_same_samples_whatever_the_world_size_and_its_changes(
 def test_with_nothing_there_is_no_step() -> None:
     with pytest.raises(ConfigError, match="the dataset is empty"):
         GlobalBatchSampler(Permutation(0, 0), 1)
-    with pytest.raises(ConfigError, match="'batch_size' should be 1 or more, found 0"):
+    with pytest.raises(ConfigError, match="'batch_size' must be at least 1, got 0"):
         GlobalBatchSampler(Permutation(1, 0), 0)
 
 

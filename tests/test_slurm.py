@@ -220,7 +220,7 @@ def test_a_time_limit_without_units_or_that_could_mean_two_things_is_refused(tim
         (["nodes=2", "nodelist=n[2-1]"], "must be ascending, got '2-1'"),
         (["nodes=2", "nodelist='n1,n1'"], "contains 'n1' twice"),
         (["partition=a b"], "'slurm.partition' must be one word, got 'a b'"),
-        (["options=[mem=3]"], "'slurm.options' must be options of sbatch, such as --mem=32G, got 'mem=3'"),
+        (["options=[mem=3]"], "'slurm.options' must contain options of sbatch, such as --mem=32G, got 'mem=3'"),
         (["starter=mpirun"], "'slurm.starter' should be 'srun' or 'torchrun'"),
         (["slurm.node=2"], "unknown key 'slurm.node'. Did you mean 'nodes'"),
         (["resume=runs/other", "name=mine"], "'resume' must be never or auto for a Slurm job, got runs/other"),

@@ -189,10 +189,10 @@ def test_reading_does_not_touch_the_random_numbers_of_the_process() -> None:
             3,
             1,
             "carry",
-            "rank 1 of 4 has no samples: 3 samples, batch_size 1, and batch_size 1 is not enough for",
+            "rank 1 of 4 has no samples: with 3 samples and batch_size 1, at most 1 ranks",
         ),
-        (3, 4, "exact", "rank 3 of 4 has no samples: 3 samples, batch_size 4, and 3 samples is not enough for 4 ranks"),
-        (100, 2, "pad", "rank 2 of 4 has no samples: 100 samples, batch_size 2"),
+        (3, 4, "exact", "rank 3 of 4 has no samples: with 3 samples and batch_size 4, at most 3 ranks"),
+        (100, 2, "pad", "rank 2 of 4 has no samples: with 100 samples and batch_size 2"),
     ],
 )
 def test_a_rank_that_would_have_no_samples_is_named_on_every_rank(
@@ -308,7 +308,7 @@ def test_a_stream_without_a_seed_comes_as_it_lies() -> None:
         ((0,), 2, None, 1, "the data set is empty: none of its streams has a sample"),
         ((0, 0), 2, None, 1, "the data set is empty: none of its streams has a sample"),
         ((5,), 2, 1, 2, "1 streams are too few for 2 ranks"),
-        ((5, 5, 5), 2, None, 1, "a batch of 2 has no place for one sample of each of 3 streams"),
+        ((5, 5, 5), 2, None, 1, "'batch_size' must be at least 3, one sample of each stream, got 2"),
     ],
 )
 def test_a_stream_that_cannot_be_is_told(
@@ -961,7 +961,7 @@ def test_a_worker_of_rank_0_that_is_killed_is_told_on_all_ranks_in_seconds(troub
 
 def test_what_rank_0_cannot_make_is_told_on_all_ranks(trouble: list[dict[str, Any]]) -> None:
     for rank in trouble:
-        assert "'workers' should be 0 or more processes, found -1" in rank["dispatched, not made"]
+        assert "'workers' must be at least 0, got -1" in rank["dispatched, not made"]
     assert trouble[1]["dispatched, not made"].startswith("rank 0 failed, while rank 1 waited for it: ")
 
 

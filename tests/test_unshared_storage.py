@@ -125,7 +125,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_a_save_whose_files_rank_0_does_not_see_is_told_on_all_ranks_and_gets_no_name(told: Any) -> None:
     for each in told:
-        assert "CheckpointError: rank 0 does not see rng.rank_1.pt, which rank 1 has written" in each["save"]
+        assert "CheckpointError: rank 0 cannot read rng.rank_1.pt, which rank 1 wrote" in each["save"]
         assert "on a disk that all nodes share" in each["save"]
         assert each["left by it"] == []
 
@@ -146,7 +146,9 @@ def test_where_no_rank_sees_a_checkpoint_all_are_told(told: Any) -> None:
 @pytest.mark.parametrize("data", ["tokens", "tensors", "arrow"])
 def test_ranks_that_read_other_data_are_told(data: str, told: Any) -> None:
     for each in told:
-        assert each[f"data: {data}"].startswith("ConfigError: rank 1 has other samples to learn from than rank 0")
+        assert each[f"data: {data}"].startswith(
+            "ConfigError: rank 1 has the same number of training samples as rank 0, but"
+        )
 
 
 def test_rows_that_may_be_drawn_at_random_are_counted_only(told: Any) -> None:
@@ -155,8 +157,10 @@ def test_rows_that_may_be_drawn_at_random_are_counted_only(told: Any) -> None:
 
 def test_ranks_that_hold_out_other_data_are_told_before_there_is_a_folder(told: Any) -> None:
     for each in told:
-        assert each["held out"].startswith("ConfigError: rank 1 has other held-out samples than rank 0")
-        assert each["task"].startswith("ConfigError: rank 1 has other samples to learn from than rank 0")
+        assert each["held out"].startswith(
+            "ConfigError: rank 1 has the same number of validation samples as rank 0, but"
+        )
+        assert each["task"].startswith("ConfigError: rank 1 has the same number of training samples as rank 0, but")
         assert not each["runs"]
 
 
@@ -257,7 +261,7 @@ def test_rank_0_keeps_checkpoints_for_nodes_that_share_no_folder_and_runs_go_on_
         for name in KINDS:
             assert each[f"{name}: went on"] == whole[name], name
             assert each[f"{name}: checkpoints"] == (rank == 0)
-        assert each["pieces"].startswith("ConfigError: 'checkpoint.shared' false: each rank has a piece of 'optimizer'")
+        assert each["pieces"].startswith("ConfigError: 'checkpoint.shared' must be true, because 'optimizer' is")
         assert each["later"].startswith("ConfigError: rank 1 has step_00000004 of later on its disk, and rank 0,")
         assert each["shared"].startswith("ConfigError: rank 1 does not see runs/ddp, where checkpoints are to be saved")
         assert each["places"].startswith("ConfigError: runs/ddp has logs of other ranks, and nothing of rank 0: ")

@@ -71,7 +71,7 @@ def test_a_loss_that_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not the folder of a run"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         watch(tmp_path)
 
 

@@ -109,14 +109,14 @@ def test_the_variables_of_each_launcher_give_its_world(environ, expected):
             r"WORLD_SIZE=2 but MASTER_ADDR is not set, .*Start them with torchrun",
         ),
         ({"RANK": "0", "WORLD_SIZE": "2"}, r"MASTER_ADDR and MASTER_PORT is not set"),
-        (TORCHRUN | {"WORLD_SIZE": "2"}, r"rank 5 is not one of 0 to 1 \(world size 2\)"),
-        (TORCHRUN | {"RANK": "-1"}, r"rank -1 is not one of 0 to 7"),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, r"local rank 4 is not one of 0 to 3"),
-        (TORCHRUN | {"RANK": "two"}, r"RANK='two' should be a whole number"),
-        (TORCHRUN | {"WORLD_SIZE": ""}, r"WORLD_SIZE='' should be a whole number"),
-        (TORCHRUN | {"LOCAL_RANK": "1.5"}, r"LOCAL_RANK='1.5' should be a whole number"),
-        (SLURM | {"SLURM_PROCID": "x"}, r"SLURM_PROCID='x' should be a whole number"),
-        (SLURM | {"SLURM_PROCID": "7"}, r"rank 7 is not one of 0 to 6"),
+        (TORCHRUN | {"WORLD_SIZE": "2"}, r"rank must be from 0 to 1, got 5 \(world size 2\)"),
+        (TORCHRUN | {"RANK": "-1"}, r"rank must be from 0 to 7, got -1"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, r"local rank must be from 0 to 3, got 4"),
+        (TORCHRUN | {"RANK": "two"}, r"RANK must be an integer, got 'two'"),
+        (TORCHRUN | {"WORLD_SIZE": ""}, r"WORLD_SIZE must be an integer, got ''"),
+        (TORCHRUN | {"LOCAL_RANK": "1.5"}, r"LOCAL_RANK must be an integer, got '1.5'"),
+        (SLURM | {"SLURM_PROCID": "x"}, r"SLURM_PROCID must be an integer, got 'x'"),
+        (SLURM | {"SLURM_PROCID": "7"}, r"rank must be from 0 to 6, got 7"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, r"TASKS_PER_NODE must have the form '2\(x3\),1', got '2\(3\)'"),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, r"a node list must have the form .*, got ''"),
         (
@@ -257,7 +257,7 @@ def test_device_and_backend_are_two_choices_and_with_gloo_ranks_may_share_a_gpu(
     with pytest.raises(ConfigError, match=r"found 0\. Use device='cpu', or as many ranks as there are GPUs\.$"):
         found("cuda", "gloo", 0)
     for device, gpus in (("cpu", 4), ("auto", 1)):
-        with pytest.raises(ConfigError, match=r"backend='nccl' connects GPUs, and these ranks are on CPUs"):
+        with pytest.raises(ConfigError, match=r"backend='nccl' requires GPUs, but these ranks are on CPUs"):
             found(device, "nccl", gpus)
     with pytest.raises(ConfigError, match=r"backend='mpi' is not known\. Use 'auto', 'gloo' or 'nccl'"):
         found("cpu", "mpi", 0)

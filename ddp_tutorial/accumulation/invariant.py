@@ -65,7 +65,9 @@ class InvariantStrategy(ReplicatedStrategy):
         require_even_shares(micro_batches, world.size)
         if any(True for _ in model.buffers()):
             names = ", ".join(repr(name) for name, _ in model.named_buffers())
-            raise ConfigError(f"the model must not have buffers, which each rank would change differently: {names}")
+            raise ConfigError(
+                f"the model must not have buffers, because ranks would update them differently; got {names}"
+            )
         sync_initial_state(model, world)
         torch.set_num_threads(1)
         super().__init__(model, world)

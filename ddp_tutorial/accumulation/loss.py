@@ -89,9 +89,9 @@ def require_call(is_called: bool) -> None:
     """Raise `LossError` unless the loss called the model that it was given."""
     if not is_called:
         raise LossError(
-            "the loss did not call the model that it was given as its first argument. A call of the inner module goes "
-            "past the wrapper that synchronizes gradients. Write the loss as 'def loss(model, batch): ...', and call "
-            "that 'model' in it, not a model from outside of the function, or model.module"
+            "the loss did not call the model that it received as its first argument. A call of the inner module "
+            "bypasses the wrapper that synchronizes gradients. Write the loss as 'def loss(model, batch): ...', and "
+            "call that 'model', not model.module or a model from an outer scope"
         )
 
 

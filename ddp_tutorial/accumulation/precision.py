@@ -160,8 +160,8 @@ class Precision:
         """Restore the scale. Raise `ValueError` unless both `state` and this precision have a scale, or neither."""
         if bool(state) != bool(self.scale):
             raise ValueError(
-                f"the state has {'a' if state else 'no'} scale of the loss, which does not go with "
-                f"precision {self.config.dtype}: fp16 has one, the others have none"
+                f"the state has {'a' if state else 'no'} loss scale, which does not fit precision {self.config.dtype}: "
+                "only fp16 has a loss scale"
             )
         for name, value in state.items():
             setattr(self.scale, name, value)

@@ -121,6 +121,6 @@ def require_local_forward(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, nn.SyncBatchNorm | SyncBatchNorm):
             raise ConfigError(
-                f"'oom_skips' asks all ranks after forward, and {name!r} is a {type(part).__name__}, for which they "
-                "meet in forward: use BatchNorm, or oom_skips=0"
+                f"'oom_skips' requires a forward pass without collectives, but {name!r} is a {type(part).__name__}, "
+                "which synchronizes the ranks in the forward pass: use BatchNorm, or oom_skips=0"
             )

@@ -304,8 +304,8 @@ class Checkpointer:
             return partial(thing.load_state_dict, state)
         if not isinstance(thing, Reshardable):
             raise CheckpointError(
-                f"{name!r} is {stored.shared}: {folder} has it for {manifest.world_size} ranks, and it cannot be "
-                f"given to {self.world.size}. To go on without, leave it out by name."
+                f"{name!r} is {stored.shared}: {folder} contains it for {manifest.world_size} ranks, and it cannot be "
+                f"loaded on {self.world.size}. To resume without it, exclude it by name."
             )
         states = self._states(folder, stored, range(len(stored.files)))
         return partial(thing.load_resharded, states, manifest.step)
@@ -435,8 +435,8 @@ class _Writer:
             path = self.temporary / file.path
             if not path.is_file() or path.stat().st_size != file.nbytes:
                 raise CheckpointError(
-                    f"rank {self.world.rank} does not see {file.path}, which rank {file.rank} has written for "
-                    f"{self.path}: these ranks share no folder, and a checkpoint needs one. {SHARE}"
+                    f"rank {self.world.rank} cannot read {file.path}, which rank {file.rank} wrote for {self.path}: "
+                    f"a checkpoint requires a folder that all ranks share. {SHARE}"
                 )
 
     def _rename(self, files_of_ranks: list[dict[str, list[StoredFile]]]) -> None:

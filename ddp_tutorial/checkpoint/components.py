@@ -123,8 +123,8 @@ def require_unsharded(world: World, components: Mapping[str, Component]) -> None
     names = [name for name, component in components.items() if component.shared == "sharded"]
     if names and world.size > 1:
         raise ConfigError(
-            f"'checkpoint.shared' false: each rank has a piece of {names[0]!r}, and rank 0 keeps whole states only. "
-            "Use checkpoint.shared=true, on a disk that all nodes share, or a strategy whose ranks have the whole state"
+            f"'checkpoint.shared' must be true, because {names[0]!r} is sharded and rank 0 saves only full states. Use "
+            "checkpoint.shared=true on a disk that all nodes share, or a strategy that does not shard the state"
         )
 
 

@@ -172,7 +172,7 @@ def _require_same_settings(
     if differing:
         changes = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in differing.items())
         raise ConfigError(
-            f"{folder} was made with other settings: {changes}. Use the same, or allow them by name: "
+            f"{folder} was created with different settings: {changes}. Use the same settings, or allow them by name: "
             f"resume_allow=[{', '.join(differing)}]"
         )
 

@@ -46,7 +46,7 @@ def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
     if not names:
         if there := find_runs():
             return there if everything else there[-1:]
-        raise ConfigError(f"no runs below {RUNS}/; start one with: python -m ddp_tutorial train 2proc")
+        raise ConfigError(f"no runs under {RUNS}/; start one with: python -m ddp_tutorial train 2proc")
     found: dict[Path, None] = {}
     skipped = []
     for name in names:
@@ -79,7 +79,7 @@ def list_runs() -> None:
 
     rows = [_cells(summarize(folder)) for folder in find_runs()]
     if not rows:
-        click.echo(f"no runs below {RUNS}/; start one with: python -m ddp_tutorial train 2proc", err=True)
+        click.echo(f"no runs under {RUNS}/; start one with: python -m ddp_tutorial train 2proc", err=True)
         return
     head = ["state", "step", "loss", "held out", "rate", "ranks", "took", "began", "run"]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]

@@ -80,12 +80,12 @@ class DDPConfig(Config):
             raise ValueError(f"'powersgd_rank' is an option of hook powersgd, not of hook {self.hook}")
         if self.variant == "torch" and self.hook == "powersgd":
             raise ValueError(
-                "'hook' powersgd needs variant=bucket: it starts a second all-reduce when the first has ended. All "
-                "ranks must start them in the same order, which our buckets ensure and torch's on gloo do not"
+                "'hook' powersgd requires variant=bucket: it starts a second all-reduce when the first one completes. "
+                "All ranks must start them in the same order, which variant bucket ensures and torch with gloo does not"
             )
         beside = sorted(changed & {"hook", "simulated_link", "find_unused_parameters", "static_graph"})
         if self.shared_memory and beside:
-            raise ValueError(f"'shared_memory' does not go with '{beside[0]}': leave one of them out")
+            raise ValueError(f"'shared_memory' cannot be combined with '{beside[0]}': remove one of them")
         return self
 
     def require_compilable(self) -> None:

@@ -176,7 +176,7 @@ class SimulatedLink:
         """Create a link. Raise `ConfigError` unless all ranks are on the CPU of one machine and share its clock."""
         require_group(world)
         if world.device.type != "cpu" or world.local_size != world.size:
-            raise ConfigError(f"a simulated link connects ranks on the CPU of one machine; this is {world}")
+            raise ConfigError(f"a simulated link requires all ranks on the CPU of one machine, got {world}")
         self.world, self.model = world, model
         self.observer: Callable[[Transfer], object] | None = None
         self.overruns = 0

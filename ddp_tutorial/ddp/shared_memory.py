@@ -210,7 +210,9 @@ class SharedMemory:
         try:
             while not _try_to_lock(self._lock):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {1 - self.world.rank} keeps the shared memory locked: it was stopped")
+                    raise TimeoutError(
+                        f"rank {1 - self.world.rank} was stopped while it held the lock of the shared memory"
+                    )
                 time.sleep(0)
             yield
         finally:

@@ -296,8 +296,8 @@ class BucketDDP(DataParallel):
         """Return the model's output. Raise `RuntimeError` if `finish` was not called after a backward pass."""
         if self._arrived and torch.is_grad_enabled():
             raise RuntimeError(
-                "a forward came after a backward that no finish() has ended. Call finish() before the optimiser's "
-                "step, or run all but the last backward of a step inside no_sync()."
+                "a forward pass started before finish() completed the previous backward pass. Call finish() before "
+                "optimizer.step(), or run all backward passes of a step except the last inside no_sync()."
             )
         return super().forward(*inputs, **named)
 

@@ -33,7 +33,7 @@ def _ask(answer: Answer, ranks: Ranks) -> object:
     try:
         return answer(ranks)
     except CollectiveError as hang:
-        raise WrongAnswerError(f"The ranks wait for one another: {hang}") from None
+        raise WrongAnswerError(f"The ranks are waiting for each other: {hang}") from None
 
 
 # ------------------------------------------------------------------------------------------ 1. find the drifted replica

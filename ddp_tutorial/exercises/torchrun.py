@@ -103,8 +103,8 @@ class Torchrun:
                 alive, computed = now, computing
             if now - alive > STUCK_SECONDS:
                 raise WrongAnswerError(
-                    f"{self._last_line()}. Then the ranks did nothing for {STUCK_SECONDS:g} s: they wait for one "
-                    "another. Every rank must enter the same collectives in the same order. Is a collective inside "
+                    f"{self._last_line()}. Then the ranks did nothing for {STUCK_SECONDS:g} s: they are waiting for "
+                    "each other. Every rank must enter the same collectives in the same order. Is a collective inside "
                     "`if rank == 0`?"
                 )
             if now > self.deadline:

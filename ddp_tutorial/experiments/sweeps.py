@@ -251,7 +251,8 @@ def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: 
     name = name or _clean(notebook.stem) or "sweep"
     if not _FOLDER.fullmatch(name):
         raise ConfigError(
-            f"the name must be a folder under {SWEEPS}/, of letters, digits, '-', '_' and '.', got {name!r}"
+            f"the name must be a folder under {SWEEPS}/ and contain only letters, digits, '-', '_' and '.', "
+            f"got {name!r}"
         )
     folder = SWEEPS / name
     code = code_version(source)

@@ -39,7 +39,7 @@ def explore(
     begin = {name: values[0] for name, values in choices.items()} | dict(start or {})
     for name, value in begin.items():
         if name not in choices or value not in choices[name]:
-            raise ValueError(f"start: {name}={value!r} is not a value of a slider")
+            raise ValueError(f"start: {value!r} is not a value of slider {name!r}")
     sliders = {
         name: widgets.SelectionSlider(options=list(values), value=begin[name], description=name)
         for name, values in choices.items()

@@ -46,5 +46,6 @@ def require_rounds(strategy: str, config: LocalConfig, steps: int | None) -> Non
     if steps is not None and config.begin + config.round > steps:
         after = f" after 'local.begin' {config.begin}" if config.begin else ""
         raise ValueError(
-            f"'local.round' {config.round}{after} must end within 'steps' {steps}: the ranks would never average"
+            f"'local.round' {config.round}{after} must end within 'steps' {steps}; otherwise the ranks would never "
+            "average"
         )

@@ -59,8 +59,8 @@ def require_even_micro_batches(config: PipelineConfig) -> int:
     """
     if config.micro_batches % config.ranks:
         raise ConfigError(
-            f"'pipeline.micro_batches' must be a multiple of the {config.ranks} ranks in a pipeline, which read the "
-            f"same number each, got {config.micro_batches}"
+            f"'pipeline.micro_batches' must be a multiple of the {config.ranks} ranks in a pipeline, because each rank "
+            f"reads the same number, got {config.micro_batches}"
         )
     return config.micro_batches // config.ranks
 

@@ -304,7 +304,7 @@ def _inputs_of(loss: Loss, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
         loss(_FirstStageInput(), batch)
     except _CapturedCall as found:
         return found.inputs, found.named
-    raise LossError("in a pipeline, the loss must call its model once, but it did not call it")
+    raise LossError("in a pipeline, the loss must call its model exactly once, but the model was not called")
 
 
 class _FirstStageInput(nn.Module):

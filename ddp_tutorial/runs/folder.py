@@ -129,7 +129,7 @@ def folder_of(path: str | Path) -> RunFolder:
     """
     folder = RunFolder(Path(path))
     if not folder.exists():
-        raise ConfigError(f"{str(path)!r} is not the folder of a run: there is no config.json in it")
+        raise ConfigError(f"{str(path)!r} is not a run folder: it does not contain config.json")
     return folder
 
 
@@ -151,7 +151,7 @@ def load_run(path: str | Path) -> Run:
     folder = folder_of(path)
     config = read_object(folder.config)
     if config is None:
-        raise ConfigError(f"{str(path)!r} is not the folder of a run: its config.json is not a JSON object")
+        raise ConfigError(f"{str(path)!r} is not a run folder: its config.json is not a JSON object")
     return Run(folder.path, config, read_lines(folder.metrics), read_object(folder.result))
 
 

@@ -82,7 +82,7 @@ def find_run(name: str) -> Path:
             raise ConfigError(f"{name!r} is no run, but the folder of some: {', '.join(map(str, below[-5:]))}")
     known = [str(folder.relative_to(RUNS)) for folder in find_runs()]
     if not known:
-        raise ConfigError(f"no run is called {name!r}: there are no runs below {RUNS}/")
+        raise ConfigError(f"no run is called {name!r}: there are no runs under {RUNS}/")
     close = difflib.get_close_matches(name, known, n=1)
     raise ConfigError(f"no run is called {name!r}.{did_you_mean(name, known if close else known[-5:])}")
 

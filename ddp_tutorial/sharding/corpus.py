@@ -244,7 +244,7 @@ def _reach_hub(argument: str) -> None:
         socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
     except OSError as error:
         raise ConfigError(
-            f"corpus 'hub:{argument}': {address.hostname} cannot be reached ({error}). With HF_HUB_OFFLINE=1 a data "
-            "set is taken that was downloaded before. Without any: 'python', 'stories:100000', or json: or parquet: "
-            "files of yours."
+            f"corpus 'hub:{argument}': {address.hostname} cannot be reached ({error}). To use a dataset that was "
+            "downloaded before, set HF_HUB_OFFLINE=1. Without a download, use 'python', 'stories:100000', or json:PATH "
+            "or parquet:PATH for files of your own."
         ) from None

@@ -177,7 +177,7 @@ class GlobalBatchSampler:
         if samples < 1:
             raise ConfigError("the dataset is empty: there are 0 samples to read")
         if batch < 1:
-            raise ConfigError(f"'batch_size' should be 1 or more, found {batch}")
+            raise ConfigError(f"'batch_size' must be at least 1, got {batch}")
         if self.remainder == "drop" and samples < batch:
             raise ConfigError(f"{samples} samples are less than one batch of {batch}: remainder 'drop' leaves nothing")
 

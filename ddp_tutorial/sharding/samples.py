@@ -35,7 +35,7 @@ def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
     """
     leaves, form = tree_flatten(tree)
     if not all(torch.is_tensor(leaf) and leaf.dim() for leaf in leaves):
-        raise ValueError(f"the samples of a batch cannot be told apart: {_contents(tree)}. {_HINT}")
+        raise ValueError(f"the batch cannot be split into samples: {_contents(tree)}. {_HINT}")
     return tree_unflatten([leaf[which].contiguous() for leaf in leaves], form)
 
 
@@ -138,7 +138,8 @@ def require_dataset(dataset: Any) -> None:
     """
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "a DataLoader cuts batches itself, which a source does for all ranks. Give its dataset and its collate_fn: "
+            "a DataLoader forms its own batches, but a source forms the batches of all ranks. Pass its dataset and its "
+            "collate_fn: "
             "make_source(loader.dataset, batch_size, world, collate_fn=loader.collate_fn)."
         )
     if isinstance(dataset, Mapping):
@@ -369,8 +370,8 @@ class ArrowShards:
                 for name in (*first, *kinds):
                     if kinds.get(name) != first.get(name):
                         raise ConfigError(
-                            f"{path}: column {name!r} is {kinds.get(name, 'missing')}; "
-                            f"in the files before it is {first.get(name, 'missing')}"
+                            f"{path}: column {name!r} must be {first.get(name, 'missing')}, as in the previous files, "
+                            f"got {kinds.get(name, 'missing')}"
                         )
                 self._chunks.append(chunk)
         self._chunks = [chunk for chunk in self._chunks if len(next(iter(chunk.values())))]
@@ -447,8 +448,8 @@ def _as_array(path: Path, name: str, column: Any) -> np.ndarray[Any, Any]:
         raise ConfigError(f"{path}: column {name!r} has {missing} missing values; it should have none")
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise ConfigError(
-            f"{path}: column {name!r} is {column.type}. Numbers and lists of a fixed length can be mapped; "
-            "turn others into those first, or read the data with source.kind=sharded."
+            f"{path}: column {name!r} has type {column.type}, which cannot be memory-mapped. Convert it to numbers or "
+            "to lists of a fixed length, or use source.kind=sharded."
         )
     return column.to_numpy(zero_copy_only=True).reshape(shape)
 

@@ -236,12 +236,12 @@ def require_samples_for_all(sharding: GlobalBatchSampler, world: World) -> None:
     """
     samples, batch = sharding.order.samples, sharding.batch_size
     repeats = sharding.remainder in {"pad", "carry"}  # samples are repeated, so there may be fewer samples than ranks
-    for limit, what in ((batch, f"batch_size {batch}"), (batch if repeats else samples, f"{samples} samples")):
-        if limit < world.size:
-            raise ConfigError(
-                f"rank {limit} of {world.size} has no samples: {samples} samples, batch_size {batch}, "
-                f"and {what} is not enough for {world.size} ranks. Use fewer ranks."
-            )
+    limit = batch if repeats else min(batch, samples)
+    if limit < world.size:
+        raise ConfigError(
+            f"rank {limit} of {world.size} has no samples: with {samples} samples and batch_size {batch}, at most "
+            f"{limit} ranks have samples. Use fewer ranks."
+        )
 
 
 def require_streams_for_all(streams: int, batch_size: int, world: World) -> None:
@@ -251,10 +251,10 @@ def require_streams_for_all(streams: int, batch_size: int, world: World) -> None
         ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
     """
     if streams < world.size:
-        raise ConfigError(f"{streams} streams are too few for {world.size} ranks, which follow one or more each")
+        raise ConfigError(f"{streams} streams are too few for {world.size} ranks, each of which reads at least one")
     if batch_size < streams:
         raise ConfigError(
-            f"a batch of {batch_size} has no place for one sample of each of {streams} streams. Use a larger "
+            f"'batch_size' must be at least {streams}, one sample of each stream, got {batch_size}. Use a larger "
             "batch_size, or fewer streams."
         )
 

@@ -149,13 +149,13 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
         return
     if kind == "fast_stream":
         raise ConfigError(
-            f"source.kind=fast_stream reads Arrow files, and {name} is none. Use source.kind=sharded, or give "
-            "Arrow files: make_source(ArrowShards(paths), ...)."
+            f"source.kind=fast_stream requires Arrow files, got {name}. Use source.kind=sharded, or pass Arrow files: "
+            "make_source(ArrowShards(paths), ...)."
         )
     if kind == "streamed" and (hasattr(data, "fetch") or is_map_style(data)):
-        as_stream = ", or give dataset.to_iterable_dataset()" if hasattr(data, "to_iterable_dataset") else ""
+        as_stream = ", or pass dataset.to_iterable_dataset()" if hasattr(data, "to_iterable_dataset") else ""
         raise ConfigError(
-            f"source.kind=streamed is for data that can only be followed, and {name} can be read by number. Use "
+            f"source.kind=streamed is for data without random access, but {name} supports indexing. Use "
             f"source.kind=sharded{as_stream}."
         )
 
@@ -163,7 +163,7 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
 _LARGE = 1 << 26  # tokens; a digest of as many takes a tenth of a second
 
 
-def require_same_samples(samples: Data, world: World, what: str = "samples to learn from") -> None:
+def require_same_samples(samples: Data, world: World, what: str = "training samples") -> None:
     """Raise an error on all ranks if a rank has different samples than rank 0. Collective.
 
     The ranks compare the number of samples and their content. For tensors in memory (`TokenBlocks`, `TensorDataset`),
@@ -184,13 +184,13 @@ def require_same_samples(samples: Data, world: World, what: str = "samples to le
     for rank, (length, fingerprint) in enumerate(of_ranks):
         if length != of_ranks[0][0]:
             raise ConfigError(
-                f"rank {rank} has {length} samples, rank 0 has {of_ranks[0][0]}. Give every rank the whole dataset: "
-                "the source deals it out to them."
+                f"every rank must have the same number of samples, got {length} on rank {rank} and {of_ranks[0][0]} on "
+                "rank 0. Pass the whole dataset on every rank: the source shards it."
             )
         if fingerprint != of_ranks[0][1]:
             raise ConfigError(
-                f"rank {rank} has other {what} than rank 0, though as many. Each rank reads files where it runs: put "
-                "them on a disk that all nodes share, or the same files in the same place on each."
+                f"rank {rank} has the same number of {what} as rank 0, but different ones. Each rank reads the files "
+                "of its own node: store them on a shared disk, or copy the same files to the same path on every node."
             )
 
 

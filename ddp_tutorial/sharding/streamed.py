@@ -194,8 +194,8 @@ class StreamedSource:
         except (RuntimeError, ValueError) as error:
             self.close()
             raise SourceError(
-                f"rank {self.world.rank}: what its {self.workers} workers have collated does not fit together: "
-                f"{error}. Let collate_fn pad to a fixed length, or use 1 worker for each rank."
+                f"rank {self.world.rank}: the batches that its {self.workers} workers collated cannot be concatenated: "
+                f"{error}. Pad to a fixed length in collate_fn, or use 1 worker per rank."
             ) from error
 
     def state_dict(self) -> SourceState:
@@ -297,11 +297,11 @@ def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
         return _DatasetsShards(dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer))
     if isinstance(dataset, Iterator):
         raise ConfigError(
-            f"a {type(dataset).__name__} can be followed once only; a source does so in every epoch, and to "
-            "resume. Give an object whose __iter__ begins anew, such as a torch IterableDataset."
+            f"a {type(dataset).__name__} can be iterated only once, but a source iterates over it in every epoch and "
+            "when it resumes. Pass an object whose __iter__ starts over, such as a torch IterableDataset."
         )
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
-        raise ConfigError(f"a {type(dataset).__name__} cannot be followed: it has no __iter__")
+        raise ConfigError(f"a {type(dataset).__name__} cannot be iterated: it has no __iter__")
     return _OneShard(dataset, seed, shuffle_buffer)
 
 

@@ -51,7 +51,7 @@ def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[s
         ConfigError: If `workers` is negative.
     """
     if workers < 0:
-        raise ConfigError(f"'workers' should be 0 or more processes, found {workers}")
+        raise ConfigError(f"'workers' must be at least 0, got {workers}")
     if not workers:
         return {}
     look = min(POLL_SECONDS, worker_timeout)

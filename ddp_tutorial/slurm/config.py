@@ -58,7 +58,7 @@ class SlurmConfig(Config):
     def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
             if not re.fullmatch(r"--?\w\S*", option):
-                raise ValueError(f"'slurm.options' must be options of sbatch, such as --mem=32G, got {option!r}")
+                raise ValueError(f"'slurm.options' must contain options of sbatch, such as --mem=32G, got {option!r}")
         return options
 
     @model_validator(mode="after")

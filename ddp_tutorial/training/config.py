@@ -335,7 +335,8 @@ class TrainConfig(Config):
     def _stays_below_runs(cls, name: str) -> str:
         if not re.fullmatch(r"([\w][\w.-]*(/[\w][\w.-]*)*)?", name):
             raise ValueError(
-                f"'name' must be a directory under runs/, of letters, digits, '-', '_', '.' and '/', got {name!r}"
+                "'name' must be a directory under runs/ and contain only letters, digits, '-', '_', '.' and '/', got "
+                f"{name!r}"
             )
         return name
 

@@ -136,7 +136,7 @@ class Trainer:
         self.model, self.loss, self.world, self.config = self.train_step.model, loss, world, config
         self.validation_data = None if validation_data is None else as_samples(validation_data)
         if self.validation_data is not None:
-            require_same_samples(self.validation_data, world, "held-out samples")
+            require_same_samples(self.validation_data, world, "validation samples")
         self.test_data = None if test_data is None or config.run_test is False else as_samples(test_data)
         if self.test_data is not None:
             require_same_samples(self.test_data, world, "test samples")
