@@ -65,7 +65,7 @@ def steps_of(world: World, kind: str, parts: int, dtype: str) -> tuple[list[Any]
         x, y, shifted = batch
         if len(x) == 1:
             raise ValueError("one sample")
-        talks.append(getattr(model, "require_backward_grad_sync", None))
+        talks.append(getattr(getattr(strategy, "wrapped", None), "require_backward_grad_sync", None))
         return ((model(x, shifted) - y) ** 2).sum(), len(x)
 
     strategy = make_strategy(config, model, world, loss, precision)

@@ -21,7 +21,8 @@ Action = Literal["kill", "raise", "hang", "delay", "corrupt", "nan", "skip", "le
 # All phases of this package, in the order of a run. Only some strategies use "gather" and "average".
 PhaseName = Literal[
     "load", "data", "grads", "forward", "backward", "finish", "gather", "update", "average", "evaluate", "save",
-    "save: collect", "save: copy", "save: write", "save: sync", "save: manifest", "save: rename", "profile", "result",
+    "save: collect", "save: copy", "save: write", "save: sync", "save: manifest", "save: rename", "callbacks",
+    "profile", "result",
 ]  # fmt: skip
 
 
