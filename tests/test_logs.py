@@ -359,7 +359,7 @@ def test_whatever_is_in_the_files_there_is_a_summary_of_it(
     found = summarize(folder)
     for show in (commands._page, commands._one_line, commands._cells):
         assert str(folder) in show(found)
-    assert commands._table([found, found]).count(str(folder)) == 2
+    assert commands._table([found, found], commands._speedups([found, found], None)).count(str(folder)) == 2
     json.dumps([found.loss and found.loss.last, found.seconds, found.phases], allow_nan=False)
 
 
