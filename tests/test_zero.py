@@ -881,7 +881,7 @@ def test_an_option_that_the_strategy_cannot_have_is_refused(kind: str) -> None:
 
 def test_parameters_of_several_types_in_one_unit_are_refused() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).bfloat16()})
-    with pytest.raises(ConfigError, match=r"'a\.bias' of torch\.float32 and 'b\.bias' of torch\.bfloat16"):
+    with pytest.raises(ConfigError, match=r"'a\.bias' with torch\.float32 and 'b\.bias' with torch\.bfloat16"):
         ShardedModel(model, World())
 
 
