@@ -424,7 +424,7 @@ def test_a_metric_that_is_not_a_sum_and_a_count_is_refused_by_name(pair: Any) ->
 
 
 def test_an_error_describes_what_the_loss_returned() -> None:
-    with pytest.raises(LossError, match=r"found \(1 \(int\), a tensor of shape \[2\]\)"):
+    with pytest.raises(LossError, match=r"got \(1 \(int\), a tensor of shape \[2\]\)"):
         call_loss(lambda model, batch: (torch.tensor(3.0), 2, {"accuracy": (1, torch.ones(2))}), None, None)
 
 

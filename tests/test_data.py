@@ -290,7 +290,7 @@ def pairs(*values: Any) -> Any:
         (written({"x": pairs([1, None], None), "y": [1, 1]}), "column 'x' has [12] missing values"),
         (written({"x": ["text"], "y": [1]}), "column 'x' has type string, which cannot be memory-mapped"),
         (written({"x": [[1, 2]], "y": [1]}), "column 'x' has type list<.*Convert it to numbers or to"),
-        (written({"x": [True], "y": [1]}), "column 'x' is bool"),
+        (written({"x": [True], "y": [1]}), "column 'x' has type bool"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_column(

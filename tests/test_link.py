@@ -317,7 +317,7 @@ def test_it_refuses_gpus_and_several_machines(heard: list[dict[str, Any]]) -> No
 
 
 def test_a_gpu_is_refused_by_one_process_too() -> None:
-    with pytest.raises(ConfigError, match="on the CPU of one machine; this is rank 0 of 1 on cuda, nccl"):
+    with pytest.raises(ConfigError, match="on the CPU of one machine, got rank 0 of 1 on cuda, nccl"):
         SimulatedLink(World(device=torch.device("cuda")), MODEL)
 
 

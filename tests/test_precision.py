@@ -174,7 +174,7 @@ def test_the_state_of_the_scale_is_saved_and_loaded() -> None:
     assert Precision().state_dict() == {}
     with pytest.raises(ValueError, match="the state has a loss scale, which does not fit precision fp32"):
         Precision().load_state_dict(before.state_dict())
-    with pytest.raises(ValueError, match="the state has no scale"):
+    with pytest.raises(ValueError, match="the state has no loss scale"):
         before.load_state_dict({})
 
 

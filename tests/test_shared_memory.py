@@ -281,7 +281,7 @@ def hang(world: World) -> None:
 
 
 def test_a_rank_that_waits_for_another_is_told_as_one_that_waits_in_an_all_reduce() -> None:
-    with pytest.raises(RankError, match="rank 1 has not come") as caught:
+    with pytest.raises(RankError, match="rank 1 has not entered") as caught:
         launch(hang, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT, collective_timeout=60)
     assert "Rank 0 waits in all_reduce" in str(caught.value)
 
