@@ -280,7 +280,7 @@ def test_a_hub_out_of_reach_is_told_at_once_with_what_to_do(workdir: Path, monke
     monkeypatch.setattr("socket.create_connection", refuse)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     with pytest.raises(
-        ConfigError, match=r"cannot be reached \(Name or service .* HF_HUB_OFFLINE=1 .* 'stories:100000'"
+        ConfigError, match=r"cannot be reached \(Name or service .* HF_HUB_OFFLINE=1\. .* 'stories:100000'"
     ):
         load_corpus("hub:owner/stories")
 
