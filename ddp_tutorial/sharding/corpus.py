@@ -15,7 +15,7 @@ import hashlib
 import os
 import socket
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,12 +70,15 @@ def load_corpus(name: str) -> Corpus:
         return Corpus(name, *_split(name, _READERS[kind](argument)))
     if kind not in _DATASETS:
         raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted([*_READERS, *_DATASETS, 'bin']))}")
-    folder = _cache_of(kind, argument)
+    return cached(name, _cache_of(kind, argument), lambda: _split(name, list(_read_dataset(kind, argument))))
+
+
+def cached(name: str, folder: Path, make: Callable[[], Iterable[torch.Tensor]]) -> Corpus:
+    """Return the corpus whose training and validation tokens are cached in `folder`. If there are none, `make` them."""
 
     def fill(unfinished: Path) -> None:
-        train, valid = _split(name, list(_read_dataset(kind, argument)))
-        np.save(unfinished / "train.npy", train.numpy())
-        np.save(unfinished / "valid.npy", valid.numpy())
+        for part, tokens in zip(("train", "valid"), make(), strict=True):
+            np.save(unfinished / f"{part}.npy", tokens.numpy())
 
     build_once(folder, fill)
     parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from ddp_tutorial.config import ConfigError
-from ddp_tutorial.files import build_once
-from ddp_tutorial.sharding.corpus import CACHE, SEPARATOR, Corpus, decode, encode
+from ddp_tutorial.sharding.corpus import CACHE, SEPARATOR, Corpus, cached, decode, encode
 
 BYTES = "bytes"
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]")  # the first that the tokenizer knows
@@ -75,21 +74,14 @@ def tokenize(corpus: Corpus, name: str) -> Corpus:
     for part in (corpus.train, corpus.valid):
         key.update(part.numpy().data)
     folder = CACHE / f"tokens-{key.hexdigest()}"
-
-    def fill(unfinished: Path) -> None:
-        for part in ("train", "valid"):
-            np.save(unfinished / f"{part}.npy", _tokenized(getattr(corpus, part), tokenizer))
-
-    build_once(folder, fill)
-    parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))
-    return Corpus(corpus.name, *map(torch.from_numpy, parts))
+    return cached(corpus.name, folder, lambda: (_tokenized(part, tokenizer) for part in (corpus.train, corpus.valid)))
 
 
-def _tokenized(text: torch.Tensor, tokenizer: Tokenizer) -> np.ndarray:
+def _tokenized(text: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
     """Return the tokens of all documents, with a separator between two of them."""
     dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.int32
     separator = np.array(tokenizer.separator, dtype)
     pieces: list[np.ndarray] = []
     for document in bytes(text.numpy().data).split(bytes([SEPARATOR])):
         pieces += [tokenizer.encode(document.decode(errors="replace")).numpy().astype(dtype), separator]
-    return np.concatenate(pieces[:-1])
+    return torch.from_numpy(np.concatenate(pieces[:-1]))

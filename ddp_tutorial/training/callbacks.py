@@ -45,16 +45,22 @@ def check_callbacks(world: World, callbacks: Sequence[Callback]) -> list[Callbac
             kind = each.__name__ if isinstance(each, type) else type(each).__name__
             fix = f"construct it, {kind}()" if isinstance(each, type) else "subclass ddp_tutorial.Callback"
             problem = f"'callbacks' must contain objects of type Callback, got {kind}: {fix}"
-    of_ranks = all_gather(world, (problem, [type(each).__name__ for each in callbacks]))
-    for rank, (found, names) in enumerate(of_ranks):
+    advice = ": pass them on every rank, and test trainer.world.is_main in a callback that acts on one rank"
+    require_same_names(world, "callbacks", [type(each).__name__ for each in callbacks], problem, advice)
+    return list(callbacks)
+
+
+def require_same_names(world: World, what: str, names: list[str], problem: str, advice: str = "") -> None:
+    """Raise `ConfigError` on all ranks if a rank has a `problem` or different names than rank 0. Collective."""
+    of_ranks = all_gather(world, (problem, names))
+    for rank, (found, theirs) in enumerate(of_ranks):
         if found:
             raise ConfigError(found)
-        if names != of_ranks[0][1]:
+        if theirs != of_ranks[0][1]:
             raise ConfigError(
-                f"'callbacks' must be the same on all ranks, got {of_ranks[0][1]} on rank 0 and {names} on rank {rank}"
-                ": pass them on every rank, and test trainer.world.is_main in a callback that acts on one rank"
+                f"'{what}' must be the same on all ranks, got {of_ranks[0][1]} on rank 0 and {theirs} on rank {rank}"
+                + advice
             )
-    return list(callbacks)
 
 
 def call_on_all_ranks(world: World, callbacks: Sequence[Callback], method: Callable[[Callback], None]) -> None:
@@ -64,8 +70,6 @@ def call_on_all_ranks(world: World, callbacks: Sequence[Callback], method: Calla
         Exception: What a callback raised on this rank.
         CallbackError: If a callback raised an exception on a different rank only.
     """
-    if not callbacks:
-        return
     raised: Exception | None = None
     try:
         for callback in callbacks:

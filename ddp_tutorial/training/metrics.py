@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ddp_tutorial.collectives import all_gather
 from ddp_tutorial.compat import tree_map
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.training.callbacks import require_same_names
 from ddp_tutorial.world import World
 
 
@@ -45,14 +45,7 @@ def check_metrics(world: World, metrics: Mapping[str, MakeMetric] | None) -> dic
                 f"'metrics' must contain classes or functions that construct a metric, got an object of type {kind} "
             )
             problem += f"as {name!r}: pass the class, {{{name!r}: {kind}}}"
-    of_ranks = all_gather(world, (problem, list(metrics)))
-    for rank, (found, names) in enumerate(of_ranks):
-        if found:
-            raise ConfigError(found)
-        if names != of_ranks[0][1]:
-            raise ConfigError(
-                f"'metrics' must be the same on all ranks, got {of_ranks[0][1]} on rank 0 and {names} on rank {rank}"
-            )
+    require_same_names(world, "metrics", list(metrics), problem)
     return metrics
 
 

@@ -123,9 +123,8 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
         held = max((rank["memory"] for rank in stages_of_ranks(config, samples, ranks)), key=_total)
     else:
         span = mesh_of(config, ranks).span
-        kind = (
-            "ddp" if config.strategy in LOCAL else config.strategy
-        )  # with local steps, each rank has the whole model too
+        # with local steps, each rank has the whole model too
+        kind = "ddp" if config.strategy in LOCAL else config.strategy
         held = model_state_bytes(kind, parameters, span, optimizer_bytes(config))
         held |= {"gathered": bytes_gathered(kind, model) if span > 1 else 0, "activations": kept.nbytes}
     if config.strategy == "diloco":

@@ -232,6 +232,8 @@ class Trainer:
 
     def call_back(self, method: Callable[[Callback], None]) -> None:
         """Call a method of each callback. If it raises an exception on one rank, all ranks raise. Collective."""
+        if not self.callbacks:  # this is called in every step
+            return
         with phase("callbacks"), self.log.paused():
             call_on_all_ranks(self.world, self.callbacks, method)
 
