@@ -57,7 +57,7 @@ bench: $(READY)  ## what the project claims about its own speed, measured
 	for name in launch overhead compile ddp buckets sources accumulation checkpoint scaling debug sharded pipeline cluster ranks peers; do $(BIN)/python -m ddp_tutorial bench $$name || exit; done
 
 clean:  ## remove everything that the other targets have made, your runs and passed exercises too
-	rm -rf .venv runs notebooks/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv runs notebooks/runs notebooks/deep_dives/runs notebooks/experiments/runs book/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-11s%s\n", $$1, $$2}' Makefile

@@ -72,8 +72,8 @@ class LinkFromText(SphinxPostTransform):
 
     def _link_literal(self, node: nodes.literal) -> None:
         text = node.astext()
-        if file := re.fullmatch(r"(?:notebooks/)?((?:experiments/)?\w+)\.ipynb", text):
-            pages = [f"notebooks/{file[1]}", f"notebooks/experiments/{file[1]}"]
+        if file := re.fullmatch(r"(?:notebooks/)?((?:deep_dives/|experiments/)?\w+)\.ipynb", text):
+            pages = [f"notebooks/{file[1]}", f"notebooks/deep_dives/{file[1]}", f"notebooks/experiments/{file[1]}"]
             for page in pages:
                 if page in self.env.all_docs and page != self.page:
                     self._wrap(node, page, "", "")

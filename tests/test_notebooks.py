@@ -28,6 +28,7 @@ from ddp_tutorial.experiments.notebooks import WIDGET, _cell_id, find_notebooks,
 
 NOTEBOOKS = find_notebooks()
 NUMBERED = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.stem)]
+DEEP_DIVES = [path for path in NOTEBOOKS if path.parent.name == "deep_dives"]
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 # The notebooks that papermill executes, with arguments that make them quick.
@@ -79,7 +80,8 @@ def test_a_figure_is_saved_if_and_only_if_a_page_shows_it():
 
 def test_every_notebook_is_found_and_every_experiment_has_small_parameters():
     assert {"00_quickstart", "01_processes", "train"} <= {path.stem for path in NOTEBOOKS}
-    assert {path.stem for path in NOTEBOOKS if path not in NUMBERED} == set(SMALL) >= SPAWNED
+    others = {path.stem for path in NOTEBOOKS if path not in NUMBERED and path not in DEEP_DIVES}
+    assert others == set(SMALL) >= SPAWNED
 
 
 @each_notebook
@@ -247,6 +249,43 @@ def test_cells_are_short(path):
     lengths = sorted(sum(map(bool, cell.source.splitlines())) for cell in code_cells(path))
     assert lengths[len(lengths) // 2] <= 8
     assert lengths[-1] <= 25
+
+
+# The notebooks that are still to be brought within the limits. Remove a name with the rewrite of its notebook.
+TOO_LONG = {
+    "02_collectives",
+    "03_averaging_gradients",
+    "04_ddp_from_scratch",
+    "05_inside_torch_ddp",
+    "06_plain_torch",
+    "07_sharding_data",
+    "08_gradient_accumulation",
+    "09_what_is_not_synced",
+    "10_checkpointing",
+    "11_debugging_hangs",
+    "12_fault_tolerance",
+    "13_bug_museum",
+    "14_scaling",
+    "15_cluster",
+    "17_sharded_state",
+    "18_pipelines",
+    "live_ranks",
+}
+
+
+def sizes(path):
+    """Return the number of cells, words of prose and figures of a notebook."""
+    cells = nbformat.read(path, as_version=4).cells
+    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    return len(cells), words, sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+@each_notebook
+def test_a_notebook_has_at_most_50_cells_1500_words_and_5_figures(path):
+    cells, words, figures = sizes(path)
+    within = cells <= 50 and words <= 1500 and figures <= 5
+    assert within == (path.stem not in TOO_LONG), f"{cells} cells, {words} words, {figures} figures"
 
 
 def bare_assertions(path):
