@@ -91,6 +91,13 @@ def test_progress_is_a_bar_of_html_that_moves_and_is_not_saved_with_a_notebook_o
     assert cell.outputs == []
 
 
+def test_a_hidden_cell_stays_hidden():
+    hidden = {"source_hidden": True}
+    cell = new_code_cell("assert True", metadata={"jupyter": hidden, "collapsed": True})
+    tidy(new_notebook(cells=[cell]))
+    assert cell.metadata == {"jupyter": hidden}
+
+
 @pytest.mark.parametrize("opacity", [255, 128])
 def test_a_picture_is_kept_in_fewer_bytes_with_the_same_pixels(opacity):
     drawn = Image.new("RGBA", (300, 200), (255, 255, 255, opacity))

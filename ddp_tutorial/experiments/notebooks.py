@@ -119,7 +119,7 @@ def tidy(notebook: Any) -> None:
     taken: set[str] = set()
     for cell in notebook.cells:
         cell.id = _cell_id(cell, taken)
-        cell.metadata = {key: cell.metadata[key] for key in ("tags",) if cell.metadata.get(key)}
+        cell.metadata = {key: cell.metadata[key] for key in ("tags", "jupyter") if cell.metadata.get(key)}
         if cell.cell_type == "code":
             cell.outputs = [each for each in map(_static, cell.outputs) if each is not None]
             if cell.source.strip():
