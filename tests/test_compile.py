@@ -1,5 +1,6 @@
 """Compiled models: the same training as without `torch.compile`, and the same names in every file."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,30 @@ def test_a_missing_compiler_and_an_unknown_backend_are_refused_before_ranks_star
         assert refused.returncode == 2, refused.stderr
         assert message in refused.stderr
         assert not Path("runs").exists()
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+OPTIONS = (
+    *("num_epochs=2", "per_device_train_batch_size=8", "compile.backend=eager"),
+    *("optimizer.class=torch.optim.SGD", "optimizer.args.momentum=0.9", "learning_rate=0.1", "warmup_steps=0"),
+    *("corpus=stories:100", "model.layers=1", "model.heads=1", "model.width=16", "model.context=32", "eval_samples=4"),
+    *("eval_every=4", "log_every=1", "device=cpu", "tensorboard=false"),
+)
+
+
+def test_a_compiled_run_of_two_epochs_is_killed_and_resumed_from_the_command_line() -> None:
+    whole = call("train", "2proc", *OPTIONS, "name=whole", "target_loss=0.1", "--json")
+    assert whole.returncode == 0, whole.stderr
+    result = json.loads(whole.stdout)
+    half = result["step"] // 2
+    mine = ("train", "2proc", *OPTIONS, "name=mine", "target_loss=0.1", f"checkpoint.every={half}", "resume=auto")
+    killed = call(*mine, "--fault", f"kill rank=1 step={half + 2}")
+    assert killed.returncode == 1, killed.stdout
+    resumed = call(*mine, "--json")
+    assert f"resuming after step {half}," in resumed.stderr + resumed.stdout + Path("runs/mine/rank_0.log").read_text()
+    assert json.loads(resumed.stdout.splitlines()[-1])["metrics"]["weights"] == result["metrics"]["weights"]
+    rows = [json.loads(line) for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
+    epochs = {row["step"]: row["epoch"] for row in rows}
+    assert list(epochs) == list(range(1, result["step"] + 1))
+    assert epochs[result["step"]] == pytest.approx(2, abs=0.05)

@@ -238,7 +238,10 @@ def _summary_line(run: Path, summary: dict[str, Any]) -> str:
 
     parameters, metrics = summary["parameters"], summary["metrics"]
     if summary["status"] == "stopped":
-        return f"stopped after step {summary['step']} of {parameters['steps']}: {run}"
+        stopped = f"stopped after step {summary['step']} of {parameters['steps']}: {run}"
+        how = "auto" if parameters["name"] else run
+        is_saved = any((run / "checkpoints").glob("step_*"))
+        return f"{stopped}\nto resume, rerun the command with resume={how}" if is_saved else stopped
     unit, rate = next((name.removesuffix(PER_SECOND), metrics[name]) for name in metrics if name.endswith(PER_SECOND))
     link = parameters["ddp"]["simulated_link"]
     slowed = f" over a simulated link ({LinkModel.from_config(LinkConfig(**link))})" if link else ""
