@@ -46,7 +46,7 @@ ROOMS = {
     "__main__": "processes commands",
 }
 ROOT = {
-    *("phases", "compat", "config", "files", "environment", "rng", "slurm"),
+    *("phases", "compat", "config", "files", "environment", "intervals", "rng", "slurm"),
     *("hosts", "world", "groups", "mesh", "collectives"),
 }
 NAMED_FOR = {"ddp", "sharding", "accumulation", "checkpoint"}  # what the project is named for
@@ -196,7 +196,7 @@ def test_settings_are_defined_in_config_modules() -> None:
 
 @pytest.mark.parametrize("module", [name for name in SETTINGS if name != "config"])
 def test_settings_import_pydantic_and_other_settings_only(module: str) -> None:
-    assert {name for name, _ in imports_of(module)} <= {*SETTINGS, "slurm.nodes"}  # which parses a list of nodes
+    assert {name for name, _ in imports_of(module)} <= {*SETTINGS, "slurm.nodes", "intervals"}  # which parse values
     tree = ast.parse(MODULES[module].read_text())
     others = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     others |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -1,6 +1,7 @@
 """The model that a loss function receives, and the evaluation on test samples."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from commands import call
 from ddp_tutorial.commands.slurm_script import slurm_script
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.intervals import is_due, times_due
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.sharding.sources import make_source
 from ddp_tutorial.training.config import TrainConfig
@@ -135,3 +138,44 @@ def test_the_test_loss_is_the_mean_over_all_test_samples_of_the_trained_model() 
     result = trainer_of(World(), model, test=7, eval_samples=2).train()
     x, y = data.tensors
     assert result.test["loss"] == pytest.approx(F.mse_loss(model(x), y).item())
+
+
+# ------------------------------------------------------------------------------------------------------- intervals
+
+
+def test_evaluations_and_checkpoints_end_epochs() -> None:
+    each = trainer_of(World(), Model(), steps=7, eval_every="epoch", checkpoint={"every": "2 epochs", "keep_last": 9})
+    assert list(each.train().evaluations) == [2, 4, 6, 7]
+    assert [path.name for path in sorted(each.run.checkpoints.glob("step_*"))] == ["step_00000004", "step_00000007"]
+    half = trainer_of(World(), Model(), steps=3, eval_every="0.5 epochs")
+    assert list(half.train().evaluations) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("every", "due"), [(2, [2, 4, 6]), (4.5, [5, 9]), (20 / 3, [7]), (0.5, list(range(1, 11)))])
+def test_an_interval_of_a_fraction_of_a_step_ends_in_the_step_that_contains_it(every: float, due: list[int]) -> None:
+    steps = 6 if every == 2 else 10
+    assert [step for step in range(1, steps + 1) if is_due(step, every)] == due
+    assert times_due(steps, every) == len({*due, steps})
+    assert not is_due(steps, 0)
+    assert times_due(steps, 0) == 0
+
+
+def test_the_end_of_each_epoch_is_found_however_the_fractions_are_rounded() -> None:
+    for samples in range(3, 60):
+        for batch in range(1, samples):
+            ends = [step for step in range(1, 300) if is_due(step, samples / batch)]
+            assert ends == sorted({math.ceil(k * samples / batch) for k in range(1, 300)} & set(range(1, 300)))
+
+
+WRONG_INTERVALS = ["eval_every=0", "eval_every=epochs", "eval_every=0 epochs", "checkpoint.every=-1", "eval_every=true"]
+
+
+def test_a_wrong_interval_is_refused_in_one_line() -> None:
+    for wrong in WRONG_INTERVALS:
+        done = call("train", "tiny", wrong)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), wrong
+        assert "should be a number of steps, at least" in done.stderr, wrong
+    stream = call("train", "tiny", "source.kind=streamed", "eval_every=epoch", "--dry-run")
+    assert "'eval_every' 'epoch' requires data of known length" in stream.stderr
+    assert stream.returncode == 2
+    assert not Path("runs").exists()

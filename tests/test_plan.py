@@ -13,6 +13,7 @@ from commands import call
 from ddp_tutorial.accumulation.memory import count_saved_bytes
 from ddp_tutorial.config import ConfigError, check, flat, layers, load, merged
 from ddp_tutorial.processes.launcher import launch
+from ddp_tutorial.training import tasks
 from ddp_tutorial.training.config import ModelConfig, TaskConfig
 from ddp_tutorial.training.gpt import GPT, loss_sum
 from ddp_tutorial.training.optimization import make_optimizer
@@ -63,6 +64,20 @@ def test_the_plan_is_what_the_run_does() -> None:
     assert found["work"]["tokens"] == max(row.get("tokens", 0) for row in rows)
     assert found["batch"]["samples_per_micro_batch"] == 2  # 8 samples, 2 ranks, 2 micro-batches
     assert found["memory_per_rank"]["parameters"] == sum(p.numel() for p in GPT(1, 2, 32, 32).parameters())
+
+
+def test_the_plan_opens_the_samples_once_and_names_the_setting_that_each_number_follows_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[int] = []
+    read = tasks.samples_of
+    monkeypatch.setattr(tasks, "samples_of", lambda *arguments: opened.append(1) or read(*arguments))
+    found = planned("tiny", "num_epochs=2", "per_device_train_batch_size=3", "eval_every=epoch", "device=cpu")
+    assert len(opened) == 1
+    assert found["settings"]["num_epochs"] == {"value": 2, "from": "command line"}
+    assert found["settings"]["steps"] == {"value": found["work"]["steps"], "from": "num_epochs"}
+    assert found["settings"]["batch_size"] == {"value": 6, "from": "per_device_train_batch_size"}
+    assert found["work"]["evaluations"] == 2
 
 
 def test_under_torchrun_the_world_is_the_one_that_is_there() -> None:

@@ -1,10 +1,11 @@
 """Settings of a run's checkpoints."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ddp_tutorial.config import Config
+from ddp_tutorial.intervals import Interval, check_interval
 
 Check = Literal["none", "quick", "tensor", "full"]
 
@@ -12,7 +13,10 @@ Check = Literal["none", "quick", "tensor", "full"]
 class CheckpointConfig(Config):
     """When the state of a run is saved, and what is kept."""
 
-    every: int = Field(0, ge=0, description="Steps between checkpoints, with one after the last step; 0 saves none.")
+    every: Interval = Field(
+        0,
+        description="Steps between checkpoints, `epoch` or `N epochs`, with one after the last step; 0 saves none.",
+    )
     keep_last: int = Field(2, ge=1, description="Number of checkpoints to keep.")
     check: Check = Field(
         "tensor", description="How thoroughly the replicas are compared before a checkpoint is written."
@@ -23,3 +27,8 @@ class CheckpointConfig(Config):
     shared: bool = Field(
         True, description="All ranks share the run directory; if false, rank 0 reads and writes for all ranks."
     )
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _every_is_an_interval(cls, value: Any) -> Any:
+        return check_interval(value, least=0)

@@ -16,6 +16,7 @@ from ddp_tutorial.accumulation.config import FORWARDED_OPTIONS, PrecisionConfig
 from ddp_tutorial.checkpoint.config import CheckpointConfig
 from ddp_tutorial.config import Config
 from ddp_tutorial.ddp.config import CompileConfig, DDPConfig
+from ddp_tutorial.intervals import Interval, check_interval
 from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.local_sgd.config import LocalConfig, require_rounds
 from ddp_tutorial.mesh import MeshConfig
@@ -204,7 +205,7 @@ class TrainConfig(Config):
     )
 
     log_every: int = Field(10, ge=1, description="Steps between writes to the log; the log contains every step.")
-    eval_every: int = Field(50, ge=1, description="Steps between evaluations.")
+    eval_every: Interval = Field(50, description="Steps between evaluations, `epoch`, or `N epochs`.")
     eval_samples: int | None = Field(
         256, ge=1, description="Validation samples in one evaluation, over all ranks; `null` evaluates all samples."
     )
@@ -319,6 +320,11 @@ class TrainConfig(Config):
         if self.resume == "auto" and not self.name:
             raise ValueError("'resume' auto resumes the run of the same 'name', which is missing; set name=NAME")
         return self
+
+    @field_validator("eval_every", mode="before")
+    @classmethod
+    def _eval_every_is_an_interval(cls, value: Any) -> Any:
+        return check_interval(value, least=1)
 
     @field_validator("optimizer", mode="before")
     @classmethod

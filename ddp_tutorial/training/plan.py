@@ -13,6 +13,7 @@ from ddp_tutorial import environment
 from ddp_tutorial.accumulation import memory as activations
 from ddp_tutorial.config import Layer, flat
 from ddp_tutorial.files import RUNS
+from ddp_tutorial.intervals import steps_between, times_due
 from ddp_tutorial.local_sgd.config import OPTIONS as LOCAL
 from ddp_tutorial.local_sgd.rounds import Rounds
 from ddp_tutorial.pipeline.memory import rank_costs, stage_costs
@@ -20,7 +21,7 @@ from ddp_tutorial.pipeline.schedules import table_of
 from ddp_tutorial.training.config import TaskConfig, TrainConfig
 from ddp_tutorial.training.optimization import make_optimizer
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
-from ddp_tutorial.training.tasks import check_start, resolved, task_of
+from ddp_tutorial.training.tasks import check_start, task_of
 from ddp_tutorial.world import World, choose_backend, choose_device, is_launched_rank
 from ddp_tutorial.zero.memory import bytes_gathered, bytes_sent, model_state_bytes
 
@@ -46,15 +47,17 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
         size = here = config.nprocs
         device = choose_device(config.device, local_size=size, backend=config.backend)
     parts = micro_batches_per_rank(config, size)
-    config = resolved(config, size)
-    check_start(config, size)
+    given = config
+    config, per_epoch = check_start(config, size)
+    evaluated = steps_between("eval_every", config.eval_every, per_epoch)
+    saved = steps_between("checkpoint.every", config.checkpoint.every, per_epoch)
     samples = math.ceil(config.batch_size / size / parts)
     needed, mesh = memory(config, samples, size), mesh_of(config, size)
     stages = stages_of_ranks(config, samples, size) if config.strategy == "pipeline" else []
     task = task_of(config)
     units = config.batch_size * task.units_per_sample(config)
     return {
-        "settings": settings(config, layers),
+        "settings": settings(given, layers, config),
         "unit": task.unit,  # what the loss counts
         "world": {
             "ranks": size,
@@ -72,8 +75,8 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
         "work": {
             "steps": config.steps,
             task.unit: config.steps * units,
-            "evaluations": math.ceil(config.steps / config.eval_every),
-            "checkpoints": math.ceil(config.steps / config.checkpoint.every) if config.checkpoint.every else 0,
+            "evaluations": times_due(config.steps, evaluated),
+            "checkpoints": times_due(config.steps, saved),
         },
         "memory_per_rank": needed,
         "sent_per_rank_and_step": max(rank["sent"] for rank in stages)
@@ -85,15 +88,22 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
     }
 
 
-def settings(config: TaskConfig, layers: Iterable[Layer]) -> dict[str, dict[str, Any]]:
-    """Return each setting by its dotted name, with its value and the last layer that set it."""
+def settings(config: TaskConfig, layers: Iterable[Layer], used: TaskConfig | None = None) -> dict[str, dict[str, Any]]:
+    """Return each setting by its dotted name, with its value and the last layer that set it.
+
+    Args:
+        config: The config.
+        layers: The layers that `config` was made from.
+        used: `config` with `steps` and `batch_size` computed from their alternatives, which are then their origin.
+    """
     set_by: dict[str, str] = {}
     for origin, values in layers:
         set_by |= dict.fromkeys(flat(values), origin)
-    return {
-        name: {"value": value, "from": set_by.get(name, DEFAULT)}
-        for name, value in flat(config.model_dump(mode="json")).items()
-    }
+    values = flat(config.model_dump(mode="json"))
+    for name, alternative in config.alternatives if used else ():
+        if values[alternative] is not None:
+            values[name], set_by[name] = getattr(used, name), alternative
+    return {name: {"value": value, "from": set_by.get(name, DEFAULT)} for name, value in values.items()}
 
 
 def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:

@@ -20,6 +20,7 @@ from ddp_tutorial.checkpoint.resuming import find_resume_point
 from ddp_tutorial.collectives import rank_zero_first
 from ddp_tutorial.config import ConfigError, did_you_mean
 from ddp_tutorial.files import RUNS
+from ddp_tutorial.intervals import steps_between
 from ddp_tutorial.pipeline.parallel import check_pipeline
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.processes.signals import SIGNALS
@@ -110,25 +111,6 @@ def is_readable(config: TaskConfig) -> bool:
     return is_cached(config.corpus) and (config.has_tokens or config.tokenizer == BYTES)
 
 
-def resolved(config: TaskConfig, ranks: int) -> TaskConfig:
-    """Return `config` with the numbers of steps and of samples per step that training on `ranks` ranks would use.
-
-    Raises:
-        ConfigError: If settings contradict each other, or if `num_epochs` is set and the corpus is not readable yet.
-    """
-    config = with_batch_size(config, ranks)
-    if config.num_epochs is None:
-        return config
-    if not is_readable(config):
-        raise ConfigError(
-            f"'num_epochs' cannot be converted to steps, because corpus {config.corpus!r} has not been converted to "
-            "tokens yet; set 'steps', or train first"
-        )
-    train, _ = samples_of(config, World())
-    batches = GlobalBatchSampler(Permutation(len(train), config.seed), config.batch_size, config.source.remainder)
-    return with_steps(config, None if config.source.kind == "streamed" else batches.steps_per_epoch)
-
-
 def task_of(config: TaskConfig) -> Task:
     """Return the task that `config` names. Raise `ConfigError` if there is no such task."""
     if config.task not in TASKS:
@@ -156,24 +138,46 @@ def source_of(config: TaskConfig, world: World) -> Source:
     return make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
 
 
-def check_start(config: TaskConfig, ranks: int) -> None:
+def check_start(config: TaskConfig, ranks: int) -> tuple[TaskConfig, float | None]:
     """Validate `config` for training on `ranks` ranks, without starting ranks and without writing.
 
     If the corpus must first be downloaded or converted, its samples and the checkpoint to resume are not checked.
 
+    Returns:
+        The config with the numbers of steps and of samples per step that training would use, and the number of steps
+        per epoch. It is None if it is not known.
+
     Raises:
-        ConfigError: If training would raise it.
+        ConfigError: If training would raise it, or if a setting counts epochs and the corpus is not readable yet.
     """
     load_tokenizer(config.tokenizer)
     check_world(config, ranks)
+    config = with_batch_size(config, ranks)
     if not is_readable(config):
-        return
-    config = resolved(config, ranks)
+        require_no_epochs(config)
+        return config, None
     train, _ = samples_of(config, World())
     if isinstance(train, TokenBlocks):
         check_source(train, config.batch_size, World(0, ranks, 0, ranks), config.source)
+    batches = GlobalBatchSampler(Permutation(len(train), config.seed), config.batch_size, config.source.remainder)
+    steps_per_epoch = None if config.source.kind == "streamed" else batches.steps_per_epoch
+    config = with_steps(config, steps_per_epoch)
+    steps_between("eval_every", config.eval_every, steps_per_epoch)
+    steps_between("checkpoint.every", config.checkpoint.every, steps_per_epoch)
     settings = config.model_dump(mode="json")
     find_resume_point(World(), RUNS / config.name, config.resume, settings, config.resume_allow)
+    return config, steps_per_epoch
+
+
+def require_no_epochs(config: TaskConfig) -> None:
+    """Raise `ConfigError` if a setting counts epochs, whose length is not known before the corpus is read."""
+    every = {"eval_every": config.eval_every, "checkpoint.every": config.checkpoint.every}
+    counted = [name for name, interval in every.items() if isinstance(interval, str)]
+    for name in ["num_epochs"] * (config.num_epochs is not None) + counted:
+        raise ConfigError(
+            f"{name!r} cannot be converted to steps, because corpus {config.corpus!r} has not been converted to tokens "
+            "yet; set a number of steps, or train first"
+        )
 
 
 def check_world(config: TaskConfig, ranks: int) -> None:

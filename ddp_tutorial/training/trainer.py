@@ -28,6 +28,7 @@ from ddp_tutorial.checkpoint.resuming import ResumePoint, find_resume_point
 from ddp_tutorial.collectives import any_rank, assert_same, decide_on_rank_zero, digest
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.files import RUNS, without_nan, write_json
+from ddp_tutorial.intervals import is_due, steps_between
 from ddp_tutorial.phases import phase
 from ddp_tutorial.processes.rank import progress
 from ddp_tutorial.rng import reseed
@@ -130,6 +131,8 @@ class Trainer:
             raise ConfigError("'run_test' requires test samples; pass test_data to Trainer, or set run_test=null")
         self.shows_epochs = config.num_epochs is not None
         config = config_for(optimizer, with_steps(config, source.steps_per_epoch))
+        self.eval_every = steps_between("eval_every", config.eval_every, source.steps_per_epoch)
+        self.save_every = steps_between("checkpoint.every", config.checkpoint.every, source.steps_per_epoch)
         self.threads = torch.get_num_threads()  # restored by `train`; strategy invariant uses one thread
         self.train_step = make_train_step(model, source, loss, world, config, optimizer=optimizer, scheduler=scheduler)
         self.options = OptimizerOptions.of(self.train_step.optimizer, self.train_step.scheduler)
@@ -194,9 +197,9 @@ class Trainer:
                 self.resume()
                 while not self.is_done():
                     self.step()
-                    if self.validation_data is not None and self.is_due(self.config.eval_every):
+                    if self.validation_data is not None and self.is_due(self.eval_every):
                         self.evaluate()
-                    if self.is_due(self.config.checkpoint.every):
+                    if self.is_due(self.save_every):
                         self.save()
                 with phase("result"):  # an observer may raise, and then there is no result
                     return self.finish()
@@ -205,11 +208,10 @@ class Trainer:
         """Return whether the run has reached its last step, no longer improves, or was requested to stop."""
         return self.step_count >= self.config.steps or self.best.is_over or bool(self.requested)
 
-    def is_due(self, every: int) -> bool:
+    def is_due(self, every: float) -> bool:
         """Return whether the current step is a multiple of `every` or the last step. `every=0` disables the action."""
-        if not every:
-            return False
-        return self.step_count % every == 0 or self.step_count == self.config.steps or self.best.is_over
+        is_last = self.step_count == self.config.steps or self.best.is_over
+        return bool(every) and (is_last or is_due(self.step_count, every))
 
     def step(self) -> None:
         """Run one optimizer step and log it."""
@@ -385,7 +387,7 @@ class Trainer:
         """
         self.stopping.close()
         self.train_step.strategy.sync_buffers()
-        has_just_saved = self.is_due(self.config.checkpoint.every)
+        has_just_saved = self.is_due(self.save_every)
         if self.requested in {"save", "signal"} and not has_just_saved:
             self.save()
         test = self.test()

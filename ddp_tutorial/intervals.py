@@ -1,0 +1,71 @@
+"""Intervals between evaluations or checkpoints: a number of steps, `epoch`, or a number of epochs.
+
+checkpoint.every: 100        # steps
+checkpoint.every: epoch      # the end of each epoch
+checkpoint.every: 2 epochs
+"""
+
+import math
+import re
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+from ddp_tutorial.config import ConfigError
+
+Interval = int | str
+EPOCH = "epoch"
+
+
+def check_interval(value: Any, least: int) -> Interval:
+    """Return `value` if it is an interval: at least `least` steps, or a positive number of epochs.
+
+    Raises:
+        PydanticCustomError: If it is not.
+    """
+    is_steps = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if is_steps or (isinstance(value, str) and _epochs(value)):
+        return value
+    raise PydanticCustomError(
+        "interval",
+        "Input should be a number of steps, at least {least}, or `epoch`, or a number of epochs such as `2 epochs`",
+        {"least": least},
+    )
+
+
+def _epochs(text: str) -> float:
+    """Return the number of epochs, or 0 if `text` is not an interval."""
+    if text == EPOCH:
+        return 1.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) epochs?", text)
+    return float(found[1]) if found else 0.0
+
+
+def steps_between(name: str, interval: Interval, steps_per_epoch: float | None) -> float:
+    """Return the number of steps in an interval, which may be a fraction.
+
+    Raises:
+        ConfigError: If the interval is in epochs, and the length of an epoch is not known.
+    """
+    if not isinstance(interval, str):
+        return interval
+    if steps_per_epoch is None:
+        raise ConfigError(
+            f"'{name}' {interval!r} requires data of known length, but a stream's length is not known; set it to a "
+            "number of steps"
+        )
+    return _epochs(interval) * steps_per_epoch
+
+
+def is_due(step: int, every: float) -> bool:
+    """Return whether an interval of `every` steps ends in `step`. `every=0` disables the action."""
+    return bool(every) and _ended(step, every) > _ended(step - 1, every)
+
+
+def times_due(steps: int, every: float) -> int:
+    """Return how often an action runs in `steps` steps, if it also runs after the last step."""
+    return _ended(steps, every) + (not is_due(steps, every)) if every else 0
+
+
+def _ended(step: int, every: float) -> int:
+    return math.floor(round(step / max(1, every), 6))
