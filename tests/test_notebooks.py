@@ -269,7 +269,6 @@ TOO_LONG = {
     "15_cluster",
     "17_sharded_state",
     "18_pipelines",
-    "live_ranks",
 }
 
 

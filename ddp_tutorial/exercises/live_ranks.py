@@ -1,4 +1,4 @@
-"""Exercises of live_ranks: find the replica that has drifted, and repair it without restarting the ranks."""
+"""Exercises of live_ranks: find a replica that has drifted, repair it, and find the step at which replicas part."""
 
 import torch
 
@@ -159,5 +159,110 @@ bring_back = Exercise(
     hints=(
         'ranks.execute("...") runs code on all ranks. Which collective copies a tensor from rank 0 to all ranks?',
         "On all ranks, call dist.broadcast(tensor, src=0) for each tensor of model.state_dict(), buffers included.",
+    ),
+)
+
+# -------------------------------------------------------------------------------------------- 3. the first different step
+
+STEPS = 200
+MOST_RUNS = 9  # 2**8 > 200, and one more for a check that the replicas differ at all
+_RUN = """
+import torch, torch.distributed as dist
+from torch import nn
+runs = 0
+
+def run(steps):
+    global model, runs
+    runs += 1
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    samples = torch.Generator().manual_seed(world.rank)
+    for step in range(1, steps + 1):
+        inputs = torch.randn(4, 3, generator=samples)
+        model.zero_grad()
+        (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world.size
+        if step == fault and world.rank == 1:
+            model.weight.grad[0, 1] += 1e-3
+        for p in model.parameters():
+            p.data -= 1e-3 * p.grad
+"""
+
+
+def _test_first_difference(answer: Answer) -> str:
+    most = 0
+    with Ranks(2, threads=1, device="cpu", wait_timeout=5.0, echo=False) as ranks:
+        for fault in (137, 1, STEPS, None):
+            ranks.put(fault=fault)
+            ranks.execute(_RUN)
+            found = _ask(answer, ranks)
+            most = max(most, *ranks.get("runs"))
+            case = "The replicas never differ" if fault is None else f"Step {fault} is the first to make them differ"
+            expect(found == fault, f"{case}: the result must be {fault}, got {found}.")
+            expect(
+                most <= MOST_RUNS, f"run() was called {most} times, but {MOST_RUNS} calls are enough for {STEPS} steps."
+            )
+    return f"You found the step with at most {most} runs, and you did not report a step when there was none."
+
+
+def _differ(ranks: Ranks, steps: int) -> bool:
+    ranks.execute(f"run({steps})")
+    first, second = ranks.get("model.state_dict()")
+    return any(not first[name].equal(second[name]) for name in first)
+
+
+def _first_difference(ranks: Ranks) -> int | None:
+    def differ(steps: int) -> bool:
+        ranks.execute(f"run({steps})")
+        first, second = ranks.get("model.state_dict()")
+        return any(not first[name].equal(second[name]) for name in first)
+
+    equal, different = 0, 200  # the replicas are equal after `equal` steps, and different after `different`
+    if not differ(different):
+        return None
+    while different - equal > 1:
+        middle = (equal + different) // 2
+        if differ(middle):
+            different = middle
+        else:
+            equal = middle
+    return different
+
+
+def _one_by_one(ranks: Ranks) -> int | None:
+    return next((step for step in range(1, STEPS + 1) if _differ(ranks, step)), None)
+
+
+def _last_equal(ranks: Ranks) -> int | None:
+    first = _first_difference(ranks)
+    return None if first is None else first - 1
+
+
+def _always_a_step(ranks: Ranks) -> int | None:
+    return _first_difference(ranks) or STEPS
+
+
+def _rounded(ranks: Ranks) -> int | None:
+    ranks.execute(f"run({STEPS})")
+    first, second = ranks.get("model.weight.data")
+    return None if first.allclose(second, atol=1e-4) else _first_difference(ranks)
+
+
+first_difference = Exercise(
+    task="first_difference(ranks): on two ranks, run(n) trains a new model for n of 200 steps. Return the first step "
+    "after which the two replicas are no longer bitwise identical, or None. Call run() at most 9 times.",
+    test=_test_first_difference,
+    solution=_first_difference,
+    wrong={
+        "tries one step after the other": _one_by_one,
+        "returns the last step with equal replicas": _last_equal,
+        "reports a step when the replicas never differ": _always_a_step,
+        "treats nearly equal as equal": _rounded,
+    },
+    hints=(
+        'ranks.execute("run(100)") trains for 100 steps. Compare the state dicts of both ranks after that.',
+        "Bisect: if the replicas are equal after 100 steps, the first different step is one of 101 to 200.",
     ),
 )
