@@ -162,7 +162,7 @@ bring_back = Exercise(
     ),
 )
 
-# -------------------------------------------------------------------------------------------- 3. the first different step
+# ----------------------------------------------------------------------------------------- 3. the first different step
 
 STEPS = 200
 MOST_RUNS = 9  # 2**8 > 200, and one more for a check that the replicas differ at all
