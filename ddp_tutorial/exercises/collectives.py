@@ -1,9 +1,9 @@
-"""Exercises of 02_collectives: chunks of a ring, tensors of any length, the cost of ring and tree, and a full ring."""
+"""Exercises of 02_collectives: tensors of any length, a matrix transpose, a ring and a halving-doubling all-reduce."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -14,80 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ddp_tutorial.ddp.link import LinkModel
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
 from ddp_tutorial.world import World
 
-# -------------------------------------------------------------------------------------- 1. which chunk, in which round?
-
-
-def _test_chunk_to_send(answer: Answer) -> str:
-    for size in range(1, 9):
-        # holds[rank][chunk] counts how often each rank's contribution has been added to the chunk
-        holds = [[Counter({rank: 1}) for _ in range(size)] for rank in range(size)]
-        for step in range(size - 1):
-            sends = [answer(rank, step, size) for rank in range(size)]
-            for rank, chunk in enumerate(sends):
-                case = f"With {size} ranks, in round {step}, rank {rank} sends chunk {chunk!r}"
-                expect(isinstance(chunk, int) and -size <= chunk < size, f"{case}, but there is no such chunk.")
-            passed = [holds[rank][chunk].copy() for rank, chunk in enumerate(sends)]
-            for rank, (chunk, shares) in enumerate(zip(sends, passed, strict=True)):
-                receiver = (rank + 1) % size
-                holds[receiver][chunk] += shares
-                twice = [each for each, times in holds[receiver][chunk].items() if times > 1]
-                expect(
-                    not twice,
-                    f"With {size} ranks, in round {step}, rank {rank} sends chunk {chunk % size} to rank {receiver}, "
-                    f"which then contains the contribution of rank {twice and twice[0]} twice.",
-                )
-        complete = [[chunk for chunk in range(size) if len(holds[rank][chunk]) == size] for rank in range(size)]
-        missing = sorted(set(range(size)) - {chunk for chunks in complete for chunk in chunks})
-        expect(
-            not missing,
-            f"With {size} ranks, no rank has the complete chunk {', '.join(map(str, missing))} after the last round. "
-            f"Every rank must have one complete chunk, got {complete}.",
-        )
-    return "With 1 to 8 ranks, every rank has a different complete chunk, and no contribution was added twice."
-
-
-def _chunk_to_send(rank: int, step: int, size: int) -> int:
-    return (rank - step) % size
-
-
-def _always_its_own(rank: int, step: int, size: int) -> int:
-    return rank
-
-
-def _all_the_same(rank: int, step: int, size: int) -> int:
-    return step
-
-
-def _against_the_ring(rank: int, step: int, size: int) -> int:
-    return (rank + step) % size
-
-
-def _ring_not_closed(rank: int, step: int, size: int) -> int:
-    return max(rank - step, 0)
-
-
-chunk_to_send = Exercise(
-    task="chunk_to_send(rank, step, size): return the chunk that rank sends to rank + 1 in round step = 0, 1, ...",
-    test=_test_chunk_to_send,
-    solution=_chunk_to_send,
-    wrong={
-        "sends its own chunk in every round": _always_its_own,
-        "lets all ranks send the same chunk": _all_the_same,
-        "counts up, against the ring": _against_the_ring,
-        "stops at chunk 0 instead of wrapping around": _ring_not_closed,
-    },
-    hints=(
-        "In the first round, rank r sends chunk r. Which chunk does it receive in that round, and from which rank?",
-        "A rank forwards the chunk that it received in the previous round, which its left neighbor sent.",
-        "So chunk(rank, step) is chunk(rank - 1, step - 1). Go back to step 0, and wrap around with % size.",
-    ),
-)
-
-# --------------------------------------------------------------------------------------------- 2. tensors of any length
+# --------------------------------------------------------------------------------------------- 1. tensors of any length
 
 _LENGTHS = (6, 7, 8, 1)
 
@@ -190,80 +120,127 @@ any_length = Exercise(
     ),
 )
 
-# -------------------------------------------------------------------------------------------------- 3. predict the cost
+# ------------------------------------------------------------------------------------------------ 2. transpose a matrix
+
+_ROWS = (1, 2)  # rows per rank
 
 
-def _test_ring_or_tree(answer: Answer) -> str:
-    cases = [
-        (1e8, 4, 1e-4, 1e8),  # large: ring
-        (4, 4, 1e-4, 1e8),  # small: tree
-        (4, 2, 1e-4, 1e8),  # two ranks: the same number of rounds, half the bytes
-        (1e6, 64, 1e-5, 1e10),  # a megabyte, but 126 rounds
-        (1e9, 64, 1e-5, 1e10),
-        (1e4, 5, 1e-3, 1e9),  # a tree of five needs as many rounds as one of eight
-    ]
-    for nbytes, size, latency, bandwidth in cases:
-        link = LinkModel(latency, bandwidth)
-        ring, tree = link.ring_seconds(nbytes, size), link.tree_seconds(nbytes, size)
-        got = answer(nbytes, size, latency, bandwidth)
-        case = f"{nbytes:,.0f} bytes, {size} ranks, {latency * 1e6:,.0f} us, {bandwidth / 1e6:,.0f} MB/s"
-        expect(isinstance(got, tuple) and len(got) == 2, f"The result must be a pair (name, seconds), got {got!r}.")
-        name, seconds = got
-        true_name, true_seconds = ("ring", ring) if ring < tree else ("tree", tree)
-        expected = f"{case}: the ring takes {ring:.6g} s, the tree {tree:.6g} s; got {name!r}, {seconds:.6g} s."
-        expect(name == true_name and math.isclose(seconds, true_seconds, rel_tol=1e-6), expected)
-    return "You can predict which algorithm is faster, and how long it takes."
+def _run_transpose(world: World, answer: Answer) -> list[torch.Tensor | str]:
+    """Return the answer's rows of the transposed matrix for each number of rows per rank.
+
+    The entry in row i and column j of the matrix is 10 i + j. If torch raises an error, its message comes last.
+    """
+    results: list[torch.Tensor | str] = []
+    names = [name for name in _OTHERS if name not in {"all_to_all", "all_to_all_single", "isend", "irecv"}]
+    changed: dict[str, Any] = {name: partial(_not_this, "dist.all_to_all_single", name) for name in names}
+    for rows in _ROWS:
+        width = rows * world.size
+        matrix = 10.0 * torch.arange(width)[:, None] + torch.arange(width)
+        try:
+            with patch.multiple(dist, **changed):
+                got = answer(world, matrix[rows * world.rank : rows * (world.rank + 1)].clone())
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, NotImplementedError):
+                raise
+            results.append(re.sub(r"^.*\.cpp:\d+\] ", "", str(error)).rstrip(" .\n"))
+            break
+        expect(isinstance(got, torch.Tensor), f"The result must be a tensor, got {got!r}.")
+        results.append(got)
+    return results
 
 
-def _ring_or_tree(nbytes: float, size: int, latency: float, bandwidth: float) -> tuple[str, float]:
-    ring_rounds, tree_rounds = 2 * (size - 1), 2 * math.ceil(math.log2(size))
-    ring = ring_rounds * (latency + nbytes / size / bandwidth)
-    tree = tree_rounds * (latency + nbytes / bandwidth)
-    return ("ring", ring) if ring < tree else ("tree", tree)
+def _test_transpose(answer: Answer) -> str:
+    stuck = "A rank waits forever. All ranks must enter the same collectives."
+    size = 3
+    for rank, results in enumerate(on_ranks(_run_transpose, size, answer, stuck=stuck, timeout=20)):
+        for rows, got in zip(_ROWS, results, strict=False):
+            width = rows * size
+            case = f"{size} ranks with {rows} of the {width} rows each"
+            expect(not isinstance(got, str), f"{case}: torch raises an error ({got}).")
+            true = 10.0 * torch.arange(width) + torch.arange(rows * rank, rows * (rank + 1))[:, None]
+            expect(
+                got.shape == true.shape,
+                f"{case}: the result must have the shape {list(true.shape)}, got {list(got.shape)}.",
+            )
+            expect(
+                torch.equal(got, true),
+                f"{case}, where the entry in row i and column j is 10 i + j: rank {rank} must return\n"
+                f"  {true.tolist()};\nit returned\n  {got.tolist()}.",
+            )
+    return f"With {_ROWS[0]} and {_ROWS[1]} rows per rank, every rank has its rows of the transposed matrix."
 
 
-def _whole_tensors_in_the_ring(nbytes: float, size: int, latency: float, bandwidth: float) -> tuple[str, float]:
-    message = latency + nbytes / bandwidth
-    ring, tree = 2 * (size - 1) * message, 2 * math.ceil(math.log2(size)) * message
-    return ("ring", ring) if ring < tree else ("tree", tree)
+def _transpose(world: World, rows: torch.Tensor) -> torch.Tensor:
+    count = len(rows)
+    # Block r contains this rank's rows and the columns that become rows on rank r. It is sent transposed.
+    outgoing = rows.reshape(count, world.size, count).permute(1, 2, 0).contiguous()
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing)
+    return incoming.permute(1, 0, 2).reshape(count, -1)
 
 
-def _one_way_only(nbytes: float, size: int, latency: float, bandwidth: float) -> tuple[str, float]:
-    name, seconds = _ring_or_tree(nbytes, size, latency, bandwidth)
-    return name, seconds / 2
+def _without_transposing_blocks(world: World, rows: torch.Tensor) -> torch.Tensor:
+    count = len(rows)
+    outgoing = rows.reshape(count, world.size, count).permute(1, 0, 2).contiguous()
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing)
+    return incoming.permute(1, 0, 2).reshape(count, -1)
 
 
-def _without_latency(nbytes: float, size: int, latency: float, bandwidth: float) -> tuple[str, float]:
-    return _ring_or_tree(nbytes, size, 0.0, bandwidth)
+def _in_order_of_memory(world: World, rows: torch.Tensor) -> torch.Tensor:
+    incoming = torch.empty_like(rows.flatten())
+    dist.all_to_all_single(incoming, rows.flatten())
+    return incoming.reshape(len(rows), -1)
 
 
-def _fraction_of_a_round(nbytes: float, size: int, latency: float, bandwidth: float) -> tuple[str, float]:
-    ring = 2 * (size - 1) * (latency + nbytes / size / bandwidth)
-    tree = 2 * math.log2(size) * (latency + nbytes / bandwidth)
-    return ("ring", ring) if ring < tree else ("tree", tree)
+def _blocks_below_each_other(world: World, rows: torch.Tensor) -> torch.Tensor:
+    count = len(rows)
+    outgoing = rows.reshape(count, world.size, count).permute(1, 2, 0).contiguous()
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing)
+    return incoming.reshape(count, -1)
 
 
-ring_or_tree = Exercise(
-    task='ring_or_tree(nbytes, size, latency, bandwidth): return which is faster, "ring" or "tree", and its seconds.',
-    test=_test_ring_or_tree,
-    solution=_ring_or_tree,
+def _gathers_the_matrix(world: World, rows: torch.Tensor) -> torch.Tensor:
+    matrix = rows.new_empty(rows.shape[1], rows.shape[1])
+    dist.all_gather_into_tensor(matrix, rows)
+    return matrix.T[len(rows) * world.rank : len(rows) * (world.rank + 1)]
+
+
+def _own_block_only(world: World, rows: torch.Tensor) -> torch.Tensor:
+    mine = slice(len(rows) * world.rank, len(rows) * (world.rank + 1))
+    transposed = rows.clone()
+    transposed[:, mine] = rows[:, mine].T
+    return transposed
+
+
+transpose = Exercise(
+    task=(
+        "transpose(world, rows): every rank has the same number of consecutive rows of a square matrix. Return the "
+        "same rows of the transposed matrix. Use one dist.all_to_all_single."
+    ),
+    test=_test_transpose,
+    solution=_transpose,
     wrong={
-        "sends the whole tensor in each round of the ring": _whole_tensors_in_the_ring,
-        "forgets the way back": _one_way_only,
-        "ignores the latency": _without_latency,
-        "does not round up the number of rounds of a tree": _fraction_of_a_round,
+        "does not transpose the blocks": _without_transposing_blocks,
+        "splits its rows in the order of the memory": _in_order_of_memory,
+        "puts the received blocks below each other": _blocks_below_each_other,
+        "gathers the full matrix on every rank": _gathers_the_matrix,
+        "transposes its own block and sends nothing": _own_block_only,
     },
     hints=(
-        "A round takes latency + message bytes / bandwidth. How many rounds are there, and how large is a message?",
-        "The ring has 2 (N - 1) rounds of nbytes / N. The tree goes up and down; going up halves the ranks.",
-        "The tree has 2 * math.ceil(math.log2(size)) rounds of nbytes each.",
+        "Split the rows into one square block per rank. Which rank needs which block?",
+        "dist.all_to_all_single(incoming, outgoing) sends outgoing[r] to rank r, and incoming[s] comes from rank s. "
+        "Both tensors must be contiguous: outgoing needs the shape [ranks, rows, rows].",
+        "rows.reshape(count, world.size, count).permute(1, 2, 0).contiguous() contains the transposed blocks. The "
+        "received blocks belong side by side.",
     ),
 )
 
-# ---------------------------------------------------------------------------------------------------- 4. the whole ring
+# ---------------------------------------------------------------------------------------------------- 3. the whole ring
 
 _SIZES = (2, 3, 4)
-_RING_LENGTHS = (12, 7, 3)  # divides by all sizes; by none; shorter than a ring of four
+_LENGTHS_IN_PLACE = (12, 7, 3)  # divides by all sizes; by none; shorter than a ring of four
 _TIMEOUT = 10.0  # seconds that a rank waits in one send or receive
 _OTHERS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
@@ -272,21 +249,22 @@ _OTHERS = (
 )
 
 
-class _RingRun(NamedTuple):
-    """Effects of the answer on one tensor of this rank: the values in the tensor, and the bytes sent to each rank."""
+class _Run(NamedTuple):
+    """Effects of the answer on one tensor of this rank: the values in the tensor, and the messages that it sent."""
 
     got: list[float]
-    sent: dict[int, int]
+    sent: dict[int, int]  # bytes to each rank
+    messages: int
 
 
-def _not_this(name: str, *_: object, **__: object) -> None:
-    raise WrongAnswerError(f"Use only dist.send and dist.recv; your answer called dist.{name}.")
+def _not_this(allowed: str, name: str, *_: object, **__: object) -> None:
+    raise WrongAnswerError(f"Use only {allowed}; your answer called dist.{name}.")
 
 
 def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tensor, other: int) -> None:
     """Send or receive like the blocking function of torch, but with a timeout."""
     case = f"{world.size} ranks: rank {world.rank} {what} rank {other}"
-    expect(0 <= other < world.size and other != world.rank, f"{case}, which is not a different rank of the ring.")
+    expect(0 <= other < world.size and other != world.rank, f"{case}, which is not a different rank of the group.")
     try:
         begin(tensor, other).wait(timedelta(seconds=_TIMEOUT))
     except RuntimeError as error:
@@ -298,39 +276,48 @@ def _wait(begin: Callable[..., Any], what: str, world: World, tensor: torch.Tens
         ) from None
 
 
-def _run_whole_ring(world: World, answer: Answer) -> list[_RingRun | None]:
-    """Run the answer in rings of the first 2, 3 and 4 ranks, with tensors of each length."""
+def _run_all_reduce(world: World, answer: Answer, sizes: Sequence[int]) -> list[_Run | None]:
+    """Run the answer on the first ranks, as many as each of `sizes`, with tensors of each length."""
     isend, irecv = dist.isend, dist.irecv
-    runs: list[_RingRun | None] = []
-    for size in _SIZES:
-        for length in _RING_LENGTHS:
+    runs: list[_Run | None] = []
+    for size in sizes:
+        for length in _LENGTHS_IN_PLACE:
             dist.barrier()
             if world.rank >= size:
                 runs.append(None)
                 continue
-            ring, sent = replace(world, size=size, local_size=size), Counter[int]()
+            group, sent, messages = replace(world, size=size, local_size=size), Counter[int](), Counter[int]()
 
-            def send(tensor: torch.Tensor, dst: int, ring: World = ring, sent: Counter[int] = sent) -> None:
+            def send(
+                tensor: torch.Tensor,
+                dst: int,
+                group: World = group,
+                sent: Counter[int] = sent,
+                messages: Counter[int] = messages,
+            ) -> None:
                 sent[dst] += tensor.nbytes
-                _wait(isend, "sends to", ring, tensor, dst)
+                messages[dst] += 1
+                _wait(isend, "sends to", group, tensor, dst)
 
-            def recv(tensor: torch.Tensor, src: int, ring: World = ring) -> None:
-                _wait(irecv, "receives from", ring, tensor, src)
+            def recv(tensor: torch.Tensor, src: int, group: World = group) -> None:
+                _wait(irecv, "receives from", group, tensor, src)
 
             tensor = (torch.arange(float(length)) + 1) * 10**world.rank
-            changed: dict[str, Any] = {name: partial(_not_this, name) for name in _OTHERS}
+            allowed = "dist.send and dist.recv"
+            changed: dict[str, Any] = {name: partial(_not_this, allowed, name) for name in _OTHERS}
             with patch.multiple(dist, **changed, send=send, recv=recv):
-                answer(ring, tensor)
-            runs.append(_RingRun(tensor.tolist(), dict(sent)))
+                answer(group, tensor)
+            runs.append(_Run(tensor.tolist(), dict(sent), messages.total()))
     return runs
 
 
-def _test_whole_ring(answer: Answer) -> str:
+def _sums_in_place(answer: Answer, sizes: Sequence[int]) -> Iterator[tuple[str, int, int, list[_Run]]]:
+    """Run the answer, check the sums, and yield (case, size, length, runs of all ranks) for each size and length."""
     stuck = "A rank does not return, although no send or receive blocks it. Is there an infinite loop?"
-    of_ranks = on_ranks(_run_whole_ring, max(_SIZES), answer, stuck=stuck, timeout=30)
-    cases = [(size, length) for size in _SIZES for length in _RING_LENGTHS]
+    of_ranks = on_ranks(_run_all_reduce, max(sizes), answer, sizes, stuck=stuck, timeout=30)
+    cases = [(size, length) for size in sizes for length in _LENGTHS_IN_PLACE]
     for number, (size, length) in enumerate(cases):
-        runs: list[_RingRun] = [of_ranks[rank][number] for rank in range(size)]
+        runs: list[_Run] = [of_ranks[rank][number] for rank in range(size)]
         case = f"{size} ranks, each with {length} numbers"
         true = [float("1" * size) * (i + 1) for i in range(length)]
         for rank, run in enumerate(runs):
@@ -339,6 +326,11 @@ def _test_whole_ring(answer: Answer) -> str:
                 f"{case}: the sum is\n  {true};\nafter your answer, rank {rank} has\n  {run.got}, where each digit is "
                 "the contribution of one rank. Leave the sum in the tensor itself, on every rank.",
             )
+        yield case, size, length, runs
+
+
+def _test_whole_ring(answer: Answer) -> str:
+    for case, size, length, runs in _sums_in_place(answer, _SIZES):
         most = 2 * (size - 1) * math.ceil(length / size) * 4
         each = [sum(run.sent.values()) for run in runs]
         expect(
@@ -445,11 +437,133 @@ whole_ring = Exercise(
     },
     hints=(
         "tensor.tensor_split(world.size) returns chunks of nearly equal length. They are views, so writing to a chunk "
-        "writes to the tensor. Exercise 1 computes the chunk to send in each round.",
+        "writes to the tensor. In round 0, rank r sends chunk r; after that, the chunk that it has just received.",
         "send returns when the receiver receives. If all ranks send first, no rank receives. Let the even ranks send "
         "first, and the odd ranks receive first.",
         "After world.size - 1 rounds of adding, rank r has the complete chunk r + 1. Send that chunk next. In "
         "world.size - 1 further rounds, overwrite each chunk with the received one.",
         "If the tensor is shorter than the ring, some chunks are empty: skip the send and the receive for those.",
+    ),
+)
+
+# ------------------------------------------------------------------------------------ 4. recursive halving and doubling
+
+_POWERS = (2, 4)
+
+
+def _test_halving_doubling(answer: Answer) -> str:
+    for case, size, length, runs in _sums_in_place(answer, _POWERS):
+        rounds = 2 * (size.bit_length() - 1)
+        messages = [run.messages for run in runs]
+        expect(
+            max(messages) <= rounds,
+            f"{case}: the sums are right, but a rank sends up to {max(messages)} messages. Halving and doubling takes "
+            f"2 log2 N rounds, so a rank sends at most {rounds} messages.",
+        )
+        each = [sum(run.sent.values()) for run in runs]
+        most = 2 * (size - 1) / size * length * 4 + rounds * 4  # a half may be one number longer
+        expect(
+            max(each) <= most and sum(each) == 2 * (size - 1) * length * 4,
+            f"{case}: the sums are right, but the ranks send {each} bytes for a tensor of {4 * length} bytes. Each "
+            f"rank may send 2 (N - 1) / N of the tensor, and all ranks together {2 * (size - 1) * length * 4} bytes.",
+        )
+    return "On 2 and 4 ranks, every rank has the sum, with the few rounds of a tree and the few bytes of a ring."
+
+
+def _pair(world: World, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    """Exchange tensors with the partner. The lower rank sends first."""
+    for sending in (True, False) if world.rank < partner else (False, True):
+        if sending and outgoing.numel():
+            dist.send(outgoing, partner)
+        if not sending and incoming.numel():
+            dist.recv(incoming, partner)
+
+
+def _halving_doubling(world: World, tensor: torch.Tensor) -> None:
+    def exchange(partner: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        for sending in (True, False) if world.rank < partner else (False, True):  # avoids a deadlock
+            if sending and outgoing.numel():
+                dist.send(outgoing, partner)
+            if not sending and incoming.numel():
+                dist.recv(incoming, partner)
+
+    segment, halves = tensor, []
+    distance = world.size // 2
+    while distance:  # reduce-scatter: keep one half of the segment, and send the other
+        first, second = segment.tensor_split(2)
+        kept, given = (first, second) if world.rank & distance == 0 else (second, first)
+        received = torch.empty_like(kept)
+        exchange(world.rank ^ distance, given, received)
+        kept += received
+        halves.append((distance, kept, given))
+        segment, distance = kept, distance // 2
+    for distance, kept, given in reversed(halves):  # all-gather: the same exchanges in reverse order
+        exchange(world.rank ^ distance, kept, given)
+
+
+def _both_send_first(world: World, tensor: torch.Tensor) -> None:
+    received = torch.empty_like(tensor)
+    distance = 1
+    while distance < world.size:
+        dist.send(tensor, world.rank ^ distance)
+        dist.recv(received, world.rank ^ distance)
+        tensor += received
+        distance *= 2
+
+
+def _doubling_only(world: World, tensor: torch.Tensor) -> None:
+    received = torch.empty_like(tensor)
+    distance = 1
+    while distance < world.size:
+        _pair(world, world.rank ^ distance, tensor.clone(), received)
+        tensor += received
+        distance *= 2
+
+
+def _halving_only(world: World, tensor: torch.Tensor) -> None:
+    segment, distance = tensor, world.size // 2
+    while distance:
+        first, second = segment.tensor_split(2)
+        kept, given = (first, second) if world.rank & distance == 0 else (second, first)
+        received = torch.empty_like(kept)
+        _pair(world, world.rank ^ distance, given, received)
+        kept += received
+        segment, distance = kept, distance // 2
+
+
+def _halves_of_equal_length(world: World, tensor: torch.Tensor) -> None:
+    _halving_doubling(world, tensor[: len(tensor) // world.size * world.size])
+
+
+def _same_partner_in_every_round(world: World, tensor: torch.Tensor) -> None:
+    received = torch.empty_like(tensor)
+    for _ in range(world.size.bit_length() - 1):
+        _pair(world, world.rank ^ 1, tensor.clone(), received)
+        tensor += received
+
+
+halving_doubling = Exercise(
+    task=(
+        "halving_doubling(world, tensor): sum a tensor of one dimension and any length over 2, 4, 8, ... ranks, in "
+        "place, in 2 log2 N rounds: a reduce-scatter by recursive halving, then an all-gather by recursive doubling. "
+        "Use only dist.send and dist.recv, which block."
+    ),
+    test=_test_halving_doubling,
+    solution=_halving_doubling,
+    wrong={
+        "lets both partners send first": _both_send_first,
+        "exchanges full tensors": _doubling_only,
+        "is a ring": _whole_ring,
+        "stops after the reduce-scatter": _halving_only,
+        "ignores the remainder": _halves_of_equal_length,
+        "has the same partner in every round": _same_partner_in_every_round,
+    },
+    hints=(
+        "In the first round, the partner of rank r is r ^ (N / 2), which flips the highest bit of r. Each partner is "
+        "responsible for one half of the tensor: it sends the other half and adds what it receives.",
+        "In the next round, each rank continues with its own half only, and the partner's distance halves too. After "
+        "log2 N rounds, every rank has 1 / N of the sum. tensor_split(2) splits any length.",
+        "Record (distance, kept half, sent half) of each round. The all-gather repeats the exchanges in reverse order: "
+        "send the kept half, and receive into the other half.",
     ),
 )

@@ -14,6 +14,8 @@ from ddp_tutorial.figures.style import BLUE, COLORS, FAINT, GREEN, INK, RED, sty
 if TYPE_CHECKING:  # imports torch, which drawing does not require
     from ddp_tutorial.lessons.all_reduce import Message
 
+Tensors = Sequence[Sequence[int | None]]  # the numbers of each rank
+
 
 @styled
 def processes(parent: str, ranks: Sequence[str], between: str, title: str) -> Figure:
@@ -39,6 +41,48 @@ def _box(axes: Axes, center: tuple[float, float], text: str, color: str) -> None
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], style: str, color: str) -> None:
     axes.add_patch(FancyArrowPatch(start, end, arrowstyle=style, color=color, mutation_scale=14, linewidth=1.6))
+
+
+@styled
+def collectives(tensors: Mapping[str, tuple[Tensors, Tensors]], title: str) -> Figure:
+    """Draw the numbers that each rank has before and after each collective, with one panel per collective.
+
+    A color stands for the rank that the number comes from; sums are black. An empty cell holds no data.
+
+    Args:
+        tensors: The tensors of all ranks before and after each collective. Chunk c of rank r is the number 10 r + c.
+        title: The title of the figure.
+    """
+    rows = (len(tensors) + 3) // 4
+    figure, grid = plt.subplots(rows, 4, figsize=(11, 0.4 + 1.75 * rows), squeeze=False)
+    for axes, (name, (before, after)) in zip(grid.flat, tensors.items(), strict=False):
+        size = len(before)
+        for left, ranks in ((0.0, before), (size + 1.4, after)):
+            for rank, numbers in enumerate(ranks):
+                for chunk, number in enumerate(numbers):
+                    _chunk(axes, left + chunk, rank, number, size)
+        _arrow(axes, (size - 0.35, (size - 1) / 2), (size + 0.75, (size - 1) / 2), "-|>", INK)
+        axes.set(xlim=(-0.6, 2 * size + 1), ylim=(size - 0.4, -0.6), aspect="equal", title=name)
+        axes.set_yticks(range(size), [str(rank) for rank in range(size)])
+        axes.set_xticks([])
+        axes.set_ylabel("rank")
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _chunk(axes: Axes, x: float, y: float, number: int | None, size: int) -> None:
+    """Draw a square with a number in the color of its rank, or an empty square."""
+    place, side = (x - 0.45, y - 0.45), 0.9
+    if number is None:
+        axes.add_patch(Rectangle(place, side, side, fill=False, edgecolor="#cccccc", linewidth=0.8))
+        return
+    is_sum = number >= 10 * size
+    look: dict[str, Any] = {"facecolor": INK} if is_sum else {"facecolor": COLORS[number // 10], "alpha": 0.4}
+    axes.add_patch(Rectangle(place, side, side, **look))
+    axes.text(x, y, f"{number:02d}", ha="center", va="center", fontsize=8.5, color="white" if is_sum else INK)
 
 
 @styled

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from ddp_tutorial.figures.diagrams import buckets, chunks, messages, processes, sample_assignment
+from ddp_tutorial.figures.diagrams import buckets, chunks, collectives, messages, processes, sample_assignment
 from ddp_tutorial.figures.step_plots import gantt, one_of_sweep, sweeps, swimlane
 from ddp_tutorial.figures.style import (
     BLUE,
@@ -37,6 +37,7 @@ __all__ = [
     "bars",
     "buckets",
     "chunks",
+    "collectives",
     "curves",
     "dots_by_group",
     "gantt",
