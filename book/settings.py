@@ -102,6 +102,8 @@ def type_of(field: FieldInfo) -> str:
         for name, sign in LIMITS.items()
         if getattr(constraint, name, None) is not None
     ]
+    if get_origin(field.annotation) is dict:
+        return "mapping"
     kind, _, optional = _written(field.annotation).partition(", or ")
     return " ".join([kind, ", ".join(limits)]).strip() + (f", or {optional}" if optional else "")
 
@@ -115,8 +117,8 @@ def _written(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return "see its own table"
     if NoneType in get_args(annotation):
-        [inner] = [each for each in get_args(annotation) if each is not NoneType]
-        return f"{_written(inner)}, or `null`"
+        inner = [_written(each) for each in get_args(annotation) if each is not NoneType]
+        return f"{' or '.join(inner)}, or `null`"
     if get_origin(annotation) is dict:
         return "`{class: PATH, args: {...}}`"
     if get_origin(annotation) in {Union, UnionType}:

@@ -11,6 +11,7 @@ The exit codes are:
 
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -56,6 +57,8 @@ for command in (
 
 def main() -> None:
     """Run a command, and print errors as one message without a traceback of this program."""
+    if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:  # as `python -m` does, for classes in a config
+        sys.path.insert(0, str(Path.cwd()))
     # Set before torch is imported, here and in the processes that a command starts; see `rank_environment`.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:

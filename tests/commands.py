@@ -18,6 +18,7 @@ def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     """What `python -m ddp_tutorial ARGUMENTS` prints, and its exit code."""
     out, err, code = StringIO(), StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "path", sys.path[:])
         patch.setattr(sys, "argv", ["ddp-tutorial", *arguments])
         for name, value in environment.items():
             patch.setenv(name, value)

@@ -1,6 +1,9 @@
 """Optimizers, schedules and clipping: which ones a config and a script select, and which ones are rejected."""
 
+import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +161,84 @@ def test_classes_by_import_path_train_as_the_same_objects_do_and_resume() -> Non
     assert found == same
     assert found["named"] == found["by hand"] == found["resumed"]
     assert "optimizer.args.momentum" in found["refused"]
+
+
+# ---------------------------------------------------------------------------------------------- models and losses
+
+MINE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Bigram(nn.Module):
+    def __init__(self, vocab, width=8):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
+
+    def forward(self, tokens):
+        return self.head(self.tokens(tokens))
+
+class Smoothed:
+    def __init__(self, smoothing):
+        self.smoothing = smoothing
+
+    def __call__(self, model, batch):
+        tokens = batch["tokens"].long()
+        logits, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
+        return loss, len(targets)
+
+def plain(model, batch):
+    return Smoothed(0.0)(model, batch)
+
+NUMBER = 3
+"""
+BIGRAM = ("model.class=mine.Bigram", "model.args.vocab=256", "steps=4", "eval_every=4", "warmup_steps=0")
+
+
+@pytest.fixture
+def mine(workdir: Path) -> Iterator[None]:
+    Path("mine.py").write_text(MINE)
+    yield
+    sys.modules.pop("mine", None)
+
+
+def trained(*options: str) -> dict[str, Any]:
+    done = call("train", "tiny", *BIGRAM, *options, "device=cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["metrics"]
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_model_and_a_loss_in_the_current_directory_are_trained_by_their_import_path() -> None:
+    default = trained("name=default", "nprocs=1")
+    function = trained("loss=mine.plain", "name=function", "nprocs=2")
+    smoothed = trained("loss.class=mine.Smoothed", "loss.args.smoothing=0.5", "nprocs=1")
+    assert function["eval_loss"] == pytest.approx(default["eval_loss"], abs=1e-5)
+    assert abs(smoothed["eval_loss"] - default["eval_loss"]) > 1e-4
+    refused = call("evaluate", "default")
+    assert (refused.returncode, "imports no code that a run names" in refused.stderr) == (2, True)
+    planned = call("train", "tiny", *BIGRAM, "loss=mine.plain", "device=cpu", "--dry-run")
+    assert (planned.returncode, "4,352 parameters" in planned.stdout) == (0, True), planned
+
+
+WRONG_CLASSES: list[tuple[tuple[str, ...], str]] = [
+    (("model.class=mine.Trigram",), "does not contain 'Trigram'. Did you mean 'Bigram'?"),
+    (("model.class=mine.Smoothed",), "'model.class' must be a subclass of torch.nn.modules.module.Module"),
+    (("model.class=mine.Bigram",), "'model': mine.Bigram does not accept 'args': TypeError: missing a required argum"),
+    (("model.class=Bigram",), "'model' should be the import path of a class and its arguments"),
+    (("model.args.vocab=3",), "'model.args' are the arguments of 'model.class', which is missing"),
+    (("loss=plain",), "'loss' should be the import path of a class and its arguments"),
+    (("loss=mine.NUMBER",), "'loss' must be the import path of a function, got 'mine.NUMBER', int"),
+    (("loss=mine.Smoothed",), "'loss' must be the import path of a function, got 'mine.Smoothed', type"),
+    (("loss.class=mine.Bigram",), "'loss': mine.Bigram does not accept 'args': TypeError"),
+]
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_wrong_model_or_loss_is_rejected_in_one_line_before_anything_starts() -> None:
+    for arguments, message in WRONG_CLASSES:
+        done = call("train", "tiny", *arguments, "device=cpu")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+        assert message in done.stderr
+    assert not Path("runs").exists()

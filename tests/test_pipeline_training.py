@@ -106,7 +106,7 @@ def held(world: World, values: dict[str, Any]) -> dict[str, Any]:
 def test_each_rank_keeps_the_weights_and_the_optimizers_state_of_its_own_stages_only() -> None:
     values = {"mesh": {"replicate": 2}, "pipeline": {"micro_batches": 2}, "checkpoint": {"every": 2}, "name": "held"}
     ranks = launch(held, 4, values, device="cpu", threads=1, echo=False, timeout=120)
-    model = GPT(**BASE["model"].model_dump())
+    model = GPT(**BASE["model"].size)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     root = sum(sizes.values()) - 3 * block
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_not_finite_is_found_where_it_comes_from_also_when_we
 
 def left_of(world: World) -> tuple[list[str], list[str]]:
     """Which parameters are there when only the pipeline is kept, and which are its own."""
-    model: Any = GPT(**BASE["model"].model_dump())
+    model: Any = GPT(**BASE["model"].size)
     pipeline = Pipeline(model, world, next_token_loss, PipelineConfig(micro_batches=2))
     there = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
     del model

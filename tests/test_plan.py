@@ -94,7 +94,7 @@ def test_one_process_has_no_backend() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> None:
     config = TaskConfig(model=ModelConfig(layers=3, heads=2, width=64, context=64, recompute=recompute))
-    model = GPT(**config.model.model_dump())
+    model = GPT(**config.model.size)
     tokens = torch.randint(256, (8, 64))
     with count_saved_bytes(model) as kept:
         loss_sum(model(tokens), tokens)
@@ -104,7 +104,7 @@ def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> 
 def test_the_memory_of_an_optimizer_is_what_it_keeps() -> None:
     for name, kept in (("adamw", 8), ("sgd", 4)):
         config = TaskConfig(model=ModelConfig(layers=1, heads=2, width=32, context=32), optimizer=name)
-        model = GPT(**config.model.model_dump())
+        model = GPT(**config.model.size)
         optimizer = make_optimizer(model, config)
         model(torch.randint(256, (2, 8))).sum().backward()
         optimizer.step()

@@ -87,7 +87,7 @@ def losses_by_hand(config: TaskConfig) -> list[float]:
     tokens = load_corpus(config.corpus).train
     context = config.model.context
     torch.manual_seed(config.seed)
-    model = GPT(**config.model.model_dump())
+    model = GPT(**config.model.size)
     optimizer = make_optimizer(model, config)
     factor = learning_rate_factor(config)
     order = Permutation((len(tokens) - 1) // context, config.seed)
@@ -253,7 +253,7 @@ def test_ranks_start_with_equal_weights_and_unequal_dropout_and_evaluate_alike()
     config = changed(QUICK, eval_samples=37)
     tokens, context = load_corpus("stories").valid, TINY.context
     torch.manual_seed(config.seed)
-    model = GPT(**TINY.model_dump())
+    model = GPT(**TINY.size)
     windows = [tokens[i * context : (i + 1) * context + 1].long()[None] for i in range(37)]
     by_hand = [F.cross_entropy(model(window[:, :-1])[0], window[0, 1:]).item() for window in windows]
     wanted = sum(by_hand) / 37
@@ -466,7 +466,7 @@ def test_the_schedule_is_the_one_that_is_named(schedule: str, middle: float, las
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
 def test_the_optimizer_is_the_one_that_is_named_and_decays_matrices_only(name: str, kind: type) -> None:
-    optimizer = make_optimizer(GPT(**TINY.model_dump()), changed(QUICK, optimizer=name, weight_decay=0.25))
+    optimizer = make_optimizer(GPT(**TINY.size), changed(QUICK, optimizer=name, weight_decay=0.25))
     assert type(optimizer) is kind
     assert optimizer.defaults["fused"]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
@@ -525,7 +525,7 @@ def test_the_update_uses_the_clipped_gradient_and_the_log_has_the_norm_before() 
 
 
 def test_decay_is_for_matrices_and_every_weight_is_in_one_group() -> None:
-    model = GPT(**TINY.model_dump())
+    model = GPT(**TINY.size)
     matrices, vectors = make_optimizer(model, changed(QUICK, weight_decay=0.3)).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
     assert all(weight.dim() == 2 for weight in matrices["params"])

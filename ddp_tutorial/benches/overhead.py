@@ -114,7 +114,7 @@ def bare_loop(world: World, config: TaskConfig, *, compiled: bool = False) -> Ca
     torch.manual_seed(config.seed)
     context, per_rank = config.model.context, config.batch_size // world.size
     tokens = load_corpus(config.corpus).train
-    model = GPT(**config.model.model_dump())
+    model = GPT(**config.model.size)
     ddp: Any = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ddp = torch.compile(ddp) if compiled else ddp
     rate = config.peak_learning_rate

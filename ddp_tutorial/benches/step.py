@@ -47,7 +47,7 @@ def gpt_step(
     """
     torch.manual_seed(0)
     config = TrainConfig(**{"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant", "clip": 1.0, **settings})
-    return make_train_step(GPT(**model.model_dump()), source, next_token_loss, team, config, optimizer=optimizer)
+    return make_train_step(GPT(**model.size), source, next_token_loss, team, config, optimizer=optimizer)
 
 
 def random_step(world: World, samples_per_rank: int, model: ModelConfig = LARGE, **settings: Any) -> TrainStep:

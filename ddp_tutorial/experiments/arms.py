@@ -22,7 +22,7 @@ from ddp_tutorial.accumulation.train_step import TrainStep
 from ddp_tutorial.phases import Stopwatch, observe
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.step import make_train_step
-from ddp_tutorial.training.tasks import model_of, source_of, task_of
+from ddp_tutorial.training.tasks import loss_of, model_of, source_of
 from ddp_tutorial.world import World
 
 Name = TypeVar("Name", bound=Hashable)
@@ -64,7 +64,7 @@ def make_step(config: TaskConfig, world: World) -> TrainStep:
     Raises:
         ConfigError: The dataset contains fewer samples than there are ranks.
     """
-    return make_train_step(model_of(config), source_of(config, world), task_of(config).loss, world, config)
+    return make_train_step(model_of(config), source_of(config, world), loss_of(config), world, config)
 
 
 def idle() -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ddp_tutorial.accumulation.config import FORWARDED_OPTIONS, PrecisionConfig
@@ -42,6 +42,11 @@ OptimizerName = Literal["adamw", "sgd"]
 ClassSetting = dict[str, Any]  # {"class": "torch.optim.SGD", "args": {"momentum": 0.9}}
 
 
+def is_import_path(value: Any) -> bool:
+    """Return whether `value` is a module and a name in it, such as "torch.optim.SGD"."""
+    return isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value) is not None
+
+
 def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
     """Return one of `names`, or the import path of a class with its arguments. Nothing is imported here.
 
@@ -53,8 +58,7 @@ def check_class(value: Any, names: tuple[str, ...] = ()) -> Any:
     try:
         path, args = value["class"], value.get("args", {})
         json.dumps(args, allow_nan=False)  # the arguments are stored in config.json
-        is_path = re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path)
-        if is_path and isinstance(args, Mapping) and value.keys() <= {"class", "args"}:
+        if is_import_path(path) and isinstance(args, Mapping) and value.keys() <= {"class", "args"}:
             return {"class": path, "args": dict(args)}
     except (TypeError, KeyError, ValueError, AttributeError):
         pass
@@ -347,9 +351,21 @@ class TrainConfig(Config):
         return name
 
 
-class ModelConfig(Config):
-    """The size of the GPT of task gpt."""
+_CLASS: Any = Field(
+    None,
+    examples=["mymodule.MyModel"],
+    description="Import path of a subclass of `torch.nn.Module` to train instead of the GPT, on samples of `context` "
+    "tokens. The other settings of `model` are those of the GPT.",
+)
+# Created by a function, because `class` is a keyword and cannot be written as the name of a field.
+_FIELDS: Any = {"class": (str | None, _CLASS)}
+_Imported: Any = create_model("_Imported", __base__=Config, **_FIELDS)
 
+
+class ModelConfig(_Imported, Config):
+    """The size of the GPT of task gpt, or the class of a different model."""
+
+    args: dict[str, Any] = Field({}, examples=[{"width": 64}], description="Keyword arguments of `class`.")
     layers: int = Field(4, ge=1, description="Number of transformer blocks.")
     heads: int = Field(4, ge=1, description="Attention heads; must divide `width`.")
     width: int = Field(128, ge=1, description="Size of the embeddings.")
@@ -359,6 +375,26 @@ class ModelConfig(Config):
     recompute: bool = Field(
         False, description="Recompute the activations of a block in the backward pass instead of storing them."
     )
+
+    @property
+    def imported(self) -> ClassSetting | None:
+        """The class of the model and its arguments, or None for the GPT."""
+        path = getattr(self, "class")
+        return None if path is None else {"class": path, "args": self.args}
+
+    @property
+    def size(self) -> dict[str, Any]:
+        """The arguments of the GPT."""
+        return self.model_dump(exclude={"class", "args"})
+
+    @model_validator(mode="after")
+    def _class_is_an_import_path(self) -> "ModelConfig":
+        path = getattr(self, "class")
+        if path is None and self.args:
+            raise ValueError("'model.args' are the arguments of 'model.class', which is missing")
+        if path is not None:
+            check_class({"class": path, "args": self.args})
+        return self
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
@@ -384,6 +420,12 @@ class TaskConfig(TrainConfig):
         "bytes", description="`bytes`, or the path of a tokenizer.json of Hugging Face; set `model.vocab` to its size."
     )
     model: ModelConfig = Field(ModelConfig(), description="Size of the GPT that task gpt trains.")
+    loss: str | ClassSetting | None = Field(
+        None,
+        examples=["mymodule.my_loss"],
+        description="Import path of a loss function, or of a class of loss functions and its arguments, "
+        "`{class: mymodule.MyLoss, args: {...}}`; by default, the loss of the task.",
+    )
     source: SourceConfig = Field(SourceConfig(), description="How samples are read and distributed.")
     batch_size: int = Field(16, ge=1, description="Samples in one optimizer step, over all ranks.")
     per_device_train_batch_size: int | None = Field(
@@ -425,6 +467,11 @@ class TaskConfig(TrainConfig):
         return self.learning_rate * {"fixed": 1.0, "linear": times, "sqrt": times**0.5}[self.learning_rate_rule]
 
     @property
+    def names_classes(self) -> bool:
+        """Whether the optimizer, the scheduler, the model or the loss is specified by its import path."""
+        return super().names_classes or self.model.imported is not None or self.loss is not None
+
+    @property
     def has_tokens(self) -> bool:
         """Whether the corpus contains tokens, so that no tokenizer is applied to it."""
         return self.corpus.startswith("bin:")
@@ -448,6 +495,11 @@ class TaskConfig(TrainConfig):
             f"learning rate {self.peak_learning_rate:g}: {self.learning_rate:g}, scaled from batch_size "
             f"{self.learning_rate_batch} to {self.batch_size} by the rule {self.learning_rate_rule!r}"
         ]
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _loss_is_a_function_or_a_class(cls, value: Any) -> Any:
+        return value if value is None or is_import_path(value) else check_class(value)
 
     @model_validator(mode="after")
     def _rule_has_a_learning_rate(self) -> "TaskConfig":

@@ -35,6 +35,16 @@ def config_of(run: str | Path) -> TaskConfig:
     return check(TaskConfig, content, origin=str(path))
 
 
+def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
+    """Return `config`. Raise `ConfigError` if it names a class, because a file must not decide what is executed."""
+    if config.model.imported is not None:
+        raise ConfigError(
+            f"{run} was trained with model.class={config.model.imported['class']}, and loading imports no code that a "
+            "run names; construct the model, and pass it to ddp_tutorial.load"
+        )
+    return config
+
+
 def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False) -> nn.Module:
     """Return the final model of a run in evaluation mode, or that of the newest valid checkpoint if it is unfinished.
 
@@ -55,13 +65,13 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
         if model is None:
             # huggingface_hub prints a message, which would corrupt JSON on stdout
             with redirect_stdout(io.StringIO()):
-                return task_of(config_of(run)).load(where)
+                return task_of(_without_imports(config_of(run), run)).load(where)
         load_weights(model, where)
         return model.eval()
     found, _ = latest_valid(World(), folder.checkpoints)
     if found is None:
         raise ConfigError(f"{folder.path} has no model and no valid checkpoint; finish the run, or save checkpoints")
-    model = model or task_of(config := config_of(run)).model(config)
+    model = model or task_of(config := _without_imports(config_of(run), run)).model(config)
     load_state(model, stored(found, "model"))
     return model.eval()
 
@@ -74,6 +84,11 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
     """
     config, model = config_of(run), load(run, best=best)
     world, task = World(device=choose_device(config.device if config.device == "cpu" else "auto")), task_of(config)
+    if config.loss is not None:
+        raise ConfigError(
+            f"{run} was trained with loss={config.loss}, and a command imports no code that a run names; evaluate the "
+            "model in a script"
+        )
     _, held_out = samples_of(config, world)
     count = min(samples or config.eval_samples or len(held_out), len(held_out))
     means = evaluate_here(world, model.to(world.device), task.loss, held_out, count, config.batch_size)

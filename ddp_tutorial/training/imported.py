@@ -1,6 +1,8 @@
-"""Construct an object of a class that a config names by its import path."""
+"""Import the functions and classes that a config names by their import path."""
 
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ddp_tutorial.config import ConfigError, did_you_mean
@@ -9,34 +11,63 @@ from ddp_tutorial.training.config import ClassSetting
 Base = TypeVar("Base")
 
 
-def import_class(name: str, path: str, base: type[Base]) -> type[Base]:
-    """Import a class. This executes the module that contains the class.
+def import_object(name: str, path: str, is_known: Callable[[Any], bool]) -> Any:
+    """Import an object of a module. This executes the module.
 
     Args:
         name: The setting that contains the path, for the error.
-        path: The module and the class, such as `"torch.optim.SGD"`.
-        base: The class of which it must be a subclass.
+        path: The module and the name of the object, such as `"torch.optim.SGD"`.
+        is_known: Whether an object may be suggested if there is none of this name.
 
     Raises:
-        ConfigError: If the module cannot be imported, or if it does not contain such a class.
+        ConfigError: If the module cannot be imported, or if it does not contain such an object.
     """
-    module_name, _, class_name = path.rpartition(".")
+    module_name, _, attribute = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"'{name}.class' {path!r}: the module {module_name!r} cannot be imported: {_in_one_line(error)}"
+            f"'{name}' {path!r}: the module {module_name!r} cannot be imported: {_in_one_line(error)}"
         ) from None
-    found = getattr(module, class_name, None)
-    if isinstance(found, type) and issubclass(found, base):
-        return found
-    if found is not None:
-        raise ConfigError(f"'{name}.class' must be a subclass of {base.__module__}.{base.__name__}, got {path!r}")
-    known = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
+    known = [key for key, value in vars(module).items() if is_known(value)]
     raise ConfigError(
-        f"'{name}.class' {path!r}: the module {module_name!r} does not contain {class_name!r}."
-        + (did_you_mean(class_name, known) if known else "")
+        f"'{name}' {path!r}: the module {module_name!r} does not contain {attribute!r}."
+        + (did_you_mean(attribute, known) if known else "")
     )
+
+
+def import_class(name: str, path: str, base: type[Base]) -> type[Base]:
+    """Import a subclass of `base`; see `import_object`. Raise `ConfigError` if it is not one."""
+
+    def is_class(value: Any) -> bool:
+        return isinstance(value, type) and issubclass(value, base)
+
+    found: Any = import_object(f"{name}.class", path, is_class)
+    if not is_class(found):
+        raise ConfigError(f"'{name}.class' must be a subclass of {base.__module__}.{base.__name__}, got {path!r}")
+    return found
+
+
+def import_function(name: str, path: str) -> Callable[..., Any]:
+    """Import a function; see `import_object`. Raise `ConfigError` if it is not one."""
+    found = import_object(name, path, inspect.isfunction)
+    if isinstance(found, type) or not callable(found):
+        raise ConfigError(f"'{name}' must be the import path of a function, got {path!r}, {type(found).__name__}")
+    return found
+
+
+def check_arguments(name: str, setting: ClassSetting, base: type) -> None:
+    """Import the class of a setting, and raise `ConfigError` if its constructor does not accept the arguments.
+
+    The class is not constructed, because a model may be large.
+    """
+    kind: type[Any] = import_class(name, setting["class"], base)
+    try:
+        inspect.signature(kind).bind(**setting["args"])
+    except TypeError as error:
+        raise _refusal(name, setting, error) from None
 
 
 def construct(name: str, setting: ClassSetting, base: type[Base], *args: Any, **defaults: Any) -> Base:
@@ -56,7 +87,11 @@ def construct(name: str, setting: ClassSetting, base: type[Base], *args: Any, **
     try:
         return kind(*args, **(defaults | setting["args"]))
     except Exception as error:
-        raise ConfigError(f"'{name}': {setting['class']} does not accept 'args': {_in_one_line(error)}") from None
+        raise _refusal(name, setting, error) from None
+
+
+def _refusal(name: str, setting: ClassSetting, error: Exception) -> ConfigError:
+    return ConfigError(f"'{name}': {setting['class']} does not accept 'args': {_in_one_line(error)}")
 
 
 def _in_one_line(error: BaseException) -> str:

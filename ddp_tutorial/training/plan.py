@@ -21,7 +21,7 @@ from ddp_tutorial.pipeline.schedules import table_of
 from ddp_tutorial.training.config import TaskConfig, TrainConfig
 from ddp_tutorial.training.optimization import make_optimizer
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
-from ddp_tutorial.training.tasks import check_start, task_of
+from ddp_tutorial.training.tasks import check_start, loss_of, task_of
 from ddp_tutorial.world import World, choose_backend, choose_device, is_launched_rank
 from ddp_tutorial.zero.memory import bytes_gathered, bytes_sent, model_state_bytes
 
@@ -127,7 +127,7 @@ def memory(config: TaskConfig, samples: int, ranks: int = 1) -> dict[str, int]:
     with torch.device("meta"):
         model, batch = task.model(config), task.batch_like(config, samples)
         with activations.count_saved_bytes(model) as kept:
-            task.loss(model, batch)
+            loss_of(config)(model, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if config.strategy == "pipeline":
         held = max((rank["memory"] for rank in stages_of_ranks(config, samples, ranks)), key=_total)
@@ -149,7 +149,7 @@ def stages_of_ranks(config: TaskConfig, samples: int, ranks: int) -> list[dict[s
     """
     task, stages = task_of(config), pipeline_of(config, ranks)
     with torch.device("meta"):
-        costs = stage_costs(task.model(config), task.loss, task.batch_like(config, samples), stages)
+        costs = stage_costs(task.model(config), loss_of(config), task.batch_like(config, samples), stages)
     found = []
     for cost in rank_costs(costs, table_of(stages), ranks // stages.ranks, config.accumulation):
         held = model_state_bytes("ddp", cost.parameters, 1, optimizer_bytes(config))

@@ -34,6 +34,7 @@ from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer, tokenize
 from ddp_tutorial.training.compilation import require_backend, require_compiler
 from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.gpt import GPT, next_token_loss
+from ddp_tutorial.training.imported import check_arguments, construct, import_function
 from ddp_tutorial.training.optimization import check_update
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.trainer import Trainer, TrainResult, with_steps
@@ -54,7 +55,9 @@ class Task:
 
 
 def _gpt(config: TaskConfig) -> nn.Module:
-    return GPT(**config.model.model_dump())
+    if config.model.imported is not None:
+        return construct("model", config.model.imported, nn.Module)
+    return GPT(**config.model.size)
 
 
 def _token_blocks(config: TaskConfig) -> tuple[Data, Data]:
@@ -64,7 +67,7 @@ def _token_blocks(config: TaskConfig) -> tuple[Data, Data]:
     else:
         vocab = load_tokenizer(config.tokenizer).vocab
         corpus = tokenize(corpus, config.tokenizer)
-    if vocab > config.model.vocab:
+    if config.model.imported is None and vocab > config.model.vocab:
         raise ConfigError(
             f"'model.vocab' must be at least {vocab} for the tokens of corpus {config.corpus!r} with tokenizer "
             f"{config.tokenizer!r}, got {config.model.vocab}; set model.vocab={vocab}"
@@ -116,6 +119,22 @@ def task_of(config: TaskConfig) -> Task:
     if config.task not in TASKS:
         raise ConfigError(f"'task' {config.task!r} is not known.{did_you_mean(config.task, sorted(TASKS))}")
     return TASKS[config.task]
+
+
+def loss_of(config: TaskConfig) -> Loss:
+    """Return the loss function that `config` names, by default that of the task.
+
+    Raises:
+        ConfigError: If the function or the class cannot be imported, or if the class does not accept its arguments.
+    """
+    if config.loss is None:
+        return task_of(config).loss
+    if isinstance(config.loss, str):
+        return import_function("loss", config.loss)
+    loss = construct("loss", config.loss, object)
+    if not callable(loss):
+        raise ConfigError(f"'loss.class' must be a class of loss functions, got {config.loss['class']!r}: add __call__")
+    return loss
 
 
 def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
@@ -183,7 +202,7 @@ def require_no_epochs(config: TaskConfig) -> None:
 def check_world(config: TaskConfig, ranks: int) -> None:
     """Raise `ConfigError` if the mesh or the stages do not fit `ranks` ranks, or if a package or a compiler is missing.
 
-    Also constructs an optimizer and a schedule that `config` specifies by import path. This check reads no data.
+    Also imports the classes and the loss that `config` specifies by import path. This check reads no data.
     """
     if config.compile:
         require_backend(config.compile)
@@ -192,6 +211,9 @@ def check_world(config: TaskConfig, ranks: int) -> None:
         require_accelerate()
     if config.names_classes:
         check_update(config)
+        loss_of(config)
+    if config.model.imported is not None:
+        check_arguments("model", config.model.imported, nn.Module)
     micro_batches_per_rank(config, ranks)
     mesh_of(config, ranks)
     if config.strategy == "pipeline":
@@ -211,7 +233,7 @@ def make_trainer(config: TaskConfig, world: World) -> Trainer:
     config, task = with_batch_size(config, world.size), task_of(config)
     train, held_out = samples_of(config, world)
     source = make_source(train, config.batch_size, world, seed=config.seed, config=config.source)
-    return Trainer(model_of(config), source, task.loss, world, config, validation_data=held_out, unit=task.unit)
+    return Trainer(model_of(config), source, loss_of(config), world, config, validation_data=held_out, unit=task.unit)
 
 
 def train(world: World, config: TaskConfig) -> TrainResult:
