@@ -1,12 +1,16 @@
-"""Exercises of 00_quickstart: the arithmetic that makes two ranks compute the same as one process."""
+"""Exercises of 00_quickstart: split a batch, average a loss, and port a training program to several ranks."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_tutorial.collectives import all_reduce_sum
-from ddp_tutorial.exercises import Answer, Exercise, expect
+from ddp_tutorial.exercises import Answer, Exercise, expect, on_ranks
 from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 
@@ -19,7 +23,9 @@ def _test_deal(answer: Answer) -> str:
         parts = [[int(i) for i in answer(indices, rank, size)] for rank in range(size)]
         dealt = sorted(index for part in parts for index in part)
         case = f"For {samples} samples and {size} ranks you returned {parts}"
-        expect(len(dealt) == len(set(dealt)), f"{case}: two ranks have the same sample, which counts twice.")
+        padded = len(dealt) == -(-samples // size) * size and set(dealt) == set(indices)
+        note = " (DistributedSampler pads like this by default. Here, every sample must count once.)" if padded else ""
+        expect(len(dealt) == len(set(dealt)), f"{case}: two ranks have the same sample, which counts twice.{note}")
         expect(dealt == indices, f"{case}: not every sample is assigned to a rank.")
         lengths = [len(part) for part in parts]
         expect(max(lengths) - min(lengths) <= 1, f"{case}: one rank has much more work, and the others wait for it.")
@@ -117,7 +123,10 @@ def _on_rank_zero_only(world: World, loss_sum: torch.Tensor, count: int) -> floa
 
 
 mean_loss = Exercise(
-    task="mean_loss(world, loss_sum, count): return the mean loss over the tokens of all ranks, on every rank.",
+    task=(
+        "mean_loss(world, loss_sum, count): return the mean loss over the tokens of all ranks, on every rank, as a "
+        "float. loss_sum is a tensor with one number, and count is an int."
+    ),
     test=_test_mean_loss,
     solution=_mean_loss,
     wrong={
@@ -134,54 +143,221 @@ mean_loss = Exercise(
     ),
 )
 
-# --------------------------------------------------------------------------- 3. the loss to call backward on, under DDP
+# ----------------------------------------------------------------------------------- 3. port a training program to DDP
+
+Data = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 
 
-def _test_scaled_loss(answer: Answer) -> str:
-    # One weight w = 1. The loss of a token x is w * x, so the gradient of a sum of losses is the sum of the tokens.
-    for tokens in ([[1.0, 2.0], [3.0, 4.0]], [[5.0], [1.0, 2.0, 3.0]], [[1.0], [2.0], [6.0, 3.0]]):
-        size, world_tokens = len(tokens), sum(map(len, tokens))
-        gradients = []
-        for mine in tokens:
-            weight = torch.ones((), requires_grad=True)
-            loss: Any = answer((weight * torch.tensor(mine)).sum(), world_tokens, size)
-            gradients.append(float(torch.autograd.grad(loss, weight)[0]))
-        averaged, true = sum(gradients) / size, sum(map(sum, tokens)) / world_tokens
+def train_alone(
+    make_model: Callable[[], nn.Module], train: Data, valid: Data, log: Callable[[str], None]
+) -> list[float]:
+    """Train on one process until the validation loss stops improving. Returns the validation loss of each epoch."""
+    inputs, targets = train
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses: list[float] = []
+    for epoch in range(20):
+        random = torch.Generator().manual_seed(epoch)
+        for batch in torch.randperm(len(inputs), generator=random).split(24):
+            noise = 0.1 * torch.randn(len(batch), 8, generator=random)
+            loss = F.mse_loss(model(inputs[batch] + noise), targets[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            losses.append(F.mse_loss(model(valid[0]), valid[1]).item())
+        log(f"epoch {epoch}: validation loss {losses[-1]:.4f}")
+        if epoch > 0 and losses[-1] > 0.9 * losses[-2]:
+            break
+    return losses
+
+
+TRAINING, VALIDATION, RANKS = 96, 31, 3  # samples; 31 is not divisible by 3
+
+
+class _Counted(nn.Module):
+    """A model that records the number of samples of each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.training_samples: list[int] = []
+        self.validation_samples = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.training_samples.append(len(inputs))
+        else:
+            self.validation_samples += len(inputs)
+        output: torch.Tensor = self.layers(inputs)
+        return output
+
+
+def _data(samples: int, seed: int) -> Data:
+    inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
+    return inputs, inputs[:, :1] - 0.5 * inputs[:, 1:2]
+
+
+@dataclass
+class _Outcome:
+    """One rank's run of the answer."""
+
+    losses: list[float]
+    lines: list[str]  # the arguments of `log`
+    model: _Counted
+
+
+def _run_training(answer: Answer) -> _Outcome:
+    models: list[_Counted] = []
+    lines: list[str] = []
+
+    def make_model() -> _Counted:
+        models.append(_Counted())
+        return models[-1]
+
+    losses = answer(make_model, _data(TRAINING, 1), _data(VALIDATION, 2), lines.append)
+    return _Outcome(losses, lines, models[-1])
+
+
+def _run_on_rank(world: World, answer: Answer) -> _Outcome:
+    return _run_training(lambda *args: answer(world, *args))
+
+
+def _test_training(answer: Answer) -> str:
+    alone = _run_training(train_alone)
+    stuck = "A rank waits forever for the others. Every rank must enter every collective, and all must stop together."
+    ranks = on_ranks(_run_on_rank, RANKS, answer, stuck=stuck, timeout=60)
+    for rank, each in enumerate(ranks):
+        sizes = sorted(set(each.model.training_samples))
         expect(
-            abs(averaged - true) < 1e-6,
-            f"With tokens {tokens} on the ranks, DDP averages your gradients {gradients} to {averaged:.4f}. One "
-            f"process with all {world_tokens} tokens computes {true:.4f}.",
+            sizes == [24 // RANKS],
+            f"A step has 24 samples, so each of the {RANKS} ranks must train on {24 // RANKS}. Rank {rank} trained on "
+            f"{sizes}.",
         )
-    return "The averaged gradient equals that of one process with all tokens, however the ranks split the tokens."
+        most = -(-VALIDATION // RANKS) * len(alone.losses)
+        expect(
+            each.model.validation_samples <= most,
+            f"Rank {rank} evaluated {each.model.validation_samples} samples in {len(each.losses)} epochs. Each rank "
+            f"must evaluate only its share of the {VALIDATION} validation samples.",
+        )
+        expect(
+            len(each.losses) == len(alone.losses)
+            and all(abs(a - b) < 1e-5 for a, b in zip(each.losses, alone.losses, strict=True)),
+            f"One process computes the validation losses {_rounded(alone.losses)}, got {_rounded(each.losses)} on rank "
+            f"{rank}.",
+        )
+    for rank, each in enumerate(ranks):
+        pairs = zip(each.model.parameters(), alone.model.parameters(), strict=True)
+        expect(
+            all(torch.allclose(a, b, atol=1e-5) for a, b in pairs),
+            f"The final weights of rank {rank} differ from those of one process.",
+        )
+    counts = [len(each.lines) for each in ranks]
+    expect(
+        counts == [len(alone.losses), *[0] * (RANKS - 1)],
+        f"Only rank 0 must call log, once per epoch. The ranks called it {counts} times in {len(alone.losses)} epochs.",
+    )
+    return f"{RANKS} ranks compute the losses and weights of one process, and each does a share of the work."
 
 
-def _scaled_loss(loss_sum: torch.Tensor, world_tokens: int, size: int) -> torch.Tensor:
-    return loss_sum * size / world_tokens
+def _rounded(losses: list[float]) -> str:
+    return "[" + ", ".join(f"{loss:.4f}" for loss in losses) + "]"
 
 
-def _forgets_the_average(loss_sum: torch.Tensor, world_tokens: int, size: int) -> torch.Tensor:
-    return loss_sum / world_tokens
+def _train_on_ranks(
+    world: World, make_model: Callable[[], nn.Module], train: Data, valid: Data, log: Callable[[str], None]
+) -> list[float]:
+    inputs, targets = train
+    own = slice(world.rank, None, world.size)  # the samples of this rank
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses: list[float] = []
+    for epoch in range(20):
+        random = torch.Generator().manual_seed(epoch)  # the same on all ranks: one order, one noise
+        for batch in torch.randperm(len(inputs), generator=random).split(24):
+            noise = 0.1 * torch.randn(len(batch), 8, generator=random)
+            loss = F.mse_loss(model(inputs[batch][own] + noise[own]), targets[batch][own])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            errors = (model.module(valid[0][own]) - valid[1][own]) ** 2
+        total = torch.stack([errors.sum(), torch.tensor(float(len(errors)))])
+        dist.all_reduce(total)  # sums and counts, because the shares differ in size
+        losses.append(float(total[0] / total[1]))
+        if world.rank == 0:
+            log(f"epoch {epoch}: validation loss {losses[-1]:.4f}")
+        if epoch > 0 and losses[-1] > 0.9 * losses[-2]:  # the same value on all ranks, so all stop here
+            break
+    return losses
 
 
-def _not_scaled(loss_sum: torch.Tensor, world_tokens: int, size: int) -> torch.Tensor:
-    return loss_sum
+def _wrong_training(
+    ddp: bool = True, whole_batch: bool = False, own_noise: bool = False, validation: str = "sum", log_all: bool = False
+) -> Answer:
+    """Return a copy of the solution with one mistake."""
+
+    def train_on_ranks(
+        world: World, make_model: Callable[[], nn.Module], train: Data, valid: Data, log: Callable[[str], None]
+    ) -> list[float]:
+        inputs, targets = train
+        own = slice(world.rank, None, world.size)
+        mine = slice(None) if whole_batch else own
+        model = make_model()
+        wrapped = DistributedDataParallel(model) if ddp else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        losses: list[float] = []
+        for epoch in range(20):
+            random = torch.Generator().manual_seed(epoch)
+            for batch in torch.randperm(len(inputs), generator=random).split(24):
+                used = batch[mine]
+                rows = len(used) if own_noise else len(batch)
+                noise = 0.1 * torch.randn(rows, 8, generator=random)
+                optimizer.zero_grad()
+                F.mse_loss(wrapped(inputs[used] + (noise if own_noise else noise[mine])), targets[used]).backward()
+                optimizer.step()
+            seen = slice(None) if validation == "everything" else own
+            with torch.no_grad():
+                mean = F.mse_loss(model(valid[0][seen]), valid[1][seen])
+            if validation == "mean of means":
+                dist.all_reduce(mean)
+                mean /= world.size
+            elif validation == "sum":
+                count = len(valid[0][own])
+                total = torch.tensor([float(mean) * count, count])
+                dist.all_reduce(total)
+                mean = total[0] / total[1]
+            losses.append(float(mean))
+            if world.rank == 0 or log_all:
+                log(f"epoch {epoch}: validation loss {losses[-1]:.4f}")
+            if epoch > 0 and losses[-1] > 0.9 * losses[-2]:
+                break
+        return losses
+
+    return train_on_ranks
 
 
-def _averages_twice(loss_sum: torch.Tensor, world_tokens: int, size: int) -> torch.Tensor:
-    return loss_sum / (world_tokens * size)
-
-
-scaled_loss = Exercise(
-    task="scaled_loss(loss_sum, world_tokens, size): return what to call .backward() on, knowing that DDP averages.",
-    test=_test_scaled_loss,
-    solution=_scaled_loss,
+port_training = Exercise(
+    task=(
+        "train_on_ranks(world, make_model, train, valid, log): train_alone, ported to DDP. It must compute the same "
+        "validation losses and weights, with a share of the samples on each rank."
+    ),
+    test=_test_training,
+    solution=_train_on_ranks,
     wrong={
-        "forgets that DDP divides by the number of ranks": _forgets_the_average,
-        "does not divide the sum": _not_scaled,
-        "divides by the number of ranks a second time": _averages_twice,
+        "trains separate models": _wrong_training(ddp=False),
+        "trains on the whole batch on every rank": _wrong_training(whole_batch=True),
+        "adds different noise": _wrong_training(own_noise=True),
+        "evaluates a share and does not combine": _wrong_training(validation="own share"),
+        "averages means of unequal shares": _wrong_training(validation="mean of means"),
+        "evaluates everything on every rank": _wrong_training(validation="everything"),
+        "logs on every rank": _wrong_training(log_all=True),
     },
     hints=(
-        "Write down what you want: (sum of rank 0 + sum of rank 1 + ...) / world_tokens.",
-        "Write down what you get: (gradient of rank 0 + gradient of rank 1 + ...) / size. Make the two equal.",
+        "Five things change: the model, the samples of a step, the noise, the validation loss, and the call of log.",
+        "All ranks must draw the order and the noise of the whole batch. Then each rank takes its rows of both.",
+        "The shares of the 31 validation samples differ in size. Use exercise 2: sum errors and counts over the ranks.",
+        "All ranks must compare the same validation loss, so that all of them leave the loop after the same epoch.",
     ),
 )
