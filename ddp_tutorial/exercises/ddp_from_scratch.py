@@ -1,4 +1,4 @@
-"""Exercises of 04_ddp_from_scratch: buckets, all-reduces during backward, no_sync, and all of it in one class."""
+"""Exercises of 04_ddp_from_scratch: buckets, their order on all ranks, no_sync, and all of it in one class."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -110,12 +110,39 @@ assign = Exercise(
     ),
 )
 
-# ---------------------------------------------------------------------------------------- 2. all-reduce during backward
+# --------------------------------------------------------------------------------- 2. start buckets in the same order
+
+_SIDE = 4  # each layer is a matrix of 4 x 4 float32: 64 bytes
+
+
+class _Branches(nn.Module):
+    """Five layers. A forward pass can skip `left` and `right`, or run them in either order."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.left, self.right, self.last = (
+            nn.Linear(_SIDE, _SIDE, bias=False) for _ in range(5)
+        )
+        if kind == "tied":
+            self.last.weight = self.first.weight
+        if kind == "frozen":
+            self.middle.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, branches: Sequence[str]) -> torch.Tensor:
+        x = self.middle(self.first(x))
+        for name in branches:
+            x = x + torch.tanh(self.get_submodule(name)(x))
+        return self.last(x)
+
+
+def _inputs(rank: int, step: int, micro: int) -> torch.Tensor:
+    return torch.randn(3, _SIDE, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro))
 
 
 @dataclass
 class _Bucket:
-    """The `bucket` argument of the answer."""
+    """An element of the answer's argument `buckets`."""
 
     parameters: list[nn.Parameter]
     buffer: torch.Tensor
@@ -131,7 +158,6 @@ class _Log:
     blocking: bool = False
     waited: bool = False
     in_backward: bool = True
-    trouble: str = ""
 
 
 class _Watched:
@@ -161,87 +187,101 @@ def _watch(log: _Log) -> Any:
     return patch.object(dist, "all_reduce", watched)
 
 
-def _run_in_time(world: World, answer: Answer) -> None:
-    """Check two steps of three layers in two buckets: layers 2 and 1, and layer 0. Each rank has its own inputs."""
-    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
-    inputs = [torch.arange(6.0).view(2, 3) / 10 + rank for rank in range(world.size)]
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.eye(3) + 0.1 * number)
+def _run_in_turn(world: World, answer: Answer) -> None:
+    """Check two steps of five layers in four buckets. Rank 1 runs two of the layers in reverse order."""
+    model = _Branches()
+    names = {parameter: name.removesuffix(".weight") for name, parameter in model.named_parameters()}
+    first, middle, left, right, last = model.parameters()
+    parts = [last], [right], [left], [middle, first]
+    buckets = [_Bucket(part, torch.zeros(_SIDE * _SIDE * len(part)), len(part)) for part in parts]
+    branches = [("left", "right"), ("right", "left")]
+    inputs = [_inputs(rank, 0, 0) for rank in range(world.size)]
+    losses = [model(inputs[rank], branches[rank]).square().mean() for rank in range(world.size)]
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    gradients = [torch.autograd.grad(model(each).square().mean(), list(model.parameters())) for each in inputs]
-    layers = list(model.parameters())
-    buckets = [_Bucket(part, torch.zeros(9 * len(part)), len(part)) for part in ([layers[2], layers[1]], [layers[0]])]
-    log = _Log()
+    log, complete = _Log(), []
 
-    def on_gradient(bucket: _Bucket, parameter: nn.Parameter) -> None:
-        there = sum(each.grad is not None for each in bucket.parameters)
+    def on_gradient(parameter: nn.Parameter) -> None:
+        complete.append(names[parameter])
         try:
-            answer(world, bucket, parameter)
+            answer(world, buckets, parameter)
         except NotImplementedError:
             raise
-        except (TypeError, AttributeError, RuntimeError) as error:
-            log.trouble = log.trouble or (
-                f"When {there} of {len(bucket.parameters)} gradients of a bucket were complete, your function raised "
+        except (TypeError, AttributeError, RuntimeError, LookupError, ValueError, StopIteration) as error:
+            if lost_connection(error):  # the other rank has exited, and reports the reason
+                raise
+            raise WrongAnswerError(
+                f"When the gradients of {_listed(complete)} were complete, your function raised "
                 f"{type(error).__name__}: {error}."
-            )
+            ) from None
+        _expect_started(world, log, complete, [[names[p] for p in bucket.parameters] for bucket in buckets])
 
-    for bucket in buckets:
-        for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(partial(on_gradient, bucket))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(on_gradient)
     for _ in range(2):
         model.zero_grad()
+        complete.clear()
         log.started, log.in_backward = 0, True
         with _watch(log):
-            model(inputs[world.rank]).square().mean().backward()
+            model(inputs[world.rank], branches[world.rank]).square().mean().backward()
         log.in_backward = False
-        _look_at(world, log, buckets)
         for bucket in buckets:  # this is finish()
+            expect(
+                bucket.work is not None,
+                f"bucket.work of the bucket with {_listed([names[p] for p in bucket.parameters])} is None after the "
+                "backward pass, so finish cannot wait for it.",
+            )
             bucket.work.wait()
-            for parameter, piece in zip(bucket.parameters, bucket.buffer.split(9), strict=True):
+            for parameter, piece in zip(bucket.parameters, bucket.buffer.split(_SIDE * _SIDE), strict=True):
                 assert parameter.grad is not None
                 parameter.grad.copy_(piece.view_as(parameter))
             bucket.missing, bucket.work = len(bucket.parameters), None
-        for number, parameter in enumerate(layers):
-            _compare(world, number, parameter, weights[number], [each[number] for each in gradients])
+        for number, (parameter, name) in enumerate(names.items()):
+            _compare(world, name, parameter, weights[number], [each[number] for each in gradients])
 
 
-def _look_at(world: World, log: _Log, buckets: Sequence[_Bucket]) -> None:
-    expect(not log.trouble, f"{log.trouble} Start a bucket's all-reduce only when all its gradients are complete.")
-    expect(
-        log.started == len(buckets),
-        f"With {len(buckets)} buckets, the backward pass must start {len(buckets)} all-reduces, got {log.started}.",
-    )
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _expect_started(world: World, log: _Log, complete: Sequence[str], parts: Sequence[Sequence[str]]) -> None:
+    """Check the all-reduces that have started when the gradients `complete` are complete."""
     expect(
         not log.blocking and not log.waited,
-        "Your hook waits for its all-reduce, which blocks the backward pass, so communication does not overlap with "
+        "Your function waits for an all-reduce, which blocks the backward pass, so communication does not overlap with "
         "computation. Store the result of all_reduce(..., async_op=True) in bucket.work; finish waits for it.",
     )
-    lost = [number for number, bucket in enumerate(buckets) if bucket.work is None]
-    expect(not lost, f"bucket.work of bucket {lost and lost[0]} is None after backward, so finish cannot wait for it.")
+    full = [set(part) <= set(complete) for part in parts]
+    due = full.index(False) if False in full else len(full)
+    expect(
+        log.started == due,
+        f"On rank {world.rank}, when the gradients of {_listed(complete)} were complete, {due} all-reduces must have "
+        f"started, got {log.started}. The buckets contain {'; '.join(map(_listed, parts))}, in this order. Start each "
+        "full bucket exactly once, but only after all buckets before it.",
+    )
 
 
 def _compare(
-    world: World, number: int, parameter: nn.Parameter, weight: torch.Tensor, gradients: Sequence[torch.Tensor]
+    world: World, name: str, parameter: nn.Parameter, weight: torch.Tensor, gradients: Sequence[torch.Tensor]
 ) -> None:
-    expect(torch.equal(parameter, weight), f"The weights of layer {number} changed; only the gradients may change.")
+    expect(torch.equal(parameter, weight), f"The weight of `{name}` changed; only the gradients may change.")
     got, mean = parameter.grad, torch.stack(list(gradients)).mean(0)
     assert got is not None
-    if torch.allclose(got, mean):
+    if torch.allclose(got, mean, atol=1e-6):
         return
-    if torch.allclose(got, mean * world.size):
+    if torch.allclose(got, mean * world.size, atol=1e-6):
         found = "this is the sum over the ranks; one division is missing"
-    elif torch.allclose(got, mean / world.size):
+    elif torch.allclose(got, mean / world.size, atol=1e-6):
         found = "this was divided twice"
     elif torch.allclose(got, weight) or torch.allclose(got, weight * world.size):
         found = "these are the weights: the hook receives the parameter, and its gradient is in .grad"
-    elif torch.allclose(got, gradients[world.rank]):
+    elif torch.allclose(got, gradients[world.rank], atol=1e-6):
         found = "this is still the rank's own gradient"
     else:
-        found = "this is neither the mean, nor the sum, nor the rank's own gradient"
+        found = "this is neither the mean, nor the sum, nor the rank's own gradient. Check the order of the all-reduces"
     should, is_now = (numbers(gradient.flatten()[:2], digits=4) for gradient in (mean, got))
     raise WrongAnswerError(
-        f"On rank {world.rank}, the gradient of layer {number} must start with {should}, got {is_now}: {found}."
+        f"On rank {world.rank}, the gradient of `{name}` must start with {should}, got {is_now}: {found}."
     )
 
 
@@ -250,90 +290,132 @@ def _launch(run: Callable[[World, Answer], None], answer: Answer) -> None:
     on_ranks(run, 2, answer, stuck=stuck, timeout=20)
 
 
-def _test_in_time(answer: Answer) -> str:
-    _launch(_run_in_time, answer)
-    return "Backward starts two all-reduces and waits for neither, and both ranks have the mean in both steps."
+def _test_in_turn(answer: Answer) -> str:
+    _launch(_run_in_turn, answer)
+    return (
+        "Both ranks start the four buckets in the same order, although their gradients are complete in different "
+        "orders. No all-reduce blocks the backward pass, and both ranks have the mean in both steps."
+    )
 
 
-def _on_gradient(world: World, bucket: Any, parameter: nn.Parameter) -> None:
-    bucket.missing -= 1
-    if bucket.missing == 0:
-        torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)
-        bucket.buffer /= world.size
-        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
-
-
-def _fill(bucket: _Bucket, share: float) -> None:
-    tensors = [torch.zeros(9) if p.grad is None else p.grad.flatten() for p in bucket.parameters]
-    bucket.buffer.copy_(torch.cat(tensors) * share)
-
-
-def _waits_inside(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
-    _on_gradient(world, bucket, parameter)
-    if bucket.work:
-        bucket.work.wait()
-
-
-def _is_not_asynchronous(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
-    bucket.missing -= 1
-    if bucket.missing == 0:
-        _fill(bucket, 1 / world.size)
-        bucket.work = dist.all_reduce(bucket.buffer)
-
-
-def _sends_weights(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
-    bucket.missing -= 1
-    if bucket.missing == 0:
-        bucket.buffer.copy_(torch.cat([p.detach().flatten() for p in bucket.parameters]) / world.size)
-        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
-
-
-def _does_not_divide(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
-    bucket.missing -= 1
-    if bucket.missing == 0:
-        _fill(bucket, 1)
-        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
-
-
-def _sends_at_the_first(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
-    if bucket.work is None:
-        torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)  # type: ignore[union-attr]
-        bucket.buffer /= world.size
-        bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
-
-
-def _sends_at_each(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
-    _fill(bucket, 1 / world.size)
+def _start(world: Any, bucket: Any) -> None:
+    """Start the all-reduce of a bucket. Used by the wrong answers."""
+    torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)
+    bucket.buffer /= world.size
     bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
 
 
-def _forgets_the_work(world: World, bucket: _Bucket, parameter: nn.Parameter) -> None:
+def _count(buckets: Sequence[_Bucket], parameter: nn.Parameter) -> _Bucket:
+    """Decrement `missing` of the parameter's bucket, and return the bucket."""
+    [bucket] = [bucket for bucket in buckets if any(p is parameter for p in bucket.parameters)]
     bucket.missing -= 1
+    return bucket
+
+
+def _on_gradient(world: World, buckets: Any, parameter: nn.Parameter) -> None:
+    for bucket in buckets:
+        bucket.missing -= any(p is parameter for p in bucket.parameters)
+    for bucket in buckets:
+        if bucket.missing:
+            break  # later buckets must wait, so that all ranks use the same order
+        if bucket.work is None:
+            torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)
+            bucket.buffer /= world.size
+            bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
+
+
+def _waits_inside(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    _on_gradient(world, buckets, parameter)
+    for bucket in buckets:
+        if bucket.work:
+            bucket.work.wait()
+
+
+def _is_not_asynchronous(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    _count(buckets, parameter)
+    for bucket in buckets:
+        if bucket.missing:
+            break
+        if bucket.work is None:
+            torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer)  # type: ignore[union-attr]
+            bucket.buffer /= world.size
+            bucket.work = dist.all_reduce(bucket.buffer)
+
+
+def _sends_weights(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    _count(buckets, parameter)
+    for bucket in buckets:
+        if bucket.missing:
+            break
+        if bucket.work is None:
+            bucket.buffer.copy_(torch.cat([p.detach().flatten() for p in bucket.parameters]) / world.size)
+            bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
+
+
+def _does_not_divide(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    alone = SimpleNamespace(size=1)
+    _on_gradient(alone, buckets, parameter)  # type: ignore[arg-type]
+
+
+def _starts_as_they_fill(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    bucket = _count(buckets, parameter)
     if bucket.missing == 0:
-        _fill(bucket, 1 / world.size)
-        dist.all_reduce(bucket.buffer, async_op=True)
+        _start(world, bucket)
+
+
+def _starts_only_its_own(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    """Starts the parameter's bucket in turn, but not the full buckets that waited for it."""
+    bucket = _count(buckets, parameter)
+    place = next(number for number, each in enumerate(buckets) if each is bucket)
+    if bucket.missing == 0 and all(each.work is not None for each in buckets[:place]):
+        _start(world, bucket)
+
+
+def _starts_at_the_end(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    _count(buckets, parameter)
+    if not any(bucket.missing for bucket in buckets):
+        for bucket in buckets:
+            _start(world, bucket)
+
+
+def _starts_again(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    _count(buckets, parameter)
+    for bucket in buckets:
+        if bucket.missing:
+            break
+        _start(world, bucket)
+
+
+def _forgets_the_work(world: World, buckets: Sequence[_Bucket], parameter: nn.Parameter) -> None:
+    _on_gradient(world, buckets, parameter)
+    for bucket in buckets:
+        bucket.work = None
 
 
 on_gradient = Exercise(
     task=(
-        "on_gradient(world, bucket, parameter): called when parameter.grad is complete. When the bucket is full, start "
-        "an asynchronous all-reduce of bucket.buffer, and store its handle in bucket.work."
+        "on_gradient(world, buckets, parameter): called when parameter.grad is complete. Start the asynchronous "
+        "all-reduces of full buckets in the order of the list, and store each handle in bucket.work."
     ),
-    test=_test_in_time,
+    test=_test_in_turn,
     solution=_on_gradient,
     wrong={
         "waits inside the hook": _waits_inside,
         "forgets async_op": _is_not_asynchronous,
         "sends the weights that the hook receives": _sends_weights,
         "forgets to divide": _does_not_divide,
-        "sends when the first gradient is complete": _sends_at_the_first,
-        "sends whenever a gradient is complete": _sends_at_each,
+        "starts buckets in the order in which they fill": _starts_as_they_fill,
+        "leaves full buckets waiting forever": _starts_only_its_own,
+        "starts everything after the last gradient": _starts_at_the_end,
+        "starts a bucket again with every gradient": _starts_again,
         "does not keep the handle": _forgets_the_work,
     },
     hints=(
-        "bucket.missing is the number of gradients that are not complete yet. Your function must decrement it.",
-        "torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer) fills the buffer.",
-        "Divide the buffer by world.size, then bucket.work = dist.all_reduce(bucket.buffer, async_op=True).",
+        "bucket.missing is the number of gradients that are not complete yet. Your function must decrement it. Find "
+        "the bucket with any(p is parameter for p in bucket.parameters): == would compare the elements of the tensors.",
+        "Iterate over the buckets in order. Stop at the first one that is not full, and skip those with a bucket.work.",
+        "torch.cat([p.grad.flatten() for p in bucket.parameters], out=bucket.buffer) fills the buffer. Divide it by "
+        "world.size, then bucket.work = dist.all_reduce(bucket.buffer, async_op=True).",
     ),
 )
 
@@ -486,30 +568,6 @@ no_sync = Exercise(
 
 # -------------------------------------------------------------------------------------- 4. a longer exercise: the class
 
-_SIDE = 4  # each layer is a matrix of 4 x 4 float32: 64 bytes
-
-
-class _Branches(nn.Module):
-    """Five layers. A forward pass can skip `left` and `right`, or run them in either order."""
-
-    def __init__(self, kind: str = "") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.left, self.right, self.last = (
-            nn.Linear(_SIDE, _SIDE, bias=False) for _ in range(5)
-        )
-        if kind == "tied":
-            self.last.weight = self.first.weight
-        if kind == "frozen":
-            self.middle.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, branches: Sequence[str]) -> torch.Tensor:
-        x = self.middle(self.first(x))
-        for name in branches:
-            x = x + torch.tanh(self.get_submodule(name)(x))
-        return self.last(x)
-
-
 _BOTH = ("left", "right")
 _Passes = tuple[tuple[str, ...], ...]  # the branches that each micro-batch of a step runs
 
@@ -539,10 +597,6 @@ _CASES = (
     _Case("Three micro-batches, two of them in no_sync", ((_BOTH,) * 3, (_BOTH,) * 3), sent=3),
     _Case("Two micro-batches, and only the first, in no_sync, uses `left`", ((_BOTH, ("right",)),) * 2),
 )
-
-
-def _inputs(rank: int, step: int, micro: int) -> torch.Tensor:
-    return torch.randn(3, _SIDE, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro))
 
 
 def _pass(model: nn.Module, rank: int, step: int, micro: int, branches: Sequence[str]) -> None:

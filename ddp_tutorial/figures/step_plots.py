@@ -14,6 +14,7 @@ from ddp_tutorial.figures.style import (
     BLUE,
     COLORS,
     DASHES,
+    FAINT,
     GREEN,
     HATCHES,
     INK,
@@ -33,9 +34,10 @@ _GANTT = {
     "data": (PURPLE, "xx"),
     "forward": (SKY, ""),
     "backward": (BLUE, ""),
-    "finish": ("#dddddd", "////"),
+    "finish": ("white", "////"),
     "update": (GREEN, "..."),
 }
+_BACKGROUND = "#e4e4e4"  # behind both lanes during the backward pass
 
 
 @styled
@@ -71,12 +73,13 @@ def swimlane(
 def gantt(timelines: Mapping[str, "Timeline"], rank: int = 0, title: str = "") -> Figure:
     """Draw the computation and the communication of one rank in several runs on one time axis.
 
-    The gray background is the backward pass. Communication during the backward pass is overlapped.
+    The gray background is the backward pass. Communication on it is overlapped, the rest is exposed. The label of a run
+    contains its duration and its exposed communication.
     """
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.95 * len(timelines)))
     _gantt(axes, timelines, rank)
     axes.set(title=title)
-    figure.legend(ncols=len(_GANTT) + 1, loc="outside lower center")
+    figure.legend(ncols=len(_GANTT) + 2, loc="outside lower center", columnspacing=1.2)
     return figure
 
 
@@ -96,26 +99,33 @@ def _gantt(axes: Axes, timelines: Mapping[str, "Timeline"], rank: int) -> None:
             left, length = 1e3 * (span.start - zero), 1e3 * (span.end - span.start)
             color, hatch = _GANTT.get(span.name, (ORANGE, "")) if span.lane == COMPUTE else (ORANGE, "")
             y, height = (row - 0.19, 0.36) if span.lane == COMPUTE else (row + 0.19, 0.28)
-            axes.barh(y, length, left=left, color=color, hatch=hatch, edgecolor="white", height=height, linewidth=0.5)
+            axes.barh(
+                y, length, left=left, color=color, hatch=hatch, edgecolor=_edge(color), height=height, linewidth=0.5
+            )
             if span.name == "backward":
-                axes.barh(row, length, left=left, color="#eeeeee", height=0.86, zorder=0)
+                axes.barh(row, length, left=left, color=_BACKGROUND, height=0.86, zorder=0)
         overlap = timeline.overlap(rank)
-        note = (
-            f"  {100 * overlap.fraction:.0f} % of the possible\n  overlap is reached" if overlap.communication else ""
-        )
+        exposed = 1e3 * (overlap.communication - overlap.hidden)
+        note = f"  {_milliseconds(spans):.0f} ms,\n  {exposed:.0f} ms exposed" if overlap.communication else ""
         axes.annotate(note, (_milliseconds(spans), row), va="center", fontsize=8.5)
     drawn = {span.name for timeline in timelines.values() for span in timeline.ranks[rank]}
     for name, (color, hatch) in _GANTT.items():
         if name in drawn:
             label = "finish (waiting)" if name == "finish" else name
-            axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", label=label)
-    axes.barh(0, 0, color=ORANGE, edgecolor="white", label="all-reduce on the link")
+            axes.barh(0, 0, color=color, hatch=hatch, edgecolor=_edge(color), label=label)
+    axes.barh(0, 0, color=ORANGE, edgecolor="white", label="all-reduce")
+    axes.barh(0, 0, color=_BACKGROUND, label="background: backward")
     axes.set_yticks(range(len(timelines)), list(timelines))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.16)
     axes.set(xlabel="milliseconds")
     axes.set_xlim(left=0)
+
+
+def _edge(color: str) -> str:
+    """Return the color of a bar's edge and hatch."""
+    return FAINT if color == "white" else "white"
 
 
 def _seen(timeline: "Timeline", rank: int) -> list["Span"]:
@@ -201,8 +211,8 @@ def one_of_sweep(
 ) -> Figure:
     """Draw one point of a sweep: the timeline of its step, as in `gantt`, above the sweep, as in `sweeps`.
 
-    The point is marked in the lower panel. The time axis of the upper panel fits every timeline, so figures for
-    different points have the same scale.
+    The point is marked in the lower panel, whose other symbols are those of `sweeps`. The time axis of the upper panel
+    fits every timeline, so figures for different points have the same scale.
 
     Args:
         timelines: The timeline of a step at each x.
@@ -222,7 +232,6 @@ def one_of_sweep(
     below.plot(x, lengths[x], "D", color=RED, markersize=8, markeredgecolor="white", zorder=3)
     below.set(xlabel=xlabel, ylabel="milliseconds per step")
     handles, _ = above.get_legend_handles_labels()
-    handles += [Line2D([], [], label=label, **look) for label, look in _OF_SWEEP.items()]
     handles.append(Line2D([], [], color=RED, marker="D", linestyle="", label="the step above"))
     figure.legend(handles=handles, ncols=4, loc="outside lower center", fontsize=9)
     return figure
