@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import math
+import re
 import struct
 import time
 from pathlib import Path
@@ -18,9 +19,11 @@ from torch import nn
 from ddp_tutorial.commands.logs import logs
 from ddp_tutorial.phases import PhaseEvent, observe
 from ddp_tutorial.processes.launcher import RankError, launch
+from ddp_tutorial.runs import usage
 from ddp_tutorial.runs.folder import RunFolder, load_run
 from ddp_tutorial.runs.rank_logs import LOG
 from ddp_tutorial.runs.summaries import straggler
+from ddp_tutorial.runs.usage import imbalance
 from ddp_tutorial.training.config import EarlyStoppingConfig, ModelConfig, ProfileConfig, TaskConfig, TrainConfig
 from ddp_tutorial.training.evaluation_tracker import EvaluationTracker
 from ddp_tutorial.training.export import evaluate
@@ -180,12 +183,50 @@ def test_a_run_names_its_straggler_and_the_memory_of_each_rank() -> None:
     assert "the other ranks waited for rank 1, in forward" in Path("runs/slow/rank_0.log").read_text()
 
 
+def test_a_rank_that_needs_much_more_memory_than_the_others_is_reported() -> None:
+    assert imbalance({"rss_mb": [500.0, 510.0, 700.0]}) == {
+        "rank": 2,
+        "kind": "rss_mb",
+        "mb": 700.0,
+        "others_mb": 505.0,
+    }
+    assert imbalance({"rss_mb": [500.0, 590.0], "cuda_mb": [9000.0, 4000.0]}) == {
+        "rank": 0,
+        "kind": "cuda_mb",
+        "mb": 9000.0,
+        "others_mb": 4000.0,
+    }
+    assert imbalance({"rss_mb": [500.0, 590.0]}) is None
+    assert imbalance({"rss_mb": [5000.0, 5500.0]}) is None
+    assert imbalance({"rss_mb": [500.0]}) is None
+
+
+def test_the_memory_of_gpus_is_recorded_and_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "gpu_memory", lambda device: {"cuda_mb": 700.0, "cuda_reserved_mb": 900.0})
+    result = train(World(), config_of(name="gpu", gpu_memory_limit_mb=800.0, memory_limit_mb=1e6, empty_cache_every=2))
+    used = json.loads((result.run / "result.json").read_text())["ranks"]
+    assert (used["cuda_mb"], used["cuda_reserved_mb"], used["imbalance"]) == ([700.0], [900.0], None)
+    log = (result.run / "rank_0.log").read_text()
+    assert log.count("rank 0 uses 900 MB of GPU memory, more than gpu_memory_limit_mb=800") == 1
+    assert "memory_limit_mb=1e" not in log
+
+
+def _with_much_memory_on_rank_one(world: World, config: TaskConfig) -> None:
+    trainer = make_trainer(config, world)
+    kept = torch.ones(60_000_000 * world.rank)  # 240 MB
+    trainer.train()
+    assert len(kept) == 60_000_000 * world.rank
+
+
 # ------------------------------------------------------------------------------------------- what each rank says
 
 
 def test_every_rank_has_a_log_and_the_console_shows_what_matters(capfd: pytest.CaptureFixture[str]) -> None:
     launch(train, 2, config_of(name="mine", memory_limit_mb=1.0, learning_rate_rule="sqrt"), device="cpu")
     shown = capfd.readouterr().out
+    assert "rank 1 needs " not in shown
+    launch(_with_much_memory_on_rank_one, 2, config_of(name="uneven"), device="cpu")
+    assert re.search(r"rank 1 needs \d+ MB of memory, the other ranks \d+ MB \(rss_mb\)", capfd.readouterr().out)
     logs = [Path(f"runs/mine/rank_{rank}.log").read_text() for rank in range(2)]
     for rank, log in enumerate(logs):
         assert f"rank {rank} of 2 on cpu, gloo" in log

@@ -28,7 +28,16 @@ _FREE = (
     *("resume", "resume_allow", "resume_without", "checkpoint"),
     *("log_every", "eval_every", "eval_samples", "per_device_eval_batch_size"),
     *("run_test", "target_loss", "best", "early_stopping", "best_model"),
-    *("tensorboard", "private", "memory_limit_mb", "oom_skips", "profile", "compile"),
+    *(
+        "tensorboard",
+        "private",
+        "memory_limit_mb",
+        "gpu_memory_limit_mb",
+        "empty_cache_every",
+        "oom_skips",
+        "profile",
+        "compile",
+    ),
 )
 
 

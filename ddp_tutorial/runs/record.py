@@ -131,6 +131,7 @@ class RunRecord:
         unit: str = "samples",
         events: bool = False,
         memory_limit_mb: float = 0,
+        gpu_memory_limit_mb: float = 0,
     ) -> None:
         """Create the record of a run. No file is opened yet.
 
@@ -141,10 +142,11 @@ class RunRecord:
             unit: What the loss counts, such as "samples" or "tokens".
             events: Also write TensorBoard events.
             memory_limit_mb: Resident memory in MB above which a rank logs a warning; 0 for no limit.
+            gpu_memory_limit_mb: The same limit for the GPU memory that PyTorch has reserved.
         """
         self.world, self.folder, self.config = world, folder, config
         self.log = StepLog(world, folder.metrics, unit, events=events)
-        self.usage = Usage(world, memory_limit_mb)
+        self.usage = Usage(world, memory_limit_mb, gpu_memory_limit_mb)
         self.watch = Stopwatch(world.device)
         self.step = 0  # last recorded step, for the record of a failure
         self._inside = ExitStack()

@@ -1,9 +1,10 @@
-"""Measure the memory and the seconds by phase of each rank, to identify slow ranks and memory growth."""
+"""Measure the memory and the seconds by phase of each rank, to identify slow ranks, memory growth and imbalance."""
 
 import math
+import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -16,25 +17,53 @@ from ddp_tutorial.world import World
 
 MB = 1e6
 _EVERY = 0.2  # seconds between memory checks; one check takes a tenth of a short step
+_UNEVEN, _WORTH_REPORTING_MB = 1.2, 100.0  # a rank needs more than the others if both are exceeded
+_RESERVED = "cuda_reserved_mb"
+
+
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """Return the peak memory in MB that tensors use on a GPU, and that PyTorch has reserved for them. Empty on CPUs."""
+    if device.type != "cuda":
+        return {}
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return {"cuda_mb": allocated / MB, _RESERVED: reserved / MB}
+
+
+def imbalance(memory: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
+    """Return the rank that needs much more memory than the median of the others, or None if there is none.
+
+    Args:
+        memory: MB of each rank, by kind, such as "rss_mb".
+
+    Returns:
+        A dict such as `{"rank": 1, "kind": "rss_mb", "mb": 900.0, "others_mb": 500.0}`.
+    """
+    for kind, each in memory.items():
+        most = each.index(max(each))
+        others = statistics.median([*each[:most], *each[most + 1 :]] or each)
+        if each[most] > max(_UNEVEN * others, others + _WORTH_REPORTING_MB):
+            return {"rank": most, "kind": kind, "mb": each[most], "others_mb": round(others, 1)}
+    return None
 
 
 class Usage:
     """The resource usage of one rank. It sums the seconds by phase, and gathers the usage of all ranks on request."""
 
-    def __init__(self, world: World, limit_mb: float = 0) -> None:
+    def __init__(self, world: World, limit_mb: float = 0, gpu_limit_mb: float = 0) -> None:
         """Start with zero usage.
 
         Args:
             world: This rank's world.
             limit_mb: Resident memory in MB above which the rank logs a warning; 0 for no limit.
+            gpu_limit_mb: Reserved GPU memory in MB above which the rank logs a warning; 0 for no limit.
         """
-        self.world, self.limit_mb = world, limit_mb
+        self.world, self.limit_mb, self.gpu_limit_mb = world, limit_mb, gpu_limit_mb
         self._process = psutil.Process()
         self._before: Counter[str] = Counter()  # seconds by phase until the last `gather`
         self._since: Counter[str] = Counter()  # seconds by phase since then
         self._peak_mb = 0.0
         self._looked = -math.inf
-        self._warned = False
+        self._warned: set[str] = set()  # limits that have been exceeded
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """Add the seconds of one step, by phase."""
@@ -50,16 +79,21 @@ class Usage:
         self._looked = time.monotonic()
         used = self._process.memory_info().rss / MB
         self._peak_mb = max(self._peak_mb, used)
-        if self.limit_mb and used > self.limit_mb and not self._warned:
-            self._warned = True
-            LOG.warning(
-                "rank %d uses %.0f MB of memory, more than memory_limit_mb=%g: a smaller batch_size, more accumulation "
-                "or model.recompute=true would need less",
-                self.world.rank,
-                used,
-                self.limit_mb,
-            )
+        self._warn("memory", "memory_limit_mb", used, self.limit_mb)
+        reserved = gpu_memory(self.world.device).get(_RESERVED, 0.0)
+        self._warn("GPU memory", "gpu_memory_limit_mb", reserved, self.gpu_limit_mb)
         return used
+
+    def _warn(self, what: str, setting: str, used: float, limit: float) -> None:
+        """Log a warning once if `used` exceeds a limit other than 0."""
+        if not limit or used <= limit or setting in self._warned:
+            return
+        self._warned.add(setting)
+        LOG.warning(
+            "rank %d uses %.0f MB of %s, more than %s=%g: a smaller batch_size, more accumulation or "
+            "model.recompute=true would need less",
+            *(self.world.rank, used, what, setting, limit),
+        )
 
     def gather(self) -> dict[str, Any]:
         """Return the current memory of each rank in MB, and its seconds by phase since the last call. Collective."""
@@ -68,7 +102,7 @@ class Usage:
         return self._gather(self._memory(), since)
 
     def gather_totals(self) -> dict[str, Any]:
-        """Return each rank's peak memory in MB, its seconds by phase over the whole run, and the straggler.
+        """Return each rank's peak memory in MB, its seconds by phase over the whole run, the straggler and the imbalance.
 
         Collective.
         """
@@ -76,17 +110,14 @@ class Usage:
         seconds = self._before.copy()
         seconds.update(self._since)  # `+` would drop phases with zero seconds
         used = self._gather(self._peak_mb, seconds)
-        return used | {"straggler": straggler(used["seconds"])}
+        memory = {kind: each for kind, each in used.items() if kind != "seconds"}
+        return used | {"straggler": straggler(used["seconds"]), "imbalance": imbalance(memory)}
 
     def _gather(self, rss_mb: float, seconds: Mapping[str, float]) -> dict[str, Any]:
-        is_gpu = self.world.device.type == "cuda"
-        cuda_mb = torch.cuda.max_memory_allocated(self.world.device) / MB if is_gpu else 0.0
-        ranks = all_gather(self.world, (rss_mb, cuda_mb, dict(seconds)))
-        phases = dict.fromkeys(name for _, _, each in ranks for name in each)
-        used: dict[str, Any] = {
-            "rss_mb": [round(rss, 1) for rss, _, _ in ranks],
-            "seconds": {name: [round(each.get(name, 0.0), 6) for _, _, each in ranks] for name in phases},
+        memory = {"rss_mb": rss_mb, **gpu_memory(self.world.device)}
+        ranks = all_gather(self.world, (memory, dict(seconds)))
+        phases = dict.fromkeys(name for _, each in ranks for name in each)
+        return {
+            **{kind: [round(each[kind], 1) for each, _ in ranks] for kind in memory},
+            "seconds": {name: [round(each.get(name, 0.0), 6) for _, each in ranks] for name in phases},
         }
-        if is_gpu:
-            used["cuda_mb"] = [round(cuda, 1) for _, cuda, _ in ranks]
-        return used

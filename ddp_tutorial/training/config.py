@@ -242,6 +242,12 @@ class TrainConfig(Config):
     memory_limit_mb: float = Field(
         0, ge=0, description="Log a warning if a rank uses more memory than this; 0 disables it."
     )
+    gpu_memory_limit_mb: float = Field(
+        0, ge=0, description="Log a warning if PyTorch reserves more memory than this on a GPU; 0 disables it."
+    )
+    empty_cache_every: int = Field(
+        0, ge=0, description="Steps after which a GPU's unused reserved memory is freed; 0 keeps it for later tensors."
+    )
     profile: ProfileConfig = Field(ProfileConfig(), description="Steps that PyTorch's profiler records on every rank.")
 
     @property

@@ -162,7 +162,13 @@ class Trainer:
             private=config.private,
         )
         self.record = RunRecord(
-            world, self.run, self.settings, unit=unit, events=config.tensorboard, memory_limit_mb=config.memory_limit_mb
+            world,
+            self.run,
+            self.settings,
+            unit=unit,
+            events=config.tensorboard,
+            memory_limit_mb=config.memory_limit_mb,
+            gpu_memory_limit_mb=config.gpu_memory_limit_mb,
         )
         self.log, self.best = self.record.log, EvaluationTracker(world, self.run, config)
         first, last = config.profile.first_step, config.profile.first_step + config.profile.steps - 1
@@ -227,6 +233,8 @@ class Trainer:
             LOG.debug("step %d: %s", self.step_count, format_values(done.means))
             shown = self.epoch() if self.shows_epochs else {}
             progress(self.step_count, self.config.steps, **shown, **self.log.latest)
+        if self.world.device.type == "cuda" and is_due(self.step_count, self.config.empty_cache_every):
+            torch.cuda.empty_cache()
         self.profiler.after(self.step_count)
         self.checkpoints.poll()
         self.requested = self.stopping.decide(done.stop_flags)
@@ -412,6 +420,10 @@ class Trainer:
             used = self.record.usage.gather_totals()
             if used["straggler"]:
                 LOG.debug("the other ranks waited for rank %(rank)d, in %(phase)s: %(seconds).1f s", used["straggler"])
+
+            if used["imbalance"] and self.world.is_main:
+                message = "rank %(rank)d needs %(mb).0f MB of memory, the other ranks %(others_mb).0f MB (%(kind)s)"
+                LOG.info(message, used["imbalance"])
 
             def write() -> None:
                 if not self.run.result.exists():  # it exists if the command of a finished run was rerun
