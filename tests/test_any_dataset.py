@@ -34,6 +34,7 @@ from ddp_tutorial.sharding import (
     TokenBlocks,
     as_samples,
     make_source,
+    streamed,
 )
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
 from ddp_tutorial.sharding.workers import SourceError
@@ -122,6 +123,17 @@ class Followed(IterableDataset[Any]):
     def __iter__(self) -> Iterator[dict[str, int]]:
         info = get_worker_info()
         return ({"id": i} for i in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1))
+
+
+class Opened(IterableDataset[Any]):
+    """Counts how often it is read in this process."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.times += 1
+        return iter(range(SAMPLES))
 
 
 class EmptyStream(IterableDataset[Any]):
@@ -440,9 +452,8 @@ def refusals(world: World) -> dict[str, str]:
     ten, blocks = list(range(10)), TokenBlocks(torch.arange(31), 3)
     found = {
         "IterableDataset, sharded": error_of(lambda: made(Followed())),
-        "datasets.IterableDataset, dispatched": error_of(
-            lambda: made(table().to_iterable_dataset(), kind="dispatched")
-        ),
+        "stream, dispatched, few": error_of(lambda: made(table().to_iterable_dataset(), 1, kind="dispatched")),
+        "stream, dispatched, pad": error_of(lambda: made(Followed(), kind="dispatched", remainder="pad")),
         "no length": error_of(lambda: made(NoLength())),
         "nothing": error_of(lambda: made(None)),
         "DataLoader": error_of(lambda: made(DataLoader(Nested()))),
@@ -470,6 +481,40 @@ def refusals(world: World) -> dict[str, str]:
     return found
 
 
+def dispatched_stream(world: World) -> tuple[list[list[int]], list[int], int]:
+    """Return this rank's samples of the steps of an epoch, those of a resumed step, and how often this rank reads."""
+    config, data = SourceConfig(kind="dispatched"), Opened()
+    source, states, steps = make_source(data, 4, world, config=config), [], []
+    while sum(step.global_count for step in steps) < SAMPLES:
+        steps.append(next(source))
+        states.append(source.state_dict())
+    source.close()
+    again = make_source(Opened(), 4, world, config=config)
+    again.load_state_dict(states[0])
+    resumed = next(again).samples.tolist()
+    again.close()
+    return [step.samples.tolist() for step in steps], resumed, data.times
+
+
+def test_a_stream_without_shards_is_read_by_rank_zero_only_and_dispatched() -> None:
+    ranks = launch(dispatched_stream, 2, device="cpu", threads=1, echo=False, timeout=120)
+    of_rank = [[sample for step in steps for sample in step] for steps, _, _ in ranks]
+    assert sorted(of_rank[0] + of_rank[1]) == list(range(SAMPLES))
+    assert abs(len(of_rank[0]) - len(of_rank[1])) <= 1
+    assert [resumed for _, resumed, _ in ranks] == [steps[1] for steps, _, _ in ranks]
+    assert [times for _, _, times in ranks] == [1, 0]
+
+
+def test_ranks_that_outnumber_the_shards_are_warned_that_each_reads_everything(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed, "require_group", lambda world: None)
+    for ranks, warned in ((1, False), (3, False), (4, True)):
+        caplog.clear()
+        streamed.StreamedSource(table().to_iterable_dataset(num_shards=3), 8, World(0, ranks, 0, ranks))
+        assert ("fewer shards (3) than there are ranks (4)" in caplog.text) == warned
+
+
 def noise(world: World) -> dict[Any, Any]:
     return {(kind, *way): drawn(world, kind, *way) for kind in NOISY for way in WAYS}
 
@@ -483,10 +528,8 @@ def refused() -> list[dict[str, str]]:
     ("what", "told"),
     [
         ("IterableDataset, sharded", "test_any_dataset.Followed has no length, or no samples by number"),
-        (
-            "datasets.IterableDataset, dispatched",
-            "follow it as a stream: make_source(..., config=SourceConfig(kind='streamed",
-        ),
+        ("stream, dispatched, few", "'batch_size' must be at least 2, one sample of each stream, got 1"),
+        ("stream, dispatched, pad", "'source.remainder' is for sources that know how long they are"),
         ("no length", "it lacks __len__ or __getitem__. Add both, or follow it as a stream"),
         ("nothing", "a NoneType has no length"),
         ("DataLoader", "collate_fn=loader.collate_fn)"),

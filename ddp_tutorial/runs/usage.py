@@ -102,7 +102,7 @@ class Usage:
         return self._gather(self._memory(), since)
 
     def gather_totals(self) -> dict[str, Any]:
-        """Return each rank's peak memory in MB, its seconds by phase over the whole run, the straggler and the imbalance.
+        """Return the peak memory, the seconds by phase of the whole run, the straggler and the imbalance.
 
         Collective.
         """

@@ -6,7 +6,7 @@ every world size.
 
     kind          how the data are read                                  data
     sharded       every rank reads its own samples, by index             any map-style dataset
-    dispatched    rank 0 reads, and sends each rank its shard            any map-style dataset
+    dispatched    rank 0 reads, and sends each rank its shard            any dataset
     streamed      every rank reads its own streams                       any iterable dataset
     fast_stream   every rank reads its own samples, by index, from       Arrow files
                   memory-mapped Arrow files, in the order of shuffle
@@ -15,6 +15,7 @@ every world size.
 Token blocks and Arrow files can be read in all four ways.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -61,8 +62,8 @@ def make_source(
     With kind streamed or fast_stream, rank 0 writes token blocks to Arrow files under runs/cache, once per corpus.
 
     Args:
-        data: A map-style dataset (see `as_samples`), an iterable dataset for kind streamed, or `TokenBlocks` or
-            `ArrowShards` for any kind. Every rank must pass the full dataset.
+        data: A map-style dataset (see `as_samples`), an iterable dataset for kinds streamed and dispatched, or
+            `TokenBlocks` or `ArrowShards` for any kind. Every rank must pass the full dataset.
         batch_size: The number of samples in a step, over all ranks.
         world: The ranks of the run.
         seed: The seed of the order. None keeps the order in which the samples are stored.
@@ -79,6 +80,10 @@ def make_source(
     ahead |= {name: getattr(config, name) for name in ("workers", "worker_timeout", "prefetch")}
     if config.kind == "streamed" and not isinstance(data, TokenBlocks | ArrowShards):
         return _streamed(data, batch_size, world, seed, config, collate_fn, ahead)
+    if config.kind == "dispatched" and _is_stream(data):
+        require_streams_for_all(world.size, batch_size, world)
+        read = partial(_streamed, data, batch_size, SINGLE_PROCESS, seed, config, collate_fn, ahead)
+        return DispatchedSource(read, world, prefetch=config.prefetch)
     samples = as_samples(data, collate_fn)
     require_same_samples(samples, world)
     if not len(samples):
@@ -135,6 +140,10 @@ def _streamed(
     return StreamedSource(dataset, batch_size, world, **options)
 
 
+def _is_stream(data: Any) -> bool:
+    return isinstance(data, Iterable) and not hasattr(data, "fetch") and not is_map_style(data)
+
+
 def _require_kind(config: SourceConfig, data: Any) -> None:
     """Raise an error if `config` specifies a kind that cannot read the data.
 
@@ -143,7 +152,7 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
     """
     require_dataset(data)
     kind, name = config.kind, type_name(data)
-    if kind == "streamed" and config.remainder != "carry":
+    if (kind == "streamed" or _is_stream(data)) and config.remainder != "carry":
         raise ConfigError("'source.remainder' is for sources that know how long they are; a stream ends where it ends")
     if isinstance(data, TokenBlocks | ArrowShards):
         return

@@ -1,5 +1,6 @@
 """Define `StreamedSource`, in which every rank reads its own streams, for data that do not support indexing."""
 
+import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -29,6 +30,8 @@ from ddp_tutorial.sharding.workers import (
     worker_options,
 )
 from ddp_tutorial.world import World, require_group
+
+LOG = logging.getLogger(__name__)
 
 
 class StreamedSource:
@@ -95,6 +98,13 @@ class StreamedSource:
         self.streams = streams or max(world.size, self.shards.count)
         require_streams_for_all(self.streams, batch_size, world)
         self.batch_size, self.world, self.workers, self.worker_timeout = batch_size, world, workers, worker_timeout
+        if self.shards.count < world.size and world.is_main:
+            LOG.warning(
+                "the data have fewer shards (%d) than there are ranks (%d), so every rank reads all samples and keeps "
+                "its own. If reading is slow, use source.kind=dispatched, in which only rank 0 reads, or a "
+                "datasets.IterableDataset with a shard for each rank",
+                *(self.shards.count, world.size),
+            )
         self.seed = seed or 0
         self.collate_fn, self.transform = collate_fn, transform
         self.epoch = 0
