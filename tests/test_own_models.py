@@ -1,8 +1,10 @@
 """Models as users write them: the same losses on one, two and three ranks, and exact resumption after a crash."""
 
+import inspect
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ddp_tutorial import TrainConfig, Trainer, World, launch, make_source, synchronise_batch_norm
 from ddp_tutorial.accumulation.loss import Loss
+from ddp_tutorial.processes.errors import RankError
 
 pytestmark = pytest.mark.usefixtures("workdir")
 STEPS = 6
@@ -42,7 +45,7 @@ class CausalBlock(nn.Module):
 class NanoGPT(nn.Module):
     """A GPT with a tied embedding that computes its own loss, as nanoGPT's model does."""
 
-    def __init__(self, width: int = 16, heads: int = 2, layers: int = 2) -> None:
+    def __init__(self, width: int = 16, heads: int = 2, layers: int = 1) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(TOKENS, width), nn.Embedding(CONTEXT, width)
         self.h = nn.ModuleList(CausalBlock(width, heads) for _ in range(layers))
@@ -73,7 +76,7 @@ def nano_gpt_loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": TOKENS, "n_positions": CONTEXT, "n_embd": 16, "n_head": 2, "n_layer": 2}
+    sizes = {"vocab_size": TOKENS, "n_positions": CONTEXT, "n_embd": 16, "n_head": 2, "n_layer": 1}
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
     return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
 
@@ -103,7 +106,7 @@ class Residual(nn.Module):
 
 
 def res_net() -> nn.Module:
-    return nn.Sequential(Residual(1, 4), Residual(4, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    return nn.Sequential(Residual(1, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
 
 
 def images() -> Dataset[Any]:
@@ -166,59 +169,100 @@ class CrashError(Exception):
     pass
 
 
-def trainer_of(world: World, case: Case, crash_at: int = 0, **settings: Any) -> Trainer:
+def crash() -> None:
+    raise CrashError
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing_after(calls: int, loss: Loss, fail: Callable[[], None]) -> Loss:
+    """Return a loss that fails once training has called it `calls` times."""
+
+    def counted(model: nn.Module, batch: Any) -> Any:
+        nonlocal calls
+        calls -= torch.is_grad_enabled()
+        if calls < 0:
+            fail()
+        return loss(model, batch)
+
+    return counted
+
+
+def trainer_of(world: World, case: Case, loss: Loss | None = None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = synchronise_batch_norm(case.model(), world)
-    calls = 0
-
-    def loss(model: nn.Module, batch: Any) -> Any:
-        nonlocal calls
-        calls += torch.is_grad_enabled()
-        if crash_at and calls > crash_at:
-            raise CrashError
-        return case.loss(model, batch)
-
-    config = TrainConfig.model_validate({"steps": STEPS, "warmup_steps": 2} | case.settings | settings)
-    return Trainer(model, make_source(case.data(), 12, world), loss, world, config)
+    source = make_source(case.data(), 12, world)
+    config = TrainConfig.model_validate(
+        {"steps": STEPS, "warmup_steps": 2, "tensorboard": False} | case.settings | settings
+    )
+    return Trainer(model, source, loss or case.loss, world, config)
 
 
-def losses_and_weights(world: World, **settings: Any) -> dict[str, tuple[list[float], str]]:
-    results = {name: trainer_of(world, case, **settings).train() for name, case in CASES.items()}
-    return {name: (result.losses, result.weights) for name, result in results.items()}
+def test_training_a_model_takes_at_most_25_lines() -> None:
+    for case in CASES.values():
+        parts = (case.data, case.loss, trainer_of)
+        assert sum(len(inspect.getsource(part).splitlines()) for part in parts) <= 25
 
 
-def crash_and_resume(world: World, **settings: Any) -> dict[str, str]:
-    """Return the digest of the weights of runs that a crash interrupted in step 4."""
-    weights = {}
-    for name, case in CASES.items():
-        saved = {"name": name, "resume": "auto", "checkpoint": {"every": 1}} | settings
-        with pytest.raises(CrashError):
-            trainer_of(world, case, crash_at=3, **saved).train()
-        resumed = trainer_of(world, case, **saved)
-        weights[name] = resumed.train().weights
-        assert resumed.start.step == 3
-    return weights
+SAVED = {"resume": "auto", "checkpoint": {"every": 1}}
+MODES: dict[str, dict[str, Any]] = {"plain": {}, "compiled": {"compile": {"backend": "eager"}}}
 
 
-def test_models_of_users_have_the_same_losses_on_one_two_and_three_ranks() -> None:
-    alone = losses_and_weights(World())
-    for size in (2, 3):
-        for rank in launch(losses_and_weights, size, device="cpu", echo=False):
-            for name, (losses, _) in rank.items():
-                assert losses == pytest.approx(alone[name][0], rel=1e-5), (name, size)
-                assert len(set(losses)) == STEPS, name
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    weights: str
+    resumed: str  # the weights of a run that a crash interrupted in step 4
 
 
-def test_models_of_users_have_the_same_losses_compiled() -> None:
-    alone = losses_and_weights(World())
-    compiled = partial(losses_and_weights, compile={"backend": "eager"})
-    for rank in launch(compiled, 2, device="cpu", echo=False):
-        for name, (losses, _) in rank.items():
-            assert losses == pytest.approx(alone[name][0], rel=1e-5), name
+def outcome(world: World, case: Case, name: str, **settings: Any) -> Outcome:
+    whole = trainer_of(world, case, **settings).train()
+    settings |= SAVED | {"name": name}
+    with pytest.raises(CrashError):
+        trainer_of(world, case, failing_after(3, case.loss, crash), **settings).train()
+    resumed = trainer_of(world, case, **settings)
+    result = resumed.train()
+    assert resumed.start.step == 3
+    assert result.losses == whole.losses, name
+    return Outcome(whole.losses, whole.weights, result.weights)
 
 
-def test_models_of_users_resume_bitwise_identical_after_a_crash() -> None:
-    undisturbed = launch(losses_and_weights, 2, device="cpu", echo=False)
-    resumed = launch(crash_and_resume, 2, device="cpu", echo=False)
-    for rank in range(2):
-        assert resumed[rank] == {name: weights for name, (_, weights) in undisturbed[rank].items()}
+def outcomes(world: World) -> dict[str, Outcome]:
+    return {
+        f"{name}-{mode}": outcome(world, case, f"{name}-{mode}-{world.size}", **settings)
+        for name, case in CASES.items()
+        for mode, settings in MODES.items()
+    }
+
+
+@pytest.mark.timeout(240)
+def test_models_of_users_have_the_same_losses_on_any_number_of_ranks() -> None:
+    """Each model, compiled and not, is also interrupted and resumed on every number of ranks."""
+    ranks = [rank for size in (1, 2, 3) for rank in launch(outcomes, size, device="cpu", threads=1, echo=False)]
+    for rank in ranks:
+        for name, found in rank.items():
+            expected = ranks[0][name.replace("compiled", "plain")].losses
+            assert len(set(found.losses)) == STEPS, name
+            assert found.losses == pytest.approx(expected, abs=1e-5), name
+            assert found.resumed == found.weights, name
+
+
+def killed(world: World) -> None:
+    case = CASES["nanoGPT"]
+    loss = failing_after(3, case.loss, kill if world.is_main else crash)
+    trainer_of(world, case, loss, name="killed", **SAVED, **MODES["compiled"]).train()
+
+
+def whole_and_resumed(world: World) -> tuple[str, str]:
+    case = CASES["nanoGPT"]
+    whole = trainer_of(world, case, **MODES["compiled"]).train()
+    return whole.weights, trainer_of(world, case, name="killed", **SAVED, **MODES["compiled"]).train().weights
+
+
+def test_a_killed_run_of_a_compiled_model_resumes_bitwise_identical() -> None:
+    with pytest.raises(RankError, match="SIGKILL"):
+        launch(killed, 2, device="cpu", threads=1, echo=False)
+    for whole, resumed in launch(whole_and_resumed, 2, device="cpu", threads=1, echo=False):
+        assert resumed == whole
