@@ -224,7 +224,9 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
             yield row[column].encode()
     except ConfigError:
         raise
-    except (OSError, ValueError, DatasetGenerationError, DatasetNotFoundError) as error:
+    except DatasetNotFoundError as error:
+        raise ConfigError(f"corpus '{kind}:{argument}' cannot be read: {error}") from None
+    except (OSError, ValueError, DatasetGenerationError) as error:
         cause = str(error.__cause__ or error).strip().partition("\n")[0]
         raise ConfigError(f"corpus '{kind}:{argument}' cannot be read: {cause}") from None
 
