@@ -1,4 +1,4 @@
-"""Exercises of 03_averaging_gradients: average by hand, weight unequal batches, start from the same model."""
+"""Exercises of 03_averaging_gradients: average by hand, weight unequal batches, name a fault."""
 
 from collections.abc import Callable
 
@@ -263,102 +263,217 @@ ragged_loss = Exercise(
     ),
 )
 
-# ----------------------------------------------------------------------------------------- 3. start from the same model
+# ------------------------------------------------------------------------------------- 3. name the fault of a black box
+
+FAULTS = (
+    "none",  # the loop equals one process on the union of all samples
+    "sum",  # the gradients are summed, and not divided
+    "different starts",  # the ranks start with different weights
+    "no sync",  # no gradient is averaged
+    "skipped parameter",  # one of the two parameters is not averaged
+    "mean of means",  # every rank counts equally, even if it has fewer samples
+    "not reset",  # gradients of earlier steps are not set to zero
+)
 
 
-def _make_own(rank: int) -> nn.Sequential:
-    """Return a model whose weights (also in a frozen layer) and buffers (floats and a count) depend on the rank."""
-    torch.manual_seed(100 + rank)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model[2].requires_grad_(False)
-    for _ in range(rank + 1):
-        model(torch.randn(5, 3))  # batch norm counts batches, and keeps a running mean
-    return model
+class BlackBoxLoop:
+    """A training loop of a linear model on all ranks, with one unknown fault of `FAULTS`.
+
+    Attributes:
+        learning_rate: The learning rate of plain SGD.
+    """
+
+    def __init__(self, world: World, fault: str) -> None:
+        """Create the model on every rank."""
+        self.learning_rate = 0.1
+        self._world, self._fault = world, fault
+        self._weight = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+        self._bias = torch.tensor([0.25], requires_grad=True)
+        if fault == "different starts" and world.rank == world.size - 1:
+            self._bias = torch.tensor([0.75], requires_grad=True)
+        self._gradients = [torch.zeros(3), torch.zeros(1)]
+
+    def weights(self) -> torch.Tensor:
+        """Return this rank's four weights: three of the inputs and the bias."""
+        return torch.cat([self._weight, self._bias]).detach()
+
+    def gradient(self, weights: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the mean loss over `samples` [n, 3] at the given weights. Uses no other rank."""
+        leaf = weights.clone().requires_grad_()
+        return torch.autograd.grad(self._loss(leaf[:3], leaf[3:], samples), leaf)[0]
+
+    def step(self, samples: torch.Tensor) -> None:
+        """Take one optimizer step with `samples` [n, 3] on this rank, n >= 1. Collective."""
+        parameters = [self._weight, self._bias]
+        loss = self._loss(self._weight, self._bias, samples)
+        if self._fault != "mean of means":
+            count = torch.tensor(float(len(samples)))
+            dist.all_reduce(count)
+            loss = loss * len(samples) * self._world.size / count
+        for number, gradient in enumerate(torch.autograd.grad(loss, parameters)):
+            if self._fault != "no sync" and not (self._fault == "skipped parameter" and number == 1):
+                dist.all_reduce(gradient)
+                gradient.div_(1 if self._fault == "sum" else self._world.size)
+            self._gradients[number] = gradient + (self._gradients[number] if self._fault == "not reset" else 0)
+            parameters[number].data -= self.learning_rate * self._gradients[number]
+
+    @staticmethod
+    def _loss(weight: torch.Tensor, bias: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        return ((samples @ weight + bias - samples.sum(dim=1)) ** 2).mean()
 
 
-def _run_start(world: World, answer: Answer) -> None:
-    model = _make_own(world.rank)
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    own, rank_zero = _make_own(world.rank).state_dict(), _make_own(0).state_dict()
-    answer(world, model)
-    for name, parameter in model.named_parameters():
+def _run_black_box(world: World, answer: Answer) -> list[str]:
+    """Return the answer for each fault, in an order in which "none" is neither first nor last."""
+    names = []
+    for fault in _SHUFFLED:
+        try:
+            name = answer(world, BlackBoxLoop(world, fault))
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError) or not lost_connection(error):
+                raise
+            message = f"Rank {world.rank} waited in a collective that another rank never entered: {_SAME_CALLS}"
+            raise WrongAnswerError(message) from None
+        expect(name in FAULTS, f"The result must be one of {FAULTS}, got {name!r}.")
+        names.append(name)
+    return names
+
+
+_SHUFFLED = ("sum", "none", "mean of means", "different starts", "not reset", "skipped parameter", "no sync")
+_SAME_CALLS = "all ranks must take the same number of steps, and enter the same collectives."
+
+
+def _test_black_box(answer: Answer) -> str:
+    stuck = f"A rank waits forever for the others: {_SAME_CALLS}"
+    of_ranks = on_ranks(_run_black_box, 3, answer, stuck=stuck, timeout=30)
+    for fault, names in zip(_SHUFFLED, zip(*of_ranks, strict=True), strict=True):
         expect(
-            parameter.data_ptr() == before[name],
-            f"`{name}` is a new tensor now. An existing optimizer would keep updating the old one: copy into the "
-            "existing tensor.",
+            len(set(names)) == 1,
+            f"For the same loop, ranks 0, 1 and 2 return {', '.join(map(repr, names))}. Decide from numbers that all "
+            "ranks know, for example from the gathered weights.",
         )
-    for name, got in model.state_dict().items():
-        if torch.equal(got, rank_zero[name]):
-            continue
-        kind = "buffer" if name in dict(model.named_buffers()) else "weight"
-        frozen = kind == "weight" and not model.get_parameter(name).requires_grad
-        found = "still has its initial value" if torch.equal(got, own[name]) else "differs from its initial value too"
-        raise WrongAnswerError(
-            f"On rank {world.rank}, the {'frozen ' if frozen else ''}{kind} `{name}` {found}: it must start with rank "
-            f"0's {numbers(rank_zero[name].flatten()[:2])}, got {numbers(got.flatten()[:2])}."
-        )
+        expect(names[0] == fault, f"For a loop with the fault {fault!r}, your function returns {names[0]!r}.")
+    return f"All {len(FAULTS)} loops are named correctly, by all three ranks."
 
 
-def _test_start(answer: Answer) -> str:
-    stuck = "A rank waits forever for the others. Every rank must enter the same collectives."
-    on_ranks(_run_start, 2, answer, stuck=stuck, timeout=15)
-    return "On every rank, the weights, frozen weights and buffers equal rank 0's, in the same tensors as before."
+def _gather(world: World, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all ranks."""
+    tensors = [torch.empty_like(tensor) for _ in range(world.size)]
+    dist.all_gather(tensors, tensor)
+    return tensors
 
 
-def _sync_initial_state(world: World, model: nn.Module) -> None:
-    for tensor in model.state_dict().values():  # weights and buffers; these share memory with the model
-        dist.broadcast(tensor, src=0)
+def _name_the_fault(world: World, loop: BlackBoxLoop) -> str:
+    def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+        tensors = [torch.empty_like(tensor) for _ in range(world.size)]
+        dist.all_gather(tensors, tensor)
+        return tensors
+
+    def differ(tensors: list[torch.Tensor]) -> bool:
+        return any(not torch.equal(tensor, tensors[0]) for tensor in tensors)
+
+    def step(sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a step. Return rank 0's gradient according to its weights, and that of one process."""
+        generator = torch.Generator().manual_seed(sum(sizes))
+        parts = [torch.randn(size, 3, generator=generator) for size in sizes]
+        before = gather(loop.weights())[0]
+        loop.step(parts[world.rank])
+        after = gather(loop.weights())
+        return (before - after[0]) / loop.learning_rate, loop.gradient(before, torch.cat(parts))
+
+    if differ(gather(loop.weights())):
+        return "different starts"
+    observed, expected = step([4] * world.size)
+    after = gather(loop.weights())
+    if differ(after):  # in all weights, or in some
+        unequal = [differ([weights[i] for weights in after]) for i in range(len(after[0]))]
+        return "no sync" if all(unequal) else "skipped parameter"
+    if not torch.allclose(observed, expected, rtol=1e-3, atol=1e-4):
+        return "sum"
+    observed, expected = step([4] * world.size)  # a second step: are gradients left over from the first?
+    if not torch.allclose(observed, expected, rtol=1e-3, atol=1e-4):
+        return "not reset"
+    observed, expected = step([1, *[5] * (world.size - 1)])
+    return "none" if torch.allclose(observed, expected, rtol=1e-3, atol=1e-4) else "mean of means"
 
 
-def _weights_only(world: World, model: nn.Module) -> None:
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
+def _parts(world: World, sizes: list[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return [torch.randn(size, 3, generator=generator) for size in sizes]
 
 
-def _without_frozen(world: World, model: nn.Module) -> None:
-    tensors = [p.data for p in model.parameters() if p.requires_grad] + list(model.buffers())
-    for tensor in tensors:
-        dist.broadcast(tensor, src=0)
+def _equals_one_process(world: World, loop: BlackBoxLoop, sizes: list[int]) -> bool:
+    """Take a step, and compare rank 0's gradient with one process."""
+    parts, before = _parts(world, sizes), _gather(world, loop.weights())[0]
+    loop.step(parts[world.rank])
+    observed = (before - _gather(world, loop.weights())[0]) / loop.learning_rate
+    return torch.allclose(observed, loop.gradient(before, torch.cat(parts)), rtol=1e-3, atol=1e-4)
 
 
-def _broadcast_copies(world: World, model: nn.Module) -> None:
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor.clone(), src=0)
+def _believes_the_loop(world: World, loop: BlackBoxLoop) -> str:
+    return "none"
 
 
-def _average_starts(world: World, model: nn.Module) -> None:
-    for tensor in model.state_dict().values():
-        tensor.copy_(all_reduce_sum(world, tensor) / world.size)
+def _compares_ranks_only(world: World, loop: BlackBoxLoop) -> str:
+    starts = _gather(world, loop.weights())
+    if any(not torch.equal(each, starts[0]) for each in starts):
+        return "different starts"
+    loop.step(_parts(world, [4] * world.size)[world.rank])
+    after = _gather(world, loop.weights())
+    if all(torch.equal(each, after[0]) for each in after):
+        return "none"
+    return "skipped parameter" if all(torch.equal(each[:3], after[0][:3]) for each in after) else "no sync"
 
 
-def _on_rank_zero(world: World, model: nn.Module) -> None:
-    if world.rank == 0:
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, src=0)
+def _takes_equal_batches_only(world: World, loop: BlackBoxLoop) -> str:
+    name = _compares_ranks_only(world, loop)
+    if name != "none":
+        return name
+    fine = _equals_one_process(world, BlackBoxLoop(world, loop._fault), [4] * world.size)
+    return "none" if fine else "sum"
 
 
-def _new_tensors(world: World, model: nn.Module) -> None:
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for tensor in state.values():
-        dist.broadcast(tensor, src=0)
-    model.load_state_dict(state, assign=True)
+def _takes_one_step_only(world: World, loop: BlackBoxLoop) -> str:
+    fault = loop._fault
+    return "none" if fault == "not reset" else _name_the_fault(world, loop)
 
 
-sync_initial_state = Exercise(
-    task="sync_initial_state(world, model): give every rank all tensors of rank 0's model.state_dict().",
-    test=_test_start,
-    solution=_sync_initial_state,
+def _compares_itself_with_rank_zero(world: World, loop: BlackBoxLoop) -> str:
+    starts = _gather(world, loop.weights())
+    name = _name_the_fault(world, loop)
+    return "none" if name == "different starts" and torch.equal(starts[world.rank], starts[0]) else name
+
+
+def _names_every_difference_no_sync(world: World, loop: BlackBoxLoop) -> str:
+    name = _name_the_fault(world, loop)
+    return "no sync" if name == "skipped parameter" else name
+
+
+def _rank_zero_only(world: World, loop: BlackBoxLoop) -> str:
+    return _name_the_fault(world, loop) if world.rank == 0 else "none"
+
+
+name_the_fault = Exercise(
+    task=(
+        "name_the_fault(world, loop): the loop trains a linear model with plain SGD, and has at most one fault. Return "
+        f"its name, one of {', '.join(map(repr, FAULTS))}. You have loop.weights(), loop.step(samples), "
+        "loop.gradient(weights, samples) of one process, and loop.learning_rate; samples have the shape [n, 3]."
+    ),
+    test=_test_black_box,
+    solution=_name_the_fault,
     wrong={
-        "leaves out the buffers": _weights_only,
-        "leaves out frozen weights": _without_frozen,
-        "broadcasts copies": _broadcast_copies,
-        "averages the initial weights": _average_starts,
-        "broadcasts on rank 0 only": _on_rank_zero,
-        "replaces the tensors": _new_tensors,
+        "trusts the loop": _believes_the_loop,
+        "compares only the ranks with each other": _compares_ranks_only,
+        "uses batches of equal size only": _takes_equal_batches_only,
+        "takes one step only": _takes_one_step_only,
+        "lets each rank compare itself with rank 0": _compares_itself_with_rank_zero,
+        "compares only whether all weights are equal": _names_every_difference_no_sync,
+        "lets only rank 0 examine the loop": _rank_zero_only,
     },
     hints=(
-        "dist.broadcast(tensor, src=0) sends on rank 0 and receives on all other ranks: every rank must call it.",
-        "A model contains more than its parameters(): for example, batch norm has buffers.",
-        "model.state_dict() contains weights and buffers, and each of its tensors shares memory with the model.",
+        "Which faults make ranks disagree with each other, and which make them agree on a wrong result?",
+        "After a step of plain SGD, (before - after) / learning_rate is the gradient that the loop used. Compare it "
+        "with loop.gradient of the union of all ranks' samples. To know it, generate all samples on every rank.",
+        "Three experiments are enough: a step with equal batches, a second step, and a step with unequal batches. "
+        "Gather the weights of all ranks before and after, so that all ranks decide alike.",
     ),
 )
