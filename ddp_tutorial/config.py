@@ -195,7 +195,7 @@ def find_config(source: str | Path) -> Path:
     if named.is_file():
         return named
     if path.is_dir():
-        raise ConfigError(f"config {str(source)!r} is a folder; name a YAML file in it")
+        raise ConfigError(f"config {str(source)!r} must be a YAML file, but is a folder")
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise ConfigError(f"config file {str(source)!r} does not exist (looked in {Path.cwd().name}/)")
     raise ConfigError(f"no config is called {str(source)!r}.{did_you_mean(str(source), config_names())}")
@@ -252,7 +252,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     """Return the layers of the files that a file extends, the base first, and then its own."""
     if path.resolve() in seen:
         circle = " -> ".join(each.name for each in (*seen, path.resolve()))
-        raise ConfigError(f"'extends' goes in a circle: {circle}. Take it out of one of them.")
+        raise ConfigError(f"'extends' is circular: {circle}. Remove it from one of these files.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -261,12 +261,12 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path.name}: should hold lines like 'steps: 100', found {_found(values)}")
+        raise ConfigError(f"{path.name}: the file must contain lines like 'steps: 100', got {_got(values)}")
     base = values.pop("extends", None)
     if base is None:
         return [(path.name, values)]
     if not isinstance(base, str):
-        raise ConfigError(f"{path.name}: 'extends' takes one file or config name, found {_found(base)}")
+        raise ConfigError(f"{path.name}: 'extends' must be one file or config name, got {_got(base)}")
     beside = path.parent / base
     return [*_read(beside if beside.is_file() else find_config(base), (*seen, path.resolve())), (path.name, values)]
 
@@ -276,7 +276,9 @@ def _override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"override {text!r} is not of the form key=value, such as steps=100 or model.layers=4")
+        raise ConfigError(
+            f"an override must have the form key=value, such as steps=100 or model.layers=4, got {text!r}"
+        )
     nested: Any = parse_yaml(value, f"override {text!r}")
     for part in reversed(parts):
         nested = {part: nested}
@@ -296,11 +298,11 @@ def _explain(cls: type[Config], error: ErrorDetails, *, typed: bool) -> str:
         return f"{key!r} is missing; add a line '{key}: ...'"
     if error["type"] == "value_error":  # a validator of several fields, whose message contains their names
         return str(error["ctx"]["error"])
-    wanted = (error["msg"][0].lower() + error["msg"][1:]).replace("input should be", "should be")
+    wanted = (error["msg"][0].lower() + error["msg"][1:]).replace("input should be", "must be")
     name = str(error["loc"][-1])
     right = _example(owner.model_fields[name]) if name in owner.model_fields else None
     example = "" if right is None else f", for example {_typed(key, right) if typed else f'{name}: {_flow(right)}'}"
-    return f"{key!r} {wanted}, found {_found(error['input'])}{example}"
+    return f"{key!r} {wanted}, got {_got(error['input'])}{example}"
 
 
 def _example(field: FieldInfo) -> Any:
@@ -343,7 +345,7 @@ def group_of(field: FieldInfo) -> type[Config] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
 
 
-def _found(value: Any) -> str:
+def _got(value: Any) -> str:
     kinds = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
     if value is None:
         return "nothing"

@@ -117,7 +117,7 @@ def directory_written_atomically(path: Path) -> Iterator[Path]:
         FileExistsError: If `path` exists.
     """
     if path.exists():
-        raise FileExistsError(f"{path} is there already")
+        raise FileExistsError(f"{path} already exists")
     with _aside(path) as aside:
         yield aside
         _sync_all(aside)
@@ -263,7 +263,7 @@ def new_directory(parent: Path, name: str, mode: int = 0o777) -> Path:
         except FileExistsError:
             continue
         return path
-    raise FileExistsError(f"{parent / name}: ten thousand folders of that name are there already")
+    raise FileExistsError(f"{parent / name}: 9,999 folders of that name already exist")
 
 
 _LOCK = ".lock"  # the name of the lock file in a locked folder

@@ -77,7 +77,7 @@ def choose_interface(rendezvous_address: str) -> None:
     if missing := [name for name in wanted.split(",") if name not in known]:
         here = socket.gethostname()
         raise ConfigError(
-            f"{GLOO_INTERFACE}={wanted}: {here} has no interface called {missing[0]!r}, but {', '.join(known)}"
+            f"{GLOO_INTERFACE}={wanted}: {here} has no interface {missing[0]!r}. Its interfaces: {', '.join(known)}"
         )
 
 
@@ -128,11 +128,11 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     lost = [host for host, answered in answers.items() if not answered]
     named = ", ".join(_described(host, peers) for host in lost or others)
     if not lost:
-        story = f"the other hosts ({named}) answer, so a rank there has ended, or hangs; its own log says more"
+        story = f"the other hosts respond ({named}), so a rank on one of them has exited or hangs; see its log"
     elif len(lost) == len(others) > 1:
-        story = f"no other host answers ({named}): {here.host}, this one, is cut off"
+        story = f"no other host responds ({named}), so {here.host} is disconnected"
     else:
-        story = f"lost {named}: no answer within {_PROBE_SECONDS:g} s"
+        story = f"lost {named}: no response within {_PROBE_SECONDS:g} s"
     return LostHostError(f"rank {rank} on {here.host}: {story}.\n{error}")
 
 

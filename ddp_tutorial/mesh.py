@@ -72,11 +72,10 @@ def make_mesh(config: MeshConfig, world_size: int, along: Along) -> Mesh:
         copies = world_size // each if each else 1
     mesh = Mesh(copies, each or world_size // copies)
     if mesh.replicate * mesh.span != world_size:
-        whole = "" if config.replicate and span else "a whole multiple of "
+        whole = "" if config.replicate and span else "a multiple of "
         wanted = (config.replicate or 1) * (span or 1)
-        ranks = "rank" if world_size == 1 else "ranks"
         raise ConfigError(
-            f"the world has {world_size} {ranks}, and a mesh of {sizes} has {whole}{wanted}: start as many, or change "
+            f"the mesh {sizes} requires {whole}{wanted} ranks, got {world_size}: start that number of ranks, or change "
             "'mesh'"
         )
     return mesh

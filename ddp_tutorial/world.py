@@ -136,7 +136,7 @@ def choose_device(
         ConfigError: If `device` is unknown, or if it is "cuda" and there are too few GPUs that cannot be shared.
     """
     if device not in {"auto", "cpu", "cuda"}:
-        raise ConfigError(f"device={device!r} is not known. Use 'auto', 'cpu' or 'cuda'.")
+        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
     if device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if gpus is None else gpus
@@ -144,10 +144,10 @@ def choose_device(
     if gpus >= local_size or (gpus and may_share):
         return torch.device("cuda", local_rank % gpus)
     if device == "cuda":
-        sharing = ", or backend='gloo', with which ranks may share one" if gpus else ""
+        sharing = ", or use backend='gloo', which allows ranks to share a GPU" if gpus else ""
         raise ConfigError(
-            f"device='cuda' needs one GPU for each of the {local_size} ranks on this machine, found {gpus}. "
-            f"Use device='cpu', or as many ranks as there are GPUs{sharing}."
+            f"device='cuda' requires one GPU for each of the {local_size} ranks on this machine, got {gpus}.  "
+            f"Use device='cpu', or start at most one rank per GPU{sharing}."
         )
     return torch.device("cpu")
 
@@ -159,7 +159,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
         ConfigError: If `backend` is unknown, or if it is "nccl" and the device is a CPU.
     """
     if backend not in {"auto", "gloo", "nccl"}:
-        raise ConfigError(f"backend={backend!r} is not known. Use 'auto', 'gloo' or 'nccl'.")
+        raise ConfigError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}")
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError("backend='nccl' requires GPUs, but these ranks are on CPUs. Use backend='gloo' or 'auto'.")
     if backend == "auto":
@@ -233,11 +233,11 @@ def _require_same(world: World) -> None:
     """
     require_group(world)
     if dist.get_rank() != world.rank:
-        raise RuntimeError(f"this is rank {world.rank}, and in the process group that is up rank {dist.get_rank()}")
+        raise RuntimeError(f"this is rank {world.rank}, but rank {dist.get_rank()} in the existing process group")
     if dist.get_backend() != world.backend:
         raise ConfigError(
-            f"the process group that is up talks through {dist.get_backend()}, and backend={world.backend!r} is asked "
-            f"for, on {world.device}. Start that group with the same backend, or set backend and device alike here."
+            f"the existing process group uses {dist.get_backend()}, but backend={world.backend!r} was requested on "
+            f"{world.device}. Create the group with that backend, or change 'backend' or 'device' to match the group."
         )
 
 
@@ -287,7 +287,7 @@ def _read(store: dist.Store, key: str) -> str:
 
 def _wait_until(deadline: float, whom: str) -> None:
     if time.monotonic() > deadline:
-        raise RuntimeError(f"{whom} has not come to meet the others in time")
+        raise RuntimeError(f"{whom} did not join the rendezvous in time")
     time.sleep(0.01)
 
 
@@ -312,13 +312,13 @@ def require_group(world: World) -> None:
         return
     if not dist.is_initialized():
         raise RuntimeError(
-            f"the world has {world.size} ranks but no process group, so they could not talk to one another. "
-            "Write 'with process_group(world):' around this, or start it with launch(...)."
+            f"the world has {world.size} ranks but no process group, so the ranks cannot communicate. "
+            "Run this code inside 'with process_group(world):', or start it with launch(...)."
         )
     if dist.get_world_size() != world.size:
         raise RuntimeError(
             f"the world has {world.size} ranks, but the process group has {dist.get_world_size()}. "
-            "Use the World that launch(...) or World.detect() gave you."
+            "Use the World from launch(...) or World.detect()."
         )
 
 
@@ -333,13 +333,13 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, int] | None:
         return None
     if len(given) == 1:
         missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
-        raise ConfigError(f"{given[0]} is set but {missing} is not. Set both (torchrun does), or neither.")
+        raise ConfigError(f"{given[0]} is set but {missing} is not. Set both, as torchrun does, or neither.")
     rank, size = integer_variable(environ, "RANK"), integer_variable(environ, "WORLD_SIZE")
     missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if size > 1 and missing_address:
         raise ConfigError(
-            f"WORLD_SIZE={size} but {' and '.join(missing_address)} is not set, so the ranks cannot meet. "
-            "Start them with torchrun, or set it on all ranks alike."
+            f"WORLD_SIZE={size} but {' and '.join(missing_address)} is not set, so the ranks cannot connect. "
+            "Start the ranks with torchrun, or set the variable to the same value on all ranks."
         )
     return {
         "rank": rank,

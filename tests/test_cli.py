@@ -111,9 +111,12 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "gone.yaml"), "'gone.yaml' does not exist"),
         (("train", "tinny"), "Did you mean 'tiny'?"),
         (("train", "tiny", "stepz=3"), "unknown key 'stepz'. Did you mean 'steps'?"),
-        (("train", "tiny", "steps=many"), "'steps' should be a valid integer, found 'many'"),
-        (("train", "tiny", "nprocs=0"), "'nprocs' should be greater than or equal to 1, found 0"),
-        (("train", "tiny", "steps"), "override 'steps' is not of the form key=value"),
+        (("train", "tiny", "steps=many"), "'steps' must be a valid integer, got 'many'"),
+        (("train", "tiny", "nprocs=0"), "'nprocs' must be greater than or equal to 1, got 0"),
+        (
+            ("train", "tiny", "steps"),
+            "an override must have the form key=value, such as steps=100 or model.layers=4, got 'steps'",
+        ),
         (("train", "bad.yaml"), "bad.yaml, line 1, column 9: not valid YAML"),
         (("train", "tiny", "corpus=pyton"), "Did you mean 'python'?"),
         (("train", "tiny", "corpus=text:gone"), "there is no file or folder 'gone'"),
@@ -168,7 +171,7 @@ def test_a_world_that_cannot_be_is_told_in_one_line(
 
 def test_gpus_that_are_not_there_are_told_in_one_line() -> None:
     done = run("train", "tiny", "device=cuda", CUDA_VISIBLE_DEVICES="")
-    assert_refused_in_one_line(done, "device='cuda' needs one GPU for each")
+    assert_refused_in_one_line(done, "device='cuda' requires one GPU for each")
 
 
 class LaunchError(ConfigError):

@@ -706,7 +706,7 @@ def test_ranks_that_meet_on_the_loopback_interface_are_left_there(address: str) 
 def test_hosts_that_all_answer_are_not_called_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [hosts.Peer(0, "a", "127.0.0.1"), hosts.Peer(1, "b", "127.0.0.1")]  # port 9 refuses: the host is there
     told = str(hosts.describe_lost_host(RuntimeError("Connection closed by peer"), peers, 0))
-    assert "the other hosts (b at 127.0.0.1 with rank 1) answer, so a rank there has ended" in told
+    assert "the other hosts respond (b at 127.0.0.1 with rank 1), so a rank on one of them has exited" in told
 
 
 def test_an_address_belongs_to_each_node() -> None:

@@ -54,7 +54,7 @@ def test_a_config_is_a_file_of_parameters_for_papermill(name: str) -> None:
 
 def test_a_notebooks_parameter_outside_its_range_is_told_as_a_parameter() -> None:
     """What papermill makes of such an error: test_notebooks.py."""
-    with pytest.raises(ConfigError, match="parameters: 'nprocs' should be greater than or equal to 1, found 0"):
+    with pytest.raises(ConfigError, match="parameters: 'nprocs' must be greater than or equal to 1, got 0"):
         read_parameters(TaskConfig, {"nprocs": 0})
 
 
@@ -108,7 +108,7 @@ def test_early_stopping_is_on_and_keeps_the_best() -> None:
 @pytest.mark.parametrize("name", ["2gpu", "4gpu"])
 def test_a_config_for_gpus_is_refused_where_there_are_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="device='cuda' needs one GPU for each"):
+    with pytest.raises(ConfigError, match="device='cuda' requires one GPU for each"):
         launch_training(load(name, TaskConfig), echo=False)
     assert not Path("runs").exists()
 

@@ -247,7 +247,7 @@ def test_a_config_names_faults_as_text_or_in_full_and_they_are_no_setting_of_the
     [
         ("kil rank=1", "my.yaml: fault 'kil rank=1': 'action' should be"),
         ({"action": "kill", "rnk": 1}, "my.yaml: unknown key 'faults.0.rnk'. Did you mean 'rank'?"),
-        ({"action": "kill", "step": 0}, "my.yaml: 'faults.0.step' should be greater than or equal to 1, found 0"),
+        ({"action": "kill", "step": 0}, "my.yaml: 'faults.0.step' must be greater than or equal to 1, got 0"),
         ({"action": "kill", "phase": "fwd"}, "my.yaml: 'faults.0.phase' should be 'load', 'data', 'grads', 'forward',"),
         ("kill phase=fwd", "my.yaml: fault 'kill phase=fwd': 'phase' should be 'load', 'data', 'grads', 'forward',"),
         ({"action": "kill", "rank": 2}, "fault 'kill on rank 2 in step 1, at grads': 'rank' must be below"),

@@ -826,8 +826,8 @@ def test_a_result_that_cannot_be_rebuilt_here_is_told():
         ({"threads": 0}, ValueError, r"threads must be a positive integer, or None .*got 0"),
         ({"fn": 2}, TypeError, r"launch\(fn, nprocs\): fn must be a function, got 2"),
         ({"nprocs": 2, "in_process": True}, ValueError, r"got 2\. Use nprocs=1, or omit in_process"),
-        ({"device": "gpu"}, ValueError, r"device='gpu' is not known\. Use 'auto', 'cpu' or 'cuda'"),
-        ({"device": "cuda"}, ValueError, r"device='cuda' needs one GPU .*2 ranks.*found 0\. Use device='cpu'"),
+        ({"device": "gpu"}, ValueError, r"device must be 'auto', 'cpu' or 'cuda', got 'gpu'"),
+        ({"device": "cuda"}, ValueError, r"device='cuda' requires one GPU .*2 ranks.*got 0\. Use device='cpu'"),
     ],
     ids=str,
 )

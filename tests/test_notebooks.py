@@ -350,7 +350,7 @@ def test_papermill_executes_it_with_small_parameters(path, tmp_path):
     ("arguments", "said"),
     [
         (["-p", "stepz", "5"], "ConfigError: unknown parameter 'stepz'. Did you mean 'steps'?"),
-        (["-p", "nprocs", "four"], "ConfigError: parameters: 'nprocs' should be a valid integer, found 'four' (text)"),
+        (["-p", "nprocs", "four"], "ConfigError: parameters: 'nprocs' must be a valid integer, got 'four' (text)"),
     ],
 )
 def test_a_wrong_parameter_ends_in_one_clear_message(arguments, said, tmp_path):

@@ -116,7 +116,7 @@ def test_the_memory_of_an_optimizer_is_what_it_keeps() -> None:
 
 def test_a_device_that_is_not_there_is_refused_by_the_plan_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="needs one GPU for each of the 4 ranks on this machine"):
+    with pytest.raises(ConfigError, match="requires one GPU for each of the 4 ranks on this machine"):
         planned("4gpu")
 
 

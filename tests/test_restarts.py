@@ -60,9 +60,9 @@ def test_each_life_of_the_ranks_meets_in_a_part_of_the_store_that_is_new(late: i
 
 def test_a_rank_that_never_comes_is_named_when_the_time_is_up() -> None:
     agents = server()
-    with pytest.raises(RuntimeError, match="rank 1 has not come"):
+    with pytest.raises(RuntimeError, match="rank 1 did not join"):
         attempt_store(agents, World(0, 2, 0, 2, timeout=timedelta(seconds=0.2)))
-    with pytest.raises(RuntimeError, match="rank 0 has not come"):
+    with pytest.raises(RuntimeError, match="rank 0 did not join"):
         attempt_store(agents, World(1, 2, 1, 2, timeout=timedelta(seconds=0.2)))
 
 

@@ -563,11 +563,11 @@ NO_RUNS = "error: no run is called '/nope': there are no runs under runs/\n"
 
 def test_a_folder_that_is_no_run_is_told_with_exit_code_2() -> None:
     Path("empty").mkdir()
-    assert told("checkpoint", "list", "empty") == (2, "error: there is no checkpoint in 'empty'\n")
+    assert told("checkpoint", "list", "empty") == (2, "error: 'empty' does not contain a checkpoint\n")
     for command in (["list", "/nope"], ["diff", "empty", "/nope"], ["verify", "/nope"]):
         code, text = told("checkpoint", *command)
         assert code == 2
-        assert text in {"error: there is no checkpoint in 'empty'\n", NO_RUNS}
+        assert text in {"error: 'empty' does not contain a checkpoint\n", NO_RUNS}
     code, text = told("stop", "empty")
     assert code == 2
     assert text.startswith("error: no run is called 'empty'")

@@ -85,7 +85,7 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_run_goes_on(
     with observe_disk(failing(("rename", checkpoint_name(1)), errno.EIO)):
         checkpointer.save(2)
         checkpointer.close()
-    assert f"{tmp_path / checkpoint_name(1)} cannot be removed: [Errno 5]" in caplog.text
+    assert f"cannot remove {tmp_path / checkpoint_name(1)}: [Errno 5]" in caplog.text
     checkpointer.save(3)
     checkpointer.close()
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(3)]

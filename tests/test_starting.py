@@ -172,7 +172,7 @@ def test_options_go_to_the_launch_and_a_limit_is_kept(capsys: pytest.CaptureFixt
 def test_a_device_that_is_not_there_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *_, **__: pytest.fail("a process was started"))
-    with pytest.raises(ConfigError, match="device='cuda' needs one GPU for each of the 2 ranks"):
+    with pytest.raises(ConfigError, match="device='cuda' requires one GPU for each of the 2 ranks"):
         run(print, device="cuda")
 
 

@@ -225,7 +225,7 @@ def test_a_mistake_in_the_grid_is_told_in_one_line(notebook: Path, settings: lis
     ("settings", "told"),
     [
         (["stepz=3"], "unknown parameter 'stepz'. Did you mean 'steps'?"),
-        (["steps=3,many"], "'steps' should be a valid integer, found 'many'"),
+        (["steps=3,many"], "'steps' must be a valid integer, got 'many'"),
         (["ddp.variant=nave"], "'ddp.variant' should be 'naive', 'flat', 'bucket' or 'torch'"),
         (["extends=gone"], "no config is called 'gone'"),
     ],

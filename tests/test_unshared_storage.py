@@ -188,7 +188,7 @@ def test_auto_refuses_to_begin_anew_where_there_are_checkpoints_and_none_is_vali
     assert told.startswith("ConfigError: none of the 2 checkpoints in mine/checkpoints can be read: ")
     assert "step_00000001/model.safetensors has 0 bytes" in told
     assert "step_00000002/model.safetensors has 0 bytes" in told
-    assert told.endswith("To begin anew, use another name, or move mine/checkpoints away.")
+    assert told.endswith("To start over, use a different name, or move mine/checkpoints.")
 
 
 # ------------------------------------------------------------------------------------- rank 0 keeps them for all
@@ -262,7 +262,7 @@ def test_rank_0_keeps_checkpoints_for_nodes_that_share_no_folder_and_runs_go_on_
             assert each[f"{name}: went on"] == whole[name], name
             assert each[f"{name}: checkpoints"] == (rank == 0)
         assert each["pieces"].startswith("ConfigError: 'checkpoint.shared' must be true, because 'optimizer' is")
-        assert each["later"].startswith("ConfigError: rank 1 has step_00000004 of later on its disk, and rank 0,")
+        assert each["later"].startswith("ConfigError: rank 1 has step_00000004 of later on its disk, but rank 0,")
         assert each["shared"].startswith("ConfigError: rank 1 does not see runs/ddp, where checkpoints are to be saved")
         assert each["places"].startswith("ConfigError: runs/ddp has logs of other ranks, and nothing of rank 0: ")
         assert (each["changed"], each["changed there"]) == (set(), set()), "a refused command changes nothing"

@@ -195,9 +195,9 @@ def test_gpus_are_shared_by_the_ranks_of_a_machine_not_of_the_world():
 
 
 def test_too_few_gpus_and_unknown_devices_are_refused():
-    with pytest.raises(ValueError, match=r"needs one GPU for each of the 4 ranks on this machine, found 3\. Use"):
+    with pytest.raises(ValueError, match=r"requires one GPU for each of the 4 ranks on this machine, got 3\. Use"):
         World.detect(TORCHRUN, "cuda", gpus=3)
-    with pytest.raises(ValueError, match=r"device='tpu' is not known\. Use 'auto', 'cpu' or 'cuda'"):
+    with pytest.raises(ValueError, match=r"device must be 'auto', 'cpu' or 'cuda', got 'tpu'"):
         choose_device("tpu")
     assert choose_device("cpu", gpus=8) == torch.device("cpu")
 
@@ -252,14 +252,16 @@ def test_device_and_backend_are_two_choices_and_with_gloo_ranks_may_share_a_gpu(
     assert found("cuda", "gloo", 1) == ("cuda:0", "gloo")
     assert found("cuda", "auto", 4) == found("auto", "nccl", 4) == ("cuda:3", "nccl")
     assert found("auto", "gloo", 1) == found("cpu", "auto", 4) == ("cpu", "gloo")
-    with pytest.raises(ConfigError, match=r"needs one GPU for each of the 4 ranks .* found 2.*or backend='gloo', with"):
+    with pytest.raises(
+        ConfigError, match=r"requires one GPU for each of the 4 ranks .* got 2.*or use backend='gloo', which"
+    ):
         found("cuda", "nccl", 2)
-    with pytest.raises(ConfigError, match=r"found 0\. Use device='cpu', or as many ranks as there are GPUs\.$"):
+    with pytest.raises(ConfigError, match=r"got 0\. Use device='cpu', or start at most one rank per GPU\.$"):
         found("cuda", "gloo", 0)
     for device, gpus in (("cpu", 4), ("auto", 1)):
         with pytest.raises(ConfigError, match=r"backend='nccl' requires GPUs, but these ranks are on CPUs"):
             found(device, "nccl", gpus)
-    with pytest.raises(ConfigError, match=r"backend='mpi' is not known\. Use 'auto', 'gloo' or 'nccl'"):
+    with pytest.raises(ConfigError, match=r"backend must be 'auto', 'gloo' or 'nccl', got 'mpi'"):
         found("cpu", "mpi", 0)
 
 
@@ -315,11 +317,11 @@ def test_a_group_that_somebody_else_has_started_is_used_and_left_as_it_is(monkey
     assert entered == [here]
     refused = [
         (replace(here, size=2, local_size=2), RuntimeError, "2 ranks, but the process group has 3"),
-        (replace(here, rank=2), RuntimeError, "rank 2, and in the process group that is up rank 1"),
+        (replace(here, rank=2), RuntimeError, "rank 2, but rank 1 in the existing process group"),
         (
             replace(here, device=torch.device("cuda", 1), backend="nccl"),
             ConfigError,
-            "talks through gloo, and backend='nccl'",
+            "uses gloo, but backend='nccl'",
         ),
     ]
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)

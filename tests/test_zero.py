@@ -984,8 +984,8 @@ def test_a_world_that_a_mesh_does_not_fit_is_refused_before_any_rank_starts(
         monkeypatch.setattr(f"{module}.launch", lambda *_, **__: pytest.fail("ranks were started"))
     wrong = [
         (["strategy=zero3", "mesh.replicate=2", "mesh.shard=2"], "3 ranks, and a mesh of replicate 2 x shard 2 has 4"),
-        (["strategy=fsdp", "mesh.shard=2"], "3 ranks, and a mesh of shard 2 has a whole multiple of 2: start as many"),
-        (["strategy=pipeline", "mesh.pipeline=2"], "a mesh of pipeline 2 has a whole multiple of 2"),
+        (["strategy=fsdp", "mesh.shard=2"], "the mesh shard 2 requires a multiple of 2 ranks, got 3: start that"),
+        (["strategy=pipeline", "mesh.pipeline=2"], "the mesh pipeline 2 requires a multiple of 2 ranks"),
         (["strategy=ddp", "mesh.shard=2"], "'mesh.shard' is an option of strategies zero1, zero2, zero3 and fsdp, not"),
     ]
     for options, said in wrong:

@@ -270,15 +270,16 @@ class Checkpointer:
         manifest = self._seen(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
         if unknown := set(exclude) - set(known):
-            raise CheckpointError(f"{sorted(unknown)[0]!r} is no component of this run: {', '.join(known)}")
+            raise CheckpointError(f"{sorted(unknown)[0]!r} is not a component of this run. Known: {', '.join(known)}")
         wanted = [name for name in self.components if name not in exclude]
         for name in wanted:
             if name not in manifest.components:
-                raise CheckpointError(f"{folder} has no {name!r}; to go on without, leave it out by name")
+                raise CheckpointError(f"{folder} does not contain {name!r}. To resume without it, exclude it by name")
         for name in manifest.components:
             if name not in self.components and name not in exclude:
                 raise CheckpointError(
-                    f"{folder} has {name!r}, which this run has no use for; to go on without, leave it out by name"
+                    f"{folder} contains {name!r}, but this run has no such component. To resume without it, exclude "
+                    "it by name"
                 )
         self._seen(lambda: read_verified(folder))  # last, because it takes the longest
         return manifest, [self._restore(folder, manifest, name) for name in wanted]
@@ -296,7 +297,9 @@ class Checkpointer:
         component, stored = self.components[name], manifest.components[name]
         thing, alike = component.stateful, component.ranks_alike(self.world)
         if stored.shared != component.shared:
-            raise CheckpointError(f"{folder} has {name!r} {stored.shared}, and here it is {component.shared}")
+            raise CheckpointError(
+                f"component {name!r} must be {stored.shared!r}, as in {folder}, got {component.shared!r}"
+            )
         if stored.shared == "sharded":
             return partial(load_shards, folder / name, thing)
         if len(stored.files) == self.world.size // alike:
@@ -349,7 +352,9 @@ class _Writer:
                 run_on_all_ranks(self.world, partial(write_shards, folder, state, self.world), CheckpointError)
             paths = sorted(folder.iterdir())
             if len({tuple(names) for names in all_gather(self.world, [path.name for path in paths])}) > 1:
-                raise CheckpointError(f"the ranks see different files of {self.path}: they share no folder. {SHARE}")
+                raise CheckpointError(
+                    f"the ranks see different files in {self.path}: the folder is not shared. {SHARE}"
+                )
             self.shards[name] = paths[self.world.rank :: self.world.size]
 
     def start(self) -> None:

@@ -27,7 +27,7 @@ def compare(first: Path, second: Path) -> dict[str, str]:
     result = {f"config {key}": f"{a!r} and {b!r}" for key, (a, b) in differences(one.config, other.config).items()}
     for name in dict.fromkeys(file.path for manifest in (one, other) for file in manifest.files):
         if not all((folder / name).is_file() for folder in (first, second)):
-            result[name] = "in one of them only"
+            result[name] = "only in one checkpoint"
             continue
         values, others = (dict(named_leaves(name, read_state(folder / name))) for folder in (first, second))
         for path in values | others:
@@ -44,11 +44,11 @@ def _difference(a: Any, b: Any) -> str | None:
         if torch.equal(a, b):  # 0.0 and -0.0
             return None
         most = (a.double() - b.double()).abs().max().item()
-        return f"{int((a != b).sum())} of {a.numel()} elements differ, by {most:.3g} at most"
-    return f"{_shown(a)} and {_shown(b)}"
+        return f"{int((a != b).sum())} of {a.numel()} elements differ, by at most {most:.3g}"
+    return f"{_formatted(a)} and {_formatted(b)}"
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return repr(value)

@@ -98,7 +98,7 @@ class Component:
         }
         span = spans.get(self.shared, self.span)
         if span < 1 or world.size % span:
-            raise ValueError(f"{world.size} ranks cannot be cut into groups of {span}")
+            raise ValueError(f"{world.size} ranks cannot be divided into groups of {span}")
         return span
 
 
@@ -111,7 +111,9 @@ def require_even_nodes(world: World, components: Mapping[str, Component]) -> Non
     names = [name for name, component in components.items() if component.shared == "per_node"]
     sizes = sorted(set(all_gather(world, world.local_size))) if names else []
     if len(sizes) > 1:
-        raise ValueError(f"{names[0]!r} is per_node, but some machines have {sizes[0]} ranks, and some {sizes[-1]}")
+        raise ValueError(
+            f"{names[0]!r} is per_node, so all nodes must have the same number of ranks, got {sizes[0]} and {sizes[-1]}"
+        )
 
 
 def require_unsharded(world: World, components: Mapping[str, Component]) -> None:
@@ -200,5 +202,5 @@ class RandomState:
             CheckpointError: If there is no `reseed` function.
         """
         if self.reseed is None:
-            raise CheckpointError("the random numbers of another number of ranks need a 'reseed'")
+            raise CheckpointError("RandomState requires 'reseed' to load a checkpoint of a different number of ranks")
         self.reseed(step)

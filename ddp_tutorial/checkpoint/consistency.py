@@ -30,7 +30,7 @@ def assert_replicated(world: World, name: str, state: Any, span: int, check: Che
     mine = {name: summary(value, check) for name, value in values.items()}
     seen = all_gather(world, mine)
     if not any(seen):
-        raise CheckpointError(f"{name!r} has no value to compare between ranks")
+        raise CheckpointError(f"component {name!r} contains no values to compare between ranks")
     for first in range(0, world.size, span):
         if found := first_difference(seen[first : first + span], first):
             raise CheckpointError(f"{found[0]} is not the same on all ranks: {found[1]}")

@@ -160,7 +160,7 @@ def read_manifest(folder: Path) -> Manifest:
         notify_observers("read", path)
         manifest = _parsed(path.read_bytes(), folder)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no checkpoint: there is no {MANIFEST} in it") from None
+        raise CheckpointError(f"{folder} is not a checkpoint: it does not contain {MANIFEST}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # RecursionError: objects nested thousands deep
@@ -177,22 +177,22 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
     """
     fields = json.loads(content)
     if not isinstance(fields, dict):
-        raise ValueError("it is not a JSON object")  # noqa: TRY004, the content is wrong, not a type
+        raise ValueError("the content is not a JSON object")  # noqa: TRY004, the content is wrong, not a type
     version, seal = fields.get("schema_version"), fields.pop("sha256", None)
     if isinstance(version, int) and version > SCHEMA:
         raise CheckpointError(
-            f"{folder} was written by a newer version (schema {version}; this one knows up to {SCHEMA}). "
-            "Update ddp_tutorial to read it."
+            f"{folder} was written by a newer version (schema {version}; this version supports schemas up to "
+            f"{SCHEMA}). Update ddp_tutorial to read it."
         )
     if seal != sha256_of_json(fields):
-        raise ValueError("its checksum is not the one in it")
+        raise ValueError("its content does not match its checksum")
     try:
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if outside := [file.path for file in manifest.files if not _is_inside(folder, file.path)]:
-        raise ValueError(f"it names a file outside of its folder, {outside[0]!r}")
+        raise ValueError(f"it lists a file outside its folder, {outside[0]!r}")
     return manifest
 
 
@@ -235,9 +235,9 @@ def _problem(folder: Path, file: StoredFile) -> str | None:
         if not stat.S_ISREG((found := path.stat()).st_mode):  # reading a pipe would block forever
             return f"{path} is not a file"
         if (nbytes := found.st_size) != file.nbytes:
-            return f"{path} has {nbytes:,} bytes and should have {file.nbytes:,}"
+            return f"{path} must have {file.nbytes:,} bytes, got {nbytes:,}"
         if sha256_of(path) != file.sha256:
-            return f"{path} is damaged: its checksum is not the one in the manifest"
+            return f"{path} is damaged: its checksum does not match the manifest"
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:  # a disk error, or no permission

@@ -121,8 +121,8 @@ def _require_newest(world: World, run: Path) -> None:
     later = [rank for rank, name in enumerate(of_ranks) if name > of_ranks[0]]
     if later:
         raise ConfigError(
-            f"rank {later[0]} has {of_ranks[later[0]]} of {run} on its disk, and rank 0, which keeps the checkpoints "
-            f"with checkpoint.shared=false, has {of_ranks[0] or 'none'}. Start rank 0 on that host, or use another "
+            f"rank {later[0]} has {of_ranks[later[0]]} of {run} on its disk, but rank 0, which writes the checkpoints "
+            f"with checkpoint.shared=false, has {of_ranks[0] or 'none'}. Start rank 0 on that host, or use a different "
             "name."
         )
 
@@ -141,8 +141,8 @@ def _require_seen(world: World, folder: Path) -> None:
     others = [str(rank) for rank, each in enumerate(seen) if each != seen[0]]
     if others:
         raise ConfigError(
-            f"rank {', '.join(others)} does not find {folder}, from which rank 0 would go on: these ranks share no "
-            f"folder. {SHARE}"
+            f"rank {', '.join(others)} does not find {folder}, from which rank 0 would resume: the ranks do not share "
+            f"the folder. {SHARE}"
         )
 
 
@@ -153,12 +153,14 @@ def _start(run: Path, resume: str, config: Mapping[str, Any], allow: Sequence[st
     if folder is None:
         if resume != "auto":
             damaged = f": {_in_short(problems)}" if problems else ""
-            raise ConfigError(f"'resume' {resume}: there is no checkpoint, and no run that has a valid one{damaged}")
+            raise ConfigError(
+                f"'resume' {resume}: the path is neither a checkpoint nor a run with a valid checkpoint{damaged}"
+            )
         if problems:
             there = run / CHECKPOINTS
             raise ConfigError(
                 f"none of the {len(list_checkpoints(there))} checkpoints in {there} can be read: {_in_short(problems)}."
-                f" To begin anew, use another name, or move {there} away."
+                f" To start over, use a different name, or move {there}."
             )
         return ResumePoint()
     manifest = read_manifest(folder)

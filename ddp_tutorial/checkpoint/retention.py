@@ -42,7 +42,7 @@ class Retention:
             ValueError: If `keep_last` is less than 1.
         """
         if keep_last < 1:
-            raise ValueError(f"keep_last={keep_last}: the last checkpoint is what a run goes on from, so 1 or more")
+            raise ValueError(f"keep_last must be at least 1, got {keep_last}: a run resumes from its last checkpoint")
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
         self.metric, self.mode = metric, mode
         self._valid: dict[Path, float | None] = {}  # the metric of each valid checkpoint
@@ -75,7 +75,7 @@ class Retention:
         try:
             self._apply(written)
         except OSError as error:
-            LOG.warning("%s cannot be looked through for old checkpoints: %s", self.folder, error)
+            LOG.warning("cannot search %s for old checkpoints: %s", self.folder, error)
 
     def _apply(self, written: Path) -> None:
         checkpoints = list_checkpoints(self.folder)
@@ -88,7 +88,7 @@ class Retention:
             try:  # rename all of them first, which is fast
                 renamed.append(unpublish(path))
             except OSError as error:
-                LOG.warning("%s cannot be removed: %s", path, error)
+                LOG.warning("cannot remove %s: %s", path, error)
         for path in renamed:
             remove(path)
 
@@ -96,5 +96,5 @@ class Retention:
         try:
             self.record_valid(path, read_verified(path).metrics)
         except CheckpointError as error:
-            LOG.warning("neither counted nor removed: %s", error)
+            LOG.warning("a damaged checkpoint is kept, in addition to keep_last: %s", error)
             self._damaged.add(path)

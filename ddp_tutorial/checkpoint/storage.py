@@ -122,7 +122,8 @@ def stored(folder: Path, name: str) -> Any:
     if component is not None and component.shared == "sharded":
         return read_full(folder / name)
     if component is None or len(component.files) != 1:
-        raise CheckpointError(f"{folder} has no one {name!r} for all ranks")
+        found = "none" if component is None else f"{len(component.files)} files"
+        raise CheckpointError(f"{folder} must contain one file of {name!r} for all ranks, got {found}")
     return read_state(folder / component.files[0].path)
 
 

@@ -34,7 +34,7 @@ def _checkpoints(path: Path) -> list[Path]:
         return [path]
     found = list_checkpoints(path / CHECKPOINTS) or list_checkpoints(path)
     if not found:
-        raise ConfigError(f"there is no checkpoint in {str(path)!r}")
+        raise ConfigError(f"{str(path)!r} does not contain a checkpoint")
     return found
 
 
@@ -105,7 +105,7 @@ def checkpoint_verify(path: Path, as_json: bool) -> None:
         click.echo(json.dumps(found))
     else:
         for folder, problems in found.items():
-            click.echo("\n".join(problems) or f"{folder}: as it was written")
+            click.echo("\n".join(problems) or f"{folder}: intact")
     if any(found.values()):
         sys.exit(1)
 

@@ -59,8 +59,8 @@ def open_folder(
             with suppress(OSError):  # contains other runs
                 RUNS.rmdir()
         raise ConfigError(
-            f"rank {', '.join(others)} does not see {folder.path}, where checkpoints are to be saved: these ranks "
-            f"share no folder. {SHARE} To save none, use checkpoint.every=0."
+            f"rank {', '.join(others)} does not see {folder.path}, the folder of the checkpoints: the ranks do not "
+            f"share it. {SHARE} To save no checkpoints, use checkpoint.every=0."
         )
     return folder
 
@@ -77,8 +77,8 @@ def require_rank_zeros(world: World, name: str) -> None:
         folder = RunFolder(RUNS / name)
         if not folder.exists() and any(folder.path.glob("rank_*.log")):
             raise ConfigError(
-                f"{folder.path} has logs of other ranks, and nothing of rank 0: it was on another host, whose disk has "
-                "the checkpoints. Start rank 0 there, or use another name."
+                f"{folder.path} has logs of other ranks, but none of rank 0, which ran on a different host and saved "
+                "the checkpoints there. Start rank 0 on that host, or use a different name."
             )
 
     decide_on_rank_zero(world, look)
