@@ -229,7 +229,7 @@ def assert_same(world: World, tensors: Mapping[str, torch.Tensor], what: str = "
     """
     digests = all_gather(world, {name: digest({name: tensor}) for name, tensor in tensors.items()})
     if not any(digests):
-        raise ValueError(f"assert_same was given no {what} to compare, so it would pass whatever happened")
+        raise ValueError(f"assert_same requires at least one {what} to compare, got none")
     if all(list(each.items()) == list(digests[0].items()) for each in digests):  # == of dicts ignores the order
         return
     if found := first_difference(digests):

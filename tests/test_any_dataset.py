@@ -321,12 +321,13 @@ BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
     "unequal leaves": (
         range(SAMPLES),
         lose_a_row,
-        "a batch of {n} samples came out as 'x' has {n} rows, 'y.0' has {less} rows, 'y.1' has {n} rows",
+        "every tensor of a batch of {n} samples must have {n} rows, got 'x' has {n} rows, 'y.0' has {less} rows, "
+        "'y.1' has {n} rows",
     ),
     "one for all": (range(SAMPLES), lambda rows: {"n": torch.tensor(1)}, "'n' is a single number"),
     "text": ([{"x": i, "name": "a"} for i in range(SAMPLES)], None, "'x' has {n} rows, 'name' is a str, not a tensor"),
     "unreadable": (Broken(), None, "row {first} cannot be read: KeyError: {first}"),
-    "collate_fn fails": (range(SAMPLES), fail, "collate_fn (fail) cannot make a batch of {n} rows from {first} to "),
+    "collate_fn fails": (range(SAMPLES), fail, "collate_fn (fail) cannot combine {n} rows from {first} to "),
 }
 
 # ------------------------------------------------------------------------------------------------------ real ranks
@@ -527,13 +528,16 @@ def refused() -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("IterableDataset, sharded", "test_any_dataset.Followed has no length, or no samples by number"),
+        ("IterableDataset, sharded", "test_any_dataset.Followed has no length or no index access"),
         ("stream, dispatched, few", "'batch_size' must be at least 2, one sample of each stream, got 1"),
-        ("stream, dispatched, pad", "'source.remainder' is for sources that know how long they are"),
+        ("stream, dispatched, pad", "'source.remainder' requires a source of known length"),
         ("no length", "it lacks __len__ or __getitem__. Add both, or follow it as a stream"),
         ("nothing", "a NoneType has no length"),
         ("DataLoader", "collate_fn=loader.collate_fn)"),
-        ("splits", "a dict is a mapping of 'train', 'test', not a list of samples. Choose one of its splits"),
+        (
+            "splits",
+            "a dataset must be a sequence of samples, got a dict with keys 'train', 'test'",
+        ),
         ("splits, streamed", "Choose one of its splits"),
         ("list, streamed", "but a list supports indexing. Use source.kind=sharded."),
         ("datasets, streamed", "Use source.kind=sharded, or pass dataset.to_iterable_dataset()"),
@@ -543,7 +547,7 @@ def refused() -> list[dict[str, str]]:
         ("blocks with collate_fn", "leave out collate_fn"),
         ("empty", "the dataset is empty"),
         ("empty, dispatched", "the dataset is empty"),
-        ("empty, streamed", "the data set is empty"),
+        ("empty, streamed", "the dataset is empty"),
         ("different", "got 11 on rank 1 and 10 on rank 0. Pass the whole dataset on every rank"),
         ("too few", "rank 1 of 2 has no samples: with 1 samples and batch_size 4"),
         ("too few, dispatched", "rank 1 of 2 has no samples: with 10 samples and batch_size 1"),
@@ -565,7 +569,7 @@ def test_a_batch_that_is_none_is_told_on_all_ranks_with_its_leaves(
     name: str, kind: str, refused: list[dict[str, str]]
 ) -> None:
     for number, rank in enumerate(refused):
-        n, first = (4, "rank 0 could not read on: rank 0") if kind == "dispatched" else (2, f"rank {number}")
+        n, first = (4, "rank 0 failed to read: rank 0") if kind == "dispatched" else (2, f"rank {number}")
         told = rank[f"{name}, {kind}"]
         assert told.startswith(f"SourceError: {first}, samples ")
         assert BAD_ROWS[name][2].format(n=n, less=n - 1, first=0 if kind == "dispatched" else number) in told

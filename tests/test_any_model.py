@@ -302,7 +302,7 @@ def test_the_best_model_and_early_stopping_go_by_a_metric_of_the_users() -> None
     told = json.loads((result.run / "result.json").read_text())
     assert told["metrics"]["best_step"] == found
     assert told["metrics"]["best_eval_accuracy"] == accuracies[found]
-    assert (told["step"] < 60) == told["reason"].startswith("no better since")
+    assert (told["step"] < 60) == told["reason"].startswith("no improvement since")
     kept = load(result.run, make_model(), best=True)
     x, y = dataset(40).tensors
     assert float(((kept(x) > 0) == (y > 0)).float().mean()) == pytest.approx(accuracies[found])
@@ -418,12 +418,12 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         for strategy in ("zero2", "zero3")
         for name, make, message in [
             ("Adafactor", lambda m: torch.optim.Adafactor(m.parameters()), f"strategy {strategy} updates a flat shard"),
-            ("LBFGS", lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS computes the loss several times in one step"),
+            ("LBFGS", lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS requires a closure"),
         ]
     },
     "LBFGS": (
         lambda world: start(world, optimizer=lambda m: torch.optim.LBFGS(m.parameters())),
-        "ConfigError: LBFGS computes the loss several times in one step",
+        "ConfigError: LBFGS requires a closure",
     ),
     "no length": (lambda world: make_source(Endless(), BATCH, world), "ConfigError: "),
     "ragged leaves": (lambda world: start(world, collate_fn=ragged_leaves), "SourceError: rank {rank}, "),

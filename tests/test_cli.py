@@ -88,7 +88,7 @@ def test_train_prints_one_line_and_the_path_of_its_run_and_torchrun_gives_the_sa
     launched = call(*arguments, "name=launched")
     assert launched.returncode == 0, launched.stderr
     [line] = launched.stdout.splitlines()
-    assert re.fullmatch(r"loss \d\.\d{3}, held out \d\.\d{3}, [\d,]+ tokens/s on 2 ranks: runs/launched", line)
+    assert re.fullmatch(r"loss \d\.\d{3}, validation loss \d\.\d{3},  [\d,]+ tokens/s on 2 ranks: runs/launched", line)
     threads = str(max(1, cores() // 2))  # as launch shares them out; the order of sums depends on it
     joined = run(*arguments, "name=joined", command=[*TORCHRUN, "-m", "ddp_tutorial"], OMP_NUM_THREADS=threads)
     assert joined.returncode == 0, joined.stderr
@@ -125,7 +125,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "batch_size=1"), "at most 1 ranks have samples. Use fewer ranks."),
         (("train", "tiny", "ddp.varant=flat"), "unknown key 'ddp.varant'. Did you mean 'variant'?"),
         (("train", "tiny", "ddp.variant=flat", "ddp.hook=fp16"), "'hook' is an option of variant bucket or torch"),
-        (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "a stream ends where it ends"),
+        (("train", "tiny", "source.kind=streamed", "source.remainder=pad"), "requires a source of known length"),
         (("train", "tiny", "corpus=parquet:gone"), "there is no file or folder 'gone'"),
         (("train", "tiny", "--check", "strategy=zero2"), "must be ddp, invariant or accelerate, got zero2"),
         (("train", "tiny", "--check", "strategy=diloco"), "must be ddp, invariant or accelerate, got diloco"),

@@ -243,7 +243,7 @@ def test_a_strategy_that_splits_the_model_refuses_a_compiled_one(strategy: str) 
 def test_a_missing_compiler_and_an_unknown_backend_are_refused_before_ranks_start() -> None:
     for setting, message in {
         "compile=true": "'compile' needs a C++ compiler on CPUs, and found none",
-        "compile.backend=aot_egaer": "'compile.backend' 'aot_egaer' is not known. Did you mean 'aot_eager'?",
+        "compile.backend=aot_egaer": "unknown 'compile.backend' 'aot_egaer'.  Did you mean 'aot_eager'?",
         "compile.fulgraph=true": "unknown key 'compile.fulgraph'. Did you mean 'fullgraph'?",
     }.items():
         refused = call("train", "tiny", "device=cpu", setting, CXX="no-such-compiler")

@@ -72,7 +72,7 @@ def test_the_python_corpus_leaves_out_tests_and_what_was_installed(
 
 
 def test_the_python_corpus_takes_no_argument() -> None:
-    with pytest.raises(ConfigError, match="takes no argument, found 'python:3'"):
+    with pytest.raises(ConfigError, match="has no argument, got 'python:3'"):
         load_corpus("python:3")
 
 
@@ -119,7 +119,7 @@ def test_a_story_depends_on_its_number_and_seed_only() -> None:
 
 @pytest.mark.parametrize("argument", ["abc", "0", "-3", "1.5", "²"])
 def test_stories_takes_a_number_of_stories(argument: str) -> None:
-    with pytest.raises(ConfigError, match=r"corpus 'stories:.*': give a number of stories, such as stories:3000"):
+    with pytest.raises(ConfigError, match=r"corpus 'stories' must have a number of stories, such as stories:3000, got"):
         load_corpus(f"stories:{argument}")
 
 
@@ -152,10 +152,10 @@ def test_text_that_is_not_there_or_empty_is_told_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("pyton", "corpus 'pyton' is not known. Did you mean 'python'?"),
-        ("story:30", "corpus 'story:30' is not known. Did you mean 'stories'?"),
-        ("qqq", "corpus 'qqq' is not known. Known: "),
-        ("", "corpus '' is not known. Known: "),
+        ("pyton", "unknown corpus 'pyton'.  Did you mean 'python'?"),
+        ("story:30", "unknown corpus 'story:30'.  Did you mean 'stories'?"),
+        ("qqq", "unknown corpus 'qqq'.  Known: "),
+        ("", "unknown corpus ''.  Known: "),
     ],
 )
 def test_an_unknown_corpus_is_met_with_the_nearest(name: str, told: str) -> None:
@@ -250,9 +250,9 @@ def test_everything_kept_is_below_runs(workdir: Path) -> None:
         ("json:nowhere", "corpus 'json:nowhere': there is no file or folder 'nowhere'"),
         ("parquet:empty", "there is no file of .parquet in folder 'empty'"),
         ("json:", "there is no file or folder"),
-        ("json:a.jsonl#body", "has no column 'body', but 'n', 'text'. Add # and"),
-        ("json:mixed.jsonl", "row 1: 'text' should be text, found int"),
-        ("parquet:numbers.parquet", "row 0: 'text' should be text, found int"),
+        ("json:a.jsonl#body", "has no column 'body'. Append # and one of its columns: 'n', 'text'"),
+        ("json:mixed.jsonl", "row 1: 'text' must be text, got int"),
+        ("parquet:numbers.parquet", "row 0: 'text' must be text, got int"),
         ("parquet:broken.parquet", "corpus 'parquet:broken.parquet' cannot be read: "),
         ("json:broken.jsonl", "corpus 'json:broken.jsonl' cannot be read: "),
         ("parquet:none.parquet", "is empty"),
@@ -339,7 +339,7 @@ def test_token_files_are_mapped_as_the_index_specifies(tmp_path: Path, index: by
     [
         (b"abc", b"", "must contain tokens of 2 bytes each (uint16), got 3 bytes"),
         (b"", b"", "got 0 bytes"),
-        (b"abcd", b"not an index", "is not an index of Megatron-LM"),
+        (b"abcd", b"not an index", "is not an index file of Megatron-LM"),
         (b"abcd", MEGATRON.replace(b"\x01" + bytes(7) + b"\x04", b"\x02" + bytes(7) + b"\x04"), "got version 2 and"),
         (b"abcd", MEGATRON.replace(b"\x04", b"\x06", 1), "got version 1 and type 6"),
     ],
@@ -351,7 +351,7 @@ def test_damaged_token_files_are_refused(tmp_path: Path, content: bytes, index: 
 
 
 def test_a_folder_without_token_files_is_refused(tmp_path: Path) -> None:
-    assert "there is no file" in error_of(lambda: load_corpus(f"bin:{tmp_path}"))
+    assert "does not exist" in error_of(lambda: load_corpus(f"bin:{tmp_path}"))
 
 
 def tokens_config(folder: Path, **values: Any) -> TaskConfig:

@@ -201,7 +201,7 @@ def test_a_host_without_power_takes_its_rank_along_and_does_not_come_back(allowe
     with Cluster(2, folder=tmp_path) as two, Ranks(2, cluster=two, threads=1) as ranks:
         ranks.execute("kept = world.rank")
         two.kill(1)
-        with pytest.raises(RankError, match=r"rank 1 is dead: it was killed by SIGKILL"):
+        with pytest.raises(RankError, match=r"rank 1 is dead: the process was killed by SIGKILL"):
             ranks.execute("1")
         with pytest.raises(ConfigError, match="n1 has been killed and cannot be restarted"):
             ranks.restart()

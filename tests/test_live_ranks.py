@@ -254,7 +254,7 @@ def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks):
     living, dead = ranks.status()
     assert (living["state"], dead["state"], dead["pid"]) == ("ready", "was killed by SIGKILL", None)
     assert living["memory"] > 10e6 > dead["memory"] == 0
-    with pytest.raises(RankError, match="rank 1 is dead: it was killed by SIGKILL"):
+    with pytest.raises(RankError, match="rank 1 is dead: the process was killed by SIGKILL"):
         ranks.execute("1")
     assert repr(ranks.execute("kept", on=[0])) == "rank 0: 0", "to save what it has"
     assert ranks.restart() == [1]

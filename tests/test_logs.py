@@ -465,7 +465,7 @@ def test_the_straggler_is_the_rank_that_costs_the_others_most() -> None:
     assert found.straggler == {"rank": 2, "phase": "data", "times": 9.0, "seconds": 1.6}
     assert found.ranks == 3
     text = printed("summary", "slow")
-    assert "  slowest     rank 2, in data: 9 times as long as the others, 1.6 s that they waited" in text
+    assert "  slowest     rank 2, in data: 9 times as slow as the other ranks, which waited 1.6 s" in text
     assert "rank 0 1 MB, rank 1 2 MB, rank 2 3 MB" in text
 
 
@@ -493,8 +493,8 @@ def test_what_the_result_says_of_ranks_counts_where_the_log_does_not_say_it() ->
 
 
 def test_a_reason_is_told_with_the_state() -> None:
-    made("mine", result=RESULT | {"step": 3, "reason": "no better since step 2"})
-    assert "  state       finished after step 3 of 4: no better since step 2 (began " in printed("summary")
+    made("mine", result=RESULT | {"step": 3, "reason": "no improvement since step 2"})
+    assert "  state       finished after step 3 of 4: no improvement since step 2 (began " in printed("summary")
 
 
 def test_memory_is_the_highest_of_each_rank_and_a_world_of_another_size_is_left_out() -> None:

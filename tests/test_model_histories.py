@@ -125,7 +125,7 @@ REFUSALS = [
         "has a gradient, which sharding would discard",
         one("backward", *STEP),
     ),
-    Pair(("zero1", "fsdp"), "lbfgs", "computes the loss several times in one step", one(*STEP, optimizer="lbfgs")),
+    Pair(("zero1", "fsdp"), "lbfgs", "requires a closure", one(*STEP, optimizer="lbfgs")),
     Pair(("zero3",), "copy", "cannot pickle 'torch._C._distributed_c10d.ProcessGroup'", one("wrap", "copy", *STEP[1:])),
     *(
         Pair(("fsdp",), kind, "FSDP does not support non-contiguous parameters", one(*STEP, block=Block(kind)))

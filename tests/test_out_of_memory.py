@@ -171,5 +171,5 @@ def test_a_data_worker_that_dies_is_started_again_and_the_run_ends_with_the_same
             assert found[f"{kind}1"] == found[f"{kind}0"]
     for kind in ("sharded", "dispatched", "streamed"):
         log = Path(f"runs/{kind}1/rank_0.log").read_text()
-        assert log.count("The workers are started again, and read the same samples") == 1
+        assert log.count("The workers are restarted, and read the same samples") == 1
         assert "WARNING rank 0, worker 0 of 1, " in log

@@ -172,7 +172,7 @@ def test_the_state_of_the_scale_is_saved_and_loaded() -> None:
     after.load_state_dict(before.state_dict())
     assert after.scale == before.scale == Scale(256, 3, steady=2, overflows=2)
     assert Precision().state_dict() == {}
-    with pytest.raises(ValueError, match="the state has a loss scale, which does not fit precision fp32"):
+    with pytest.raises(ValueError, match="a checkpoint for precision fp32 must contain no loss scale"):
         Precision().load_state_dict(before.state_dict())
     with pytest.raises(ValueError, match="the state has no loss scale"):
         before.load_state_dict({})
@@ -289,7 +289,7 @@ def test_what_is_so_on_one_rank_is_known_to_all(two: list[dict[Any, Any]]) -> No
         (
             ("fp32", "gradient"),
             "step 3: the gradient is not finite. On rank 1, the gradient of micro-batch 0 for parameter "
-            "'blocks.0.expand.weight', the first on the way back from the loss.",
+            "'blocks.0.expand.weight', the first in the backward pass.",
         ),
         (
             ("bf16", "weight"),

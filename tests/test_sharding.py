@@ -167,7 +167,7 @@ def test_a_dropped_remainder_is_less_than_a_batch_and_another_one_each_epoch(
     samples: int, batch: int, seed: int, epoch: int
 ) -> None:
     if samples < batch:
-        with pytest.raises(ValueError, match="leaves nothing"):
+        with pytest.raises(ValueError, match="there must be at least one batch"):
             GlobalBatchSampler(Permutation(samples, seed), batch, "drop")
         return
     sharding = GlobalBatchSampler(Permutation(samples, seed), batch, "drop")

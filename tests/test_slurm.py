@@ -226,7 +226,7 @@ def test_a_time_limit_without_units_or_that_could_mean_two_things_is_refused(tim
         (["resume=runs/other", "name=mine"], "'resume' must be never or auto for a Slurm job, got runs/other"),
         (
             ["strategy=invariant", "nprocs=3", "micro_batches=4"],
-            "4 micro-batches cannot be shared out evenly to 3 ranks",
+            "must be a power of two and at most 'micro_batches' 4, got 3",
         ),
         (["steps=0"], "'steps' should be greater than or equal to 1"),
     ],

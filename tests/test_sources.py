@@ -216,7 +216,7 @@ def test_steps_longer_than_an_epoch_serve_every_rank_from_several() -> None:
 
 
 def test_an_order_of_other_data_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the data have 20 samples, the order is one of 21"):
+    with pytest.raises(ConfigError, match="the data must have 21 samples, as the order does, got 20"):
         ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(21, 0), 3), SINGLE_PROCESS)
 
 
@@ -305,9 +305,9 @@ def test_a_stream_without_a_seed_comes_as_it_lies() -> None:
 @pytest.mark.parametrize(
     ("lengths", "batch", "streams", "size", "told"),
     [
-        ((0,), 2, None, 1, "the data set is empty: none of its streams has a sample"),
-        ((0, 0), 2, None, 1, "the data set is empty: none of its streams has a sample"),
-        ((5,), 2, 1, 2, "1 streams are too few for 2 ranks"),
+        ((0,), 2, None, 1, "the dataset is empty: none of its streams has a sample"),
+        ((0, 0), 2, None, 1, "the dataset is empty: none of its streams has a sample"),
+        ((5,), 2, 1, 2, "the number of streams must be at least the 2 ranks, got 1"),
         ((5, 5, 5), 2, None, 1, "'batch_size' must be at least 3, one sample of each stream, got 2"),
     ],
 )
@@ -434,7 +434,7 @@ def test_alone_a_dispatched_source_reads_for_itself() -> None:
     [
         (
             lambda tree: {"tokens": tree["tokens"][1:]},
-            r"a batch of 3 samples came out as 'tokens' has 2 rows\.",
+            r"every tensor of a batch of 3 samples must have 3 rows, got 'tokens' has 2 rows\.",
         ),
         (
             lambda tree: tree | {"mean": tree["tokens"].float().mean()},
@@ -820,7 +820,7 @@ def test_what_fails_on_rank_0_is_raised_on_all_ranks_and_names_it(where: str, tr
     for rank in trouble:
         kind, told, seconds, state = rank[f"dispatched, {where}"]
         assert kind == "SourceError"
-        assert told.startswith(f"rank 0 could not read on: rank 0{worker}, samples 24 to 31 (8 of them): ")
+        assert told.startswith(f"rank 0 failed to read: rank 0{worker}, samples 24 to 31 (8 of them): ")
         assert seconds < SOON
         assert state == {"cursor": 24}  # three steps were taken
     assert "sample 24 is a bad one" in trouble[0]["dispatched, transform"][1]
@@ -878,8 +878,8 @@ def test_a_worker_that_is_stuck_is_named_when_patience_is_at_its_end(monkeypatch
     kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), worker_timeout=1.5))
     assert kind == "SourceError"
     assert told == (
-        "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no batch within 1.5 s: it is stuck, or needs a larger "
-        "source.worker_timeout"
+        "rank 1, worker 1 of 2, samples 9 to 15 (4 of them): no batch within 1.5 s: the worker hangs, or requires a "
+        "larger source.worker_timeout"
     )
     assert 1.5 < seconds < 20
     assert state == {"cursor": 8}
@@ -953,9 +953,7 @@ def test_a_worker_of_rank_0_that_is_killed_is_told_on_all_ranks_in_seconds(troub
     for rank in trouble:
         kind, told, seconds, _ = rank["dispatched, killed"]
         assert kind == "SourceError"
-        assert told.startswith(
-            "rank 0 could not read on: rank 0, worker 0 of 1, samples 0 to 7 (8 of them): DataLoader"
-        )
+        assert told.startswith("rank 0 failed to read: rank 0, worker 0 of 1, samples 0 to 7 (8 of them): DataLoader")
         assert seconds < SOON
 
 
@@ -1090,7 +1088,7 @@ def test_a_stream_does_not_know_its_steps_per_epoch() -> None:
 
 
 def test_a_stream_has_no_remainder_and_says_so_before_it_writes_anything(workdir: Path) -> None:
-    with pytest.raises(ConfigError, match="a stream ends where it ends"):
+    with pytest.raises(ConfigError, match="requires a source of known length"):
         made(World(), "streamed", remainder="exact")
     assert not list(workdir.iterdir())
 

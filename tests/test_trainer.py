@@ -553,7 +553,10 @@ def test_evaluation_happens_in_eval_mode_and_counts_no_more_than_there_is() -> N
     [
         ({"corpus": "stories:2", "batch_size": 1000}, "too few for one batch of 1000"),
         ({"corpus": "text:gone"}, "there is no file or folder 'gone'"),
-        ({"corpus": "text:short.txt", "batch_size": 1}, "0 held out: too few for one batch of 1 and one to evaluate"),
+        (
+            {"corpus": "text:short.txt", "batch_size": 1},
+            "0 validation samples, too few for one batch of 1 ",
+        ),
         ({"corpus": "text:empty.txt"}, "is empty"),
     ],
 )

@@ -90,7 +90,7 @@ def test_all_ranks_stop_at_the_same_step_when_the_loss_falls_no_more() -> None:
     assert (told["status"], told["step"]) == ("finished", 6)
     losses = results[0].eval_losses
     assert told["metrics"]["best_step"] == min(losses, key=losses.__getitem__)
-    assert told["reason"] == f"no better since step {told['metrics']['best_step']}"
+    assert told["reason"] == f"no improvement since step {told['metrics']['best_step']}"
 
 
 def test_the_grace_steps_are_not_held_against_a_run() -> None:

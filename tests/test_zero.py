@@ -451,7 +451,7 @@ def test_an_optimizer_that_has_been_stepped_is_refused() -> None:
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
-    with pytest.raises(ConfigError, match="LBFGS computes the loss several times in one step"):
+    with pytest.raises(ConfigError, match="LBFGS requires a closure"):
         ShardedOptimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), World())
 
 

@@ -31,7 +31,7 @@ def require_accelerate() -> None:
     """Raise `ConfigError` if the package accelerate is not installed."""
     if find_spec("accelerate") is None:
         raise ConfigError(
-            "strategy accelerate needs the package of that name, which is not installed: "
+            "strategy accelerate requires the package accelerate, which is not installed. Run: "
             "pip install -c constraints.txt -e '.[peers]'"
         )
 
@@ -150,10 +150,8 @@ def _require_fit(accelerator: Any, world: World) -> None:
     expected = (wanted, world.rank, world.size, str(world.device))
     if found != expected:
         raise ConfigError(
-            "Accelerate is set up as {} for rank {} of {} on {}, and strategy accelerate needs {} for rank {} of {} on "
-            "{}. Leave out what has set it up in this process: ACCELERATE_* variables, or an Accelerator".format(
-                *found, *expected
-            )
+            "Accelerate must be set up as {} for rank {} of {} on {}, got {} for rank {} of {} on {}. Remove "
+            "ACCELERATE_* environment variables, and any other Accelerator of this process".format(*expected, *found)
         )
     if world.size > 1 and world.device.type == "cuda" and world.device.index != world.local_rank:
         raise ConfigError("strategy accelerate requires one GPU per rank; use strategy=ddp for ranks that share a GPU")

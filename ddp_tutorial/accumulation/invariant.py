@@ -178,6 +178,5 @@ def require_even_shares(micro_batches: int, ranks: int) -> None:
         raise ConfigError(f"'micro_batches' must be a power of two, such as 4, got {micro_batches}")
     if micro_batches % ranks:
         raise ConfigError(
-            f"{micro_batches} micro-batches cannot be shared out evenly to {ranks} ranks. Use 1, 2, 4 ... of up to as "
-            "many ranks."
+            f"the number of ranks must be a power of two and at most 'micro_batches' {micro_batches}, got {ranks}"
         )

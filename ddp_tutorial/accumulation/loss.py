@@ -63,24 +63,24 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
     """
     returned = loss(model, batch)
     if not (isinstance(returned, tuple) and len(returned) in {2, 3}):
-        raise LossError(f"the loss must return a sum and a count, as in '{_EXAMPLE}'; got {_describe(returned)}")
+        raise LossError(f"the loss must return a sum and a count, as in '{_EXAMPLE}', got {_describe(returned)}")
     total, count, *rest = returned
     metrics = rest[0] if rest else {}
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise LossError(
-            f"the first value that the loss returns must be a sum, a tensor of one number, as in '{_EXAMPLE}'; "
+            f"the first value that the loss returns must be a sum, a tensor with one element, as in '{_EXAMPLE}'; "
             f"got {_describe(total)}"
         )
     if not _is_number(count):
-        raise LossError(f"the second value that the loss returns must be the count; got {_describe(count)}")
+        raise LossError(f"the second value that the loss returns must be the count, got {_describe(count)}")
     if not isinstance(metrics, Mapping) or LOSS in metrics:
         raise LossError(
-            f"the third value that the loss returns must be metrics, such as {{'accuracy': (right, count)}}, without "
-            f"{LOSS!r}; got {_describe(metrics)}"
+            f"the third value that the loss returns must be metrics, such as {{'accuracy': (correct, count)}}, without "
+            f"{LOSS!r}, got {_describe(metrics)}"
         )
     for name, pair in metrics.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))):
-            raise LossError(f"metric {name!r} must be a sum and a count, as in (right, count); got {_describe(pair)}")
+            raise LossError(f"metric {name!r} must be a sum and a count, as in (correct, count), got {_describe(pair)}")
     pairs = {LOSS: (total, count), **metrics}
     return total, {name: (_detached(a), _detached(b)) for name, (a, b) in pairs.items()}
 
@@ -89,7 +89,7 @@ def require_call(is_called: bool) -> None:
     """Raise `LossError` unless the loss called the model that it was given."""
     if not is_called:
         raise LossError(
-            "the loss did not call the model that it received as its first argument. A call of the inner module "
+            "the loss did not call the model that it received as its first argument. A call to the inner module "
             "bypasses the wrapper that synchronizes gradients. Write the loss as 'def loss(model, batch): ...', and "
             "call that 'model', not model.module or a model from an outer scope"
         )
@@ -147,7 +147,9 @@ class StepLoss:
         else:
             total, parts = self._first_call(model, batch)
         if tuple(parts) != self.names:
-            raise LossError(f"the loss returned {', '.join(parts)}; before, it was {', '.join(self.names)}")
+            raise LossError(
+                f"the loss must return {', '.join(self.names)}, as in the first call, got {', '.join(parts)}"
+            )
         before = self._parts
         self._parts = {name: _sum(before[name], pair) if before else pair for name, pair in parts.items()}
         return total * (loss_multiplier * self.precision.loss_scale / self.expected)
@@ -165,11 +167,14 @@ class StepLoss:
             problem = str(error)
         count = float(parts[LOSS][1]) * self._micro_batches if parts else 0.0
         of_ranks = all_gather(self.world, (problem, tuple(parts), count))
-        for rank, (told, names, _) in enumerate(of_ranks):
-            if told:
-                raise LossError(f"on rank {rank}, {told}")
+        for rank, (problem, names, _) in enumerate(of_ranks):
+            if problem:
+                raise LossError(f"on rank {rank}, {problem}")
             if names != of_ranks[0][1]:
-                raise LossError(f"rank 0's loss returns {', '.join(of_ranks[0][1])}, rank {rank}'s {', '.join(names)}")
+                raise LossError(
+                    f"the loss must return {', '.join(of_ranks[0][1])} on rank {rank}, as on rank 0, got "
+                    f"{', '.join(names)}"
+                )
         self.names = tuple(parts)
         self.expected = self.expected or _power_of_two(sum(each for _, _, each in of_ranks))
         return total, parts
@@ -199,7 +204,7 @@ class StepLoss:
         Raises:
             ValueError: On all ranks, if the count is zero over all ranks, so that there is no mean.
         """
-        assert self._summed is not None, "finish comes after reduce"
+        assert self._summed is not None, "call reduce before finish"
         *numbers, stop_flags, path, squares = self._summed()
         self._summed = None
         sums, counts = (dict(zip(self.names, numbers[i::2], strict=True)) for i in range(2))

@@ -25,8 +25,8 @@ def require_sum(world: World, loss: Loss, model: nn.Module, batch: Any, precisio
         return
     if any_rank(world, is_mean_loss(loss, model, batch, precision)):
         raise LossError(
-            "the loss is a mean: the same samples twice gave twice the count and the same loss. Return a sum, as "
-            "in F.cross_entropy(..., reduction='sum')"
+            "the loss must be a sum, got a mean: duplicating the samples doubled the count but not the loss. Return a "
+            "sum, as in F.cross_entropy(..., reduction='sum')"
         )
 
 

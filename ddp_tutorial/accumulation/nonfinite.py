@@ -34,9 +34,12 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
         elif not bool(total.isfinite()):
             found = f"the loss {where}" + (f", hence the gradient of {first!r} and others" if first else "")
         elif first:
-            found = f"the gradient {where} for parameter {first!r}, the first on the way back from the loss"
-    told = [f"on rank {rank}, {each}" for rank, each in enumerate(all_gather(world, found)) if each]
-    return "; ".join(told) or "computed once more, everything is finite on every rank: the sum over ranks, or dropout"
+            found = f"the gradient {where} for parameter {first!r}, the first in the backward pass"
+    descriptions = [f"on rank {rank}, {each}" for rank, each in enumerate(all_gather(world, found)) if each]
+    return "; ".join(descriptions) or (
+        "in a second computation, all values are finite on every rank: the sum over ranks overflowed, or dropout "
+        "differed"
+    )
 
 
 def _first_not_finite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:

@@ -33,9 +33,9 @@ def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{type(optimizer).__name__} computes the loss several times in one step, through a closure. A step here "
-            "computes one gradient over all ranks. Use an optimizer whose step() needs no closure, such as "
-            "torch.optim.AdamW"
+            f"{type(optimizer).__name__} requires a closure that computes the loss several times per step, but a "
+            "training step computes one gradient over all ranks. Use an optimizer whose step() needs no closure, such "
+            "as torch.optim.AdamW"
         )
 
 
@@ -159,9 +159,9 @@ class Precision:
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Restore the scale. Raise `ValueError` unless both `state` and this precision have a scale, or neither."""
         if bool(state) != bool(self.scale):
+            wanted = "no loss scale" if state else "a loss scale"
             raise ValueError(
-                f"the state has {'a' if state else 'no'} loss scale, which does not fit precision {self.config.dtype}: "
-                "only fp16 has a loss scale"
+                f"a checkpoint for precision {self.config.dtype} must contain {wanted}: only fp16 uses one"
             )
         for name, value in state.items():
             setattr(self.scale, name, value)

@@ -104,7 +104,7 @@ class DDPStrategy(ReplicatedStrategy):
                 raise
             raise BackwardOutOfMemoryError(
                 f"rank {self.model.world.rank} ran out of memory in backward: {str(error).partition(chr(10))[0]}. The "
-                "other ranks may be adding up gradients already, so this step cannot be left out. Use smaller "
+                "other ranks may already be reducing gradients, so this step cannot be skipped. Use smaller "
                 "micro-batches (a larger 'accumulation'), or model.recompute"
             ) from error
 

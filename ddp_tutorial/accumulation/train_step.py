@@ -118,7 +118,7 @@ class TrainStep:
                 self.optimizer.zero_grad()  # gradients of earlier micro-batches
                 self.left_out += 1
                 LOG.warning(
-                    "step %d: %s. All ranks leave its samples out, and take the next ones", self.number + 1, error
+                    "step %d: %s. All ranks skip its samples and continue with the next batch", self.number + 1, error
                 )
         raise AssertionError("the last attempt returns or raises")
 

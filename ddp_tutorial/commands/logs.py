@@ -81,7 +81,7 @@ def list_runs() -> None:
     if not rows:
         click.echo(f"no runs under {RUNS}/; start one with: python -m ddp_tutorial train 2proc", err=True)
         return
-    head = ["state", "step", "loss", "held out", "rate", "ranks", "took", "began", "run"]
+    head = ["state", "step", "loss", "validation", "rate", "ranks", "took", "began", "run"]
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     to_the_right = {1, 2, 3, 4, 5, 6}
     for row in (head, *rows):
@@ -227,7 +227,7 @@ def _table(summaries: list["Summary"], speedups: list["Speedup"]) -> str:
     from ddp_tutorial.runs.summaries import differing_settings
 
     settings = {name: values for name, values in differing_settings(summaries).items() if name != "nprocs"}
-    head = ["run", *settings, "state", "step", "loss", "held out", "best held out", "rate", "ranks", "took"]
+    head = ["run", *settings, "state", "step", "loss", "validation", "best validation", "rate", "ranks", "took"]
     head += ["speedup", "efficiency"]
     lines = [head, ["---"] * (1 + len(settings)) + ["---"] + ["---:"] * 9]
     for number, (run, relative) in enumerate(zip(summaries, speedups, strict=True)):
@@ -265,13 +265,13 @@ def _page(run: "Summary") -> str:
     lines = {
         "state": _state(run),
         "error": run.failure and f"\n{'':14}".join(run.failure.error.strip().splitlines()),
-        "text": f"{_plain(run.config.get('corpus'))}, {_plain(_get(run.config, 'model.context'))} tokens at once",
+        "text": f"{_plain(run.config.get('corpus'))}, {_plain(_get(run.config, 'model.context'))} tokens per sample",
         "model": _model(run.config),
         "ranks": _work(run),
         "strategy": _strategy_in_words(run.config),
         "source": _source(run.config),
         "loss": _losses(run.loss),
-        "held out": _losses(run.eval_loss),
+        "validation": _losses(run.eval_loss),
         "speed": _speed(run),
         "time": _time(run),
         "memory": _memory(run),
@@ -300,7 +300,7 @@ def _work(run: "Summary") -> str:
     words = [f"{run.ranks} on {_plain(run.config.get('device'))}"]
     batch = run.config.get("batch_size")
     if isinstance(batch, int):
-        words.append(f"{batch} samples a step" + (f", {batch / run.ranks:g} on each" if run.ranks > 1 else ""))
+        words.append(f"{batch} samples per step" + (f", {batch / run.ranks:g} on each" if run.ranks > 1 else ""))
     parts = run.config.get("accumulation")
     if isinstance(parts, int) and parts > 1:
         words.append(f"in {parts} micro-batches")
@@ -333,7 +333,7 @@ def _source(config: dict[str, Any]) -> str | None:
     if not isinstance(source, dict):
         return None
     workers = source.get("workers")
-    return str(source.get("kind")) + (f", {workers} workers a rank" if workers else "")
+    return str(source.get("kind")) + (f", {workers} workers per rank" if workers else "")
 
 
 def _get(config: dict[str, Any], name: str) -> Any:
@@ -347,8 +347,9 @@ def _get(config: dict[str, Any], name: str) -> Any:
 def _slowest(straggler: dict[str, Any] | None) -> str | None:
     if straggler is None:
         return None
-    times = "" if straggler["times"] is None else f"{straggler['times']:g} times as long as the others, "
-    return f"rank {straggler['rank']}, in {straggler['phase']}: {times}{straggler['seconds']:.1f} s that they waited"
+    times = straggler["times"]
+    waited = "the other ranks waited" if times is None else f"{times:g} times as slow as the other ranks, which waited"
+    return f"rank {straggler['rank']}, in {straggler['phase']}: {waited} {straggler['seconds']:.1f} s"
 
 
 def _losses(values: "Values | None") -> str | None:
@@ -397,7 +398,7 @@ def _memory(run: "Summary") -> str | None:
     for kind, name in (("rss", ""), ("cuda", "on GPUs ")):
         values = run.memory_mb.get(kind, [])
         if len(values) > 8:
-            words.append(f"{name}{min(values):,.0f} to {max(values):,.0f} MB a rank")
+            words.append(f"{name}{min(values):,.0f} to {max(values):,.0f} MB per rank")
         elif values:
             words.append(f"{name}" + ", ".join(f"rank {rank} {value:,.0f} MB" for rank, value in enumerate(values)))
     return "; ".join(words) or None
@@ -574,7 +575,7 @@ def _step(line: str) -> str:
         return line
     if not isinstance(row, dict) or "step" not in row:
         return line
-    losses = {"loss": "loss", "eval_loss": "held out"}
+    losses = {"loss": "loss", "eval_loss": "validation loss"}
     words = [f"{name} {format_loss(finite_number(row, key))}" for key, name in losses.items() if key in row]
     numbers = {"grad_norm": "grad norm {:.3f}", "learning_rate": "learning rate {:.3g}"}
     numbers |= {f"{unit}_per_second": f"{{:,.0f}} {unit}/s" for unit in [unit_of([row])]}

@@ -27,7 +27,7 @@ def evaluate(run: str, best: bool, samples: int | None, as_json: bool) -> None:
 
     found = evaluate_run(find_run(run), samples=samples, best=best)
     text = (
-        f"held out {found['eval_loss']:.4f} nats per token, perplexity {found['perplexity']:.2f}, "
+        f"validation loss {found['eval_loss']:.4f} nats per token, perplexity {found['perplexity']:.2f}, "
         f"{found['bits_per_token']:.3f} bits per token, over {found['tokens']:,} tokens"
     )
     click.echo(json.dumps({"run": str(run), **found}) if as_json else text)

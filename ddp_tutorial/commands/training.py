@@ -247,7 +247,7 @@ def _summary_line(run: Path, summary: dict[str, Any]) -> str:
     slowed = f" over a simulated link ({LinkModel.from_config(LinkConfig(**link))})" if link else ""
     early = f" after {summary['step']} steps, {summary['reason']}" if summary["reason"] else ""
     return (
-        f"loss {format_loss(metrics['loss'])}, held out {format_loss(metrics['eval_loss'])}{early}, "
+        f"loss {format_loss(metrics['loss'])}, validation loss {format_loss(metrics['eval_loss'])}{early}, "
         f"{rate:,.0f} {unit}/s on {summary['world_size']} ranks{slowed}: {run}"
     )
 

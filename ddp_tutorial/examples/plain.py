@@ -96,7 +96,7 @@ def main(checkpoint: str = "plain.pt", steps: int = 200, accumulate: int = 1, ba
     right = (model.eval().requires_grad_(False)(pixels).argmax(1) == digits).sum()
     dist.all_reduce(total := torch.stack([right, right.new_tensor(len(digits))]))
     if rank == 0:
-        print(f"held out: accuracy {total[0] / total[1]:.4f} ({total[0]} of {total[1]})", flush=True)
+        print(f"validation accuracy {total[0] / total[1]:.4f} ({total[0]} of {total[1]})", flush=True)
     dist.destroy_process_group()
 
 

@@ -140,7 +140,7 @@ class Controller:
             CollectiveError: A rank waited in a collective that a different rank did not enter.
         """
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("the ranks are busy with a call from a different thread of this process")
+            raise RuntimeError("the ranks are busy with a call from a different thread")
         try:
             with _interrupts_noted() as noted:
                 return self._call_of(self._chosen(on), noted, kind, *content)
@@ -167,14 +167,14 @@ class Controller:
 
     def _chosen(self, on: Iterable[int] | None) -> list[WorkerHandle]:
         if not self._workers:
-            raise RuntimeError("these ranks have been stopped. Start new ones.")
+            raise RuntimeError("the ranks have been stopped: create a new Ranks")
         self._receive(0.0)
         ranks = list(range(self.n)) if on is None else list(on)
         for rank in ranks:
             if rank not in range(self.n):
                 raise ConfigError(f"rank must be from 0 to {self.n - 1}, got {rank}")
             if death := self._workers[rank].death:
-                raise RankError(rank, f"is dead: it {death}", others=self._advice())
+                raise RankError(rank, f"is dead: the process {death}", others=self._advice())
         if not self._has_group and self.n > 1 and on is None:
             if self._place.outage or any(each.death for each in self._workers):
                 raise RankError(ranks[0], "has no process group", others=self._place.outage or self._advice())

@@ -234,7 +234,7 @@ class Ranks(Controller):
             RuntimeError: The pool has been stopped.
         """
         if not self._workers:
-            raise RuntimeError("these ranks have been stopped. Start new ones.")
+            raise RuntimeError("the ranks have been stopped: create a new Ranks")
         with interrupts_deferred():
             self._receive(0.0)
             dead = [each for each in self._workers if each.death]

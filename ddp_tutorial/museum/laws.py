@@ -40,7 +40,7 @@ LAWS = {
     "agreement": "all ranks return the same results",
     "one process": "the results do not depend on the number of ranks",
     "division": "the results do not depend on micro-batches or the loss scale",
-    "once": "each sample is trained on once per epoch, or held out on all ranks",
+    "once": "each sample is trained on once per epoch, or is in the validation set of all ranks",
     "errors": "an error or a stop signal is reported, or does not change the results",
     "cuts": "after a kill at any time, a resumed run is bitwise identical, and repeats no saved step",
     "best": "the best model is kept",
@@ -222,7 +222,7 @@ def _describe_difference(first: Any, second: Any, of_first: str, of_second: str)
         return f"up to {(first - second).abs().max():.2g} apart, {of_first} and {of_second}"
     if isinstance(first, float):
         return f"{first:.4g} with {of_first}, {second:.4g} with {of_second}"
-    return f"{of_first} and {of_second} do not say the same"
+    return f"{of_first} and {of_second} return different values"
 
 
 def _once(stage: Stage, program: Program) -> str:
@@ -232,24 +232,27 @@ def _once(stage: Stage, program: Program) -> str:
     seen = Counter(number for each in results for number in each["seen"])
     for rank, each in enumerate(results):
         if both := sorted(set(each.get("held_out", ())) & set(seen)):
-            return f"rank {rank} holds out {len(both)} samples that are trained on, such as {both[0]}"
+            return f"rank {rank} has {len(both)} validation samples that are also trained on, such as {both[0]}"
     if often := [number for number, times in seen.items() if times > 1]:
-        return f"{len(often)} samples come more than once, such as {often[0]}"
+        return f"{len(often)} samples are used more than once, such as {often[0]}"
     held_out = {number for each in results for number in each.get("held_out", ())}
     if never := set(range(len(DATA))) - set(seen) - held_out:
-        return f"{len(never)} samples never come, such as {min(never)}"
+        return f"{len(never)} samples are never used, such as {min(never)}"
     return ""
 
 
 def _errors(stage: Stage, program: Program) -> str:
     whole = _alone(stage, program)
-    for what, around in {"an error in the second forward": an_error, "SIGTERM after the first step": a_sigterm}.items():
+    for what, around in {
+        "an error in the second forward pass": an_error,
+        "SIGTERM after the first step": a_sigterm,
+    }.items():
         outcome = stage.play(program, alone=True, around=around)[0]
         if outcome.was_struck and outcome.exit_code == 0:
             if outcome.error:
-                return f"{what}: it leaves with exit code 0 after {outcome.steps} of {whole.steps} steps"
-            if alarm := _difference(_claims(whole), _claims(outcome), "none", "it"):
-                return f"{what}: not a word of it, and {alarm}"
+                return f"{what}: the program exits with code 0 after {outcome.steps} of {whole.steps} steps"
+            if alarm := _difference(_claims(whole), _claims(outcome), "without", "with it"):
+                return f"{what} is not reported, and {alarm}"
     return ""
 
 
@@ -264,10 +267,10 @@ def _cuts(stage: Stage, program: Program) -> str:
     with tempfile.TemporaryDirectory(dir=stage.scratch) as scratch:
         folders = _folders(Path(scratch))
         whole = stage.play(program, next(folders), alone=True)[0]
-        cuts = [(f"cut after step {step}", cut_after_step(step), False) for step in range(1, whole.steps + 1)]
-        cuts += [(f"cut in write {k}", cut_in_write(k), False) for k in range(1, len(whole.saves) + 1)]
+        cuts = [(f"killed after step {step}", cut_after_step(step), False) for step in range(1, whole.steps + 1)]
+        cuts += [(f"killed in write {k}", cut_in_write(k), False) for k in range(1, len(whole.saves) + 1)]
         if whole.steps:
-            last = (f"cut after step {whole.steps}, its folder copied", cut_after_step(whole.steps), True)
+            last = (f"killed after step {whole.steps}, its folder copied", cut_after_step(whole.steps), True)
             cuts.append(last)
         for what, around, copied in cuts:
             folder = next(folders)
@@ -290,15 +293,15 @@ def _folders(scratch: Path) -> Iterator[Path]:
 
 def _after_a_cut(whole: Outcome, first: Outcome, second: Outcome) -> str:
     if second.error:
-        return f"the next start fails, {second.error.splitlines()[0][:90]}"
+        return f"the restart fails, {second.error.splitlines()[0][:90]}"
     for name, value in _claims(whole).items():
         other = second.result.get(name)
         same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
         if not same:
-            return f"{name}: {_describe_difference(value, other, 'uncut', 'cut')}"
+            return f"{name}: {_describe_difference(value, other, 'uninterrupted', 'resumed')}"
     saved = max((steps for steps in first.saves if steps < first.steps), default=0)
     if second.steps > whole.steps - saved:
-        return f"step {saved} was saved, and the next start makes {second.steps} of {whole.steps} steps"
+        return f"step {saved} was saved, but the restart takes {second.steps} of {whole.steps} steps"
     return ""
 
 
@@ -330,7 +333,7 @@ def _best(stage: Stage, program: Program) -> str:
         best = min(loss for loss in losses if not math.isnan(loss))
         formatted = ", ".join(f"{loss:g}" for loss in losses)
         if losses[kept] != best:
-            return f"of the losses {formatted} it keeps {losses[kept]:g}"
+            return f"of the losses {formatted}, the program keeps the model of {losses[kept]:g}"
     return ""
 
 
@@ -344,7 +347,7 @@ def _check(stage: Stage, program: Program) -> str:
             outcomes = stage.play(program, model, optimizer)
             what = "equal replicas" if changed_rank is None else f"{name} differs on rank {changed_rank}"
             if any(each.hang for each in outcomes):
-                return f"{what}: the ranks wait for one another"
+                return f"{what}: the ranks wait for each other"
             passed = [bool(each.result) and not each.error for each in outcomes]
             if passed != [changed_rank is None] * len(passed):
                 wrong = [rank for rank, each in enumerate(passed) if each != (changed_rank is None)]

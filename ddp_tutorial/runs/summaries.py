@@ -79,7 +79,9 @@ def find_run(name: str) -> Path:
             return folder
     for folder in (Path(name), RUNS / name):
         if folder.is_dir() and (below := find_runs(folder)):
-            raise ConfigError(f"{name!r} is no run, but the folder of some: {', '.join(map(str, below[-5:]))}")
+            raise ConfigError(
+                f"{name!r} is not a run, but a folder that contains runs: {', '.join(map(str, below[-5:]))}"
+            )
     known = [str(folder.relative_to(RUNS)) for folder in find_runs()]
     if not known:
         raise ConfigError(f"no run is called {name!r}: there are no runs under {RUNS}/")
@@ -426,7 +428,7 @@ def _failure(folder: Path) -> Failure:
     return Failure(
         None if rank is None else int(rank),
         None if step is None else int(step),
-        str(record.get("error") or "it does not say why"),
+        str(record.get("error") or "no error was recorded"),
     )
 
 

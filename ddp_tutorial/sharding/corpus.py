@@ -69,7 +69,7 @@ def load_corpus(name: str) -> Corpus:
     if kind in _READERS:
         return Corpus(name, *_split(name, _READERS[kind](argument)))
     if kind not in _DATASETS:
-        raise ConfigError(f"corpus {name!r} is not known.{did_you_mean(kind, sorted([*_READERS, *_DATASETS, 'bin']))}")
+        raise ConfigError(f"unknown corpus {name!r}.{did_you_mean(kind, sorted([*_READERS, *_DATASETS, 'bin']))}")
     return cached(name, _cache_of(kind, argument), lambda: _split(name, list(_read_dataset(kind, argument))))
 
 
@@ -103,7 +103,7 @@ def _split(name: str, documents: list[bytes]) -> tuple[torch.Tensor, torch.Tenso
     """Split the documents into training and validation tokens."""
     documents = [text for text in documents if text]
     if not documents:
-        raise ConfigError(f"corpus {name!r} is empty: there is no text in it to learn from")
+        raise ConfigError(f"corpus {name!r} must contain text, but is empty")
     if len(documents) == 1:  # a single document: its end is the validation set
         cut = len(documents[0]) - len(documents[0]) // VALIDATION_EVERY
         return _tokens([documents[0][:cut]]), _tokens([documents[0][cut:]])
@@ -129,7 +129,7 @@ def _tokens(documents: list[bytes]) -> torch.Tensor:
 
 def _read_python(argument: str) -> list[bytes]:
     if argument:
-        raise ConfigError(f"corpus 'python' takes no argument, found 'python:{argument}'")
+        raise ConfigError(f"corpus 'python' has no argument, got 'python:{argument}'")
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = []
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
@@ -149,11 +149,15 @@ def _read_text(argument: str) -> list[bytes]:
 def _read_stories(argument: str) -> list[bytes]:
     if not argument:
         if not STORIES.is_dir():
-            raise ConfigError("corpus 'stories' reads data/stories of the repository. Elsewhere, use 'stories:3000'.")
+            raise ConfigError(
+                "corpus 'stories' requires data/stories of the repository. Outside the repository, use 'stories:3000'."
+            )
         tables = [pyarrow.parquet.read_table(path) for path in sorted(STORIES.glob("*.parquet"))]
         return [story.encode() for table in tables for story in table["text"].to_pylist()]
     if not argument.isdecimal() or int(argument) == 0:
-        raise ConfigError(f"corpus 'stories:{argument}': give a number of stories, such as stories:3000")
+        raise ConfigError(
+            f"corpus 'stories' must have a number of stories, such as stories:3000, got 'stories:{argument}'"
+        )
     return [story(number).encode() for number in range(int(argument))]
 
 
@@ -216,11 +220,11 @@ def _read_dataset(kind: str, argument: str) -> Iterator[bytes]:
             if column not in row:
                 others = ", ".join(map(repr, row))
                 raise ConfigError(
-                    f"corpus '{kind}:{argument}' has no column {column!r}, but {others}. Add # and a name."
+                    f"corpus '{kind}:{argument}' has no column {column!r}. Append # and one of its columns: {others}"
                 )
             if not isinstance(row[column], str):
                 found = type(row[column]).__name__
-                raise ConfigError(f"corpus '{kind}:{argument}', row {number}: {column!r} should be text, found {found}")
+                raise ConfigError(f"corpus '{kind}:{argument}', row {number}: {column!r} must be text, got {found}")
             yield row[column].encode()
     except ConfigError:
         raise

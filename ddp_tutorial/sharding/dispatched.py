@@ -129,7 +129,7 @@ class DispatchedSource:
                 self._send((dealt(rank), state), rank)
             return [LocalBatch(*each) for each in dealt(0)], state
         except Exception as error:
-            message = f"rank 0 could not read on: {error}"
+            message = f"rank 0 failed to read: {error}"
             self._end_others(message)
             raise SourceError(message) from error
 

@@ -179,7 +179,9 @@ class GlobalBatchSampler:
         if batch < 1:
             raise ConfigError(f"'batch_size' must be at least 1, got {batch}")
         if self.remainder == "drop" and samples < batch:
-            raise ConfigError(f"{samples} samples are less than one batch of {batch}: remainder 'drop' leaves nothing")
+            raise ConfigError(
+                f"with remainder 'drop', there must be at least one batch of {batch} samples, got {samples}"
+            )
 
     @property
     def steps_per_epoch(self) -> float:
@@ -210,7 +212,7 @@ class GlobalBatchSampler:
             ValueError: If the remainder is 'carry', because a step may then belong to two epochs. Use `step` instead.
         """
         if self.remainder == "carry":
-            raise ValueError("with remainder 'carry' a step may belong to two epochs. Go from step to step instead.")
+            raise ValueError("with remainder 'carry', a step may belong to two epochs. Iterate over steps instead.")
         samples = self.order.samples
         cursor, end = number * samples, (number + 1) * samples
         while cursor < end:

@@ -35,7 +35,7 @@ def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
     """
     leaves, form = tree_flatten(tree)
     if not all(torch.is_tensor(leaf) and leaf.dim() for leaf in leaves):
-        raise ValueError(f"the batch cannot be split into samples: {_contents(tree)}. {_HINT}")
+        raise ValueError(f"every tensor of a batch must have the same number of rows, got {_contents(tree)}. {_HINT}")
     return tree_unflatten([leaf[which].contiguous() for leaf in leaves], form)
 
 
@@ -55,7 +55,9 @@ def as_batch(tree: Tree, count: int) -> Tree:
         return tree
     if any(isinstance(leaf, Mapping) for leaf in leaves):
         return as_batch(tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree), count)
-    raise ValueError(f"a batch of {count} samples came out as {_contents(tree)}. {_HINT}")
+    raise ValueError(
+        f"every tensor of a batch of {count} samples must have {count} rows, got {_contents(tree)}. {_HINT}"
+    )
 
 
 def _are_rows(leaves: Collection[Any], count: int) -> bool:
@@ -63,8 +65,8 @@ def _are_rows(leaves: Collection[Any], count: int) -> bool:
 
 
 _HINT = (
-    "A batch is made of tensors with one row for each sample. Make it so in collate_fn or transform, or leave out what "
-    "is not needed (dataset.select_columns)."
+    "A batch consists of tensors with one row for each sample. Convert the batch in collate_fn or transform, or remove "
+    "columns with dataset.select_columns."
 )
 
 
@@ -118,12 +120,12 @@ def as_samples(dataset: Any, collate_fn: CollateFn | None = None) -> Data:
     require_dataset(dataset)
     if hasattr(dataset, "fetch"):
         if collate_fn is not None:
-            raise ConfigError(f"{type_name(dataset)} gives whole batches (fetch): leave out collate_fn")
+            raise ConfigError(f"{type_name(dataset)} returns batches from fetch, so 'collate_fn' must be None")
         return dataset
     if not is_map_style(dataset):
         raise ConfigError(
-            f"{type_name(dataset)} has no length, or no samples by number: it lacks __len__ or __getitem__. Add both, "
-            "or follow it as a stream: make_source(..., config=SourceConfig(kind='streamed'))."
+            f"{type_name(dataset)} has no length or no index access: it must define __len__ and __getitem__. Define "
+            "both, or read the dataset as a stream: make_source(..., config=SourceConfig(kind='streamed'))."
         )
     if type(dataset) is TensorDataset and collate_fn is None:
         return Tensors(dataset.tensors)
@@ -138,15 +140,15 @@ def require_dataset(dataset: Any) -> None:
     """
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "a DataLoader forms its own batches, but a source forms the batches of all ranks. Pass its dataset and its "
-            "collate_fn: "
+            "a DataLoader creates its own batches, but a source creates the batches of all ranks. Pass its dataset "
+            "and its collate_fn: "
             "make_source(loader.dataset, batch_size, world, collate_fn=loader.collate_fn)."
         )
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, dataset))
         raise ConfigError(
-            f"{type_name(dataset)} is a mapping of {names}, not a list of samples. Choose one of its splits, or make "
-            "a dataset of its columns: TensorDataset(x, y), datasets.Dataset.from_dict(...)."
+            f"a dataset must be a sequence of samples, got {type_name(dataset)} with keys {names}. Pass one of its "
+            "splits, or create a dataset of its columns: TensorDataset(x, y), datasets.Dataset.from_dict(...)."
         )
 
 
@@ -279,7 +281,7 @@ def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: Collat
             ) from error
         name = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
         raise ValueError(
-            f"collate_fn ({name}) cannot make a batch of {_range(numbers)}: {type(error).__name__}: {error}"
+            f"collate_fn ({name}) cannot combine {_range(numbers)}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -296,7 +298,7 @@ def check_same_structure(rows: Sequence[Any], numbers: Sequence[int]) -> None:
     if all(isinstance(row, dict) for row in rows) and len({(*row, *map(type, row.values())) for row in rows}) == 1:
         return  # the common case; this check takes 1/3 of the time
     if found := _first_unlike(rows, numbers, _types):
-        raise ValueError(f"{found}. The rows of a batch should be alike.")
+        raise ValueError(f"{found}. The rows of a batch must have the same columns and types.")
 
 
 def _first_unlike(
@@ -422,11 +424,11 @@ def _map_arrow(path: Path, columns: Sequence[str] | None) -> list[dict[str, np.n
         else:
             table = pa.ipc.open_stream(data).read_all()
             if data[-8:].to_pybytes() != _END_OF_STREAM:  # Arrow accepts a truncated stream
-                raise pa.ArrowInvalid("its end is missing")
+                raise pa.ArrowInvalid("the end of the file is missing")
         table.validate()
         found = table.column_names
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise ConfigError(f"{path} cannot be read as an Arrow file; is it damaged? {error}") from None
+        raise ConfigError(f"{path} cannot be read as an Arrow file: {error}") from None
     names = list(columns) if columns else found
     for name in names:
         if found.count(name) != 1:
@@ -445,7 +447,7 @@ def _as_array(path: Path, name: str, column: Any) -> np.ndarray[Any, Any]:
         column = column.flatten()
         missing += column.null_count
     if missing:
-        raise ConfigError(f"{path}: column {name!r} has {missing} missing values; it should have none")
+        raise ConfigError(f"{path}: column {name!r} must not have missing values, got {missing}")
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise ConfigError(
             f"{path}: column {name!r} has type {column.type}, which cannot be memory-mapped. Convert it to numbers or "
@@ -519,7 +521,7 @@ def as_arrow(paths: Sequence[Path], folder: Path) -> list[Path]:
             try:
                 table = pyarrow.parquet.read_table(path)
             except (OSError, pa.ArrowException) as error:
-                raise ConfigError(f"{path} cannot be read as a Parquet file; is it damaged? {error}") from None
+                raise ConfigError(f"{path} cannot be read as a Parquet file: {error}") from None
             with pa.OSFile(str(unfinished / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table, max_chunksize=65536)
 

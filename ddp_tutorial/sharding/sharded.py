@@ -70,7 +70,9 @@ class ShardedSource:
         """
         self.data: Data = as_samples(data)
         if len(self.data) != sharding.order.samples:
-            raise ConfigError(f"the data have {len(self.data)} samples, the order is one of {sharding.order.samples}")
+            raise ConfigError(
+                f"the data must have {sharding.order.samples} samples, as the order does, got {len(self.data)}"
+            )
         require_samples_for_all(sharding, world)
         self.sharding, self.world, self.batch_size = sharding, world, sharding.batch_size
         self.workers, self.worker_timeout = workers, worker_timeout
@@ -251,7 +253,7 @@ def require_streams_for_all(streams: int, batch_size: int, world: World) -> None
         ConfigError: If there are fewer streams than ranks, or if `batch_size` is less than the number of streams.
     """
     if streams < world.size:
-        raise ConfigError(f"{streams} streams are too few for {world.size} ranks, each of which reads at least one")
+        raise ConfigError(f"the number of streams must be at least the {world.size} ranks, got {streams}")
     if batch_size < streams:
         raise ConfigError(
             f"'batch_size' must be at least {streams}, one sample of each stream, got {batch_size}. Use a larger "

@@ -153,7 +153,7 @@ def _require_kind(config: SourceConfig, data: Any) -> None:
     require_dataset(data)
     kind, name = config.kind, type_name(data)
     if (kind == "streamed" or _is_stream(data)) and config.remainder != "carry":
-        raise ConfigError("'source.remainder' is for sources that know how long they are; a stream ends where it ends")
+        raise ConfigError("'source.remainder' requires a source of known length, and a stream has none")
     if isinstance(data, TokenBlocks | ArrowShards):
         return
     if kind == "fast_stream":
@@ -198,8 +198,9 @@ def require_same_samples(samples: Data, world: World, what: str = "training samp
             )
         if fingerprint != of_ranks[0][1]:
             raise ConfigError(
-                f"rank {rank} has the same number of {what} as rank 0, but different ones. Each rank reads the files "
-                "of its own node: store them on a shared disk, or copy the same files to the same path on every node."
+                f"rank {rank} has the same number of {what} as rank 0, but the {what} differ. Each rank reads the "
+                "files of its own node: store them on a shared disk, or copy the same files to the same path on "
+                "every node."
             )
 
 

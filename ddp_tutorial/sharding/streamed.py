@@ -158,7 +158,7 @@ class StreamedSource:
                     for (samples, count), of_part in zip(mine, zip(*of_ranks, strict=True), strict=True)
                 ]
             if self.places == 0:
-                raise ConfigError("the data set is empty: none of its streams has a sample")
+                raise ConfigError("the dataset is empty: none of its streams has a sample")
             self.close()
             self.epoch, self.places = self.epoch + 1, 0
 
@@ -219,7 +219,9 @@ class StreamedSource:
             ConfigError: If the saved run had fewer streams than this world has ranks.
         """
         if state["streams"] < self.world.size:
-            raise ConfigError(f"this run has {state['streams']} streams: too few for {self.world.size} ranks")
+            raise ConfigError(
+                f"the number of streams must be at least the {self.world.size} ranks, got {state['streams']}"
+            )
         self.close()
         self.epoch, self.places, self.streams = state["epoch"], state["places"], state["streams"]
 
@@ -307,8 +309,9 @@ def _as_shards(dataset: Any, seed: int | None, shuffle_buffer: int) -> _Shards:
         return _DatasetsShards(dataset if seed is None else dataset.shuffle(seed=seed, buffer_size=shuffle_buffer))
     if isinstance(dataset, Iterator):
         raise ConfigError(
-            f"a {type(dataset).__name__} can be iterated only once, but a source iterates over it in every epoch and "
-            "when it resumes. Pass an object whose __iter__ starts over, such as a torch IterableDataset."
+            f"a {type(dataset).__name__} can be iterated only once, but a source iterates over the dataset in every "
+            "epoch and when a run resumes. Pass an object whose __iter__ starts over, such as a torch "
+            "IterableDataset."
         )
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"a {type(dataset).__name__} cannot be iterated: it has no __iter__")

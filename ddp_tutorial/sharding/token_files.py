@@ -40,14 +40,14 @@ def map_tokens(path: Path) -> torch.Tensor:
             the index is damaged or of an unknown version.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r}; write it with nanoGPT's prepare.py, for example")
+        raise ConfigError(f"token file {str(path)!r} does not exist; create it, for example with nanoGPT's prepare.py")
     index = path.with_suffix(".idx")
     dtype = np.dtype(_type_of(index) if index.is_file() else np.uint16)
     size = path.stat().st_size
     if not size or size % dtype.itemsize:
         raise ConfigError(
-            f"{str(path)!r} must contain tokens of {dtype.itemsize} bytes each ({dtype}), got {size} bytes; "
-            "is the file complete?"
+            f"{str(path)!r} must contain tokens of {dtype.itemsize} bytes each ({dtype}), got {size} bytes. "
+            "The file may be incomplete"
         )
     # "c" is copy on write: torch requires writable memory, and the file must not change.
     return torch.from_numpy(np.memmap(path, dtype=dtype, mode="c"))
@@ -58,7 +58,9 @@ def _type_of(index: Path) -> type[np.integer[Any]]:
     with index.open("rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
     if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
-        raise ConfigError(f"{str(index)!r} is not an index of Megatron-LM; remove it if the tokens are 16-bit integers")
+        raise ConfigError(
+            f"{str(index)!r} is not an index file of Megatron-LM. Remove the file if the tokens are 16-bit integers"
+        )
     version, code = _HEADER.unpack(head[len(_MAGIC) :])
     if version != 1 or code not in _TYPES:
         raise ConfigError(

@@ -76,7 +76,8 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
                 raise
             if time.monotonic() >= deadline:
                 raise SourceError(
-                    f"no batch within {worker_timeout:g} s: it is stuck, or needs a larger source.worker_timeout"
+                    f"no batch within {worker_timeout:g} s: the worker hangs, or requires a larger "
+                    "source.worker_timeout"
                 ) from None
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # A worker passes a batch as a shared-memory file. If that fails, the worker has exited or is about to
@@ -84,7 +85,7 @@ def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
             is_own = "in DataLoader worker process" in str(error)
             if is_own or not (isinstance(batches, WorkerBatches) and batches.wait_for_worker_exit()):
                 raise
-            raise RuntimeError(f"its connection was lost, {type(error).__name__}: it has died") from error
+            raise RuntimeError(f"the worker has exited: its connection was lost ({type(error).__name__})") from error
 
 
 class WorkerRestart:
@@ -109,9 +110,7 @@ class WorkerRestart:
         if not (isinstance(batches, WorkerBatches) and batches.exited_workers()) or place == self._place:
             return False
         self._place = place
-        LOG.warning(
-            "%s. The workers are started again, and read the same samples", told.partition("\n")[0].rstrip(" .")
-        )
+        LOG.warning("%s. The workers are restarted, and read the same samples", told.partition("\n")[0].rstrip(" ."))
         return True
 
 

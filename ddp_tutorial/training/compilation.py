@@ -41,7 +41,7 @@ def require_backend(config: CompileConfig) -> None:
     """Raise `ConfigError` if PyTorch does not have the backend."""
     known = torch.compiler.list_backends(exclude_tags=())
     if config.backend not in known:
-        raise ConfigError(f"'compile.backend' {config.backend!r} is not known.{did_you_mean(config.backend, known)}")
+        raise ConfigError(f"unknown 'compile.backend' {config.backend!r}.{did_you_mean(config.backend, known)}")
 
 
 def require_compiler(config: CompileConfig, device: torch.device) -> None:

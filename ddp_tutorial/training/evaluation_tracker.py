@@ -58,7 +58,7 @@ class EvaluationTracker:
         reached = [step for step, means in self.evaluations.items() if target is not None and means[LOSS] <= target]
         if reached:
             return f"the validation loss reached target_loss={target:g} at step {reached[0]}"
-        return f"no better since step {self.step}" if self.has_stalled() else ""
+        return f"no improvement since step {self.step}" if self.has_stalled() else ""
 
     def has_stalled(self) -> bool:
         """Return whether the last `early_stopping.patience` evaluations brought no improvement."""

@@ -117,7 +117,7 @@ def is_readable(config: TaskConfig) -> bool:
 def task_of(config: TaskConfig) -> Task:
     """Return the task that `config` names. Raise `ConfigError` if there is no such task."""
     if config.task not in TASKS:
-        raise ConfigError(f"'task' {config.task!r} is not known.{did_you_mean(config.task, sorted(TASKS))}")
+        raise ConfigError(f"unknown 'task' {config.task!r}. {did_you_mean(config.task, sorted(TASKS))}")
     return TASKS[config.task]
 
 
@@ -143,9 +143,9 @@ def samples_of(config: TaskConfig, world: World) -> tuple[Data, Data]:
         train, held_out = task_of(config).samples(config)
     if len(train) < config.batch_size or not len(held_out):
         raise ConfigError(
-            f"corpus {config.corpus!r} has {len(train)} samples of {config.model.context} tokens to learn from, and "
-            f"{len(held_out)} held out: too few for one batch of {config.batch_size} and one to evaluate. Use more "
-            "text, a smaller batch_size or a smaller model.context."
+            f"corpus {config.corpus!r} has {len(train)} training samples of {config.model.context} tokens and "
+            f"{len(held_out)} validation samples, too few for one batch of {config.batch_size} and one evaluation. "
+            "Use more text, a smaller batch_size or a smaller model.context."
         )
     return train, held_out
 

@@ -281,8 +281,8 @@ class Trainer:
             self.checkpoints.load(self.start.checkpoint, self.config.resume_without)
             if update_settings(self.start.settings) != update_settings(self.settings):  # `resume_allow` permits it
                 self.options.restore(self.train_step.optimizer, self.train_step.scheduler)
-            left_out = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
-            LOG.info("resuming after step %d, from %s%s", self.start.step, self.start.checkpoint, left_out)
+            excluded = f", without {', '.join(self.config.resume_without)}" if self.config.resume_without else ""
+            LOG.info("resuming after step %d, from %s%s", self.start.step, self.start.checkpoint, excluded)
         elif is_found:
             self.log.rewind(0, [], 0)
         if self.is_done():  # the command of a finished run was rerun
@@ -366,7 +366,7 @@ class Trainer:
                 "ranks": used,
             }
         )
-        LOG.debug("step %d: held out %s", self.step_count, format_values(means))
+        LOG.debug("step %d: validation %s", self.step_count, format_values(means))
         self.call_back(lambda callback: callback.on_evaluate(self, self.step_count, dict(means)))
         return means
 
