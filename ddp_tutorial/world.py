@@ -38,7 +38,7 @@ class World:
         local_rank: The rank of this process, from 0, on this machine.
         local_size: The number of ranks on this machine.
         device: The device of this rank.
-        init_method: The URL at which torch's process group meets.
+        init_method: The URL of the rendezvous of torch's process group.
         backend: The library for collectives. The default is NCCL for GPUs and gloo for CPUs. gloo also supports GPUs,
             slowly, and allows ranks to share one.
         timeout: The timeout of a collective.
@@ -242,14 +242,14 @@ def _require_same(world: World) -> None:
 
 
 def _meeting_place(world: World) -> str:
-    """Return the host of rank 0, where the ranks meet."""
+    """Return the host of rank 0, where the ranks rendezvous."""
     if world.init_method.startswith(("tcp://", "slurm://")):
         return urlsplit(world.init_method).hostname or ""
     return os.environ.get("MASTER_ADDR", "")
 
 
 def agent_store(timeout: timedelta) -> dist.Store:
-    """Return the store of torchrun's agent, in which its ranks meet. It exists as long as the agent runs."""
+    """Return the store of torchrun's agent, the rendezvous of its ranks. The store exists as long as the agent runs."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 

@@ -43,7 +43,7 @@ class AccelerateStrategy(ReplicatedStrategy):
 
     Raises:
         ConfigError: If Accelerate is not installed. Also if ACCELERATE_* variables or an earlier `Accelerator` of this
-            process configured a different world, a different device or more than averaging gradients.
+            process configured a different world, a different device or features other than gradient averaging.
     """
 
     link: Link | None = None  # PyTorch's C++ code calls gloo or NCCL directly

@@ -32,7 +32,7 @@ from ddp_tutorial.world import World, require_group
 
 
 class InvariantStrategy(ReplicatedStrategy):
-    """Gradients that do not depend on the number of ranks, if that number divides `micro_batches`.
+    """A strategy whose gradients do not depend on the number of ranks, which must divide `micro_batches`.
 
     Runs are bitwise identical only with the same type of processor, the same version of torch and the same size of
     micro-batches. On CPUs a sum also depends on the number of threads: the constructor sets it to one for this process,

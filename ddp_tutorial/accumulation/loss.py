@@ -7,8 +7,8 @@
         return F.cross_entropy(logits, batch["digit"], reduction="sum"), count, {"accuracy": (right, count)}
 
 A loss function returns a sum and a count, because sums and counts of micro-batches and ranks can be added, and means
-cannot. Count what the loss is a mean over: samples, or tokens that are not padding. Metrics are also sums and counts,
-by name. To use several losses, return their weighted sum, and report each loss as a metric.
+cannot. The count is the number of samples, or of tokens that are not padding. Metrics are also sums and counts, by
+name. To use several losses, return their weighted sum, and report each loss as a metric.
 """
 
 import math
@@ -35,7 +35,7 @@ _EXAMPLE = "return F.cross_entropy(logits, targets, reduction='sum'), len(target
 
 
 class LossError(ConfigError):
-    """A loss function is used incorrectly, or does not return a sum, a count and optionally metrics."""
+    """Raised if a loss function is used incorrectly, or does not return a sum, a count and optionally metrics."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Totals:
 
 
 def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, tuple[Number, Number]]]:
-    """Call the loss function and check what it returns.
+    """Call the loss function and check its result.
 
     Returns:
         The tensor to call `backward` on; and the detached sum and count of the loss and of each metric, by name.
@@ -86,7 +86,7 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
 
 
 def require_call(is_called: bool) -> None:
-    """Raise `LossError` unless the loss called the model that it was given."""
+    """Raise `LossError` unless the loss called the model that it received."""
     if not is_called:
         raise LossError(
             "the loss did not call the model that it received as its first argument. A call to the inner module "

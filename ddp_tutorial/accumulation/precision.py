@@ -1,10 +1,10 @@
 """Mixed precision, loss scaling, gradient clipping and the optimizer step, in the same way on every rank.
 
 With autocast (Micikevicius et al., "Mixed precision training", 2018), matrix products are computed in 16 bits. Weights,
-gradients and the optimizer state stay in float32. bfloat16 needs nothing else. The largest number of float16 is 65,504,
-and numbers below 6e-8 become zero. So the loss is multiplied by a scale before the backward pass, and the gradient is
-divided by it afterwards. If the scale was too large, the gradient overflows. Then all ranks skip the step, and the
-scale is halved.
+gradients and the optimizer state stay in float32. bfloat16 requires nothing else. The largest number of float16 is
+65,504, and numbers below 6e-8 become zero. So the loss is multiplied by a scale before the backward pass, and the
+gradient is divided by it afterwards. If the scale was too large, the gradient overflows. Then all ranks skip the step,
+and the scale is halved.
 """
 
 import inspect

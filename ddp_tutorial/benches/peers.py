@@ -1,8 +1,8 @@
 """Compare popular trainers and this package's trainer with a plain torch loop on the same work.
 
-The time of a trainer is that of the eleventh step to the last: forward, backward, update, and all that the trainer does
-between them. Every arm reports the global mean loss of every step, which takes one small all-reduce. Ours also writes
-its log and its TensorBoard events, as for its users.
+A trainer is timed from the eleventh step to the last: forward pass, backward pass, update, and everything between
+steps. Every arm reports the global mean loss of every step, which takes one small all-reduce. This package's trainer
+also writes its log and its TensorBoard events, as in normal use.
 
 Arm `ours` sends gradients through gloo, as all other trainers do. Arm `shared_memory` is ours with `ddp.shared_memory`,
 for two ranks of one host.

@@ -1,4 +1,4 @@
-"""Measure the speed-up of additional ranks.
+"""Measure the speedup of additional ranks.
 
 The benchmark compares one process, synchronized ranks, and independent processes with the same work. All arms of a
 launch take the same optimizer steps on the same samples. The timer covers nothing else: no evaluation and no log. The

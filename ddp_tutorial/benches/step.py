@@ -1,4 +1,4 @@
-"""Shared by several benchmarks: random text, and training steps of a GPT on it."""
+"""Random text, and training steps of a GPT on it, for several benchmarks."""
 
 from typing import Any
 

@@ -69,7 +69,7 @@ class Component:
     """A part of a run's state, and the ranks that share it.
 
     Attributes:
-        stateful: The object to save and restore. Of a model that `torch.compile` has wrapped, it is the model inside.
+        stateful: The object to save and restore. For a model that `torch.compile` has wrapped, the wrapped model.
         shared: The ranks that have the same state; see `checkpointer` for the possible values.
         span: The number of ranks in a group. Applies only to `shared="per_group"`.
     """
@@ -103,7 +103,7 @@ class Component:
 
 
 def require_even_nodes(world: World, components: Mapping[str, Component]) -> None:
-    """Raise an error on all ranks if a per-node component meets nodes of different sizes. Collective.
+    """Raise an error on all ranks if a per-node component is used on nodes of different sizes. Collective.
 
     Raises:
         ValueError: If a component is per_node and the nodes have different numbers of ranks.

@@ -116,7 +116,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
     """Return the checkpoints in `parent`, in increasing order of step.
 
     A folder without a manifest is not a checkpoint. No file is opened. If a run was killed while it replaced a
-    checkpoint, the old one is listed as long as the new one is not in place.
+    checkpoint, the old one is listed until the new one is in place.
     """
     folders = [path for path in (parent.iterdir() if parent.is_dir() else ()) if _has_manifest(path)]
     by_step = {
@@ -197,7 +197,7 @@ def _parsed(content: bytes, folder: Path) -> Manifest:
 
 
 def _is_inside(folder: Path, path: str) -> bool:
-    """Return whether `path`, on any operating system, names a file in `folder`, not through a link that leaves it."""
+    """Return whether `path`, on any operating system, is a file inside `folder`, also after resolving links."""
     names = PureWindowsPath(path)  # splits at both kinds of slashes and recognizes drives
     if names.anchor or ".." in names.parts or "\0" in path:
         return False

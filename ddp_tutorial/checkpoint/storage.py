@@ -70,7 +70,8 @@ def write_state(stem: Path, state: State) -> Path:
 def _without_aliases(state: State) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors without duplicates, and the aliases of tied weights.
 
-    safetensors rejects tensors that share memory, so the file stores each tensor once, and its metadata the aliases.
+    safetensors rejects tensors that share memory, so the file stores each tensor once, and the aliases in its
+    metadata.
 
     Returns:
         The tensors by their first name, and the first name of each duplicate by its own name.

@@ -33,7 +33,7 @@ _open = click.option("-e", "--open", "opens", is_flag=True, help="Open the figur
 
 
 def _chosen(names: tuple[str, ...], everything: bool) -> list[Path]:
-    """Return the folders of the named runs, each once; without names, that of the newest run, or of all runs.
+    """Return the folders of the named runs, without duplicates. Without names, return the newest run, or all runs.
 
     Existing files and folders that are not runs are skipped, and their number is reported: `runs/*` also matches
     figures, caches and sweeps. Raises `ConfigError` if a name does not exist, or if nothing is left.
@@ -121,7 +121,7 @@ def _rate(run: "Summary") -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    """0.42 -> "0.4 s", 72 -> "1 min 12 s"."""
+    """Format a duration: 0.42 becomes "0.4 s", and 72 becomes "1 min 12 s"."""
     if seconds is None:
         return "-"
     if seconds < 9.95:
@@ -182,7 +182,7 @@ def summary(runs: tuple[str, ...], everything: bool, form: str, baseline: str | 
 
 
 def _speedups(summaries: list["Summary"], name: str | None) -> list["Speedup"]:
-    """Return the speedup of each run over the named baseline, or over the default one. Report runs with other work."""
+    """Return the speedup of each run over the named or default baseline. Report runs with different work."""
     from ddp_tutorial.runs.speedup import default_baseline, not_comparable, require_throughput, speedup
     from ddp_tutorial.runs.summaries import find_run, summarize
 
@@ -308,7 +308,7 @@ def _work(run: "Summary") -> str:
 
 
 def _strategy(config: dict[str, Any]) -> str | None:
-    """`"ddp:torch"`."""
+    """Return the strategy and its variant, such as `"ddp:torch"`."""
     strategy, variant = config.get("strategy"), _get(config, "ddp.variant")
     return f"{strategy}:{variant}" if strategy == "ddp" and variant else strategy
 
@@ -470,7 +470,7 @@ def plot(
 
 
 def _announce(path: Path, opens: bool) -> None:
-    """Print the path of a figure, and open it on request: in $BROWSER, or as the desktop opens files."""
+    """Print the path of a figure, and open it on request: in $BROWSER, or in the desktop's default program."""
     import webbrowser
 
     click.echo(str(path))

@@ -13,7 +13,7 @@ from ddp_tutorial.config import ConfigError
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """Check what works on this machine. The exit code is 1 if something does not."""
+    """Check which features work on this machine. The exit code is 1 if a check fails."""
     from ddp_tutorial.processes.doctor import examine, verdict
 
     findings = examine()

@@ -1,4 +1,4 @@
-"""The batch script of a training run: what `python -m ddp_tutorial slurm CONFIG` prints and submits."""
+"""The batch script of a training run, which `python -m ddp_tutorial slurm CONFIG` prints and submits."""
 
 import shlex
 from collections.abc import Iterable

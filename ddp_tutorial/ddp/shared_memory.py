@@ -1,9 +1,9 @@
 """Sum the gradients of two ranks of one host in shared memory.
 
-Between processes of one machine, gloo's ring sends all bytes through sockets, in several messages that wait for one
-another. Here each rank copies a bucket into memory that both ranks have mapped, and signals an eventfd. At the end of
-the backward pass each rank sums both copies. That takes one copy and one wait. The result is bitwise identical to the
-ring's, because a + b equals b + a.
+Between processes of one machine, gloo's ring sends all bytes through sockets, in several consecutive messages. Here
+each rank copies a bucket into memory that both ranks have mapped, and signals an eventfd. At the end of the backward
+pass each rank sums both copies. That takes one copy and one wait. The result is bitwise identical to the ring's,
+because a + b equals b + a.
 
 A rank that has waited longer than `PATIENCE` falls back to gloo's all-reduce, which has torch's timeout, errors and
 flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If it is still

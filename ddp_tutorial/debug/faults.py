@@ -165,7 +165,7 @@ class _Striker:
 
 @contextmanager
 def _failing_once(model: nn.Module | None, fail: Callable[[], None]) -> Iterator[None]:
-    """Call `fail` at the fail_at_end of the model's next forward pass."""
+    """Call `fail` at the end of the model's next forward pass."""
     assert model is not None, "inject has checked it"
 
     def fail_at_end(*_: object) -> None:

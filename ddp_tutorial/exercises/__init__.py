@@ -55,7 +55,7 @@ class Exercise:
     An answer is a function, a class, or the path of a script.
 
     Attributes:
-        task: What to write. Printed for an answer that is not filled in yet.
+        task: The assignment, printed for an answer that is not filled in yet.
         test: Takes the answer and returns praise, or raises `WrongAnswerError`. It may start ranks.
         solution: A right answer.
         wrong: Maps a short description of a mistake to an answer that makes it.

@@ -68,7 +68,7 @@ def make_step(config: TaskConfig, world: World) -> TrainStep:
 
 
 def idle() -> None:
-    """Do nothing; the arm of a rank that waits, asleep, at the barrier while other ranks run theirs."""
+    """Do nothing. A rank without work runs this arm, and sleeps in the barrier while other ranks run their arms."""
 
 
 def run_interleaved(

@@ -125,7 +125,7 @@ def run_main_job(steps: int = 600) -> None:
 def _sensible_ranks() -> int:
     """Return the number of ranks for `make run`: one per GPU if there are at least two, otherwise 2.
 
-    Also print what to expect on this machine.
+    Also print one line about the expected result on this machine.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Predict the step time on more ranks with a model of computation, communication and their overlap.
 
 The model is fitted to measurements on one and two ranks. Strong scaling keeps the global batch size: additional ranks
-reduce the computation per rank but not the communication, which limits the speed-up (Amdahl, 1967). Weak scaling keeps
+reduce the computation per rank but not the communication, which limits the speedup (Amdahl, 1967). Weak scaling keeps
 the batch size per rank, so the computation per rank does not shrink (Gustafson, 1988).
 """
 
@@ -95,9 +95,9 @@ class StepModel:
         return turns * (self.compute(samples, ranks) + self.exposed(samples, ranks))
 
     def strong_efficiency(self, batch: int, ranks: int, cores: int | None = None) -> float:
-        """Return the speed-up over one rank with the same global batch, divided by the number of ranks.
+        """Return the speedup over one rank with the same global batch, divided by the number of ranks.
 
-        If there are fewer `cores` than ranks, the speed-up is divided by the number of cores.
+        If there are fewer `cores` than ranks, the speedup is divided by the number of cores.
         """
         working = min(ranks, cores or ranks)
         return self.seconds(batch) / (working * self.seconds(batch, ranks, cores))

@@ -125,7 +125,8 @@ class ClusterBackend:
     """Backend whose ranks run on the nodes of a cluster, the same number on each node.
 
     The ranks rendezvous at rank 0, inside the cluster's network, and use a new port each time. If the cluster is not
-    running, the backend starts it and stops it with the pool. A running cluster is left as it is.
+    running, the backend starts it and stops it with the pool. A cluster that is already running is neither changed nor
+    stopped.
     """
 
     def __init__(self, n: int, cluster: Cluster) -> None:

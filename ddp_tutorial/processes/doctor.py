@@ -38,7 +38,7 @@ class Finding:
         name: Name of the check.
         ok: Whether the check passed; None if the result is neither good nor bad.
         text: The result in words.
-        advice: What to do about it, or an empty string.
+        advice: The action to take, or an empty string.
     """
 
     name: str

@@ -139,7 +139,7 @@ class RunRecord:
             world: This rank's world.
             folder: Folder of the run.
             config: Settings of the run.
-            unit: What the loss counts, such as "samples" or "tokens".
+            unit: Unit of the loss's count, such as "samples" or "tokens".
             events: Also write TensorBoard events.
             memory_limit_mb: Resident memory in MB above which a rank logs a warning; 0 for no limit.
             gpu_memory_limit_mb: The same limit for the GPU memory that PyTorch has reserved.

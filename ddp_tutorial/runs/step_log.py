@@ -34,7 +34,7 @@ class StepLog:
         Args:
             world: This rank's world.
             path: Path of the JSON lines file.
-            unit: What the loss counts, such as "samples" or "tokens". The log contains its count and its rate per
+            unit: Unit of the loss's count, such as "samples" or "tokens". The log contains its count and its rate per
                 second.
             events: Also write TensorBoard events, on rank 0.
         """
@@ -184,8 +184,8 @@ class StepLog:
 class Events:
     """TensorBoard events of a run. `tensorboard --logdir runs` shows them if TensorBoard is installed.
 
-    The first record creates the file. A resumed run writes a new file, which tells TensorBoard to discard later steps
-    of the earlier file.
+    The first record creates the file. A resumed run writes a new file, so that TensorBoard discards later steps of the
+    earlier file.
     """
 
     def __init__(self, folder: Path, totals: Set[str] = frozenset({"elapsed"})) -> None:

@@ -239,7 +239,7 @@ class Summary:
     seconds_are: Literal["measured", "sum of phases"]
     loss: Values | None
     eval_loss: Values | None
-    unit: str  # what the loss counts, such as tokens or samples
+    unit: str  # the unit of the loss's count, such as tokens or samples
     count: float | None  # total number of `unit`
     rate: float | None  # `unit` per second, median over the run
     phases: dict[str, float]  # rank 0's seconds by phase
@@ -313,7 +313,7 @@ def _last_step(rows: Sequence[Row], result: Mapping[str, Any], failure: Failure 
 
 
 def unit_of(rows: Sequence[Row]) -> str:
-    """Return what the loss of a run counts, according to the name of its rate; "tokens" if the log contains no rate."""
+    """Return the unit of a run's count, from the name of its rate; "tokens" if the log contains no rate."""
     names = (key for row in rows for key in row if key.endswith(PER_SECOND))
     return next(names, f"tokens{PER_SECOND}").removesuffix(PER_SECOND)
 

@@ -1,11 +1,12 @@
-"""Where the ranks of a Slurm step meet: at a free port that rank 0 picks and publishes in a file of the job's user.
+"""Connect the ranks of a Slurm step at a free port, which rank 0 publishes in a private file of the job's user.
 
-Slurm tells a rank the names of the nodes, but no port. A port computed from the job's number may be in use, and every
-user of the cluster can compute it. Instead rank 0 listens at a port that the system picks, and writes host, port and a
-nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`: the folder has mode 0700, the file 0600. The other ranks wait for
-that file, connect, and compare the nonce, so they do not stay with a store that an earlier job has published.
+Slurm provides the names of the nodes, but no port. A port computed from the job's number may be in use, and every user
+of the cluster can compute it. Instead, rank 0 listens at a port that the operating system chooses, and writes host,
+port and a nonce to `runs/.rendezvous/CLUSTER-JOB.RESTART.STEP`: the folder has mode 0700, the file 0600. The other
+ranks wait for that file, connect, and compare the nonce, so they never use the store of an earlier job.
 
-This module gives torch the scheme of such addresses: `init_process_group(init_method="slurm://n0/box-7.0.0", ...)`.
+This module registers the scheme of these addresses with torch, for `init_process_group(init_method=...)`. An address is
+`slurm://n0/box-7.0.0`, for example.
 """
 
 import json
@@ -31,12 +32,12 @@ _CONNECT_TIMEOUT = timedelta(seconds=10)  # for one attempt: a file of an earlie
 
 
 def slurm_address(host: str, cluster: str, job: int, restarts: int, step: int) -> str:
-    """Return the `init_method` of one step in one start of a job: a requeued job gets a different one."""
+    """Return the `init_method` of one step of a job. A requeued job gets a different one."""
     return f"slurm://{host}/{cluster}-{job}.{restarts}.{step}"
 
 
 def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Collective. Yield the store of the step, the rank and the world size, as torch expects it of a handler."""
+    """Yield the store of the step, the rank and the world size, as torch's rendezvous handlers do. Collective."""
     address, query = urlsplit(url), parse_qs(urlsplit(url).query)
     rank, size = int(query["rank"][0]), int(query["world_size"][0])
     host, path = address.hostname or "localhost", FOLDER / address.path.lstrip("/")

@@ -15,7 +15,7 @@ def world_of_step(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     A batch script and an interactive shell also have SLURM_PROCID=0, but only a step has an ID.
 
     Raises:
-        ConfigError: If the variables contradict one another.
+        ConfigError: If the variables contradict each other.
     """
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None

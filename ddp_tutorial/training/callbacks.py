@@ -67,7 +67,7 @@ def call_on_all_ranks(world: World, callbacks: Sequence[Callback], method: Calla
     """Call a method of each callback. Collective.
 
     Raises:
-        Exception: What a callback raised on this rank.
+        Exception: The exception that a callback raised on this rank.
         CallbackError: If a callback raised an exception on a different rank only.
     """
     raised: Exception | None = None

@@ -1,4 +1,4 @@
-"""Refuse a model that cannot be compiled, before a rank starts and before anything is written."""
+"""Reject a model that cannot be compiled, before a rank starts and before anything is written."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ _CALL_THE_MODEL = {"ddp", "zero1", "invariant", "accelerate", "local_sgd", "post
 
 
 def require_compilable(model: nn.Module, config: TrainConfig, world: World) -> None:
-    """Raise `ConfigError` on all ranks if `model` cannot be compiled as `config` specifies, or if it must not be.
+    """Raise `ConfigError` on all ranks if `config` cannot compile `model`, or cannot train a compiled model.
 
     Collective.
     """
@@ -57,7 +57,7 @@ _NO_COMPILER = (
 
 
 def has_compiler(config: CompileConfig, device: torch.device) -> bool:
-    """Return whether there is the C++ compiler that backend inductor runs for code on the CPU."""
+    """Return whether this host has the C++ compiler that backend inductor requires for the CPU."""
     default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     is_needed = config.backend == "inductor" and device.type == "cpu"
     return not is_needed or shutil.which(os.environ.get("CXX", default)) is not None

@@ -18,8 +18,9 @@ from ddp_tutorial.world import World
 class EvaluationTracker:
     """The evaluations of a run, and the decisions that `config.best` and `config.early_stopping` derive from them.
 
-    The decisions depend only on the evaluations, which are part of the checkpoint. So a resumed run decides as the
-    uninterrupted one does. With `config.best_model`, rank 0 keeps the weights of the best evaluation in the run folder.
+    The decisions depend only on the evaluations, which are part of the checkpoint. So a resumed run makes the same
+    decisions as an uninterrupted run. With `config.best_model`, rank 0 keeps the weights of the best evaluation in the
+    run folder.
     """
 
     def __init__(self, world: World, run: RunFolder, config: TrainConfig) -> None:
@@ -53,7 +54,7 @@ class EvaluationTracker:
         return self.reason_to_stop()
 
     def reason_to_stop(self) -> str:
-        """Return why the evaluations end the run before its last step, or "" if they do not."""
+        """Return the reason to stop the run before its last step, or "" if there is none."""
         target = self.config.target_loss
         reached = [step for step, means in self.evaluations.items() if target is not None and means[LOSS] <= target]
         if reached:

@@ -46,7 +46,7 @@ def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
 
 
 def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False) -> nn.Module:
-    """Return the final model of a run in evaluation mode, or that of the newest valid checkpoint if it is unfinished.
+    """Return a run's final model in evaluation mode. An unfinished run has the model of its newest valid checkpoint.
 
     Args:
         run: The directory of the run.

@@ -71,7 +71,7 @@ def without_progress(
 ) -> int:
     """Return the number of consecutive evaluations, up to the last, that did not improve on the best before them.
 
-    The result depends only on `values`, so a resumed run decides as the uninterrupted one does.
+    The result depends only on `values`, so a resumed run makes the same decisions as an uninterrupted run.
 
     Args:
         values: The value of the metric by step.

@@ -48,7 +48,7 @@ class Task:
     model: Callable[[TaskConfig], nn.Module]
     samples: Callable[[TaskConfig], tuple[Data, Data]]  # training samples, validation samples
     loss: Loss
-    unit: str  # what the loss counts
+    unit: str  # the unit of the loss's count
     units_per_sample: Callable[[TaskConfig], int]
     batch_like: Callable[[TaskConfig, int], Any]  # a batch with that number of samples, to estimate memory
     load: Callable[[Any], nn.Module]  # loads the model from the folder where it was saved

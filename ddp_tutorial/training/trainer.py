@@ -65,7 +65,7 @@ class TrainResult:
     run: Any  # the run folder, a Path
     losses: list[float]  # of each step, a mean over all ranks
     evaluations: dict[int, dict[str, float]]  # step -> name -> mean loss or metric on the validation samples
-    rate: float  # what the loss counts (samples, tokens) per second
+    rate: float  # the count of the loss (samples, tokens) per second
     weights: str  # a digest of all weights, to check whether runs are bitwise identical
     stopped_at: int | None = None  # the step, if a signal or a request stopped the run before the last one
     by_signal: bool = False  # whether a signal stopped the run, as on a cluster
@@ -96,10 +96,10 @@ class Trainer:
         scheduler: A schedule, or a function that makes one from the optimizer. By default, `config` chooses it.
         callbacks: Objects whose methods every rank calls after steps, evaluations and checkpoints, and at the end.
         metrics: Metrics of evaluations, by name: a class or a function that constructs a `Metric`.
-        unit: The name of what the loss counts, for the log.
+        unit: The unit of the loss's count, such as "tokens", for the log.
 
     Raises:
-        ConfigError: If the arguments do not fit one another or the world.
+        ConfigError: If the arguments do not fit each other or the world.
     """
 
     def __init__(
