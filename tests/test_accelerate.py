@@ -97,7 +97,7 @@ def in_all_cases(world: World) -> dict[Any, Any]:
 
 @needs_accelerate
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
-def test_the_weights_are_those_of_ddp_bit_for_bit_on_ragged_micro_batches(nprocs: int) -> None:
+def test_weights_are_bitwise_identical_to_ddp_on_ragged_micro_batches(nprocs: int) -> None:
     ranks = launch(in_all_cases, nprocs, threads=1, echo=False, timeout=120)
     for case in CASES:
         for rank in ranks:
@@ -140,7 +140,7 @@ def goes_on(world: World) -> Any:
 
 
 @needs_accelerate
-def test_a_run_has_the_bits_of_ddp_and_keeps_them_when_it_is_resumed(workdir: Path) -> None:
+def test_a_run_and_its_resumption_are_bitwise_identical_to_ddp(workdir: Path) -> None:
     options: dict[str, Any] = {"threads": 1, "echo": False, "timeout": 120}
     (ddp, whole, cut), _ = launch(lives, 2, **options)
     assert whole == ddp
@@ -152,7 +152,7 @@ def test_a_run_has_the_bits_of_ddp_and_keeps_them_when_it_is_resumed(workdir: Pa
     assert components[0] == components[1]
 
 
-def test_a_dry_run_says_of_it_what_it_says_of_ddp() -> None:
+def test_a_dry_run_reports_the_same_plan_as_for_ddp() -> None:
     of = {kind: TaskConfig(strategy=kind, accumulation=3) for kind in ("ddp", "accelerate")}
     kept = {kind: memory(config, 4, 3) for kind, config in of.items()}
     assert kept["accelerate"] == kept["ddp"]
@@ -179,12 +179,12 @@ def test_a_dry_run_says_of_it_what_it_says_of_ddp() -> None:
         ({"pipeline": {"per_rank": 2}}, "'pipeline.per_rank' is an option of strategy pipeline, not of accelerate"),
     ],
 )
-def test_an_option_that_accelerate_does_not_have_is_refused_in_one_line(values: dict[str, Any], said: str) -> None:
+def test_an_option_that_accelerate_lacks_is_rejected_in_one_line(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TrainConfig.model_validate({"strategy": "accelerate", **values})
 
 
-def test_without_the_package_one_line_says_what_to_type(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_install_command(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate_strategy, "find_spec", lambda name: None)
     for more in ((), ("--dry-run",)):
         done = call("train", "tiny", "strategy=accelerate", "name=x", *more)
@@ -207,7 +207,7 @@ def test_without_the_package_one_line_says_what_to_type(workdir: Path, monkeypat
         (("MULTI_CPU", 1, 2, "cuda:0"), "on cuda:0, and strategy"),
     ],
 )
-def test_an_accelerate_that_does_something_else_is_refused(found: tuple[Any, ...], said: str) -> None:
+def test_an_incompatible_accelerate_setup_is_rejected(found: tuple[Any, ...], said: str) -> None:
     kind, rank, size, device = found
     state = SimpleNamespace(
         distributed_type=SimpleNamespace(value=kind), process_index=rank, num_processes=size, device=device
@@ -216,7 +216,7 @@ def test_an_accelerate_that_does_something_else_is_refused(found: tuple[Any, ...
         accelerate_strategy._require_fit(state, World(1, 2, 1, 2))
 
 
-def test_ranks_that_share_a_gpu_are_refused() -> None:
+def test_ranks_that_share_a_gpu_are_rejected() -> None:
     state = SimpleNamespace(
         distributed_type=SimpleNamespace(value="MULTI_GPU"), process_index=1, num_processes=2, device="cuda:0"
     )

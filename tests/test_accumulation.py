@@ -51,7 +51,7 @@ def world_of(rank: int, size: int) -> World:
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
-def test_micro_batches_have_each_sample_of_a_rank_once(samples: int, size: int, count: int) -> None:
+def test_micro_batches_contain_each_sample_of_a_rank_once(samples: int, size: int, count: int) -> None:
     for rank in range(size):
         parts = shard_micro_batches(torch.arange(samples), rank, size, count)
         assert len(parts) == count
@@ -61,7 +61,7 @@ def test_micro_batches_have_each_sample_of_a_rank_once(samples: int, size: int, 
 
 
 @given(st.integers(0, 50), st.integers(1, 8), st.integers(1, 9))
-def test_every_rank_knows_the_global_size_of_a_micro_batch(samples: int, size: int, count: int) -> None:
+def test_every_rank_knows_the_global_size_of_each_micro_batch(samples: int, size: int, count: int) -> None:
     ranks = [shard_micro_batches(torch.arange(samples), rank, size, count) for rank in range(size)]
     assert global_micro_batch_sizes(samples, size, count) == [
         sum(map(len, parts)) for parts in zip(*ranks, strict=True)
@@ -69,7 +69,7 @@ def test_every_rank_knows_the_global_size_of_a_micro_batch(samples: int, size: i
 
 
 @given(st.integers(0, 60), st.integers(0, 3), st.integers(0, 3))
-def test_the_micro_batches_of_a_step_are_the_same_for_every_number_of_ranks(samples: int, a: int, b: int) -> None:
+def test_micro_batches_of_a_step_do_not_depend_on_the_world_size(samples: int, a: int, b: int) -> None:
     def numbered(size: int, count: int) -> dict[int, list[int]]:
         return {
             rank + size * number: part.tolist()
@@ -81,14 +81,14 @@ def test_the_micro_batches_of_a_step_are_the_same_for_every_number_of_ranks(samp
 
 
 @given(st.integers(0, 30), st.integers(1, 12))
-def test_groups_have_every_micro_batch_and_none_waits_for_the_next_epoch(items: int, count: int) -> None:
+def test_groups_contain_every_micro_batch_of_the_same_epoch(items: int, count: int) -> None:
     flushed, dropped = (list(group(range(items), count, policy)) for policy in ("flush", "drop"))  # type: ignore[arg-type]
     assert list(chain.from_iterable(flushed)) == list(range(items))
     assert [len(each) for each in flushed] == [count] * (items // count) + [items % count] * (items % count > 0)
     assert dropped == [each for each in flushed if len(each) == count]
 
 
-def test_a_step_of_no_micro_batches_is_refused() -> None:
+def test_a_step_without_micro_batches_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least 1 micro-batch, got 0"):
         next(group([1], 0))
     model = data_parallel(nn.Linear(2, 2), World())
@@ -212,7 +212,7 @@ each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 @each_size
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_micro_batches_have_the_gradient_and_the_loss_of_their_union(size: int, variant: str, parts: int) -> None:
+def test_micro_batches_give_the_gradient_and_loss_of_their_union(size: int, variant: str, parts: int) -> None:
     model = make_model()
     union = torch.cat(
         [
@@ -232,7 +232,7 @@ def test_micro_batches_have_the_gradient_and_the_loss_of_their_union(size: int, 
         assert each["counts"] == {"loss": union[:, 1:].numel()}
 
 
-def test_the_mean_of_the_micro_batches_means_would_have_been_noticed() -> None:
+def test_averaging_micro_batch_means_would_be_detected() -> None:
     def mean_gradient(tokens: torch.Tensor) -> torch.Tensor:
         model = make_model()
         F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -244,7 +244,7 @@ def test_the_mean_of_the_micro_batches_means_would_have_been_noticed() -> None:
         torch.testing.assert_close(wrong, mean_gradient(torch.cat(parts)), **CLOSE)
 
 
-def test_samples_of_unequal_length_weigh_as_many_tokens_as_they_have() -> None:
+def test_samples_of_unequal_length_are_weighted_by_their_tokens() -> None:
     lengths = [8, 1, 5, 3]
     tokens = tokens_of(0, 0, 4)
     targets = tokens[:, 1:].clone()
@@ -264,7 +264,7 @@ def test_samples_of_unequal_length_weigh_as_many_tokens_as_they_have() -> None:
     assert totals.counts["loss"] == sum(lengths)
 
 
-def test_targets_are_inputs_shifted_by_one() -> None:
+def test_targets_are_the_inputs_shifted_by_one() -> None:
     tokens = torch.tensor([[108, 109, 110, 111, 112], [100, 101, 102, 103, 104]], dtype=torch.uint8)
     seen: list[torch.Tensor] = []
 
@@ -285,7 +285,7 @@ def test_two_ranks_without_a_group_raise(make: Any) -> None:
 
 @each_size
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ranks_talk_once_a_step_however_many_micro_batches_it_has(size: int, variant: str) -> None:
+def test_ranks_communicate_once_per_step_for_any_number_of_micro_batches(size: int, variant: str) -> None:
     for rank in ranks_of(size):
         sent = [rank[variant, parts]["sent"] for parts in (1, 2, 4)]
         assert sent[0] == sent[1] == sent[2]
@@ -294,14 +294,14 @@ def test_ranks_talk_once_a_step_however_many_micro_batches_it_has(size: int, var
 
 @each_size
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_after_an_error_inside_no_sync_the_model_synchronises_again(size: int, variant: str) -> None:
+def test_the_model_synchronizes_again_after_an_error_inside_no_sync(size: int, variant: str) -> None:
     for rank in ranks_of(size):
         torch.testing.assert_close(rank[variant, "after an error"], rank[variant, 4]["gradients"][0], **CLOSE)
 
 
 @each_size
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sums_counts_and_votes_are_not_rounded(size: int, variant: str) -> None:
+def test_sums_counts_and_stop_flags_are_not_rounded(size: int, variant: str) -> None:
     count = sum(2**24 + 1 + rank + number for rank in range(size) for number in range(3))
     for rank in ranks_of(size):
         for totals, votes in zip(rank[variant, "large numbers"], (1, 0, 4), strict=True):
@@ -321,7 +321,7 @@ def test_ranks_may_have_different_numbers_of_micro_batches(size: int) -> None:
 
 
 @each_size
-def test_a_step_that_counts_nothing_on_any_rank_is_told_on_all(size: int) -> None:
+def test_a_step_without_counted_elements_raises_on_all_ranks(size: int) -> None:
     for rank in ranks_of(size):
         assert rank["nothing"].startswith("ValueError: the loss counted no elements on any rank")
 
@@ -330,20 +330,20 @@ def test_a_step_that_counts_nothing_on_any_rank_is_told_on_all(size: int) -> Non
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
-def test_neighbours_in_bit_reversed_order_are_half_of_the_rest_apart(count: int) -> None:
+def test_bit_reversed_neighbors_differ_by_half_of_the_count(count: int) -> None:
     order = bit_reversed(count)
     assert sorted(order) == list(range(count))
     assert all(b - a == count // 2 for a, b in zip(order[0::2], order[1::2], strict=False))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_tree_across_ranks_adds_half_of_the_rest_apart_first(size: int) -> None:
+def test_the_tree_across_ranks_first_adds_the_most_distant_pairs(size: int) -> None:
     x = [torch.tensor([0.1 * 3**rank]) for rank in range(size)]
     expected = x[0] + x[1] if size == 2 else (x[0] + x[2]) + (x[1] + x[3])
     assert all(torch.equal(rank["tree"], expected) for rank in ranks_of(size))
 
 
-def test_random_numbers_depend_on_seed_step_and_number_and_leave_others_alone() -> None:
+def test_seeding_depends_on_seed_step_and_number_and_is_local() -> None:
     def thrown(*entropy: int) -> list[float]:
         with seeded_rng(*entropy):
             return torch.rand(3).tolist()
@@ -355,7 +355,7 @@ def test_random_numbers_depend_on_seed_step_and_number_and_leave_others_alone() 
 
 
 @pytest.mark.timeout(150)
-def test_weights_after_50_steps_have_the_same_bits_on_1_2_and_4_ranks_with_dropout(workdir: object) -> None:
+def test_weights_after_50_steps_are_bitwise_identical_on_1_2_and_4_ranks(workdir: object) -> None:
     """Through the trainer, on real text; one process has two threads, as on a machine of two cores."""
     model = ModelConfig(layers=2, heads=2, width=32, context=32, dropout=0.1)
     config = TaskConfig(corpus="python", strategy="invariant", micro_batches=4, steps=50, model=model)
@@ -369,7 +369,7 @@ def test_weights_after_50_steps_have_the_same_bits_on_1_2_and_4_ranks_with_dropo
     assert losses[1][-1] < losses[1][0] - 1
 
 
-def test_plain_addition_would_not_have_the_same_bits() -> None:
+def test_a_plain_sum_would_not_be_bitwise_identical() -> None:
     """Else the tree would be for nothing."""
     generator = torch.Generator().manual_seed(0)
     a, b, c, d = torch.randn(4, 1000, generator=generator)
@@ -385,7 +385,7 @@ class Unused(nn.Module):
         return F.one_hot(x, 256).float() * self.used.weight
 
 
-def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
+def test_a_parameter_that_no_rank_used_has_no_gradient() -> None:
     module = Unused()
     strategy = InvariantStrategy(module, World(), next_token_loss, 2)
     strategy.backward([{"tokens": part} for part in shard_micro_batches(tokens_of(0, 0, 4), 0, 1, 2)])
@@ -402,7 +402,7 @@ def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
         (2, 4, "4 ranks"),
     ],
 )
-def test_micro_batches_that_do_not_divide_are_refused(
+def test_micro_batches_that_do_not_divide_evenly_are_rejected(
     micro_batches: int, size: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddp_tutorial.accumulation.invariant.require_group", lambda world: None)
@@ -410,7 +410,7 @@ def test_micro_batches_that_do_not_divide_are_refused(
         InvariantStrategy(nn.Linear(1, 1), world_of(0, size), next_token_loss, micro_batches)
 
 
-def test_an_invariant_step_of_one_micro_batch_counts_from_step_0() -> None:
+def test_an_invariant_step_with_one_micro_batch_counts_from_step_0() -> None:
     strategy = InvariantStrategy(make_model(), World(), next_token_loss, 1)
     assert (strategy.micro_batches_per_rank, strategy.state_dict()["step"]) == (1, 0)
     strategy.backward([{"tokens": tokens_of(0, 0, 4)}])
@@ -418,17 +418,17 @@ def test_an_invariant_step_of_one_micro_batch_counts_from_step_0() -> None:
 
 
 @pytest.mark.parametrize("pair", [1.0, (1,), (1, 2, 3), (True, 1), (1, "2"), (torch.ones(2), 1), [1, 2]], ids=str)
-def test_a_metric_that_is_not_a_sum_and_a_count_is_refused_by_name(pair: Any) -> None:
+def test_a_metric_that_is_not_a_sum_and_a_count_is_rejected_by_name(pair: Any) -> None:
     with pytest.raises(LossError, match="metric 'accuracy' must be"):
         call_loss(lambda model, batch: (torch.tensor(3.0), 2, {"accuracy": pair}), None, None)
 
 
-def test_an_error_describes_what_the_loss_returned() -> None:
+def test_an_error_describes_the_result_of_the_loss() -> None:
     with pytest.raises(LossError, match=r"got \(1 \(int\), a tensor of shape \[2\]\)"):
         call_loss(lambda model, batch: (torch.tensor(3.0), 2, {"accuracy": (1, torch.ones(2))}), None, None)
 
 
-def test_sums_and_counts_of_the_loss_and_its_metrics_have_no_graph() -> None:
+def test_sums_and_counts_of_the_loss_and_metrics_have_no_graph() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     total, parts = call_loss(lambda model, batch: (weight * 2, 2, {"accuracy": (weight * 1, 4)}), None, None)
     assert total.requires_grad
@@ -436,17 +436,17 @@ def test_sums_and_counts_of_the_loss_and_its_metrics_have_no_graph() -> None:
     assert not any(isinstance(each, torch.Tensor) and each.requires_grad for pair in parts.values() for each in pair)
 
 
-def test_running_statistics_are_refused_by_name() -> None:
+def test_running_statistics_are_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match=r"the model must not have buffers.*'0\.running_mean'"):
         InvariantStrategy(nn.Sequential(nn.BatchNorm1d(3)), World(), next_token_loss, 4)
 
 
-def test_a_step_needs_its_number_of_micro_batches() -> None:
+def test_a_step_requires_its_number_of_micro_batches() -> None:
     with pytest.raises(ValueError, match="a step must have 4 micro-batches on each rank, got 1"):
         InvariantStrategy(make_model(), World(), next_token_loss, 4).backward(batches_of(0, 1, 1))
 
 
-def test_an_invariant_run_of_the_same_config_is_the_same_run(workdir: object) -> None:
+def test_two_invariant_runs_with_the_same_config_are_identical(workdir: object) -> None:
     config = TaskConfig(
         corpus="stories:200", strategy="invariant", steps=5, model=ModelConfig(layers=1, heads=1, width=16, context=16)
     )
@@ -470,7 +470,7 @@ def test_invariant_training_restores_the_number_of_threads(workdir: object) -> N
         torch.set_num_threads(before)
 
 
-def test_seeding_for_the_length_of_a_block_leaves_gpus_alone_unless_one_is_named(
+def test_seeding_a_block_does_not_affect_gpus_unless_one_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the GPUs' generators were seeded"))

@@ -81,7 +81,7 @@ def cases() -> list[Case]:
     return found
 
 
-def test_the_cases_are_of_every_kind(cases: list[Case]) -> None:
+def test_the_cases_cover_every_kind(cases: list[Case]) -> None:
     tensors = [(case, case.on(0)[0]) for case in cases]
     assert {case.dtype for case in cases} == {*FLOATS, *INTEGERS}
     assert {tensor.dim() for _, tensor in tensors} >= {0, 1, 2, 3}
@@ -145,7 +145,7 @@ algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
 @algorithm
-def test_it_equals_the_all_reduce_of_torch_on_every_rank(
+def test_the_result_equals_the_all_reduce_of_torch_on_every_rank(
     heard: list[dict[str, Any]], cases: list[Case], name: str
 ) -> None:
     for rank, each in enumerate(heard):
@@ -154,7 +154,7 @@ def test_it_equals_the_all_reduce_of_torch_on_every_rank(
 
 
 @algorithm
-def test_it_leaves_alone_what_lies_between_the_elements_of_a_view(
+def test_elements_between_those_of_a_view_are_unchanged(
     heard: list[dict[str, Any]], cases: list[Case], name: str
 ) -> None:
     for rank, each in enumerate(heard):
@@ -163,16 +163,14 @@ def test_it_leaves_alone_what_lies_between_the_elements_of_a_view(
 
 
 @algorithm
-def test_all_ranks_end_with_the_same_bits_though_floats_are_added_in_some_order(
-    heard: list[dict[str, Any]], name: str
-) -> None:
+def test_results_are_bitwise_identical_on_all_ranks(heard: list[dict[str, Any]], name: str) -> None:
     """Each element is added up on one path, and then copied: all ranks round alike."""
     assert len({each["random floats"][name]["digest"] for each in heard}) == 1
     assert max(each["random floats"][name]["error"] for each in heard) < 2e-6
 
 
 @algorithm
-def test_all_ranks_together_send_what_two_trips_of_the_tensor_to_each_other_rank_take(
+def test_all_ranks_together_send_the_tensor_twice_per_other_rank(
     heard: list[dict[str, Any]], cases: list[Case], name: str, nprocs: int
 ) -> None:
     for number, case in enumerate(cases):
@@ -182,7 +180,7 @@ def test_all_ranks_together_send_what_two_trips_of_the_tensor_to_each_other_rank
 
 
 @algorithm
-def test_messages_say_who_sent_them_and_come_in_the_order_of_rounds(heard: list[dict[str, Any]], name: str) -> None:
+def test_messages_record_their_sender_in_the_order_of_rounds(heard: list[dict[str, Any]], name: str) -> None:
     for rank, each in enumerate(heard):
         for seen in each["whole numbers"][name]:
             assert all(message.sender == rank != message.receiver for message in seen.sent)
@@ -191,7 +189,7 @@ def test_messages_say_who_sent_them_and_come_in_the_order_of_rounds(heard: list[
             assert all(message.nbytes > 0 for message in seen.sent), "nothing is not sent"
 
 
-def test_each_rank_of_a_ring_sends_every_chunk_twice_but_for_two(
+def test_each_rank_of_a_ring_sends_every_chunk_twice_except_for_two(
     heard: list[dict[str, Any]], cases: list[Case], nprocs: int
 ) -> None:
     """The one that it completes is not sent in the reduce-scatter, the one that it gets last not in the all-gather."""
@@ -204,7 +202,7 @@ def test_each_rank_of_a_ring_sends_every_chunk_twice_but_for_two(
             assert all(message.round < 2 * (nprocs - 1) for message in seen.sent)
 
 
-def test_a_rank_of_a_tree_sends_the_whole_tensor_once_to_its_parent_and_once_to_each_child(
+def test_a_tree_rank_sends_the_tensor_once_to_its_parent_and_each_child(
     heard: list[dict[str, Any]], nprocs: int
 ) -> None:
     receivers = {1: [[]], 2: [[1], [0]], 3: [[2, 1], [0], [0]], 4: [[2, 1], [0], [0, 3], [2]]}[nprocs]
@@ -216,7 +214,7 @@ def test_a_rank_of_a_tree_sends_the_whole_tensor_once_to_its_parent_and_once_to_
 
 
 @algorithm
-def test_a_world_of_several_ranks_without_a_group_is_refused(name: str) -> None:
+def test_several_ranks_without_a_group_are_rejected(name: str) -> None:
     with pytest.raises(RuntimeError, match="no process group"):
         ALGORITHMS[name](World(rank=0, size=2, local_size=2), torch.ones(3))
 
@@ -233,20 +231,20 @@ def test_a_parameter_that_requires_a_gradient_can_be_summed(name: str) -> None:
 ETHERNET = LinkModel(latency=1e-4, bandwidth=1e8)  # 100 microseconds, 100 MB/s
 
 
-def test_a_message_takes_the_latency_and_its_bytes_over_the_bandwidth() -> None:
+def test_a_message_takes_the_latency_plus_its_bytes_over_the_bandwidth() -> None:
     assert ETHERNET.seconds(0) == 1e-4
     assert ETHERNET.seconds(1e6) == pytest.approx(0.0101)  # 100 us + 10 ms
     assert ETHERNET.seconds(1e6, rounds=5) == pytest.approx(0.0105)  # the bytes are those of all rounds
 
 
-def test_a_ring_pays_many_latencies_and_less_than_twice_the_bytes() -> None:
+def test_a_ring_has_many_latencies_and_less_than_twice_the_bytes() -> None:
     # 4 ranks: 6 rounds of 0.25 MB: 6 * 0.1 ms + 1.5 MB / 100 MB/s = 0.6 ms + 15 ms
     assert ETHERNET.ring_seconds(1e6, 4) == pytest.approx(0.0156)
     assert ETHERNET.ring_seconds(1e6, 2) == pytest.approx(0.0102)
     assert ETHERNET.ring_seconds(1e6, 1) == 0
 
 
-def test_a_tree_pays_few_latencies_and_the_bytes_in_each_round() -> None:
+def test_a_tree_has_few_latencies_and_all_bytes_in_each_round() -> None:
     # 4 ranks: 4 rounds of 1 MB: 0.4 ms + 40 ms; 3 and 4 ranks take as many rounds
     assert ETHERNET.tree_seconds(1e6, 4) == ETHERNET.tree_seconds(1e6, 3) == pytest.approx(0.0404)
     assert ETHERNET.tree_seconds(1e6, 5) == pytest.approx(0.0606)
@@ -254,7 +252,7 @@ def test_a_tree_pays_few_latencies_and_the_bytes_in_each_round() -> None:
 
 
 @given(latency=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e7, 1e11), rounds=st.integers(1, 14))
-def test_a_fit_of_exact_times_gives_the_link_back(latency: float, bandwidth: float, rounds: int) -> None:
+def test_a_fit_of_exact_times_recovers_the_link(latency: float, bandwidth: float, rounds: int) -> None:
     link = LinkModel(latency, bandwidth)
     sizes = [latency * bandwidth * factor for factor in (0.01, 0.1, 1, 10)]
     fitted = fit_link([rounds] * 4, sizes, [link.seconds(size, rounds) for size in sizes])
@@ -267,7 +265,7 @@ def test_a_fit_of_exact_times_gives_the_link_back(latency: float, bandwidth: flo
     bandwidth=st.floats(1e7, 1e11),
     noise=st.lists(st.floats(-0.05, 0.05), min_size=9, max_size=9),
 )
-def test_a_fit_of_noisy_times_comes_close(latency: float, bandwidth: float, noise: list[float]) -> None:
+def test_a_fit_of_noisy_times_is_close_to_the_link(latency: float, bandwidth: float, noise: list[float]) -> None:
     """Times off by up to 5 %, at sizes from where latency is nearly all to where it is nearly nothing."""
     link = LinkModel(latency, bandwidth)
     sizes = [latency * bandwidth * 10.0**power for power in np.linspace(-2, 2, 9)]
@@ -277,7 +275,7 @@ def test_a_fit_of_noisy_times_comes_close(latency: float, bandwidth: float, nois
     assert fitted.bandwidth == pytest.approx(bandwidth, rel=0.12)
 
 
-def test_a_fit_counts_a_small_message_as_much_as_a_large_one() -> None:
+def test_a_fit_weights_small_and_large_messages_equally() -> None:
     """Least squares of the absolute error would follow the largest, and might find a latency below zero."""
     sizes = [1e3, 1e4, 1e5, 1e6, 1e7, 1e8]
     off = [1, 1, 1, 1, 1, 1.05]  # the largest took 5 % longer: 50 ms, 500 latencies
@@ -285,7 +283,7 @@ def test_a_fit_counts_a_small_message_as_much_as_a_large_one() -> None:
     assert fit_link([1] * 6, sizes, seconds).latency == pytest.approx(1e-4, rel=0.01)
 
 
-def test_a_fit_never_finds_a_latency_below_zero() -> None:
+def test_a_fit_never_returns_a_negative_latency() -> None:
     fitted = fit_link([1, 1], [1e6, 2e6], [1.0, 2.2])  # doubling the size more than doubles the time
     assert fitted.latency == 0
     # per byte b, the relative errors are 1 - 1e6 b and 1 - 2e6 b / 2.2: the least squares lie between the two
@@ -295,7 +293,7 @@ def test_a_fit_never_finds_a_latency_below_zero() -> None:
 @given(
     nbytes=st.floats(1, 1e9), rounds=st.integers(1, 9), seconds=st.lists(st.floats(1e-6, 10), min_size=1, max_size=5)
 )
-def test_measurements_of_one_size_only_do_not_determine_a_link(
+def test_measurements_of_a_single_size_do_not_determine_a_link(
     nbytes: float, rounds: int, seconds: list[float]
 ) -> None:
     with pytest.raises(ValueError, match="do not determine a latency and a bandwidth"):
@@ -311,13 +309,13 @@ def test_measurements_of_one_size_only_do_not_determine_a_link(
         ([10, 1000], [0.0, 1.0], "must be above zero"),
     ],
 )
-def test_measurements_that_make_no_sense_are_refused(nbytes: list[float], seconds: list[float], said: str) -> None:
+def test_invalid_measurements_are_rejected(nbytes: list[float], seconds: list[float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         fit_link([1] * len(nbytes), nbytes, seconds)
 
 
 @given(size=st.integers(2, 64), nbytes=st.floats(1, 1e9))
-def test_the_ring_wins_above_one_size_only(size: int, nbytes: float) -> None:
+def test_the_ring_is_faster_above_a_single_size(size: int, nbytes: float) -> None:
     """Both are straight lines: 2 (N - 1) rounds against 2 log2 N, and 2 (N - 1) / N of the bytes against 2 log2 N."""
     ring, tree = 2 * (size - 1), 2 * math.ceil(math.log2(size))
     crossover = (ring - tree) * ETHERNET.latency * ETHERNET.bandwidth / (tree - ring / size)

@@ -163,7 +163,7 @@ def content(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_samples_by_number_are_the_batches_of_a_data_loader(name: str) -> None:
+def test_indexed_samples_equal_the_batches_of_a_data_loader(name: str) -> None:
     case = CASES[name]
     dataset, numbers = case.dataset(), [4, 0, 21, 4]
     [batch] = DataLoader(dataset, batch_sampler=[numbers], collate_fn=case.collate_fn)
@@ -178,7 +178,7 @@ def test_samples_by_number_are_the_batches_of_a_data_loader(name: str) -> None:
     assert {len(leaf) for leaf in tree_leaves(empty)} == {0}
 
 
-def test_what_has_fetch_passes_through() -> None:
+def test_an_object_with_fetch_is_returned_unchanged() -> None:
     blocks = TokenBlocks(torch.arange(10), 3)
     assert as_samples(blocks) is blocks
     rows = Rows([1, 2])
@@ -191,7 +191,7 @@ def test_what_has_fetch_passes_through() -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("name", ["IterableDataset", "datasets.IterableDataset"])
-def test_an_iterable_dataset_is_followed_whole_by_any_number_of_workers(name: str, workers: int) -> None:
+def test_an_iterable_dataset_is_read_completely_by_any_number_of_workers(name: str, workers: int) -> None:
     case = STREAMS[name]
     source = make_source(
         case.dataset(), BATCH, World(), config=SourceConfig(kind="streamed", workers=workers, streams=2)
@@ -205,7 +205,7 @@ def test_an_iterable_dataset_is_followed_whole_by_any_number_of_workers(name: st
     assert epochs[0] != epochs[1], "shuffled anew"
 
 
-def test_an_iterable_is_told_of_the_epoch_and_without_a_seed_comes_as_it_lies() -> None:
+def test_an_iterable_gets_the_epoch_and_keeps_its_order_without_a_seed() -> None:
     class Told:
         epoch = -1
 
@@ -220,7 +220,7 @@ def test_an_iterable_is_told_of_the_epoch_and_without_a_seed_comes_as_it_lies() 
     assert steps == [[(0, 0), (0, 1)], [(0, 2)], [(1, 0), (1, 1)]]
 
 
-def test_arrow_files_are_read_in_all_four_ways(tmp_path: Any) -> None:
+def test_arrow_files_can_be_read_in_all_four_ways(tmp_path: Any) -> None:
     table().select_columns("id").save_to_disk(tmp_path)
     shards = ArrowShards(list(tmp_path.glob("*.arrow")))
     for kind in ("sharded", "dispatched", "streamed", "fast_stream"):
@@ -254,7 +254,7 @@ def masked(rows: list[Any]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_what_a_dataset_draws_depends_on_seed_rank_and_cursor_and_not_on_workers() -> None:
+def test_random_draws_of_a_dataset_depend_on_seed_rank_and_cursor_only() -> None:
     def steps(rank: int = 0, seed: int = 0, workers: int = 0, cursor: int = 0) -> list[Any]:
         sharding = GlobalBatchSampler(Permutation(SAMPLES, seed), 4)
         world = World(rank, 2, rank, 2)
@@ -291,14 +291,14 @@ def test_what_a_dataset_draws_depends_on_seed_rank_and_cursor_and_not_on_workers
         ),
     ],
 )
-def test_rows_of_different_shapes_need_a_collate_fn_which_the_error_says(rows: list[Any], told: str) -> None:
+def test_rows_of_different_shapes_require_a_collate_fn(rows: list[Any], told: str) -> None:
     source = make_source(rows, 2, World(), seed=None)
     with pytest.raises(SourceError, match=f"^rank 0, samples 0 to 1.*{told}.*need a collate_fn.*make_source") as raised:
         next(source)
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_a_stream_of_rows_of_different_lengths_says_so_too() -> None:
+def test_streamed_rows_of_different_lengths_require_a_collate_fn() -> None:
     source = make_source(FollowedText(), 4, World(), config=SourceConfig(kind="streamed"))
     with pytest.raises(SourceError, match=r"^rank 0, places 0 to 3 of epoch 0: column 'input_ids' .* need a coll"):
         next(source)
@@ -385,7 +385,7 @@ Followable = [(name, "streamed") for name in STREAMS]
 
 
 @pytest.mark.parametrize("way", ByNumber, ids=str)
-def test_every_sample_is_seen_once_an_epoch(ranks: list[Any], way: tuple[str, str]) -> None:
+def test_every_sample_is_used_once_per_epoch(ranks: list[Any], way: tuple[str, str]) -> None:
     for epoch in (slice(0, STEPS), slice(STEPS, 2 * STEPS)):
         seen = Counter(n for rank in ranks for step in rank[way]["whole"].numbers[epoch] for n in step)
         assert seen == Counter(range(SAMPLES))
@@ -395,7 +395,7 @@ def test_every_sample_is_seen_once_an_epoch(ranks: list[Any], way: tuple[str, st
 
 
 @pytest.mark.parametrize("way", Followable, ids=str)
-def test_every_sample_of_a_stream_is_seen_once_an_epoch(ranks: list[Any], way: tuple[str, str]) -> None:
+def test_every_sample_of_a_stream_is_used_once_per_epoch(ranks: list[Any], way: tuple[str, str]) -> None:
     epochs: dict[int, Counter[int]] = {}
     for rank in ranks:
         read = rank[way]["whole"]
@@ -406,7 +406,7 @@ def test_every_sample_of_a_stream_is_seen_once_an_epoch(ranks: list[Any], way: t
 
 
 @pytest.mark.parametrize("way", [*ByNumber, *Followable], ids=str)
-def test_a_resume_at_any_step_gives_the_same_batch_on_every_rank(ranks: list[Any], way: tuple[str, str]) -> None:
+def test_resuming_at_any_step_gives_the_same_batch_on_every_rank(ranks: list[Any], way: tuple[str, str]) -> None:
     for rank in ranks:
         whole, resumed = rank[way]["whole"], rank[way]["resumed"]
         assert len(resumed) == len(whole.contents) + 1
@@ -554,7 +554,7 @@ def refused() -> list[dict[str, str]]:
         ("batch_size", "'batch_size' must be at least 1, got 0"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_config_error_on_all_ranks(
+def test_unsuitable_data_raise_one_clear_config_error_on_all_ranks(
     what: str, told: str, refused: list[dict[str, str]]
 ) -> None:
     for rank in refused:
@@ -565,7 +565,7 @@ def test_what_does_not_fit_is_one_clear_config_error_on_all_ranks(
 
 @pytest.mark.parametrize("kind", ["sharded", "dispatched"])
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_batch_that_is_none_is_told_on_all_ranks_with_its_leaves(
+def test_an_invalid_batch_is_reported_on_all_ranks_with_its_leaves(
     name: str, kind: str, refused: list[dict[str, str]]
 ) -> None:
     for number, rank in enumerate(refused):
@@ -577,7 +577,7 @@ def test_a_batch_that_is_none_is_told_on_all_ranks_with_its_leaves(
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_workers_of_one_stream_that_pad_to_different_lengths_are_told_what_to_do() -> None:
+def test_workers_that_pad_a_stream_differently_get_advice() -> None:
     config = SourceConfig(kind="streamed", workers=2, streams=2)
     source = make_source(FollowedText(), 4, World(), seed=None, config=config, collate_fn=pad)
     with pytest.raises(SourceError, match=r"its 2 workers collated cannot be concatenated.* Pad to a fixed length in"):
@@ -599,9 +599,7 @@ def noises() -> list[dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("kind", NOISY)
-def test_ranks_draw_numbers_of_their_own_the_same_ones_with_workers_and_after_a_resume(
-    kind: str, noises: list[dict[Any, Any]]
-) -> None:
+def test_ranks_draw_their_own_numbers_with_workers_and_after_a_resume(kind: str, noises: list[dict[Any, Any]]) -> None:
     for rank in noises:
         whole = rank[kind, 0, 0][0]
         assert rank[kind, 0, 3][0] == rank[kind, 1, 3][0] == whole[3:]
@@ -610,7 +608,7 @@ def test_ranks_draw_numbers_of_their_own_the_same_ones_with_workers_and_after_a_
 
 
 @pytest.mark.parametrize("kind", NOISY)
-def test_what_the_training_draws_does_not_depend_on_who_reads_or_when(kind: str, noises: list[dict[Any, Any]]) -> None:
+def test_random_numbers_of_training_do_not_depend_on_the_reader(kind: str, noises: list[dict[Any, Any]]) -> None:
     for number, rank in enumerate(noises):
         alone = torch.Generator().manual_seed(number)
         wanted = [torch.rand(3, generator=alone).tolist() for _ in range(6)]

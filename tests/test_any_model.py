@@ -113,7 +113,7 @@ def trained(folder: Path) -> Callable[[int], list[dict[Any, Any]]]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("variant", "accumulation", "dtype"), CASES)
-def test_a_model_that_knows_nothing_of_us_trains_as_torch_alone_trains_it(
+def test_an_ordinary_model_trains_as_in_plain_torch(
     variant: str, accumulation: int, dtype: str, size: int, trained: Callable[[int], list[dict[Any, Any]]]
 ) -> None:
     losses, weights = by_hand(dtype)
@@ -205,7 +205,7 @@ def train_two(world: World, name: str, steps: int, **settings: Any) -> tuple[Tra
     return result, digest(model.state_dict())
 
 
-def test_nested_batches_padding_several_losses_tied_and_frozen_weights_and_own_groups_go_together() -> None:
+def test_nested_batches_padding_tied_weights_and_parameter_groups_combine() -> None:
     ranks = launch(train_two, 2, "two", 8, device="cpu", threads=1, echo=False)
     assert {weights for _, weights in ranks} == {ranks[0][1]}
     result = ranks[0][0]
@@ -219,7 +219,7 @@ def test_nested_batches_padding_several_losses_tied_and_frozen_weights_and_own_g
     assert told["eval_accuracy"] == result.evaluations[8]["accuracy"]
 
 
-def test_a_run_of_any_model_is_resumed_to_the_same_bits() -> None:
+def test_a_resumed_run_of_any_model_is_bitwise_identical() -> None:
     [(whole, weights), _] = launch(train_two, 2, "whole", 8, device="cpu", threads=1, echo=False)
     for at in (2, 4, 6):
         again = whole.run / "checkpoints" / f"step_{at:08d}"
@@ -263,7 +263,7 @@ def padded_invariantly(world: World) -> dict[str, str]:
 
 
 @pytest.mark.timeout(180)
-def test_invariant_weights_do_not_depend_on_how_many_ranks_pad_batches() -> None:
+def test_invariant_weights_do_not_depend_on_the_ranks_that_pad_batches() -> None:
     weights = [rank for size in (1, 2, 4) for rank in launch(padded_invariantly, size, device="cpu", echo=False)]
     assert weights == weights[:1] * 7
     assert weights[0]["sharded"] != weights[0]["dispatched"]  # rank 0 pads for all, so padding does reach the weights
@@ -281,7 +281,7 @@ def saved_by_fsdp(world: World) -> tuple[str, str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", [2, 3])
-def test_fsdp_saves_rows_that_do_not_divide_by_the_number_of_ranks(size: int) -> None:
+def test_fsdp_saves_rows_that_do_not_divide_evenly_between_ranks(size: int) -> None:
     for trained, loaded in launch(saved_by_fsdp, size, device="cpu", threads=1, echo=False, timeout=120):
         assert trained == loaded
 
@@ -292,7 +292,7 @@ def classify(model: nn.Module, batch: Any) -> tuple[Any, ...]:
     return F.mse_loss(model(x), y, reduction="sum"), len(x), {"accuracy": (right, len(x))}
 
 
-def test_the_best_model_and_early_stopping_go_by_a_metric_of_the_users() -> None:
+def test_the_best_model_and_early_stopping_use_a_custom_metric() -> None:
     best = {"metric": "accuracy", "mode": "max"}
     config = config_of(name="best", steps=60, eval_every=2, best=best, best_model=True, early_stopping={"patience": 4})
     source = make_source(dataset(), BATCH, World())
@@ -312,7 +312,7 @@ def test_the_best_model_and_early_stopping_go_by_a_metric_of_the_users() -> None
         load(result.run)
 
 
-def test_a_model_in_parts_keeps_those_in_evaluation_mode_that_were() -> None:
+def test_submodules_in_evaluation_mode_stay_in_evaluation_mode() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model[1].eval()
     Trainer(
@@ -452,7 +452,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_told_in_one_clear_message_on_all_ranks(name: str, told: list[dict[str, str]]) -> None:
+def test_invalid_input_raises_one_clear_message_on_all_ranks(name: str, told: list[dict[str, str]]) -> None:
     for rank, each in enumerate(told):
         assert each[name].startswith(BAD[name][1].format(rank=rank)), each[name]
     assert issubclass(LossError, ConfigError)

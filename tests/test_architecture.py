@@ -105,7 +105,7 @@ def resolve(target: str, line: int) -> Iterator[tuple[str, int]]:
 MODULES_TO_PLACE = [name for name in MODULES if name != FRONT_DOOR]
 
 
-def test_rooms_are_ordered_so_that_imports_point_downward() -> None:
+def test_subpackages_are_ordered_so_that_imports_point_downward() -> None:
     above = set(ROOMS)
     for room, below in ROOMS.items():
         assert above.isdisjoint(below.split()), room
@@ -113,7 +113,7 @@ def test_rooms_are_ordered_so_that_imports_point_downward() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES_TO_PLACE)
-def test_a_module_imports_its_own_room_and_the_rooms_named_for_it(module: str) -> None:
+def test_a_module_imports_only_its_own_and_listed_subpackages(module: str) -> None:
     room = room_of(module)
     assert room in {"", *ROOMS}, f"{module} is in no room: move it into one, or add its room to ROOMS"
     allowed = {"", room, *ROOMS.get(room, "").split()}
@@ -121,21 +121,21 @@ def test_a_module_imports_its_own_room_and_the_rooms_named_for_it(module: str) -
         assert room_of(imported) in allowed, f"{module}, line {line}: room {room!r} may not import {imported}"
 
 
-def test_no_two_modules_import_one_another_directly_or_through_others() -> None:
+def test_imports_are_not_circular() -> None:
     graph = {name: {imported for imported, _ in imports_of(name)} - {name} for name in MODULES_TO_PLACE}
     assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
 
 
-def test_the_four_nouns_of_the_project_are_four_rooms() -> None:
+def test_the_four_main_concepts_are_four_subpackages() -> None:
     assert all((PACKAGE / noun / "__init__.py").is_file() for noun in NAMED_FOR)
 
 
-def test_the_root_holds_what_everything_stands_on_and_nothing_else() -> None:
+def test_the_root_contains_only_modules_that_everything_depends_on() -> None:
     assert {name.partition(".")[0] for name in MODULES} - set(ROOMS) == {*ROOT, FRONT_DOOR}
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if (PACKAGE / room / "__init__.py").is_file()])
-def test_a_room_says_what_it_is_for(room: str) -> None:
+def test_every_subpackage_has_a_description(room: str) -> None:
     doc = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text()))
     assert doc is not None
     assert len(doc.splitlines()) >= 3
@@ -195,7 +195,7 @@ def test_settings_are_defined_in_config_modules() -> None:
 
 
 @pytest.mark.parametrize("module", [name for name in SETTINGS if name != "config"])
-def test_settings_import_pydantic_and_other_settings_only(module: str) -> None:
+def test_settings_import_only_pydantic_and_other_settings(module: str) -> None:
     assert {name for name, _ in imports_of(module)} <= {*SETTINGS, "slurm.nodes", "intervals"}  # which parse values
     tree = ast.parse(MODULES[module].read_text())
     others = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -207,7 +207,7 @@ def test_settings_import_pydantic_and_other_settings_only(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", HANDING_ON)
-def test_a_name_that_is_handed_on_is_the_same_object_as_at_home(module: str) -> None:
+def test_a_reexported_name_is_the_same_object_as_in_its_module(module: str) -> None:
     package = importlib.import_module(TOP if module == FRONT_DOOR else f"{TOP}.{module}")
     names = handed_on(module)
     assert set(package.__all__) == set(names)
@@ -216,12 +216,12 @@ def test_a_name_that_is_handed_on_is_the_same_object_as_at_home(module: str) -> 
         assert name in dir(package)
 
 
-def test_no_name_at_the_front_door_is_that_of_a_module() -> None:
+def test_no_exported_name_is_the_name_of_a_module() -> None:
     """Importing a module sets it on the package, over a function of the same name."""
     assert set(ddp_tutorial.__all__).isdisjoint(name.partition(".")[0] for name in MODULES)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="lunch"):
         ddp_tutorial.lunch  # noqa: B018
 
@@ -232,12 +232,12 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_package_alone_loads_neither_torch_nor_anything_else_of_size() -> None:
+def test_importing_the_package_loads_no_large_dependency() -> None:
     heavy = "{'torch', 'numpy', 'pydantic', 'yaml', 'matplotlib', 'datasets', 'pyarrow'}"
     assert python(f"import sys, ddp_tutorial; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
-def test_the_parts_that_read_logs_and_configs_do_not_load_torch() -> None:
+def test_modules_that_read_logs_and_configs_do_not_load_torch() -> None:
     modules = ["config", "files", "checkpoint.manifest", "runs.folder", "runs.summaries", "figures.plots"]
     modules += ["figures.run_plots", "experiments.tables"]
     assert set(modules) <= set(MODULES)
@@ -245,12 +245,12 @@ def test_the_parts_that_read_logs_and_configs_do_not_load_torch() -> None:
     assert python(f"import sys; {imports}; print('torch' in sys.modules)") == "False"
 
 
-def test_training_by_ddp_does_not_load_what_sharded_state_needs() -> None:
+def test_training_with_ddp_does_not_load_sharded_state() -> None:
     """Half a second, in the process that starts the ranks."""
     heavy = {"torch.distributed.tensor", "ddp_tutorial.zero.state", "sympy"}
     assert python(f"import sys, ddp_tutorial.training.tasks; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
-def test_the_front_door_opens_in_a_fresh_process_whatever_was_imported_before() -> None:
+def test_exported_names_can_be_imported_in_a_fresh_process_in_any_order() -> None:
     for first in ("", "import ddp_tutorial.training.trainer; "):
         assert python(f"{first}from ddp_tutorial import launch; print(callable(launch))") == "True"

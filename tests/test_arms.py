@@ -56,7 +56,7 @@ def compared(world: World) -> tuple[list[Step], dict[str, Any], bool]:
     return steps, turns, equal
 
 
-def test_arms_take_turns_take_the_trainers_steps_and_tell_where_the_time_went() -> None:
+def test_arms_alternate_take_the_trainers_steps_and_report_each_part() -> None:
     (steps, turns, equal), (of_rank_1, waited, _) = launch(compared, 2, device="cpu", threads=1, echo=False)
     names = list(turns)
     order = [*names, *names[::-1], *names]
@@ -77,7 +77,7 @@ def test_arms_take_turns_take_the_trainers_steps_and_tell_where_the_time_went() 
     assert waited["alone"][0]["step"] >= until / 2 - 1e-6, "a turn lasts until rank 0 is done"
 
 
-def test_medians_are_taken_part_by_part() -> None:
+def test_medians_are_computed_for_each_part() -> None:
     assert medians({"a": [{"step": 1.0, "data": 3.0}, {"step": 2.0, "data": 2.0}, {"step": 9.0, "data": 1.0}]}) == {
         "a": {"step": 2.0, "data": 2.0}
     }
@@ -112,7 +112,7 @@ def _slow_rank(world: World) -> Slow:
     return Slow(turns["sleep"][0]["step"], moments[4][0], moments[-1][1], took, time.process_time() - used)
 
 
-def test_a_turn_lasts_until_the_slowest_rank_is_done_and_waiting_takes_no_core() -> None:
+def test_a_turn_lasts_until_the_slowest_rank_and_waiting_ranks_sleep() -> None:
     ranks = launch(_slow_rank, 2, device="cpu", threads=1, echo=False)
     slowest = ranks[1].ended
     for each in ranks:

@@ -65,7 +65,7 @@ def article(page: Path) -> str:
 # --------------------------------------------------------------------------------------------------------- notebooks
 
 
-def test_every_notebook_is_in_the_sidebar_as_in_the_readme(site: Path) -> None:
+def test_the_sidebar_and_the_readme_list_the_same_notebooks(site: Path) -> None:
     beside = text_of(site / "index.html").partition('class="sidebar-tree"')[2].partition("</aside>")[0]
     found, part = [], ""
     for caption, link in re.findall(r'class="caption-text">([^<]+)<|href="(notebooks/[^"]+)\.html"', beside):
@@ -77,7 +77,7 @@ def test_every_notebook_is_in_the_sidebar_as_in_the_readme(site: Path) -> None:
     assert {each.path for each in chapters()} == set(find_notebooks())
 
 
-def test_a_notebook_without_a_row_in_the_readme_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_that_the_readme_does_not_list_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notebooks").mkdir()
     for name in ("01_one", "02_two"):
         (tmp_path / "notebooks" / f"{name}.ipynb").touch()
@@ -103,7 +103,7 @@ def test_every_figure_is_on_its_page_and_can_be_enlarged(site: Path) -> None:
     assert count > 50
 
 
-def test_printed_output_is_as_committed(site: Path) -> None:
+def test_printed_output_matches_the_committed_output(site: Path) -> None:
     for path in find_notebooks():
         shown = html.unescape(re.sub(r"<[^>]+>", "", article(page_of(site, path))))
         for cell in nbformat.read(path, as_version=4).cells:
@@ -123,7 +123,7 @@ def test_formulas_are_mathml(site: Path) -> None:
     assert count > 50
 
 
-def test_the_name_of_a_notebook_is_a_link(site: Path) -> None:
+def test_a_notebook_name_is_a_link(site: Path) -> None:
     for path in find_notebooks():
         last = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"][-1]
         for name in re.findall(r"`(\w+)\.ipynb`", last):
@@ -146,7 +146,7 @@ def test_the_sidebar_lists_every_page(site: Path) -> None:
     assert 'href="api/index.html"' in beside
 
 
-def test_relative_links_of_pages_work_on_github_too(root: Path) -> None:
+def test_relative_links_also_work_on_github(root: Path) -> None:
     """The build checks them in the book, whose pages have the same layout as the repository."""
     for page in [root / "README.md", *BOOK.glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
@@ -155,7 +155,7 @@ def test_relative_links_of_pages_work_on_github_too(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["configuration.md", "architecture.svg"])
-def test_a_generated_file_is_current(name: str, tools: Any) -> None:
+def test_generated_files_are_current(name: str, tools: Any) -> None:
     generated = importlib.import_module("generate").GENERATED[name]()
     assert (BOOK / name).read_text(encoding="utf-8") == generated, "run `make book` and commit the result"
 
@@ -167,7 +167,7 @@ def test_every_setting_is_in_the_configuration_reference_and_described() -> None
     assert [name for name in base if f"| `{name}` |" not in text and f"| `{name}." not in text] == []
 
 
-def test_every_term_is_in_the_glossary_and_most_are_linked_from_a_notebook(site: Path, tools: Any) -> None:
+def test_every_term_is_in_the_glossary_and_most_link_to_a_notebook(site: Path, tools: Any) -> None:
     terms = importlib.import_module("pages").glossary()
     glossary, linked = text_of(site / "book" / "glossary.html"), 0
     for term in terms:
@@ -180,7 +180,7 @@ def test_every_term_is_in_the_glossary_and_most_are_linked_from_a_notebook(site:
     assert linked > 0.6 * len(terms)  # the others occur in code, in a heading, or as a part of other terms
 
 
-def test_a_term_is_linked_once_on_a_page_with_its_definition(site: Path) -> None:
+def test_a_term_is_linked_to_its_definition_once_per_page(site: Path) -> None:
     page = article(site / "notebooks" / "02_collectives.html")
     links = re.findall(
         r'<a class="term reference internal" href="\.\./book/glossary\.html#term-([\w-]+)" title="([^"]+)"', page
@@ -250,7 +250,7 @@ def test_documented_commands_have_known_names_and_options() -> None:
 
 
 @pytest.mark.usefixtures("own_environment")
-def test_the_settings_and_commands_for_users_of_other_trainers_are_accepted() -> None:
+def test_settings_and_commands_for_users_of_other_trainers_are_valid() -> None:
     rows = re.findall(r"^\|.+\| (.+) \|$", (BOOK / "coming_from.md").read_text(encoding="utf-8"), re.MULTILINE)
     spans = [shlex.split(span) for row in rows for span in re.findall(r"`([^`]+)`", row)]
     settings = [words for words in spans if all(re.match(r"[\w.]+=", word) for word in words)]
@@ -306,7 +306,7 @@ def messages() -> Iterator[str]:
                 yield node.value
 
 
-def test_messages_in_troubleshooting_exist() -> None:
+def test_messages_in_troubleshooting_exist_in_the_source() -> None:
     headings = re.findall(r"^### (.+)$", (BOOK / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
     quoted = {message for heading in headings for message in re.findall(r"`([^`]+ [^`]+)`", heading)} - FOREIGN
     known = "\n".join(messages())
@@ -323,7 +323,7 @@ def test_documented_yaml_is_valid() -> None:
                 FaultyConfig.model_validate(merged([*layers(document.pop("extends")), (page, document)]))
 
 
-def test_torchrun_accepts_the_commands_of_the_manifests() -> None:
+def test_torchrun_accepts_the_commands_in_the_manifests() -> None:
     manifests = [text for _, text in code_blocks("yaml") if "torchrun" in text]
     assert len(manifests) == 2
     for text in manifests:
@@ -338,7 +338,7 @@ def test_torchrun_accepts_the_commands_of_the_manifests() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_dark_mode_figures_terms_and_search_work_offline_in_a_browser(site: Path) -> None:
+def test_dark_mode_figures_terms_and_search_work_offline(site: Path) -> None:
     browser = pytest.importorskip("browser", reason="an extra: pip install 'ddp-tutorial[dev]'")
     if browser.CHROMIUM is None:
         pytest.skip(browser.ADVICE)
@@ -392,14 +392,14 @@ def test_the_site_is_smaller_than_15_mb(site: Path) -> None:
         ("", '<p style="background: url(//example.org/x.png)">x</p>', "names //example.org/x.png"),
     ],
 )
-def test_the_check_reports(head: str, body: str, said: str, tools: Any, tmp_path: Path) -> None:
+def test_the_link_check_reports_problems(head: str, body: str, said: str, tools: Any, tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(f"<html><head>{head}</head><body>{body}</body></html>")
     (tmp_path / "b.html").write_text('<p id="there">x</p>')
     [found] = tools.find_problems(tmp_path)
     assert said in found
 
 
-def test_the_check_reads_styles_and_scripts_but_not_comments(tools: Any, tmp_path: Path) -> None:
+def test_the_link_check_reads_styles_and_scripts_but_not_comments(tools: Any, tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<link rel="canonical" href="https://example.org">'
         '<a href="https://example.org">x</a><a href="b.html#there">y</a>'

@@ -100,7 +100,7 @@ def are_gone(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.timeout(420)
-def test_the_quickstart_runs_whole_its_progress_moves_and_an_answer_is_judged(opened) -> None:
+def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None:
     notebook = opened(QUICKSTART)
     training, exercise = notebook.cell("one = launch_training"), notebook.cell("def deal(")
     last = notebook.run_all()
@@ -125,7 +125,7 @@ def test_the_quickstart_runs_whole_its_progress_moves_and_an_answer_is_judged(op
 
 
 @pytest.mark.timeout(180)
-def test_a_slider_of_a_notebook_that_is_moved_changes_its_figure(opened) -> None:
+def test_moving_a_slider_of_a_notebook_changes_its_figure(opened) -> None:
     """Of the notebook only what its sliders need: all of it runs under nbval."""
     notebook = opened(WITH_WIDGETS)
     for start in ("repeats: int", "import time", "SAMPLES, BATCH, SEED", "def dealt(", "explore("):
@@ -141,7 +141,7 @@ def test_a_slider_of_a_notebook_that_is_moved_changes_its_figure(opened) -> None
 
 
 @pytest.mark.timeout(180)
-def test_sliders_that_were_saved_are_shown_with_their_figure_when_the_notebook_is_opened_again(opened) -> None:
+def test_saved_sliders_appear_with_their_figure_in_a_reopened_notebook(opened) -> None:
     """With the settings of `make lab`; without them, JupyterLab shows "Error displaying widget" in their place."""
     notebook = opened("sliders")
     notebook.run(0)
@@ -160,7 +160,7 @@ def test_sliders_that_were_saved_are_shown_with_their_figure_when_the_notebook_i
 
 
 @pytest.mark.timeout(180)
-def test_a_launch_is_interrupted_from_the_menu_and_the_same_cell_runs_again(opened, folder: Path) -> None:
+def test_a_launch_interrupted_from_the_menu_can_be_rerun(opened, folder: Path) -> None:
     notebook = opened("launch")
     notebook.start(0)
     ranks = ranks_of(folder)
@@ -177,7 +177,7 @@ def test_a_launch_is_interrupted_from_the_menu_and_the_same_cell_runs_again(open
 
 
 @pytest.mark.timeout(180)
-def test_a_kernel_that_is_restarted_leaves_no_rank_behind(opened, folder: Path) -> None:
+def test_restarting_a_kernel_leaves_no_rank_behind(opened, folder: Path) -> None:
     notebook = opened("launch")
     notebook.start(0)
     ranks = ranks_of(folder)
@@ -191,7 +191,7 @@ def test_a_kernel_that_is_restarted_leaves_no_rank_behind(opened, folder: Path) 
 
 
 @pytest.mark.timeout(180)
-def test_live_ranks_answer_are_interrupted_and_answer_again(opened) -> None:
+def test_live_ranks_work_again_after_an_interrupt(opened) -> None:
     notebook = opened("live")
     notebook.run(0)
     notebook.run(1)

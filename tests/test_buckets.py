@@ -32,7 +32,7 @@ def assign(sizes: list[tuple[int, str]], cap: float, first_cap: float) -> list[l
 
 
 @given(gradients(), caps, caps)
-def test_each_gradient_is_in_one_bucket_beside_others_of_its_kind_in_the_order_given(
+def test_each_gradient_is_in_one_bucket_of_its_kind_in_the_given_order(
     sizes: list[tuple[int, str]], cap: int, first_cap: int
 ) -> None:
     buckets = assign(sizes, cap, first_cap)
@@ -43,9 +43,7 @@ def test_each_gradient_is_in_one_bucket_beside_others_of_its_kind_in_the_order_g
 
 
 @given(gradients(), caps, caps)
-def test_a_bucket_is_closed_by_the_gradient_that_fills_it(
-    sizes: list[tuple[int, str]], cap: int, first_cap: int
-) -> None:
+def test_the_gradient_that_fills_a_bucket_closes_it(sizes: list[tuple[int, str]], cap: int, first_cap: int) -> None:
     nbytes = nbytes_of(sizes)
     buckets = assign(sizes, cap, first_cap)
     for kind in KINDS:
@@ -58,7 +56,7 @@ def test_a_bucket_is_closed_by_the_gradient_that_fills_it(
 
 
 @given(gradients(), caps, caps)
-def test_full_buckets_come_in_the_order_in_which_they_are_full_and_the_others_last(
+def test_buckets_are_ordered_by_completion_and_incomplete_ones_come_last(
     sizes: list[tuple[int, str]], cap: int, first_cap: int
 ) -> None:
     nbytes = nbytes_of(sizes)
@@ -85,12 +83,12 @@ def torchs(sizes: list[tuple[int, str]], caps: list[int]) -> list[list[int]]:
 
 
 @given(gradients("f"), caps, caps)
-def test_the_layout_is_torchs(sizes: list[tuple[int, str]], cap: int, first_cap: int) -> None:
+def test_the_layout_equals_that_of_torch(sizes: list[tuple[int, str]], cap: int, first_cap: int) -> None:
     assert assign(sizes, cap, first_cap) == (torchs(sizes, [first_cap, cap]) if sizes else [])
 
 
 @given(gradients(), caps, caps)
-def test_with_several_kinds_it_is_torchs_as_well_but_for_the_order_of_those_left_half_empty(
+def test_the_layout_of_several_kinds_equals_that_of_torch_up_to_order(
     sizes: list[tuple[int, str]], cap: int, first_cap: int
 ) -> None:
     """torch leaves those in the order of a hash table."""
@@ -98,7 +96,7 @@ def test_with_several_kinds_it_is_torchs_as_well_but_for_the_order_of_those_left
     assert sorted(assign(sizes, cap, first_cap)) == sorted(expected)
 
 
-def test_a_layout_worked_out_by_hand() -> None:
+def test_a_layout_computed_by_hand() -> None:
     #          100 bytes fill the first bucket, 250 each of the others; "d" has a first one of its own
     sizes = [("f", 60), ("f", 60), ("d", 80), ("f", 200), ("d", 40), ("f", 20), ("f", 40), ("d", 249), ("f", 1)]
     buckets = assign_buckets([size for _, size in sizes], [kind for kind, _ in sizes], 250, 100)
@@ -106,13 +104,13 @@ def test_a_layout_worked_out_by_hand() -> None:
     assert buckets == [[0, 1], [2, 4], [3, 5, 6], [7], [8]]
 
 
-def test_without_a_cap_each_kind_has_one_bucket_and_no_gradients_have_none() -> None:
+def test_without_a_cap_each_kind_has_one_bucket() -> None:
     infinite = float("inf")
     assert assign_buckets([4, 8, 4], ["f", "d", "f"], infinite, infinite) == [[1], [0, 2]]
     assert assign_buckets([], [], infinite, infinite) == []
 
 
-def test_ten_thousand_gradients_take_no_time_to_speak_of() -> None:
+def test_assigning_ten_thousand_gradients_is_fast() -> None:
     assert len(assign_buckets([4] * 10_000, ["f"] * 10_000, 25 * MIB, MIB)) == 1
 
 
@@ -123,7 +121,7 @@ def named(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[
     return [(f"p{number}", nn.Parameter(torch.ones(shape, dtype=dtype))) for number, shape in enumerate(shapes)]
 
 
-def test_views_lie_one_after_another_in_the_buffer() -> None:
+def test_views_are_contiguous_in_the_buffer() -> None:
     bucket = Bucket.of("b", named((2, 3), (), (0,), (4,)))
     assert [view.shape for view in bucket.views] == [(2, 3), (), (0,), (4,)]
     for number, view in enumerate(bucket.views):
@@ -131,7 +129,7 @@ def test_views_lie_one_after_another_in_the_buffer() -> None:
     assert bucket.buffer.tolist() == [0.0] * 6 + [1.0] + [3.0] * 4
 
 
-def test_a_collected_gradient_is_divided_once_and_is_the_view_from_then_on() -> None:
+def test_a_collected_gradient_is_divided_once_and_becomes_the_view() -> None:
     [(_, parameter)] = pairs = named((2, 2))
     bucket = Bucket.of("b", pairs)
     parameter.grad = torch.full((2, 2), 8.0)
@@ -144,7 +142,7 @@ def test_a_collected_gradient_is_divided_once_and_is_the_view_from_then_on() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_is_divided_before_it_is_summed_does_not_overflow(dtype: torch.dtype) -> None:
+def test_dividing_before_summing_avoids_overflow(dtype: torch.dtype) -> None:
     [(_, parameter)] = pairs = named((3,), dtype=dtype)
     bucket = Bucket.of("b", pairs)
     parameter.grad = torch.full((3,), torch.finfo(dtype).max, dtype=dtype)
@@ -152,7 +150,7 @@ def test_what_is_divided_before_it_is_summed_does_not_overflow(dtype: torch.dtyp
     assert (bucket.buffer + bucket.buffer).isfinite().all()
 
 
-def test_no_gradient_counts_as_zero_and_stays_none() -> None:
+def test_a_missing_gradient_contributes_zeros_and_stays_none() -> None:
     pairs = named((2,), (3,))
     bucket = Bucket.of("b", pairs)
     bucket.buffer.fill_(7.0)  # of the step before
@@ -161,7 +159,7 @@ def test_no_gradient_counts_as_zero_and_stays_none() -> None:
     assert pairs[0][1].grad is None
 
 
-def test_a_gradient_with_gaps_or_turned_over_arrives_as_it_is() -> None:
+def test_a_strided_or_transposed_gradient_is_collected_correctly() -> None:
     [(_, parameter)] = pairs = named((2, 3))
     bucket = Bucket.of("b", pairs)
     parameter.grad = torch.arange(6.0).reshape(3, 2).t()
@@ -169,7 +167,7 @@ def test_a_gradient_with_gaps_or_turned_over_arrives_as_it_is() -> None:
     assert bucket.buffer.tolist() == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
 
 
-def test_a_gradient_of_the_next_layout_is_copied_out_of_the_one_before() -> None:
+def test_a_gradient_in_an_old_bucket_is_copied_to_the_new_bucket() -> None:
     [(_, parameter)] = pairs = named((2,))
     before, after = Bucket.of("before", pairs), Bucket.of("after", pairs)
     parameter.grad = torch.tensor([2.0, 4.0])
@@ -180,7 +178,7 @@ def test_a_gradient_of_the_next_layout_is_copied_out_of_the_one_before() -> None
     assert before.buffer.tolist() == [2.0, 4.0]
 
 
-def test_an_empty_parameter_takes_no_place_and_does_no_harm() -> None:
+def test_an_empty_parameter_needs_no_space() -> None:
     pairs = named((0,), (2,))
     bucket = Bucket.of("b", pairs)
     for _, parameter in pairs:
@@ -191,7 +189,7 @@ def test_an_empty_parameter_takes_no_place_and_does_no_harm() -> None:
     assert Bucket.of("nothing", named((0,))).buffer.numel() == 0
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
+def test_a_sparse_gradient_is_rejected_by_name() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     bucket = Bucket.of("b", [("table.weight", table.weight)])
@@ -199,7 +197,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         bucket.collect(0, 1)
 
 
-def test_buckets_are_numbered_and_cut_by_kind_and_size() -> None:
+def test_buckets_are_split_by_kind_and_size() -> None:
     pairs = [*named((64,), (64,), (64,)), ("wide", nn.Parameter(torch.ones(64, dtype=torch.float64)))]
     buckets = make_buckets(pairs, cap=512, first_cap=256)
     assert [(bucket.name, bucket.names) for bucket in buckets] == [

@@ -91,6 +91,6 @@ def test_every_rank_calls_the_callbacks_and_all_ranks_fail_together() -> None:
         assert errors["raises"] == f"{told}no more at step 2"
 
 
-def test_a_callback_that_raises_ends_the_run_with_its_error() -> None:
+def test_a_callback_that_raises_aborts_the_run_with_its_error() -> None:
     with pytest.raises(RankError, match="no more at step 2"):
         launch(train, 2, Raises(), device="cpu", threads=1, echo=False)

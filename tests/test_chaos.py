@@ -47,7 +47,7 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.timeout(400)
-def test_after_kills_and_disks_that_fail_or_are_full_every_run_ends_as_if_nothing_had_happened(found: Any) -> None:
+def test_runs_are_unaffected_by_kills_and_failing_or_full_disks(found: Any) -> None:
     assert found["kills"] >= 24
     assert found["failures"] >= 3
     assert found["points"] >= 20
@@ -59,7 +59,7 @@ def test_after_kills_and_disks_that_fail_or_are_full_every_run_ends_as_if_nothin
     assert is_good(found)
 
 
-def test_no_process_is_left_when_chaos_is_over() -> None:
+def test_no_process_is_left_after_the_chaos_benchmark() -> None:
     """In a process of its own, as this one has a server for its other tests."""
     script = "import psutil; from ddp_tutorial.benches.chaos import measure_chaos; measure_chaos(1, fills=0, apart=0); "
     script += "print([' '.join(each.cmdline()[-2:]) for each in psutil.Process().children(recursive=True)])"
@@ -71,13 +71,13 @@ def test_no_process_is_left_when_chaos_is_over() -> None:
     assert left == []
 
 
-def test_on_nodes_that_share_no_folder_every_rank_refuses_and_no_file_is_touched(found: Any) -> None:
+def test_all_ranks_reject_nodes_without_a_shared_folder(found: Any) -> None:
     assert {found["lives"][f"apart: {nodes}"] for nodes in NODES} == {1}
     assert found["lives"]["apart"] == 4
     assert found["let_in"] == 0
 
 
-def test_a_disk_was_full_and_lives_ended_because_of_it(found: Any) -> None:
+def test_a_full_disk_made_attempts_fail(found: Any) -> None:
     full = found["full_disk"]
     assert found["lives"].get("fill", 0) + found["lives"].get("limit", 0) == 8
     assert full["ended"] >= 4
@@ -89,7 +89,7 @@ def test_a_disk_was_full_and_lives_ended_because_of_it(found: Any) -> None:
 
 
 @pytest.mark.parametrize("law", ["bit_equal", "lost", "let_in", "left"])
-def test_one_broken_law_is_enough_to_be_told(law: str) -> None:
+def test_one_violated_requirement_is_reported(law: str) -> None:
     good = {"bit_equal": True, "lost": 0, "let_in": 0, "left": 0}
     assert is_good(good)
     assert not is_good(good | {law: 1 if law != "bit_equal" else False})
@@ -103,7 +103,7 @@ def here(workdir: Path) -> Path:
     return Path.cwd()
 
 
-def test_a_fault_happens_at_its_point_and_the_next_life_goes_on(here: Path) -> None:
+def test_a_failure_happens_at_its_point_and_the_next_attempt_resumes(here: Path) -> None:
     first = run_attempt(config_of("mine"), {0: PlannedFailure("rename step", 2)})
     assert (first.point, first.in_saving, first.is_well, first.published) == ("rename step", True, False, 2)
     assert newest_valid(RUNS / "mine" / CHECKPOINTS) == 2
@@ -115,13 +115,13 @@ def test_a_fault_happens_at_its_point_and_the_next_life_goes_on(here: Path) -> N
     assert outcome("mine") == outcome("other")
 
 
-def test_a_life_that_fails_though_nothing_was_done_to_it_is_no_life_to_go_on_from(here: Path) -> None:
+def test_an_attempt_that_fails_without_an_injected_failure_is_an_error(here: Path) -> None:
     (here / RUNS).write_text("a file where a folder should be")
     with pytest.raises(RuntimeError, match=r"mine exited with .* without an injected failure"):
         run_attempt(config_of("mine"))
 
 
-def test_a_run_that_hangs_is_told_with_where_it_stands(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_hangs_is_reported_with_its_stack(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "TIME_LIMIT", 0.1)
     with pytest.raises(RuntimeError, match="mine hangs after nothing"):
         run_attempt(config_of("mine"))
@@ -135,7 +135,7 @@ def test_a_process_that_outlives_its_run_is_counted(here: Path, monkeypatch: pyt
     assert run_attempt(config_of("mine"), {0: PlannedFailure("+forward", 1)}).left == 0
 
 
-def test_a_point_that_was_not_reached_waits_for_another_time_and_each_is_taken_once() -> None:
+def test_an_unreached_point_is_retried_and_each_point_is_used_once() -> None:
     points = Points(random.Random(0), {(0, "+save"): 3, (1, "fsync rng.pt"): 1, (0, "read optimizer.pt"): 1})
     taken = [points.next("kill")[:2] for _ in range(3)]
     assert sorted(taken) == sorted(points.known)
@@ -170,7 +170,7 @@ def filled(folder: Path) -> Any:
     return told
 
 
-def test_a_small_disk_is_really_full_and_only_its_process_sees_it(tmp_path: Path) -> None:
+def test_only_its_own_process_sees_the_small_disk(tmp_path: Path) -> None:
     told = in_a_process(filled, tmp_path)
     if isinstance(told, str):
         pytest.skip(f"the kernel does not permit namespaces: {told}")
@@ -189,12 +189,12 @@ def written_with_a_limit(folder: Path) -> tuple[int, int]:
     return written, 0
 
 
-def test_where_none_can_be_mounted_a_limit_lets_a_write_end_half_way(tmp_path: Path) -> None:
+def test_without_a_mount_a_file_size_limit_truncates_a_write(tmp_path: Path) -> None:
     assert in_a_process(written_with_a_limit, tmp_path) == (5000, errno.EFBIG)
 
 
 @pytest.mark.timeout(120)
-def test_without_a_small_disk_the_report_says_so() -> None:
+def test_the_report_says_if_there_was_no_small_disk() -> None:
     found = measure_chaos(1, fills=1, apart=0, mount=_refused)
     assert found["lives"]["limit"] == 1
     assert found["full_disk"]["by"] == "a limit on the size of files"
@@ -206,6 +206,6 @@ def _refused(folder: Path, nbytes: int) -> str:
     return "not here"
 
 
-def test_a_checkpoint_of_an_earlier_step_stays_where_the_disk_is_full_from_some_point_on(here: Path) -> None:
+def test_earlier_checkpoints_survive_a_disk_that_becomes_full(here: Path) -> None:
     run_attempt(config_of("mine"), {0: PlannedFailure("write optimizer.pt", 2, "limit", 4000)})
     assert [newest_valid(RUNS / "mine" / CHECKPOINTS), len(list_checkpoints(RUNS / "mine" / CHECKPOINTS))] == [2, 1]

@@ -91,7 +91,7 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_is_loaded_is_what_was_saved_to_the_bit(background: bool, tmp_path: Path) -> None:
+def test_loading_restores_the_saved_state_bitwise(background: bool, tmp_path: Path) -> None:
     parts, others = components(), components(1)
     checkpointer = Checkpointer(tmp_path, parts, World(), background=background)
     checkpointer.save(7, {"eval_loss": 0.5})
@@ -120,21 +120,21 @@ def test_the_thread_of_a_background_save_does_not_delay_the_exit(tmp_path: Path)
     assert writer.daemon
 
 
-def test_weights_are_safetensors_and_nothing_else_is_a_pickle_that_executes(tmp_path: Path) -> None:
+def test_weights_are_safetensors_and_no_file_is_an_executable_pickle(tmp_path: Path) -> None:
     Checkpointer(tmp_path, components(), World()).save(1)
     folder = tmp_path / checkpoint_name(1)
     assert {path.name for path in folder.iterdir()} == {"manifest.json", "model.safetensors", "optimizer.pt"}
     torch.load(folder / "optimizer.pt", weights_only=True)
 
 
-def test_what_could_not_be_loaded_safely_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_state_that_could_not_be_loaded_safely_is_rejected_when_saved(tmp_path: Path) -> None:
     part, _ = value({"good": 1, "bad": [{"path": Path("x")}]})
     with pytest.raises(CheckpointError, match=r"config\['bad'\]\[0\]\['path'\] is of type PosixPath, which cannot"):
         Checkpointer(tmp_path, {"config": part}, World()).save(1)
     assert not list(tmp_path.iterdir())
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_numbers_resume_where_they_stopped(tmp_path: Path) -> None:
     parts = {"rng": Component(RandomState(torch.device("cpu")), "per_rank")}
     checkpointer = Checkpointer(tmp_path, parts, World())
 
@@ -149,7 +149,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert drawn() == first
 
 
-def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_only_the_latest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, components(), World(), keep_last=2, keep_best=1)
     for number, loss in enumerate([3.0, 1.0, 2.0, 2.7, 2.5], start=1):
         checkpointer.save(number, {"eval_loss": loss if number != 4 else None})
@@ -162,7 +162,7 @@ def test_only_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
-def test_a_metric_that_is_not_finite_fails_no_save_and_is_never_the_best(metric: float, tmp_path: Path) -> None:
+def test_a_non_finite_metric_is_saved_and_is_never_the_best(metric: float, tmp_path: Path) -> None:
     """JSON has no NaN; and of all moments, a run that goes wrong should not lose its checkpoint."""
     checkpointer = Checkpointer(tmp_path, components(), World(), keep_last=1, keep_best=1)
     for number, loss in enumerate([0.5, metric, 0.7], start=1):
@@ -174,7 +174,7 @@ def test_a_metric_that_is_not_finite_fails_no_save_and_is_never_the_best(metric:
     checkpointer.close()
 
 
-def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     parts = components()
     checkpointer = Checkpointer(tmp_path, parts, World())
     checkpointer.save(1)
@@ -186,7 +186,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert same(values_of(others), saved)
 
 
-def test_what_a_killed_run_has_left_is_cleared_away(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".step_00000003.17.5.part").mkdir()
     Checkpointer(tmp_path, components(), World()).recover()
     assert not list(tmp_path.iterdir())
@@ -216,7 +216,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "manifest.json"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_named_nothing_is_restored_and_the_one_before_is_taken(
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_used(
     damage: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -237,9 +237,7 @@ def test_a_damaged_file_is_named_nothing_is_restored_and_the_one_before_is_taken
     assert not Path("exploded").exists()
 
 
-def test_a_pickle_with_the_right_checksum_is_not_executed_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickle_with_a_valid_checksum_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     part, given = value({"x": 1})
     folder = tmp_path / checkpoint_name(1)
@@ -264,9 +262,7 @@ SAVING: list[Point] = [
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("at", SAVING, ids=" ".join)
-def test_a_disk_that_fails_leaves_the_earlier_checkpoints_and_nothing_else(
-    at: Point, number: int, tmp_path: Path
-) -> None:
+def test_a_failing_disk_leaves_only_the_earlier_checkpoints(at: Point, number: int, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, components(), World())
     checkpointer.save(1)
     with observe_disk(failing(at, number)), pytest.raises(CheckpointError, match=os.strerror(number)):
@@ -289,9 +285,7 @@ def full_disk(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kilobytes", [1, 30, 60])
-def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_the_earlier_checkpoints_and_nothing_else(
-    kilobytes: int, tmp_path: Path
-) -> None:
+def test_a_disk_that_becomes_full_midway_leaves_the_earlier_checkpoints(kilobytes: int, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, components(), World())
     checkpointer.save(1)
     sizes = sorted(path.stat().st_size for path in (tmp_path / checkpoint_name(1)).glob("[mo]*[st]"))
@@ -303,7 +297,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_the_earlier_checkpoi
     assert verify(tmp_path / checkpoint_name(1)) == []
 
 
-def test_when_the_new_name_may_not_have_reached_the_disk_the_save_has_failed_and_nothing_is_removed(
+def test_a_save_fails_if_its_name_may_not_have_reached_the_disk(
     tmp_path: Path,
 ) -> None:
     checkpointer = Checkpointer(tmp_path, components(), World(), keep_last=1)
@@ -313,7 +307,7 @@ def test_when_the_new_name_may_not_have_reached_the_disk_the_save_has_failed_and
     assert [verify(path) for path in list_checkpoints(tmp_path)] == [[], []]
 
 
-def test_these_are_all_the_places_where_a_disk_can_fail_a_save(tmp_path: Path) -> None:
+def test_every_disk_operation_that_can_fail_a_save_is_known(tmp_path: Path) -> None:
     seen: list[Point] = []
     checkpointer = Checkpointer(tmp_path, components(), World())
     with observe_disk(noting(seen)):
@@ -322,7 +316,7 @@ def test_these_are_all_the_places_where_a_disk_can_fail_a_save(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_all_of_a_checkpoint_is_on_the_disk_when_it_takes_its_name(
+def test_a_checkpoint_is_completely_on_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[int] = set()
@@ -420,7 +414,7 @@ SETTINGS: dict[str, Any] = {
         ({"model": {"width": 16, "layers": 1}}, ["mod"], "model.width was 8, is 16"),
     ],
 )
-def test_a_setting_may_differ_only_if_it_or_what_it_is_in_is_allowed_by_its_whole_name(
+def test_a_setting_may_differ_only_if_its_full_name_or_group_is_allowed(
     changed: dict[str, Any], allow: list[str], refused: str | None, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / CHECKPOINTS
@@ -535,7 +529,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)  # groups of two ranks
-def test_each_rank_gets_back_what_it_shares_and_each_group_writes_once(ranks: list[dict[str, Any]]) -> None:
+def test_each_rank_restores_its_shared_state_and_each_group_writes_once(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
     for rank, found in [(rank, each[disks]) for rank, each in enumerate(ranks) for disks in ("one disk", "own disks")]:
         assert found["given"] == {
@@ -556,7 +550,7 @@ def test_each_rank_gets_back_what_it_shares_and_each_group_writes_once(ranks: li
     assert [each["writes"] for each in ranks] == [True] + [False] * (size - 1)
 
 
-def test_one_element_that_differs_on_one_rank_is_named_on_all(ranks: list[dict[str, Any]]) -> None:
+def test_one_different_element_on_one_rank_is_named_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     last = len(ranks) - 1
     for rank in ranks:
         told = rank["diverged"]
@@ -572,9 +566,7 @@ def test_one_element_that_differs_on_one_rank_is_named_on_all(ranks: list[dict[s
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_rank_that_cannot_write_makes_all_raise_and_leaves_nothing(
-    background: bool, ranks: list[dict[str, Any]]
-) -> None:
+def test_all_ranks_raise_if_one_rank_cannot_write(background: bool, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         *faults, then = rank["fails", background]
         assert len(faults) == 4
@@ -585,7 +577,7 @@ def test_a_rank_that_cannot_write_makes_all_raise_and_leaves_nothing(
         assert then["after"] == [checkpoint_name(1), checkpoint_name(2)]
 
 
-def test_a_rank_that_cannot_read_makes_all_raise(ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_raise_if_one_rank_cannot_read(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["unreadable"].startswith("CheckpointError: rank 1: ")
         assert rank["unreadable"].endswith("model.safetensors is missing")
@@ -607,7 +599,7 @@ def load_per_rank(world: World, folder: Path) -> dict[str, Any]:
     return {"told": told, "given": dict(given), "saved on": manifest.world_size}
 
 
-def test_state_of_each_rank_that_cannot_be_given_to_others_is_named(tmp_path: Path) -> None:
+def test_per_rank_state_that_cannot_be_resharded_is_named(tmp_path: Path) -> None:
     launch(save_per_rank, 2, tmp_path, device="cpu", echo=False)
     for size in (1, 3):
         check_not_given(tmp_path, size)
@@ -668,7 +660,7 @@ def save_with_full_disk_on_rank_0(checkpointer: Checkpointer) -> None:
         checkpointer.save(99)
 
 
-def test_sharded_tensors_go_from_4_ranks_to_2_to_3_without_a_pickle(tmp_path: Path) -> None:
+def test_sharded_tensors_load_on_4_2_and_3_ranks_without_a_pickle(tmp_path: Path) -> None:
     expected = {"a": torch.arange(70.0).reshape(10, 7) + 5, "b": torch.arange(3.0) + 5}
     for step, (size, rows) in enumerate([(4, [3, 3, 3, 1]), (2, [5, 5]), (3, [4, 4, 2])], start=1):
         start = 5.0 if step == 1 else None
@@ -702,7 +694,7 @@ class EmptyAtFirst:
         return {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in stored.items()}
 
 
-def test_sharded_state_that_is_empty_at_first_is_loaded_by_one_process(tmp_path: Path) -> None:
+def test_one_process_can_load_sharded_state_that_is_initially_empty(tmp_path: Path) -> None:
     saved = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(2)}
     write_shards(tmp_path, saved, World())
     loaded = EmptyAtFirst()
@@ -723,6 +715,6 @@ def uneven(world: World, folder: Path) -> str:
     return error_of(lambda: Checkpointer(folder, {"part": part}, here))
 
 
-def test_machines_with_different_numbers_of_ranks_are_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+def test_nodes_with_different_numbers_of_ranks_are_rejected_on_all_ranks(tmp_path: Path) -> None:
     told = "ValueError: 'part' is per_node, so all nodes must have the same number of ranks, got 1 and 2"
     assert launch(uneven, 3, tmp_path, device="cpu", threads=1, echo=False, timeout=60) == [told] * 3

@@ -61,11 +61,11 @@ FOUR = Network(4, LinkModel(0, 2))
         (Choice("pipeline", copies=2, micro_batches=2), Network(4, LinkModel(0, 1e9)), 3 * 1.5),
     ],
 )
-def test_the_seconds_of_a_step_are_what_one_computes_by_hand(choice: Choice, network: Network, seconds: float) -> None:
+def test_step_times_equal_values_computed_by_hand(choice: Choice, network: Network, seconds: float) -> None:
     assert cost(choice, WORK, network, batch=4).seconds == pytest.approx(seconds, rel=1e-6)
 
 
-def test_memory_and_traffic_are_what_one_computes_by_hand() -> None:
+def test_memory_and_traffic_equal_values_computed_by_hand() -> None:
     work = Work(parameters=1000, per_sample=1, activations=10, handed_on=100, units=4)
 
     def of(kind: Any, **options: int) -> tuple[float, float]:
@@ -82,7 +82,7 @@ def test_memory_and_traffic_are_what_one_computes_by_hand() -> None:
     assert of("diloco", round=10) == (24_000 + 40, 600)
 
 
-def test_what_travels_while_something_computes_is_not_waited_for() -> None:
+def test_overlapped_communication_adds_no_time() -> None:
     assert overlapped(1, 3, 0, 5) == 8
     assert overlapped(2, 3, 0, 1) == 4  # the first unit's is hidden behind the second's backward of one second
     assert overlapped(2, 3, 0, 9) == 2 + 18  # the link decides: it begins when the first gradient is there
@@ -90,7 +90,7 @@ def test_what_travels_while_something_computes_is_not_waited_for() -> None:
 
 
 @given(st.integers(1, 20), st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
-def test_hiding_is_never_worse_than_waiting_nor_better_than_the_longer_of_the_two(
+def test_overlap_is_between_no_overlap_and_the_longer_of_the_two_parts(
     units: int, computing: float, gather: float, reduce: float
 ) -> None:
     sending = units * (2 * gather + reduce)
@@ -98,7 +98,7 @@ def test_hiding_is_never_worse_than_waiting_nor_better_than_the_longer_of_the_tw
     assert overlapped(units, computing, gather, reduce) <= (computing + sending) * (1 + 1e-9) + 1e-12
 
 
-def test_flows_that_leave_a_machine_together_share_what_it_has() -> None:
+def test_flows_that_leave_a_machine_share_its_bandwidth() -> None:
     inside, between = LinkModel(0, 100), LinkModel(0, 8)
     network = Network(64, between, per_machine=8, inside=inside)
     assert network.row(8) == inside
@@ -109,7 +109,7 @@ def test_flows_that_leave_a_machine_together_share_what_it_has() -> None:
     assert Network(8, between, 8, inside).column(Mesh(4, 2)) == inside
 
 
-def test_sixty_four_gpus_are_told_apart_by_memory_network_and_traffic() -> None:
+def test_strategies_on_64_gpus_differ_by_memory_network_and_traffic() -> None:
     work = Work(parameters=7e9, per_sample=0.5, activations=4e9, handed_on=3e7, units=32)
     rows = {}
     for name in ("10 Gbit/s Ethernet", "100 Gbit/s, remote memory access"):
@@ -127,7 +127,7 @@ def test_sixty_four_gpus_are_told_apart_by_memory_network_and_traffic() -> None:
     assert text.count("does not fit") == sum(not row["fits"] for row in slow.values())
 
 
-def test_what_is_tried_fits_the_ranks_and_what_cannot_be_is_refused() -> None:
+def test_choices_fit_the_ranks_and_impossible_choices_are_rejected() -> None:
     for ranks, per_machine in [(1, 1), (2, 1), (6, 4), (64, 8), (7, 8)]:
         network = Network(ranks, LinkModel(0, 1), per_machine)
         for choice in choices_for(network, units=5):
@@ -140,7 +140,7 @@ def test_what_is_tried_fits_the_ranks_and_what_cannot_be_is_refused() -> None:
     assert Work.of(step, units=3) == Work(parameters=10, per_sample=2, fixed=1, units=3, overlap=0)
 
 
-def test_where_only_a_part_is_hidden_a_step_lies_between_all_and_nothing() -> None:
+def test_partial_overlap_is_between_full_and_no_overlap() -> None:
     def seconds(kind: Any, overlap: float) -> float:
         work = Work(parameters=2, per_sample=3, units=2, overlap=overlap)
         return cost(Choice(kind), work, FOUR, batch=4).seconds
@@ -159,7 +159,7 @@ KINDS: list[Any] = ["ddp", "zero1", "zero2", "zero3", "pipeline", "local", "dilo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_a_fitted_model_one_rank_computes_alone_and_more_are_never_more_than_efficient(kind: Any) -> None:
+def test_with_a_fitted_model_one_rank_is_plain_and_efficiency_is_at_most_1(kind: Any) -> None:
     assert simulated(kind, FITTED, 1, 32).seconds == pytest.approx(FITTED.seconds(32))
     for ranks in (2, 8, 64):
         for samples in (1, 32):
@@ -169,7 +169,7 @@ def test_with_a_fitted_model_one_rank_computes_alone_and_more_are_never_more_tha
             assert ranks * strong > FITTED.seconds(samples) * (1 - 1e-9), (ranks, samples)
 
 
-def test_data_parallelism_with_a_fitted_model_is_what_that_model_says_of_it() -> None:
+def test_data_parallelism_agrees_with_the_fitted_model() -> None:
     """But for the last bucket, behind which there is nothing to hide."""
     for network in NETWORKS.values():
         step = FITTED.on(network)
@@ -179,7 +179,7 @@ def test_data_parallelism_with_a_fitted_model_is_what_that_model_says_of_it() ->
             )
 
 
-def test_a_pipeline_has_as_many_micro_batches_as_samples_and_no_fewer_than_stages() -> None:
+def test_a_pipeline_has_one_micro_batch_per_sample_and_one_per_stage() -> None:
     def slots(batch: int) -> float:  # of one sample on one of two stages
         step = StepModel(fixed=0, per_sample=1, nbytes=8, link=LinkModel(0, 1e12), buckets=2)
         return 2 * simulated("pipeline", step, 2, batch).seconds
@@ -266,7 +266,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield four
 
 
-def test_ranks_that_sleep_take_about_as_long_over_a_slow_network(slow: Cluster) -> None:
+def test_ranks_that_sleep_take_the_predicted_time_on_a_slow_network(slow: Cluster) -> None:
     """Four hosts at 200 Mbit/s. The network is told by its rate and by what an empty all-reduce takes there."""
     found = slow.launch(measured, timeout=120)[0]
     network = Network(4, LinkModel(found["empty"] / 6, slow.bytes_per_second), scatter=2)

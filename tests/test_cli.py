@@ -41,7 +41,7 @@ def weights_of(folder: Path) -> str:
 
 
 @pytest.mark.timeout(200)
-def test_a_run_that_is_checked_ends_with_the_same_weights_and_one_that_goes_wrong_is_told() -> None:
+def test_checks_do_not_change_the_weights_and_report_an_injected_fault() -> None:
     task = ("train", "tiny", "device=cpu", "steps=12", "ddp.variant=torch")
     plain, checked = (call(*task, f"name={name}", *more) for name, more in (("plain", ()), ("checked", ("--check",))))
     assert plain.returncode == checked.returncode == 0, checked.stderr
@@ -62,7 +62,7 @@ def test_a_run_that_is_checked_ends_with_the_same_weights_and_one_that_goes_wron
         assert re.search(message, Path(f"runs/broken/rank_{rank}.log").read_text())
 
 
-def test_train_as_json_prints_one_object_and_nothing_else() -> None:
+def test_train_as_json_prints_a_single_object() -> None:
     done = run("train", "tiny", "--json", "steps=2", "nprocs=1")
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -74,7 +74,7 @@ def test_train_as_json_prints_one_object_and_nothing_else() -> None:
     }
 
 
-def test_a_simulated_link_is_called_simulated_where_the_result_is_told() -> None:
+def test_the_result_mentions_a_simulated_link() -> None:
     slow = ("ddp.simulated_link.latency_ms=2", "ddp.simulated_link.megabytes_per_second=50")
     done = call("train", "tiny", "device=cpu", "steps=2", "name=slow", "ddp.variant=bucket", "ddp.hook=bf16", *slow)
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def test_a_simulated_link_is_called_simulated_where_the_result_is_told() -> None
     assert summary["parameters"]["ddp"]["simulated_link"] == {"latency_ms": 2, "megabytes_per_second": 50}
 
 
-def test_train_prints_one_line_and_the_path_of_its_run_and_torchrun_gives_the_same_weights() -> None:
+def test_train_prints_one_line_and_gives_the_same_weights_as_torchrun() -> None:
     arguments = ("train", "tiny", "device=cpu")
     launched = call(*arguments, "name=launched")
     assert launched.returncode == 0, launched.stderr
@@ -138,7 +138,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("bench", "lunch"), "unknown benchmark 'lunch'. Did you mean 'launch'?"),
     ],
 )
-def test_a_mistake_is_told_in_one_line_and_leaves_nothing(arguments: tuple[str, ...], told: str) -> None:
+def test_a_mistake_is_reported_in_one_line_and_writes_nothing(arguments: tuple[str, ...], told: str) -> None:
     Path("empty.txt").touch()
     Path("bad.yaml").write_text("steps: 1: 2\n")
     done = call(*arguments)
@@ -149,7 +149,7 @@ def test_a_mistake_is_told_in_one_line_and_leaves_nothing(arguments: tuple[str, 
 @pytest.mark.parametrize(
     "arguments", [("train", "tinny"), ("train", "tiny", "batch_size=1"), ("export", "gone", "out")], ids=" ".join
 )
-def test_a_process_of_its_own_tells_a_mistake_in_the_same_words(arguments: tuple[str, ...]) -> None:
+def test_a_new_process_reports_a_mistake_in_the_same_words(arguments: tuple[str, ...]) -> None:
     done, called = run(*arguments), call(*arguments)
     assert (done.returncode, done.stdout, done.stderr) == (called.returncode, called.stdout, called.stderr)
     assert done.returncode == 2
@@ -162,14 +162,14 @@ def test_a_process_of_its_own_tells_a_mistake_in_the_same_words(arguments: tuple
         (("nprocs=1",), {"RANK": "2", "WORLD_SIZE": "one"}, "WORLD_SIZE must be an integer, got 'one'"),
     ],
 )
-def test_a_world_that_cannot_be_is_told_in_one_line(
+def test_an_impossible_world_is_reported_in_one_line(
     arguments: tuple[str, ...], environment: dict[str, str], told: str
 ) -> None:
     done = call("train", "tiny", *arguments, **environment)
     assert_refused_in_one_line(done, told)
 
 
-def test_gpus_that_are_not_there_are_told_in_one_line() -> None:
+def test_missing_gpus_are_reported_in_one_line() -> None:
     done = run("train", "tiny", "device=cuda", CUDA_VISIBLE_DEVICES="")
     assert_refused_in_one_line(done, "device='cuda' requires one GPU for each")
 
@@ -222,14 +222,14 @@ def test_devices_select_the_gpus_of_the_ranks_and_their_default_number(
         (("--devices", "0", "device=cpu"), "--devices selects GPUs, but 'device' is cpu"),
     ],
 )
-def test_wrong_devices_are_refused_in_one_line(
+def test_invalid_devices_are_rejected_in_one_line(
     arguments: tuple[str, ...], told: str, launched: list[tuple[int, str | None]]
 ) -> None:
     assert_refused_in_one_line(call("train", "tiny", *arguments), told)
     assert not launched
 
 
-def test_devices_on_a_machine_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_on_a_machine_without_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert_refused_in_one_line(call("train", "tiny", "--devices", "0"), "but torch found none on this machine")
 
@@ -245,7 +245,7 @@ def test_devices_on_a_machine_without_gpus_are_refused(monkeypatch: pytest.Monke
         (("notebooks", "gone.ipynb"), "'gone.ipynb' does not exist"),
     ],
 )
-def test_a_command_that_is_not_understood_is_met_with_its_usage(arguments: tuple[str, ...], told: str) -> None:
+def test_an_unknown_command_prints_the_usage(arguments: tuple[str, ...], told: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("Usage: ")
@@ -254,7 +254,7 @@ def test_a_command_that_is_not_understood_is_met_with_its_usage(arguments: tuple
     assert not Path("runs").exists()
 
 
-def test_a_rank_that_fails_for_a_reason_of_its_own_is_an_error_of_the_run() -> None:
+def test_an_error_on_a_rank_is_an_error_of_the_run() -> None:
     Path("runs").write_text("a file where the folder should be")
     done = call("train", "tiny", "device=cpu")
     assert done.returncode == 1
@@ -262,7 +262,7 @@ def test_a_rank_that_fails_for_a_reason_of_its_own_is_an_error_of_the_run() -> N
     assert done.stdout == ""
 
 
-def test_a_config_that_only_a_rank_can_refuse_is_told_like_any_other() -> None:
+def test_a_config_error_that_only_a_rank_detects_is_reported_in_one_line() -> None:
     Path("runs/mine").mkdir(parents=True)
     with locked(Path("runs/mine")):
         done = call("train", "tiny", "device=cpu", "name=mine", "resume=auto")
@@ -270,7 +270,7 @@ def test_a_config_that_only_a_rank_can_refuse_is_told_like_any_other() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 
-def test_a_checkpoint_that_ranks_cannot_read_is_told_in_one_line() -> None:
+def test_a_checkpoint_that_ranks_cannot_read_is_reported_in_one_line() -> None:
     Path("broken").mkdir()
     Path("broken", MANIFEST).write_text("{}")
     done = call("train", "tiny", "device=cpu", "resume=broken")
@@ -299,7 +299,7 @@ class _NotOursError(ConfigError):
     ],
     ids=str,
 )
-def test_the_type_of_an_error_decides_the_exit_code_and_how_much_is_told(
+def test_the_error_type_determines_the_exit_code_and_the_output(
     error: BaseException, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:
@@ -312,7 +312,7 @@ def test_the_type_of_an_error_decides_the_exit_code_and_how_much_is_told(
     assert capsys.readouterr() == ("", f"{told}\n")
 
 
-def test_stories_are_made_as_files_to_train_on() -> None:
+def test_the_stories_command_writes_files_to_train_on() -> None:
     done = run("stories", "300", "stories", "--files", "2")
     assert (done.returncode, done.stdout) == (
         0,
@@ -336,7 +336,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert re.search(r"\d+\.\d+\.\d+", run("--version").stdout)
 
 
-def test_runs_dir_and_its_variable_select_the_folder_for_commands_and_ranks() -> None:
+def test_runs_dir_and_its_variable_select_the_folder() -> None:
     done = run("train", "tiny", "device=cpu", "steps=2", "name=gpt", "--runs-dir", "elsewhere")
     assert done.returncode == 0, done.stderr
     folder = Path("elsewhere/gpt")
@@ -351,7 +351,7 @@ def test_runs_dir_and_its_variable_select_the_folder_for_commands_and_ranks() ->
     assert sorted(path.name for path in Path().iterdir()) == ["elsewhere", "file"]
 
 
-def test_debug_sets_the_variables_that_are_not_set_and_shows_all_log_lines() -> None:
+def test_debug_sets_missing_variables_and_shows_all_log_lines() -> None:
     done = run("train", "tiny", "device=cpu", "steps=1", "name=slow", "--debug", NCCL_DEBUG="WARN")
     assert done.returncode == 0, done.stderr
     first = done.stderr.splitlines()[0]

@@ -73,7 +73,7 @@ def test_a_rate_is_a_number_with_a_unit(rate: str, bits: float) -> None:
 
 
 @pytest.mark.parametrize("rate", ["1", "1000", "fast", "1 gigabit", "-1gbit", "1gbyte", "0kbit", "100gbit", ""])
-def test_a_rate_that_is_none_is_told_in_one_line_with_one_that_is(rate: str) -> None:
+def test_an_invalid_rate_is_reported_in_one_line_with_an_example(rate: str) -> None:
     with pytest.raises(ConfigError, match="rate must be") as told:
         Cluster(2, rate)
     assert "\n" not in str(told.value)
@@ -85,7 +85,7 @@ def test_a_delay_is_a_number_with_a_unit(delay: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("delay", ["1", "soon", "-1ms", "0ms", "11s", "1m", ""])
-def test_a_delay_that_is_none_is_told_in_one_line_with_one_that_is(delay: str) -> None:
+def test_an_invalid_delay_is_reported_in_one_line_with_an_example(delay: str) -> None:
     with pytest.raises(ConfigError, match=r"delay must be .*such as '0\.5ms'|delay must be .*at most 10s") as told:
         Cluster(2, "1gbit", delay)
     assert "\n" not in str(told.value)
@@ -95,19 +95,21 @@ def test_a_delay_that_is_none_is_told_in_one_line_with_one_that_is(delay: str) -
     ("nodes", "rate", "at_most"),
     [(2, None, 1000), (2, "10gbit", 1000), (3, "200mbit", 160), (8, "100mbit", 60), (32, "20mbit", 15)],
 )
-def test_more_than_can_be_delayed_is_refused_with_the_rate_that_can(nodes: int, rate: str | None, at_most: int) -> None:
+def test_a_rate_that_is_too_high_for_a_delay_is_rejected_with_the_limit(
+    nodes: int, rate: str | None, at_most: int
+) -> None:
     with pytest.raises(ConfigError, match=f"must be at most '{at_most}mbit'"):
         Cluster(nodes, rate, "1ms")
     Cluster(nodes, f"{at_most}mbit", "1ms")
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nodes": True}, {"nodes": 251}, {"folder": "nowhere"}])
-def test_settings_that_cannot_be_used_are_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_rejected_before_anything_starts(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Cluster(**wrong)
 
 
-def test_other_systems_are_told_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_operating_systems_get_a_message_that_linux_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert (
         clusters.unsupported_reason()
@@ -115,9 +117,7 @@ def test_other_systems_are_told_that_it_needs_linux(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_system_that_does_not_allow_namespaces_says_so_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = psutil.Process().children()  # such as the servers from which other tests' ranks are forked
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -139,7 +139,7 @@ class NetlinkError(Exception):
     code = errno.EOPNOTSUPP
 
 
-def test_only_what_the_kernel_refuses_is_no_cluster_and_a_defect_is_raised() -> None:
+def test_only_missing_kernel_features_count_as_unsupported() -> None:
     for refused in (PermissionError(errno.EPERM, "no"), OSError(errno.ENOENT, "no such qdisc"), NetlinkError()):
         with pytest.raises(ConfigError, match=r"^no bridge \([A-Z][a-z ]+\)$"), refusals("no bridge"):
             raise refused
@@ -148,7 +148,7 @@ def test_only_what_the_kernel_refuses_is_no_cluster_and_a_defect_is_raised() -> 
             raise defect
 
 
-def test_the_command_line_refuses_with_exit_code_2(tmp_path: Path) -> None:
+def test_the_command_line_exits_with_code_2_if_unsupported(tmp_path: Path) -> None:
     for option in ("rate", "delay"):
         done = command("cluster", "run", f"--{option}", "1", "--", "true", folder=tmp_path)
         assert done.returncode == 2
@@ -173,7 +173,9 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere a cluster is refused for another reason")
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_command_is_refused_in_one_line_and_writes_nothing(name: str, tmp_path: Path, workdir: Path) -> None:
+def test_an_invalid_command_is_rejected_in_one_line_and_writes_nothing(
+    name: str, tmp_path: Path, workdir: Path
+) -> None:
     """A rate without a unit is below."""
     unshare = tmp_path / "bin" / "unshare"
     unshare.parent.mkdir()
@@ -198,9 +200,7 @@ def command(*args: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 # ------------------------------------------------------------------------------------------------------- hosts
 
 
-def test_each_host_has_a_name_an_address_and_processes_of_its_own_and_the_folder_of_all(
-    cluster: Cluster, folder: Path
-) -> None:
+def test_hosts_have_own_names_addresses_and_processes_and_one_folder(cluster: Cluster, folder: Path) -> None:
     told = cluster.run("sh", "-c", "hostname; hostname -I; pwd; echo $WHO; exit $WHO", env_of=[{"WHO": "0"}] * 3)
     assert [each.output.split() for each in told] == [
         [name, address, str(folder), "0"] for name, address in zip(cluster.names, cluster.addresses, strict=True)
@@ -216,7 +216,7 @@ def test_each_host_has_a_name_an_address_and_processes_of_its_own_and_the_folder
     assert [each.code for each in cluster.run("no such command")] == [127] * 3
 
 
-def test_what_listens_on_a_host_is_reached_by_the_others_and_by_nobody_outside(cluster: Cluster) -> None:
+def test_a_server_on_a_host_is_reachable_from_other_hosts_only(cluster: Cluster) -> None:
     serve = "import socket; s = socket.create_server(('', 8765)); print('up', flush=True); s.accept()[0].send(b'hello')"
     heard: list[str] = []
     server = cluster.start(sys.executable, "-c", serve, node=0, line=lambda node, text: heard.append(text))
@@ -227,13 +227,13 @@ def test_what_listens_on_a_host_is_reached_by_the_others_and_by_nobody_outside(c
     assert "hello" in cluster.start(sys.executable, "-c", ask, node=2).wait(20).output
 
 
-def test_hosts_may_have_a_folder_each(allowed: None, tmp_path: Path) -> None:
+def test_each_host_may_have_its_own_folder(allowed: None, tmp_path: Path) -> None:
     with Cluster(2, folder=tmp_path, shared_folder=False) as cluster:
         cluster.run("touch", "here")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("here")) == ["n0/here", "n1/here"]
 
 
-def test_the_command_line_tells_who_printed_what_and_who_failed(allowed: None, tmp_path: Path) -> None:
+def test_the_command_line_reports_output_and_failures_by_host(allowed: None, tmp_path: Path) -> None:
     line = "echo $PET_NNODES $NODE_RANK; exit $NODE_RANK"
     done = command("cluster", "run", "--nodes", "2", "--rate", "1gbit", "--", "sh", "-c", line, folder=tmp_path)
     assert sorted(done.stdout.splitlines()) == ["[n0] 2 0", "[n1] 2 1"]
@@ -256,7 +256,7 @@ def sleepers() -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(allowed: None, tmp_path: Path, number: int) -> None:
+def test_a_cluster_whose_owner_is_killed_leaves_nothing_behind(allowed: None, tmp_path: Path, number: int) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, cwd=tmp_path
@@ -298,7 +298,7 @@ def interrupted(cluster: Cluster) -> Iterator[None]:
         thread.join()
 
 
-def test_an_interrupt_leaves_no_answer_to_the_next_question_and_no_process(two: Cluster) -> None:
+def test_an_interrupt_leaves_no_stale_answer_and_no_process(two: Cluster) -> None:
     with interrupted(two):
         two.set_rate("100mbit")
     assert two.rate == "100mbit", "the links have that rate, whether we have heard of it or not"
@@ -314,7 +314,7 @@ def test_an_interrupt_leaves_no_answer_to_the_next_question_and_no_process(two: 
     assert [each.output for each in two.run("hostname")] == ["n0\n", "n1\n"]
 
 
-def test_a_request_that_fails_leaves_the_cluster_up(two: Cluster) -> None:
+def test_a_failed_request_does_not_stop_the_cluster(two: Cluster) -> None:
     for entry, why in (("no_such_module:f", "ModuleNotFoundError"), ("os:no_such_function", "AttributeError")):
         with pytest.raises(FailedError, match=f"the cluster cannot fork: {why}"):
             two.fork(entry, node=0, env={}, files=(1, 1))
@@ -331,14 +331,14 @@ def test_a_request_that_fails_leaves_the_cluster_up(two: Cluster) -> None:
     assert box.num_fds() == room, "a failed request left files open"
 
 
-def test_a_request_has_no_largest_size(two: Cluster) -> None:
+def test_requests_have_no_size_limit(two: Cluster) -> None:
     """A packet has room for 128 KiB. Linux allows as much for one argument, and some megabytes for all together."""
     many = {f"BIG{i}": "x" * 100_000 for i in range(4)}
     told = two.run("sh", "-c", "echo ${#BIG0} ${#BIG3} $#", "sh", *["y" * 100_000] * 4, env=many)
     assert [each.output for each in told] == ["100000 100000 4\n"] * 2
 
 
-def test_nodes_find_the_same_modules_and_get_no_library_of_this_python(
+def test_nodes_import_the_same_modules_but_not_this_pythons_library(
     two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine").mkdir()
@@ -352,7 +352,7 @@ def test_nodes_find_the_same_modules_and_get_no_library_of_this_python(
     assert folders.isdisjoint({Path(os.__file__).parent, Path(torch.__file__).parents[1]})
 
 
-def test_where_one_node_refuses_a_command_none_runs_it(two: Cluster) -> None:
+def test_if_one_node_rejects_a_command_no_node_runs_it(two: Cluster) -> None:
     two.kill(1)
     for run in (two.run, two.torchrun):
         with pytest.raises(ConfigError, match="n1 has been killed"):
@@ -377,7 +377,7 @@ def look(world: World, sizes: tuple[int, ...] = (2**10, 2**14, 2**18, 2**22)) ->
     return {"host": socket.gethostname(), "interface": os.environ["GLOO_SOCKET_IFNAME"], "seconds": seconds}
 
 
-def test_ranks_talk_through_the_link_as_fast_as_it_was_shaped(cluster: Cluster) -> None:
+def test_ranks_communicate_at_the_rate_of_the_link(cluster: Cluster) -> None:
     told = cluster.launch(look)
     assert [(each["host"], each["interface"]) for each in told] == [(name, "eth0") for name in cluster.names]
     seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in told[0]["seconds"]}
@@ -393,7 +393,7 @@ def test_ranks_talk_through_the_link_as_fast_as_it_was_shaped(cluster: Cluster) 
     assert slower > 9 * wire[2**18]
 
 
-def test_a_delay_is_added_to_each_way_and_the_rate_stays(allowed: None, tmp_path: Path) -> None:
+def test_a_delay_applies_in_each_direction_and_the_rate_is_unchanged(allowed: None, tmp_path: Path) -> None:
     """Two ranks send to one another at once, in two rounds."""
     late, small, large, sizes = 0.02, 4, 2**20, (2**10, 2**18, 2**20, 5 * 2**20)
     with Cluster(3, "100mbit", f"{late * 1e3:.0f}ms", folder=tmp_path) as cluster:
@@ -420,12 +420,12 @@ def test_a_delay_is_added_to_each_way_and_the_rate_stays(allowed: None, tmp_path
 @pytest.mark.parametrize(
     ("nbytes", "ranks", "delays"), [(2**10, 2, 4), (2**22, 2, 4), (2**24, 2, 16), (2**10, 3, 8), (2**10, 4, 12)]
 )
-def test_an_all_reduce_has_a_delay_for_each_piece_that_a_rank_sends(nbytes: int, ranks: int, delays: int) -> None:
+def test_an_all_reduce_has_one_delay_per_piece_that_a_rank_sends(nbytes: int, ranks: int, delays: int) -> None:
     """As measured with 1 and 5 ms at 1 Gbit/s: 16 MiB over two hosts take 12 delays more than 4 MiB."""
     assert delays_in(nbytes, ranks) == delays
 
 
-def test_a_frame_is_held_for_its_delay_less_the_time_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hold_time_of_a_frame_excludes_its_transit_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """50 us, as measured. Too little for a test that measures it."""
 
     class WaitsError(Exception):
@@ -449,16 +449,14 @@ def test_a_frame_is_held_for_its_delay_less_the_time_on_its_way(monkeypatch: pyt
         assert waits.value.args[0] == pytest.approx(0.45e-3)
 
 
-def test_without_tap_devices_a_delay_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delay_without_tap_devices_is_rejected_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delays, "_DEVICE", "/dev/net/none")
     refused = r"^no delay: the kernel refuses a TAP device, /dev/net/none \(No such file or directory\)$"
     with pytest.raises(ConfigError, match=refused):
         delays.open_wire()
 
 
-def test_where_the_machine_has_no_tap_device_the_command_line_refuses_a_delay_and_leaves_nothing(
-    allowed: None, tmp_path: Path
-) -> None:
+def test_the_command_line_rejects_a_delay_without_tap_devices(allowed: None, tmp_path: Path) -> None:
     """As in many containers: here in a mount namespace in which /dev/net is empty."""
     whom = () if os.geteuid() == 0 else ("-U", "-r")
     hide = ["unshare", *whom, "--mount", "sh", "-c", 'mount -t tmpfs none /dev/net && exec "$@"', "sh"]
@@ -490,9 +488,7 @@ def who_delays() -> psutil.Process:
     return found
 
 
-def test_when_the_process_that_delays_messages_dies_the_cluster_ends_and_says_why(
-    allowed: None, tmp_path: Path
-) -> None:
+def test_the_cluster_stops_if_the_process_that_delays_messages_dies(allowed: None, tmp_path: Path) -> None:
     before, killed, said = boxes(), 0.0, "^the cluster has stopped: the process that delays its messages has exited$"
 
     def kill_it() -> None:
@@ -527,7 +523,7 @@ def weights(folder: Path, name: str) -> bytes:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_one_host_goes_on_where_two_have_stopped_and_ends_with_the_bits_of_one_undisturbed(
+def test_one_host_resumes_a_run_of_two_hosts_bitwise_identically(
     shared: bool, allowed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a folder for each host, the first one has the checkpoints."""
@@ -542,7 +538,7 @@ def test_one_host_goes_on_where_two_have_stopped_and_ends_with_the_bits_of_one_u
     assert not list(tmp_path.glob("n1/runs/two/checkpoints"))
 
 
-def test_hosts_that_share_no_folder_train_and_are_refused_checkpoints(allowed: None, tmp_path: Path) -> None:
+def test_hosts_without_a_shared_folder_train_but_cannot_save_checkpoints(allowed: None, tmp_path: Path) -> None:
     with Cluster(2, folder=tmp_path, shared_folder=False) as cluster:
         cluster.launch(trained, settings("name=mine"))
         with pytest.raises(RankError, match="on a disk that all nodes share") as told:
@@ -590,7 +586,7 @@ def seconds_at_the_end(folder: Path, ranks: int) -> Iterator[dict[str, float]]:
         thread.join(10)
 
 
-def test_a_link_that_is_cut_ends_all_ranks_in_time_and_the_lost_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_cut_link_stops_all_ranks_in_time_and_the_lost_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
     """A rank waits for `limit`, asks for 1.5 s who is there, and ends, also with eight loops beside it on two cores."""
     limit = 2.0
 
@@ -622,7 +618,7 @@ def slow_step(world: World) -> float:
             return longest
 
 
-def test_a_link_that_comes_back_in_time_costs_one_slow_step(cluster: Cluster) -> None:
+def test_a_link_that_recovers_in_time_costs_one_slow_step(cluster: Cluster) -> None:
     def interrupt() -> None:
         time.sleep(0.5)
         with cluster.link_down(2):
@@ -632,7 +628,7 @@ def test_a_link_that_comes_back_in_time_costs_one_slow_step(cluster: Cluster) ->
     assert all(0.8 < each < 10 for each in longest), longest
 
 
-def test_a_host_that_loses_its_power_is_named_by_the_other(two: Cluster) -> None:
+def test_a_host_that_loses_power_is_named_by_the_other_host(two: Cluster) -> None:
     def kill_soon() -> None:
         time.sleep(0.5)
         two.kill(1)
@@ -652,7 +648,7 @@ def misbehave(world: World, how: str) -> None:
     dist.barrier()
 
 
-def test_the_first_rank_that_fails_is_named_and_so_is_one_that_is_late(cluster: Cluster) -> None:
+def test_the_first_rank_that_fails_or_times_out_is_named(cluster: Cluster) -> None:
     with pytest.raises(RankError, match="rank 1 on n1 raised KeyError: 'no such thing'"):
         cluster.launch(misbehave, "raise")
     with pytest.raises(RankTimeoutError, match=r"still running after 1\.5 s"):
@@ -662,7 +658,7 @@ def test_the_first_rank_that_fails_is_named_and_so_is_one_that_is_late(cluster: 
 # ---------------------------------------------------------------------------------------------------- torchrun
 
 
-def test_torchrun_meets_over_the_link_and_trains_to_the_same_bits(
+def test_torchrun_trains_bitwise_identically_over_the_link(
     two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -676,7 +672,7 @@ def test_torchrun_meets_over_the_link_and_trains_to_the_same_bits(
 # ----------------------------------------------------------------------------------------------- interfaces
 
 
-def test_the_interface_is_the_one_that_leads_to_the_others_and_a_missing_one_is_refused(
+def test_the_interface_leads_to_the_other_hosts_and_must_exist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(hosts.GLOO_INTERFACE, "lo77")
@@ -685,7 +681,7 @@ def test_the_interface_is_the_one_that_leads_to_the_others_and_a_missing_one_is_
     assert hosts.interface_to("no-such-host.invalid") is None
 
 
-def test_a_name_that_stands_for_the_loopback_interface_is_not_taken_for_the_way_to_others(
+def test_a_loopback_name_is_not_used_to_reach_other_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """/etc/hosts has 127.0.1.1 for the host's own name on many systems."""
@@ -699,15 +695,15 @@ def test_a_name_that_stands_for_the_loopback_interface_is_not_taken_for_the_way_
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1", "::1"])
-def test_ranks_that_meet_on_the_loopback_interface_are_left_there(address: str) -> None:
+def test_ranks_on_the_loopback_interface_stay_there(address: str) -> None:
     assert hosts.interface_to(address) is None
 
 
-def test_hosts_that_all_answer_are_not_called_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_respond_are_not_reported_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [hosts.Peer(0, "a", "127.0.0.1"), hosts.Peer(1, "b", "127.0.0.1")]  # port 9 refuses: the host is there
     told = str(hosts.describe_lost_host(RuntimeError("Connection closed by peer"), peers, 0))
     assert "the other hosts respond (b at 127.0.0.1 with rank 1), so a rank on one of them has exited" in told
 
 
-def test_an_address_belongs_to_each_node() -> None:
+def test_each_node_has_its_own_address() -> None:
     assert len({address_of(node) for node in range(250)}) == 250

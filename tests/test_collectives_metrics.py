@@ -82,7 +82,7 @@ def heard(nprocs: int, folder: Path) -> list[dict[str, Any]]:
     return launch(everything, nprocs, folder, device="cpu", threads=1, echo=False)
 
 
-def test_every_rank_gets_the_same_true_answer(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_every_rank_gets_the_same_correct_result(heard: list[dict[str, Any]], nprocs: int) -> None:
     said = [each["talk"] for each in heard]
     ranks = range(nprocs)
     for rank in ranks:
@@ -121,7 +121,7 @@ def run_together(world: World) -> dict[str, Any]:
     }
 
 
-def test_a_function_that_fails_on_one_rank_fails_on_all(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_a_function_that_fails_on_one_rank_fails_on_all_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
     for rank, each in enumerate(heard):
         assert each["run_together"] == {
             "none": rank,
@@ -155,7 +155,7 @@ def take_turns(world: World) -> dict[str, Any]:
     return said
 
 
-def test_rank_zero_goes_first_and_its_failure_reaches_the_others(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_rank_zero_runs_first_and_its_failure_reaches_the_other_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
     said = [each["take_turns"] for each in heard]
     last = nprocs - 1
     for rank in range(nprocs):
@@ -234,7 +234,7 @@ def test_any_exception_in_rank_zeros_decision_is_raised_on_all_ranks(heard: list
         assert said[rank]["afterwards"] == nprocs
 
 
-def test_tensors_that_differ_are_named_with_the_ranks_on_every_rank(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_tensors_that_differ_are_named_with_their_ranks_on_every_rank(heard: list[dict[str, Any]], nprocs: int) -> None:
     said = [each["compare"] for each in heard]
     last = nprocs - 1
     for mine in said:
@@ -251,7 +251,7 @@ def test_tensors_that_differ_are_named_with_the_ranks_on_every_rank(heard: list[
         )
 
 
-def test_tensors_in_another_order_are_noticed_on_every_rank(heard: list[dict[str, Any]]) -> None:
+def test_a_different_order_of_tensors_is_detected_on_every_rank(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         assert each["compare"]["order"].startswith("RuntimeError: the tensors are in a different order")
 
@@ -277,7 +277,7 @@ def follow(world: World) -> dict[str, Any]:
     }
 
 
-def test_rank_zero_sends_its_values_decisions_and_errors_to_all_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_rank_zero_sends_values_decisions_and_errors_to_all_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
     for rank, each in enumerate(heard):
         assert each["follow"] == {
             "broadcast": [[[0] * 3] * 2, 0.5, [[7] * 3] * 2],
@@ -313,15 +313,13 @@ def enter_rank_zero_first(world: World) -> None:
     ],
     ids=lambda helper: "_".join(helper.__code__.co_names[:1]) or helper.__name__,
 )
-def test_two_ranks_without_a_group_raise_rather_than_go_their_own_way(
-    helper: Callable[[World], object], rank: int
-) -> None:
+def test_two_ranks_without_a_group_raise(helper: Callable[[World], object], rank: int) -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="2 ranks but no process group"):
         helper(World(rank, 2, rank, 2))
 
 
-def test_one_process_needs_no_group() -> None:
+def test_one_process_requires_no_group() -> None:
     world = World()
     assert all_reduce_sum(world, torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert all_reduce_mean(world, torch.tensor(3)).item() == 3.0
@@ -339,12 +337,12 @@ def test_one_process_needs_no_group() -> None:
         raise ValueError("full")
 
 
-def test_numbers_and_tensors_become_one_vector_of_float64() -> None:
+def test_numbers_and_tensors_are_packed_into_one_float64_vector() -> None:
     vector = to_vector([1, 0.1, torch.tensor(2.5)], torch.device("cpu"))
     assert (vector.dtype, vector.tolist()) == (torch.float64, [1.0, 0.1, 2.5])
 
 
-def test_a_total_is_a_copy() -> None:
+def test_the_sum_is_a_copy() -> None:
     mine = torch.ones(2)
     all_reduce_sum(World(), mine).add_(1)
     assert mine.tolist() == [1.0, 1.0]
@@ -353,7 +351,7 @@ def test_a_total_is_a_copy() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 )
-def test_a_digest_tells_every_dtype_shape_and_value_apart(dtype: torch.dtype) -> None:
+def test_digests_differ_for_every_dtype_shape_and_value(dtype: torch.dtype) -> None:
     shapes: list[tuple[int, ...]] = [(), (0,), (0, 3), (1,), (6,), (2, 3), (3, 2)]
     digests = {digest({"a": torch.ones(shape, dtype=dtype)}) for shape in shapes}
     digests |= {digest({"a": torch.zeros(shape, dtype=dtype)}) for shape in shapes if 0 not in shape}
@@ -379,19 +377,19 @@ def test_a_digest_depends_on_dtype_name_order_and_every_bit() -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_a_digest_is_of_the_values_wherever_they_lie() -> None:
+def test_a_digest_does_not_depend_on_the_memory_layout() -> None:
     tensor = torch.arange(6.0).reshape(2, 3)
     assert digest({"a": tensor.t()}) == digest({"a": tensor.t().contiguous()})
     assert digest({"a": tensor[:, 1]}) == digest({"a": torch.tensor([1.0, 4.0])})
     assert digest({"a": tensor.requires_grad_()}) == digest({"a": tensor.detach()})
 
 
-def test_a_fractional_or_large_count_is_kept_whatever_the_dtype_of_the_sum() -> None:
+def test_fractional_and_large_counts_are_exact_for_any_dtype() -> None:
     means = [Mean(torch.tensor(1), 0.5), Mean(torch.tensor(2.0**24 + 2), 2**24 + 1)]
     assert all_reduce_means(World(), means) == [2.0, (2**24 + 2) / (2**24 + 1)]
 
 
-def test_sums_and_counts_add_up() -> None:
+def test_sums_and_counts_are_added() -> None:
     both = Mean(torch.tensor(6.0), 3) + Mean(torch.tensor(10.0), 1)
     assert (both.sum.item(), both.count) == (16.0, 4)
 
@@ -423,7 +421,7 @@ def add(log: StepLog, step: int, loss: float = 1.0) -> None:
     log.add(step, {"loss": loss, "accuracy": 0.5}, 100, torch.tensor(0.25), 0.125, seconds)
 
 
-def test_a_record_says_all_about_its_step(log: StepLog, tmp_path: Path) -> None:
+def test_a_record_describes_its_step_completely(log: StepLog, tmp_path: Path) -> None:
     add(log, 1, loss=2.5)
     add(log, 2, loss=1.5)
     log.close()
@@ -438,7 +436,7 @@ def test_a_record_says_all_about_its_step(log: StepLog, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "written"), [(0.5, "10"), (1.9, "38"), (2.5, "50"), (0.125, "2.5")])
-def test_fractional_counts_add_up_in_the_log_and_in_the_rate(count: float, written: str, tmp_path: Path) -> None:
+def test_fractional_counts_are_summed_in_the_log_and_the_rate(count: float, written: str, tmp_path: Path) -> None:
     log = StepLog(World(), tmp_path / "log.jsonl", events=True)
     log.open()
     for step in range(1, 21):
@@ -452,7 +450,7 @@ def test_fractional_counts_add_up_in_the_log_and_in_the_rate(count: float, writt
     assert b"samples\x15" not in events.read_bytes(), "a total is not a curve"
 
 
-def test_a_flush_writes_every_step_so_far(log: StepLog, tmp_path: Path) -> None:
+def test_a_flush_writes_all_pending_steps(log: StepLog, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
 
     def steps() -> list[int]:
@@ -492,7 +490,7 @@ def test_closing_twice_writes_nothing_twice(log: StepLog, tmp_path: Path) -> Non
     assert len(log.losses) == 1
 
 
-def test_a_line_that_a_full_disk_takes_half_of_is_an_error_and_no_silence(log: StepLog, tmp_path: Path) -> None:
+def test_a_line_truncated_by_a_full_disk_raises_an_error(log: StepLog, tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: like it, it lets a write end half way, without an error."""
     add(log, 1)
     log.flush()
@@ -506,7 +504,7 @@ def test_a_line_that_a_full_disk_takes_half_of_is_an_error_and_no_silence(log: S
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_loss_that_is_no_number_is_null_in_the_file(log: StepLog, tmp_path: Path) -> None:
+def test_a_non_finite_loss_is_null_in_the_file(log: StepLog, tmp_path: Path) -> None:
     for step, loss in enumerate([math.nan, math.inf, -math.inf, 1.0], start=1):
         add(log, step, loss)
     log.add(5, {"loss": 1.0}, 1, torch.tensor(math.nan), 0.1, {})
@@ -525,7 +523,7 @@ def test_time_spent_while_paused_does_not_count(log: StepLog) -> None:
     assert log.rates[0] > 100 / 0.3  # 100 tokens, in less than the pause
 
 
-def test_a_log_that_exists_is_added_to(tmp_path: Path) -> None:
+def test_an_existing_log_is_appended_to(tmp_path: Path) -> None:
     for step in (1, 2):
         log = StepLog(World(), tmp_path / "log.jsonl")
         log.open()

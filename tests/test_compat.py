@@ -28,7 +28,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
         dist.destroy_process_group()
 
 
-def test_unwrapping_a_compiled_model_keeps_it_compiled_and_restores_its_names() -> None:
+def test_an_unwrapped_compiled_model_stays_compiled_with_its_names() -> None:
     compiled: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
@@ -49,7 +49,7 @@ def test_unwrapping_a_compiled_model_keeps_it_compiled_and_restores_its_names() 
     assert compiled
 
 
-def test_a_recomputed_forward_pass_knows_that_it_is_in_backward() -> None:
+def test_a_recomputed_forward_pass_runs_inside_the_backward_pass() -> None:
     seen: list[bool] = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_a_recomputed_forward_pass_knows_that_it_is_in_backward() -> None:
     assert not compat.is_in_backward()
 
 
-def test_after_backward_runs_once_all_gradients_are_there() -> None:
+def test_after_backward_runs_once_after_all_gradients() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     seen: list[bool] = []
 
@@ -73,7 +73,7 @@ def test_after_backward_runs_once_all_gradients_are_there() -> None:
     assert seen == [True]
 
 
-def test_is_profiling_is_true_inside_a_profiler_only() -> None:
+def test_is_profiling_is_true_only_inside_a_profiler() -> None:
     assert not compat.is_profiling()
     with profile(activities=[ProfilerActivity.CPU]):
         assert compat.is_profiling()
@@ -94,12 +94,12 @@ def test_sparse_values_are_not_coalesced() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tensors_with_one_storage_have_one_storage_id(device: str) -> None:
+def test_tensors_that_share_storage_have_the_same_storage_id(device: str) -> None:
     tensor, other = torch.ones(4, device=device), torch.ones(4, device=device)
     assert compat.storage_id(tensor) == compat.storage_id(tensor[1:]) != compat.storage_id(other)
 
 
-def test_argument_names_are_those_of_the_schema() -> None:
+def test_argument_names_match_the_schema() -> None:
     assert compat.argument_names(torch.ops.aten.mul.Tensor) == ["self", "other"]
 
 
@@ -114,7 +114,7 @@ def test_removed_step_hooks_are_not_called() -> None:
     assert calls == ["before", "after"]
 
 
-def test_the_default_store_is_that_of_the_process_group(group: dist.Store) -> None:
+def test_the_default_store_belongs_to_the_process_group(group: dist.Store) -> None:
     compat.default_store().set("key", "value")
     keys = [key for key in ("key", "default_pg/0//key", "0//key") if group.check([key])]
     assert len(keys) == 1
@@ -126,12 +126,12 @@ def test_group_ranks_lists_every_group_of_this_rank(group: dist.Store) -> None:
     assert compat.group_ranks() == {each.group_name: [0] for each in (dist.group.WORLD, other) if each is not None}
 
 
-def test_an_aborted_process_group_is_gone(group: dist.Store) -> None:
+def test_an_aborted_process_group_is_destroyed(group: dist.Store) -> None:
     compat.abort_process_group()
     assert not dist.is_initialized()
 
 
-def test_the_flight_recorder_names_each_collective_and_its_stack() -> None:
+def test_the_flight_recorder_contains_each_collective_and_its_stack() -> None:
     code = """
 import torch, torch.distributed as dist
 from ddp_tutorial.compat import flight_record
@@ -147,7 +147,7 @@ dist.destroy_process_group()
     assert python(code, TORCH_FR_BUFFER_SIZE="10") == "gloo:all_reduce [[3]] True\nNone [1]"
 
 
-def test_compat_imports_no_module_of_the_package_and_dynamo_on_request() -> None:
+def test_compat_imports_no_other_module_and_dynamo_only_on_request() -> None:
     code = """
 import sys, ddp_tutorial.compat
 print(sorted(name for name in sys.modules if name.startswith("ddp_tutorial.")), "torch._dynamo" in sys.modules)
@@ -172,7 +172,7 @@ def python(code: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_stopped_forkserver_can_start_again() -> None:
+def test_a_stopped_forkserver_can_be_restarted() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload([])
     forkserver.ensure_running()
     compat.stop_forkserver()
@@ -199,7 +199,7 @@ def test_hidden_worker_info_hides_the_worker_inside_the_block() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_every_data_loader_iterates_by_the_patched_method(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_data_loader_uses_the_patched_method(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
     real = compat.DataLoaderIterator.__next__
 
@@ -215,7 +215,7 @@ def test_every_data_loader_iterates_by_the_patched_method(workers: int, monkeypa
     assert calls == 3
 
 
-def test_shutdown_workers_ends_the_worker_processes() -> None:
+def test_shutdown_workers_terminates_the_worker_processes() -> None:
     batches = iter(DataLoader([1, 2], batch_size=None, num_workers=2, multiprocessing_context="fork"))
     workers = compat.worker_processes(batches)
     assert [worker.is_alive() for worker in workers] == [True, True]
@@ -223,7 +223,7 @@ def test_shutdown_workers_ends_the_worker_processes() -> None:
     assert [worker.is_alive() for worker in workers] == [False, False]
 
 
-def test_inspection_text_is_what_a_question_mark_prints() -> None:
+def test_inspection_text_equals_the_output_of_a_question_mark() -> None:
     text = compat.inspection_text(python, "python", 0)
     assert "Run `code` in a new interpreter" in text
     assert "subprocess.run" not in text

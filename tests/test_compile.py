@@ -68,7 +68,7 @@ def in_all_cases(world: World) -> dict[str, tuple[list[float], list[float], int]
     return results
 
 
-def test_a_compiled_model_learns_the_same_and_is_compiled_once() -> None:
+def test_a_compiled_model_trains_equally_and_compiles_once() -> None:
     for name, (plain, compiled, number) in launch(in_all_cases, 2, device="cpu", threads=1, echo=False)[0].items():
         assert compiled == pytest.approx(plain, abs=1e-5), name
         assert number == 1, name  # neither the check of the loss nor an evaluation compiles the model again
@@ -120,7 +120,7 @@ def compiled_before(world: World) -> tuple[list[float], dict[str, tuple[list[flo
     return plain, runs, resumed
 
 
-def test_models_that_are_compiled_already_train_and_resume_with_the_same_names() -> None:
+def test_models_that_are_already_compiled_train_and_resume() -> None:
     plain, runs, resumed = launch(compiled_before, 2, device="cpu", threads=1, echo=False)[0]
     for name, (losses, number) in runs.items():
         assert losses == pytest.approx(plain, abs=1e-5), name
@@ -165,7 +165,7 @@ def wrapped(world: World) -> tuple[list[str], float, list[int]]:
     return errors, weight, numbers
 
 
-def test_wrapping_again_replaces_a_compiled_wrapper_and_ragged_batches_recompile() -> None:
+def test_wrapping_again_replaces_a_compiled_wrapper() -> None:
     for errors, weight, numbers in launch(wrapped, 2, device="cpu", threads=1, echo=False):
         assert "'compile' must be false for a model that is compiled already" in errors[0]
         assert "'bucket_cap_mb' must be at least 1 for a compiled model, got 0.5" in errors[1]
@@ -208,14 +208,14 @@ def observed(world: World) -> dict[str, tuple[int, list[float]]]:
     return results
 
 
-def test_watching_leaves_a_compiled_model_alone_and_checks_run_it_without_compilation() -> None:
+def test_watching_keeps_compilation_and_checks_disable_it() -> None:
     found = launch(observed, 2, device="cpu", threads=1, echo=False)[0]
     assert {tool: number for tool, (number, _) in found.items()} == {"watching": 1, "fingerprinted": 0, "checking": 0}
     for _, losses in found.values():
         assert losses == pytest.approx(found["watching"][1], abs=1e-5)
 
 
-def test_a_component_of_a_checkpoint_has_the_names_of_the_model_inside() -> None:
+def test_a_checkpoint_component_has_the_names_of_the_inner_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     names = set(model.state_dict())
     assert set(Component(torch.compile(model, backend="eager")).stateful.state_dict()) == names
@@ -225,7 +225,7 @@ def test_a_component_of_a_checkpoint_has_the_names_of_the_model_inside() -> None
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", "pipeline", "invariant", "local_sgd", "accelerate"])
-def test_a_strategy_that_compiles_nothing_refuses_to(strategy: str) -> None:
+def test_a_strategy_that_cannot_compile_rejects_compile(strategy: str) -> None:
     refused = call("train", "tiny", "compile=true", f"strategy={strategy}")
     assert refused.returncode == 2
     assert f"'compile' is an option of strategies ddp and zero1, not of {strategy}" in refused.stderr
@@ -233,14 +233,14 @@ def test_a_strategy_that_compiles_nothing_refuses_to(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp", "pipeline"])
-def test_a_strategy_that_splits_the_model_refuses_a_compiled_one(strategy: str) -> None:
+def test_a_strategy_that_splits_the_model_rejects_a_compiled_model(strategy: str) -> None:
     config = CONFIG.model_copy(update={"strategy": strategy, "ddp": DDPConfig()})
     for how in HOW:
         with pytest.raises(ConfigError, match=f"strategy {strategy} cannot train a compiled model"):
             compilation.require_compilable(how(model_of(config)), config, World())
 
 
-def test_a_missing_compiler_and_an_unknown_backend_are_refused_before_ranks_start() -> None:
+def test_a_missing_compiler_or_backend_is_rejected_before_ranks_start() -> None:
     for setting, message in {
         "compile=true": "'compile' needs a C++ compiler on CPUs, and found none",
         "compile.backend=aot_egaer": "unknown 'compile.backend' 'aot_egaer'.  Did you mean 'aot_eager'?",

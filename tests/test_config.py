@@ -51,36 +51,36 @@ def test_every_config_of_the_package_loads(name: str) -> None:
     assert isinstance(load(name, TaskConfig), TaskConfig)
 
 
-def test_the_package_has_the_configs_that_its_commands_name() -> None:
+def test_every_config_named_by_a_command_exists() -> None:
     assert {"base", "tiny", "2proc", "single_process"} <= set(config_names())
 
 
-def test_base_spells_out_the_defaults_of_every_field_but_the_name() -> None:
+def test_base_lists_the_default_of_every_field_except_the_name() -> None:
     assert load("base", TaskConfig) == TaskConfig()
     spelled_out = yaml.safe_load((CONFIGS / "base.yaml").read_text())
     assert set(spelled_out) == set(TaskConfig.model_fields) - {"name"}
     assert set(spelled_out["model"]) == set(TaskConfig().model.model_dump())
 
 
-def test_two_ranks_and_one_process_differ_in_the_number_of_processes_only() -> None:
+def test_two_ranks_and_one_process_differ_only_in_nprocs() -> None:
     two, one = load("2proc", TaskConfig), load("single_process", TaskConfig)
     assert (two.nprocs, one.nprocs) == (2, 1)
     assert two.model_dump() | {"nprocs": 1} == one.model_dump()
 
 
-def test_a_config_can_extend_a_file_beside_it_wherever_it_is_loaded_from() -> None:
+def test_a_config_can_extend_a_neighboring_file_from_any_directory() -> None:
     write("far/below.yaml", "steps: 7\nseed: 1\n")
     above = write("far/above.yaml", "extends: below.yaml\nseed: 2\n")
     config = load(above, TaskConfig)
     assert (config.steps, config.seed) == (7, 2)
 
 
-def test_a_config_can_extend_one_of_the_package_by_name() -> None:
+def test_a_config_can_extend_a_package_config_by_name() -> None:
     config = load(write("mine.yaml", "extends: tiny\nseed: 5\n"), TaskConfig)
     assert (config.corpus, config.seed, config.model.width) == ("stories", 5, 32)
 
 
-def test_in_a_chain_of_three_the_nearest_wins_and_mappings_are_merged() -> None:
+def test_in_a_chain_of_three_the_nearest_value_wins_and_mappings_merge() -> None:
     write("one.yaml", "steps: 1\nseed: 1\nwarmup_steps: 1\nmodel: {layers: 1, width: 64, heads: 1}\n")
     write("two.yaml", "extends: one.yaml\nseed: 2\nwarmup_steps: 2\nmodel: {layers: 2}\n")
     config = load(write("three.yaml", "extends: two.yaml\nwarmup_steps: 3\nmodel: {heads: 2}\n"), TaskConfig)
@@ -88,25 +88,25 @@ def test_in_a_chain_of_three_the_nearest_wins_and_mappings_are_merged() -> None:
     assert (config.model.layers, config.model.width, config.model.heads) == (2, 64, 2)
 
 
-def test_a_file_beside_comes_before_a_config_of_the_package_with_the_same_name() -> None:
+def test_a_neighboring_file_takes_precedence_over_a_package_config() -> None:
     write("tiny.yaml", "steps: 3\n")
     assert load("tiny.yaml", TaskConfig).steps == 3
     assert load("tiny", TaskConfig).steps == 20  # the package's: a bare name is no file here
     assert find_config("tiny") == CONFIGS / "tiny.yaml"
 
 
-def test_an_empty_file_is_all_defaults() -> None:
+def test_an_empty_file_gives_all_defaults() -> None:
     assert load(write("empty.yaml", ""), TaskConfig) == TaskConfig()
     assert load(write("comment.yaml", "# nothing yet\n"), TaskConfig) == TaskConfig()
 
 
-def test_overrides_reach_into_mappings_and_leave_their_neighbours_alone() -> None:
+def test_overrides_change_nested_settings_and_keep_their_neighbors() -> None:
     config = load("tiny", TaskConfig, ["model.layers=3", "steps=4", "name=mine", "device=cpu"])
     assert (config.model.layers, config.model.width) == (3, 32)
     assert (config.steps, config.name, config.device) == (4, "mine", "cpu")
 
 
-def test_the_later_override_wins() -> None:
+def test_the_last_override_wins() -> None:
     assert load("tiny", TaskConfig, ["steps=4", "steps=6"]).steps == 6
     assert load("tiny", TaskConfig, ["model={layers: 2}", "model.layers=3"]).model.layers == 3
 
@@ -118,12 +118,12 @@ def test_an_equals_sign_in_a_value_is_part_of_it() -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("1e-3", 0.001), ("1E2", 100.0), ("2.5e-4", 0.00025), ("1", 1.0), ("0.5", 0.5), ("+1e+1", 10)]
 )
-def test_numbers_are_numbers_however_they_are_written(text: str, value: float) -> None:
+def test_numbers_are_parsed_in_every_notation(text: str, value: float) -> None:
     assert load("tiny", TaskConfig, [f"learning_rate={text}"]).learning_rate == value
     assert load(write("rate.yaml", f"learning_rate: {text}\n"), TaskConfig).learning_rate == value
 
 
-def test_a_quoted_number_stays_text() -> None:
+def test_a_quoted_number_stays_a_string() -> None:
     assert load("tiny", TaskConfig, ["name='1e-3'"]).name == "1e-3"
 
 
@@ -135,7 +135,7 @@ def test_a_config_is_frozen_at_every_depth() -> None:
         config.model.layers = 5  # type: ignore[misc]
 
 
-def test_a_copy_with_other_values_is_checked_like_a_file() -> None:
+def test_a_copy_with_new_values_is_validated() -> None:
     config = TaskConfig(steps=7)
     copy = config.model_copy(update={"nprocs": 1, "ddp": DDPConfig(variant="flat")})
     assert (copy.steps, copy.nprocs, copy.ddp.variant, config.nprocs) == (7, 1, "flat", 2)
@@ -150,7 +150,7 @@ def test_a_copy_with_other_values_is_checked_like_a_file() -> None:
             config.model_copy(update=wrong)
 
 
-def test_merge_changes_neither_of_its_arguments() -> None:
+def test_merge_changes_none_of_its_arguments() -> None:
     below, above = {"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 3}, "d": [2]}
     assert merge(below, above) == {"a": {"b": 3, "c": 2}, "d": [2]}
     assert below == {"a": {"b": 1, "c": 2}, "d": [1]}
@@ -165,7 +165,7 @@ def test_a_missing_file_is_named() -> None:
     assert "'some/where' does not exist" in message_of("some/where")
 
 
-def test_an_unknown_name_is_met_with_the_nearest_or_with_all_of_them() -> None:
+def test_an_unknown_name_is_answered_with_similar_or_all_names() -> None:
     assert message_of("tinny") == "no config is called 'tinny'. Did you mean 'tiny'?"
     everything = message_of("qqq")
     assert all(name in everything for name in config_names())
@@ -178,18 +178,18 @@ def test_a_folder_is_not_a_config() -> None:
     assert "folder.yaml" in message_of("folder.yaml")
 
 
-def test_an_unknown_key_is_met_with_the_nearest_one() -> None:
+def test_an_unknown_key_is_answered_with_the_most_similar_key() -> None:
     path = write("typo.yaml", "stepz: 10\n")
     assert message_of(path) == "typo.yaml: unknown key 'stepz'. Did you mean 'steps'?"
 
 
-def test_an_unknown_key_below_another_is_met_with_the_nearest_one_there() -> None:
+def test_an_unknown_nested_key_is_answered_with_the_most_similar_one() -> None:
     path = write("typo.yaml", "model: {layer: 10}\n")
     assert message_of(path) == "typo.yaml: unknown key 'model.layer'. Did you mean 'layers'?"
     assert "Did you mean 'model'?" in message_of("tiny", "modle.layers=3")
 
 
-def test_an_unknown_key_like_no_other_is_met_with_all_that_are_known() -> None:
+def test_an_unknown_key_without_a_similar_one_is_answered_with_all_keys() -> None:
     message = message_of(write("odd.yaml", "zzzzzz: 10\n"))
     assert message.startswith("odd.yaml: unknown key 'zzzzzz'. Known: ")
     assert "batch_size" in message
@@ -263,61 +263,61 @@ def test_infinity_is_out_of_range(key: str) -> None:
         ("name: 'open\n", "line 2, column 1"),
     ],
 )
-def test_malformed_yaml_is_told_with_line_and_column(text: str, place: str) -> None:
+def test_malformed_yaml_is_reported_with_line_and_column(text: str, place: str) -> None:
     message = message_of(write("broken.yaml", text))
     assert message.startswith(f"broken.yaml, {place}: not valid YAML: ")
 
 
 @pytest.mark.parametrize("text", ["- steps: 1\n", "just words\n", "42\n", "true\n"])
-def test_a_file_that_is_no_mapping_is_told_what_it_should_hold(text: str) -> None:
+def test_a_file_that_is_not_a_mapping_is_rejected_with_an_example(text: str) -> None:
     assert message_of(write("list.yaml", text)).startswith(
         "list.yaml: the file must contain lines like 'steps: 100', got "
     )
 
 
 @pytest.mark.parametrize("line", ["1: 2", "on: 1", "null: 1", "model: {1: 2}"])
-def test_a_key_that_is_not_text_is_told_like_an_unknown_one(line: str) -> None:
+def test_a_key_that_is_not_a_string_is_reported_as_unknown(line: str) -> None:
     assert message_of(write("keys.yaml", line + "\n")).startswith("keys.yaml: ")
 
 
 @pytest.mark.parametrize("value", ["2024-02-30", "!!int many", "!!bool many", "!!timestamp many", "0b_"])
-def test_a_scalar_that_yaml_cannot_make_is_malformed(value: str) -> None:
+def test_an_invalid_yaml_scalar_is_malformed(value: str) -> None:
     assert message_of(write("scalar.yaml", f"name: {value}\n")).startswith("scalar.yaml")
     assert "override" in message_of("tiny", f"name={value}")
 
 
-def test_a_circle_of_extends_is_shown() -> None:
+def test_a_circular_extends_is_reported() -> None:
     write("a.yaml", "extends: b.yaml\n")
     write("b.yaml", "extends: c.yaml\n")
     write("c.yaml", "extends: a.yaml\n")
     assert "a.yaml -> b.yaml -> c.yaml -> a.yaml" in message_of("a.yaml")
 
 
-def test_a_config_that_extends_itself_is_a_circle() -> None:
+def test_a_config_that_extends_itself_is_circular() -> None:
     write("self.yaml", "extends: self.yaml\n")
     assert "self.yaml -> self.yaml" in message_of("self.yaml")
     write("other/../same.yaml", "extends: other/../same.yaml\n")
     assert "same.yaml -> same.yaml" in message_of("same.yaml")
 
 
-def test_the_same_base_twice_is_no_circle() -> None:
+def test_using_the_same_base_twice_is_not_circular() -> None:
     write("a.yaml", "extends: base\n")
     assert load(write("b.yaml", "extends: a.yaml\n"), TaskConfig) == TaskConfig()
 
 
 @pytest.mark.parametrize("value", ["[base]", "5", "{a: b}", "true"])
-def test_extends_takes_one_name(value: str) -> None:
+def test_extends_accepts_a_single_name(value: str) -> None:
     message = message_of(write("bases.yaml", f"extends: {value}\n"))
     assert message.startswith("bases.yaml: 'extends' must be one file or config name, got ")
 
 
-def test_an_extended_config_that_is_not_there_is_named() -> None:
+def test_a_missing_extended_config_is_named() -> None:
     assert "'gone.yaml' does not exist" in message_of(write("a.yaml", "extends: gone.yaml\n"))
     assert "Did you mean 'tiny'?" in message_of(write("b.yaml", "extends: tinny\n"))
 
 
 @pytest.mark.parametrize("override", ["steps", "", "=1", "a..b=1", ".a=1", "a.=1", " =1", "."])
-def test_an_override_of_another_form_is_told_the_form(override: str) -> None:
+def test_an_override_without_a_value_is_rejected_with_the_form(override: str) -> None:
     assert message_of("tiny", override).startswith("an override must have the form key=value")
 
 
@@ -341,20 +341,20 @@ def test_a_malformed_value_of_an_override_names_the_override() -> None:
         "name: !!python/module:antigravity\n",
     ],
 )
-def test_yaml_that_asks_for_objects_is_refused_and_nothing_runs(text: str) -> None:
+def test_yaml_that_constructs_objects_is_rejected_and_not_executed(text: str) -> None:
     assert "python/" in message_of(write("evil.yaml", text))
     assert "python/" in message_of("tiny", text.replace("name: ", "name=", 1) if "name" in text[:4] else f"name={text}")
     assert not Path("pwned").exists()
 
 
-def test_bytes_that_are_not_utf8_name_the_file() -> None:
+def test_a_file_that_is_not_utf8_is_named() -> None:
     Path("latin.yaml").write_bytes("name: caf\xe9\n".encode("latin-1"))
     assert message_of("latin.yaml").startswith("config file 'latin.yaml' cannot be read: ")
     Path("nul.yaml").write_bytes(b"name: a\0b\n")
     assert message_of("nul.yaml").startswith("nul.yaml: not valid YAML: ")
 
 
-def test_a_required_key_that_is_missing_is_asked_for() -> None:
+def test_a_missing_required_key_is_reported() -> None:
     class Strict(Config):
         size: int
 
@@ -363,7 +363,7 @@ def test_a_required_key_that_is_missing_is_asked_for() -> None:
         load(path, Strict)
 
 
-def test_did_you_mean_falls_back_to_what_is_known() -> None:
+def test_did_you_mean_falls_back_to_all_known_names() -> None:
     assert did_you_mean("tinny", ["base", "tiny"]) == " Did you mean 'tiny'?"
     assert did_you_mean("xyz", ["base", "tiny"]) == " Known: base, tiny."
 
@@ -385,7 +385,7 @@ def test_did_you_mean_falls_back_to_what_is_known() -> None:
         (["clip=1.0", "seed=3"], "below.yaml: 'warmup_steps' "),
     ],
 )
-def test_a_wrong_value_is_blamed_on_the_place_that_has_set_it_last(overrides: list[str], origin: str) -> None:
+def test_an_invalid_value_is_attributed_to_the_layer_that_set_it_last(overrides: list[str], origin: str) -> None:
     write("below.yaml", "warmup_steps: some\nclip: 2.0\n")
     write("above.yaml", "extends: below.yaml\nclip: -1\n")
     source = "above.yaml" if "seed=3" in overrides else "tiny"
@@ -394,7 +394,7 @@ def test_a_wrong_value_is_blamed_on_the_place_that_has_set_it_last(overrides: li
     assert message_of(source, *overrides).startswith(origin)
 
 
-def test_what_to_type_instead_is_as_it_is_typed_there() -> None:
+def test_examples_use_the_syntax_of_their_source() -> None:
     assert message_of("tiny", "steps=abc").endswith(", for example steps=200")
     assert message_of("tiny", "model.layers=two").endswith(", for example model.layers=4")
     assert message_of("tiny", "resume_allow=5").endswith(", for example resume_allow=[learning_rate]")
@@ -420,7 +420,7 @@ def nested(path: tuple[str, ...], value: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "is_group"), [each for each in settings_of(TaskConfig) if each[0] != ("model", "args")], ids=str
 )
-def test_every_setting_has_an_example_of_a_right_value_in_its_error(path: tuple[str, ...], is_group: bool) -> None:
+def test_every_setting_has_a_valid_example_in_its_error(path: tuple[str, ...], is_group: bool) -> None:
     wrong: Any = 3 if is_group else {"x": {"y": 1}}
     example = message_of(write("wrong.yaml", yaml.safe_dump(nested(path, wrong)))).partition(", for example ")[2]
     [(name, value)] = yaml.safe_load(example).items()
@@ -436,7 +436,7 @@ def test_every_setting_has_an_example_of_a_right_value_in_its_error(path: tuple[
 # ------------------------------------------------------------------------------------------------ alternatives
 
 
-def test_a_setting_replaces_its_alternative_in_the_layers_below() -> None:
+def test_a_setting_discards_its_alternative_in_earlier_layers() -> None:
     config = load("2proc", TaskConfig, ["num_epochs=2", "per_device_train_batch_size=8"])
     assert (config.num_epochs, config.per_device_train_batch_size) == (2, 8)
     assert not {"steps", "batch_size"} & config.model_fields_set

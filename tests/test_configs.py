@@ -30,7 +30,7 @@ ASKED_FOR = {
 RANKS = {name: load(name, TaskConfig).nprocs for name in config_names()}
 
 
-def test_the_configs_that_are_promised_are_there() -> None:
+def test_the_documented_configs_exist() -> None:
     assert set(config_names()) >= ASKED_FOR
     assert RANKS["single_process"] == RANKS["iterable_dataset"] == 1
     assert RANKS["4proc"] == RANKS["4cpu"] == RANKS["4gpu"] == 4
@@ -38,7 +38,7 @@ def test_the_configs_that_are_promised_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(config_names()) - {"base"}))
-def test_a_config_is_a_few_lines_over_another_and_says_what_it_is_for(name: str) -> None:
+def test_a_config_is_short_and_starts_with_a_description(name: str) -> None:
     lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
     assert lines[0].startswith("# ")
     assert any(line.startswith("extends: ") for line in lines)
@@ -46,13 +46,13 @@ def test_a_config_is_a_few_lines_over_another_and_says_what_it_is_for(name: str)
 
 
 @pytest.mark.parametrize("name", config_names())
-def test_a_config_is_a_file_of_parameters_for_papermill(name: str) -> None:
+def test_a_config_is_a_papermill_parameter_file(name: str) -> None:
     """papermill sets every key of the file as a variable of the notebook."""
     injected = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     assert read_parameters(TaskConfig, injected) == load(name, TaskConfig)
 
 
-def test_a_notebooks_parameter_outside_its_range_is_told_as_a_parameter() -> None:
+def test_a_notebook_parameter_out_of_range_is_reported_as_a_parameter() -> None:
     """What papermill makes of such an error: test_notebooks.py."""
     with pytest.raises(ConfigError, match="parameters: 'nprocs' must be greater than or equal to 1, got 0"):
         read_parameters(TaskConfig, {"nprocs": 0})
@@ -75,7 +75,7 @@ def test_every_config_trains(size: int) -> None:
         assert json.loads(Path(f"runs/{name}/result.json").read_text())["world_size"] == size
 
 
-def test_the_four_kinds_of_data_are_told_apart() -> None:
+def test_the_four_kinds_of_sources_differ() -> None:
     kinds = {name: load(name, TaskConfig).source.kind for name in config_names() if name.endswith("_dataset")}
     assert kinds == {
         "sharded_dataset": "sharded",
@@ -86,7 +86,7 @@ def test_the_four_kinds_of_data_are_told_apart() -> None:
     }
 
 
-def test_two_halves_with_checkpoints_end_with_the_weights_of_one_run() -> None:
+def test_two_halves_with_checkpoints_give_the_weights_of_one_run() -> None:
     little = [*LITTLE[:-4], "eval_samples=4", "warmup_steps=2", "schedule_steps=8", "checkpoint.every=2"]
     first = launch_training(load("checkpoint_train", TaskConfig, [*little, "steps=4"]), echo=False)
     second = launch_training(load("checkpoint_resume", TaskConfig, [*little, "steps=8"]), echo=False)
@@ -98,7 +98,7 @@ def test_two_halves_with_checkpoints_end_with_the_weights_of_one_run() -> None:
     assert whole.losses == second.losses
 
 
-def test_early_stopping_is_on_and_keeps_the_best() -> None:
+def test_early_stopping_is_enabled_and_keeps_the_best_model() -> None:
     config = load("early_stopping", TaskConfig)
     assert config.early_stopping.patience > 0
     assert config.best_model
@@ -106,14 +106,14 @@ def test_early_stopping_is_on_and_keeps_the_best() -> None:
 
 
 @pytest.mark.parametrize("name", ["2gpu", "4gpu"])
-def test_a_config_for_gpus_is_refused_where_there_are_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_config_is_rejected_on_a_machine_without_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="device='cuda' requires one GPU for each"):
         launch_training(load(name, TaskConfig), echo=False)
     assert not Path("runs").exists()
 
 
-def test_base_spells_out_every_setting_with_its_default() -> None:
+def test_base_lists_every_setting_with_its_default() -> None:
     base = flat(yaml.safe_load((CONFIGS / "base.yaml").read_text()))
     defaults = TaskConfig()
     settings = flat(defaults.model_dump(mode="json") | {"slurm": defaults.slurm.model_dump(mode="json")})

@@ -42,7 +42,7 @@ def documents(tokens: torch.Tensor) -> list[bytes]:
     return bytes(tokens.tolist()).split(b"\0")
 
 
-def test_the_python_corpus_is_real_text_large_and_the_same_each_time() -> None:
+def test_the_python_corpus_is_large_and_reproducible() -> None:
     corpus = load_corpus("python")
     assert corpus.train.dtype == corpus.valid.dtype == torch.uint8
     assert corpus.train.dim() == corpus.valid.dim() == 1
@@ -54,7 +54,7 @@ def test_the_python_corpus_is_real_text_large_and_the_same_each_time() -> None:
     assert digest_of(corpus) == digest_of(load_corpus("python"))
 
 
-def test_the_python_corpus_leaves_out_tests_and_what_was_installed(
+def test_the_python_corpus_excludes_tests_and_installed_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = ["a.py", "contest/b.py", "pkg/testing.py"]
@@ -71,26 +71,26 @@ def test_the_python_corpus_leaves_out_tests_and_what_was_installed(
     assert sorted(listed) == ["contest", "idlelib", "lib", "pkg"]  # what was installed may be far more than the library
 
 
-def test_the_python_corpus_takes_no_argument() -> None:
+def test_the_python_corpus_has_no_argument() -> None:
     with pytest.raises(ConfigError, match="has no argument, got 'python:3'"):
         load_corpus("python:3")
 
 
-def test_one_document_in_twenty_is_held_out_and_is_in_no_other_part() -> None:
+def test_one_document_in_twenty_is_in_the_validation_set_only() -> None:
     corpus = load_corpus("stories:100")
     held_out = {19, 39, 59, 79, 99}
     assert documents(corpus.valid) == [story(number).encode() for number in sorted(held_out)]
     assert documents(corpus.train) == [story(number).encode() for number in range(100) if number not in held_out]
 
 
-def test_of_few_documents_the_last_is_held_out(tmp_path: Path) -> None:
+def test_the_last_of_few_documents_is_the_validation_set(tmp_path: Path) -> None:
     for name in ["a", "b", "c"]:
         (tmp_path / name).write_text(name * 5)
     corpus = load_corpus(f"text:{tmp_path}")
     assert (documents(corpus.train), documents(corpus.valid)) == ([b"aaaaa", b"bbbbb"], [b"ccccc"])
 
 
-def test_a_single_document_holds_out_its_end(tmp_path: Path) -> None:
+def test_the_end_of_a_single_document_is_the_validation_set(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_bytes(b"a" * 950 + b"b" * 50)
     corpus = load_corpus(f"text:{path}")
@@ -98,7 +98,7 @@ def test_a_single_document_holds_out_its_end(tmp_path: Path) -> None:
     assert bytes(corpus.valid.tolist()) == b"b" * 50
 
 
-def test_the_sample_of_stories_is_what_the_generator_makes_in_several_files(root: Path) -> None:
+def test_the_story_sample_equals_the_output_of_the_generator(root: Path) -> None:
     files = sorted((root / "data" / "stories").iterdir())
     assert [file.name for file in files] == ["stories-0.parquet", "stories-1.parquet", "stories-2.parquet"]
     tables = [pyarrow.parquet.read_table(file)["text"].to_pylist() for file in files]
@@ -108,7 +108,7 @@ def test_the_sample_of_stories_is_what_the_generator_makes_in_several_files(root
     assert digest_of(load_corpus("stories")) == digest_of(load_corpus("stories:3000"))
 
 
-def test_a_story_depends_on_its_number_and_seed_only() -> None:
+def test_a_story_depends_only_on_its_number_and_seed() -> None:
     assert story(7) == story(7)
     assert story(7) != story(8)
     assert story(7) != story(7, seed=1)
@@ -118,18 +118,18 @@ def test_a_story_depends_on_its_number_and_seed_only() -> None:
 
 
 @pytest.mark.parametrize("argument", ["abc", "0", "-3", "1.5", "²"])
-def test_stories_takes_a_number_of_stories(argument: str) -> None:
+def test_stories_takes_a_number(argument: str) -> None:
     with pytest.raises(ConfigError, match=r"corpus 'stories' must have a number of stories, such as stories:3000, got"):
         load_corpus(f"stories:{argument}")
 
 
-def test_a_sample_that_is_not_there_is_told_with_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_story_sample_is_reported_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora, "STORIES", Path("/not/there"))
     with pytest.raises(ConfigError, match="Elsewhere, use 'stories:3000'"):
         load_corpus("stories")
 
 
-def test_a_folder_is_read_file_by_file_in_order_of_name(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     for name in ["b.txt", "a.txt", "below/c.txt", "empty.txt"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.txt" else name)
@@ -137,7 +137,7 @@ def test_a_folder_is_read_file_by_file_in_order_of_name(tmp_path: Path) -> None:
     assert documents(corpus.train) + documents(corpus.valid) == [b"a.txt", b"b.txt", b"below/c.txt"]
 
 
-def test_text_that_is_not_there_or_empty_is_told_so(tmp_path: Path) -> None:
+def test_missing_or_empty_text_is_reported(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ConfigError, match="there is no file or folder '/not/there'"):
@@ -158,14 +158,14 @@ def test_text_that_is_not_there_or_empty_is_told_so(tmp_path: Path) -> None:
         ("", "unknown corpus ''.  Known: "),
     ],
 )
-def test_an_unknown_corpus_is_met_with_the_nearest(name: str, told: str) -> None:
+def test_an_unknown_corpus_is_answered_with_a_similar_name(name: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_corpus(name)
     assert str(caught.value).startswith(told)
 
 
 @given(st.text())
-def test_text_comes_back_from_its_tokens(text: str) -> None:
+def test_decoding_restores_the_text(text: str) -> None:
     tokens = encode(text)
     assert tokens.dtype == torch.int64
     assert tokens.tolist() == list(text.encode())
@@ -173,7 +173,7 @@ def test_text_comes_back_from_its_tokens(text: str) -> None:
 
 
 @given(st.binary())
-def test_any_tokens_can_be_shown(data: bytes) -> None:
+def test_any_tokens_can_be_decoded(data: bytes) -> None:
     assert decode(torch.tensor(list(data), dtype=torch.int64)) == data.decode(errors="replace")
 
 
@@ -193,7 +193,7 @@ def write_parquet(path: Path, columns: dict[str, list[object]]) -> Path:
 STORIES = [f"story {number}" for number in range(40)]
 
 
-def test_json_and_parquet_give_their_documents_in_order(workdir: Path) -> None:
+def test_json_and_parquet_return_their_documents_in_order(workdir: Path) -> None:
     write_json(workdir / "a.jsonl", [{"text": story, "n": 1} for story in STORIES])
     write_parquet(workdir / "a.parquet", {"id": list(range(40)), "body": STORIES})
     expected = [story.encode() for number, story in enumerate(STORIES) if number not in (19, 39)]
@@ -203,7 +203,7 @@ def test_json_and_parquet_give_their_documents_in_order(workdir: Path) -> None:
         assert documents(corpus.valid) == [b"story 19", b"story 39"]
 
 
-def test_a_folder_is_all_its_files_in_the_order_of_their_names(workdir: Path) -> None:
+def test_a_folder_consists_of_its_files_in_the_order_of_their_names(workdir: Path) -> None:
     paths = write_stories(60, workdir / "stories", files=3)
     (workdir / "stories" / "README.md").write_text("not a story")
     assert [len(pyarrow.parquet.read_table(path)) for path in paths] == [20, 20, 20]
@@ -211,9 +211,7 @@ def test_a_folder_is_all_its_files_in_the_order_of_their_names(workdir: Path) ->
     assert digest_of(corpus) == digest_of(on_the_spot)
 
 
-def test_what_was_read_once_is_kept_and_read_anew_when_the_file_has_changed(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_cached_until_the_file_changes(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_json(workdir / "a.jsonl", [{"text": story} for story in STORIES])
     first = load_corpus("json:a.jsonl")
     with monkeypatch.context() as patched:
@@ -223,7 +221,7 @@ def test_what_was_read_once_is_kept_and_read_anew_when_the_file_has_changed(
     assert documents(load_corpus("json:a.jsonl").train)[0] == b"STORY 0"
 
 
-def test_two_that_read_the_same_files_at_once_both_have_them(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_concurrent_readers_of_the_same_files_both_succeed(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(workdir / "a.jsonl", [{"text": story} for story in STORIES])
     both, read = threading.Barrier(2, timeout=30), corpora._read_dataset
 
@@ -238,7 +236,7 @@ def test_two_that_read_the_same_files_at_once_both_have_them(workdir: Path, monk
     assert len(list((workdir / "runs" / "cache").glob("*corpus*"))) == 1
 
 
-def test_everything_kept_is_below_runs(workdir: Path) -> None:
+def test_caches_are_stored_under_runs(workdir: Path) -> None:
     write_json(workdir / "a.jsonl", [{"text": story} for story in STORIES])
     load_corpus("json:a.jsonl")
     assert {path.name for path in workdir.iterdir()} == {"a.jsonl", "runs"}
@@ -259,7 +257,7 @@ def test_everything_kept_is_below_runs(workdir: Path) -> None:
         ("jsonl:a.jsonl", "Did you mean 'json'"),
     ],
 )
-def test_data_that_do_not_serve_are_told_in_one_message(workdir: Path, name: str, message: str) -> None:
+def test_unsuitable_data_are_reported_in_one_message(workdir: Path, name: str, message: str) -> None:
     (workdir / "empty").mkdir()
     write_json(workdir / "a.jsonl", [{"n": 1, "text": "x"}])
     write_json(workdir / "mixed.jsonl", [{"text": "x"}, {"text": 7}])
@@ -273,7 +271,7 @@ def test_data_that_do_not_serve_are_told_in_one_message(workdir: Path, name: str
     assert not list(Path().glob("runs/cache/corpus-*")), "nothing half-made is kept"
 
 
-def test_a_hub_out_of_reach_is_told_at_once_with_what_to_do(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported_immediately_with_advice(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("Name or service not known")
 
@@ -286,7 +284,7 @@ def test_a_hub_out_of_reach_is_told_at_once_with_what_to_do(workdir: Path, monke
 
 
 @pytest.mark.parametrize(("name", "streaming", "count"), [("hub:owner/stories", False, 40), ("hub:a/b[:5]", True, 5)])
-def test_a_hub_corpus_is_the_train_split_and_a_part_of_it_is_streamed(
+def test_a_hub_corpus_is_the_train_split_and_a_slice_is_streamed(
     name: str, streaming: bool, count: int, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, object]] = []
@@ -303,7 +301,7 @@ def test_a_hub_corpus_is_the_train_split_and_a_part_of_it_is_streamed(
     assert len(documents(corpus.train) + documents(corpus.valid)) == count
 
 
-def test_stories_refuse_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_stories_reject_an_existing_folder(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="is there already"):
         write_stories(3, tmp_path)
 
@@ -344,13 +342,13 @@ def test_token_files_are_mapped_as_the_index_specifies(tmp_path: Path, index: by
         (b"abcd", MEGATRON.replace(b"\x04", b"\x06", 1), "got version 1 and type 6"),
     ],
 )
-def test_damaged_token_files_are_refused(tmp_path: Path, content: bytes, index: bytes, message: str) -> None:
+def test_damaged_token_files_are_rejected(tmp_path: Path, content: bytes, index: bytes, message: str) -> None:
     write_tokens(tmp_path, index)
     (tmp_path / "train.bin").write_bytes(content)
     assert message in error_of(lambda: load_corpus(f"bin:{tmp_path}"))
 
 
-def test_a_folder_without_token_files_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_token_files_is_rejected(tmp_path: Path) -> None:
     assert "does not exist" in error_of(lambda: load_corpus(f"bin:{tmp_path}"))
 
 
@@ -371,7 +369,7 @@ def test_every_source_trains_on_token_files_and_resumes_exactly(workdir: Path, k
     assert {result.weights for result in resumed} == weights
 
 
-def test_a_token_outside_the_vocabulary_is_refused_before_ranks_start(workdir: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_rejected_before_ranks_start(workdir: Path) -> None:
     write_tokens(workdir / "tokens")
     config = tokens_config(workdir / "tokens", model={"vocab": 256, "context": 8})
     assert "'model.vocab' must be at least 99" in error_of(lambda: check_start(config, 2))
@@ -420,7 +418,7 @@ def test_a_run_with_a_tokenizer_trains_on_its_tokens_and_generates_text(workdir:
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "is not a file"), ("{}", "cannot be loaded")])
-def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_ranks_start(
+def test_a_tokenizer_that_cannot_be_loaded_is_rejected_before_ranks_start(
     workdir: Path, content: str | None, message: str
 ) -> None:
     if content:

@@ -42,7 +42,7 @@ def test_two_ranks_share_a_gpu_over_gloo() -> None:
     assert launch(talk, 2, **SHARED) == [(3.0, [0, 1], "gloo cuda")] * 2
 
 
-def test_a_run_on_gpus_has_the_losses_of_one_on_cpus_and_goes_on_after_a_checkpoint() -> None:
+def test_a_gpu_run_has_the_losses_of_a_cpu_run_and_can_resume() -> None:
     [on_cpu] = launch(train, 1, SMALL, device="cpu", echo=False)
     for ranks in (1, 2):
         named = SMALL.model_copy(update={"name": f"gpu-{ranks}", "resume": "auto"})
@@ -53,7 +53,7 @@ def test_a_run_on_gpus_has_the_losses_of_one_on_cpus_and_goes_on_after_a_checkpo
         assert Path(f"runs/gpu-{ranks}/result.json").exists()
 
 
-def test_phases_take_as_long_as_the_gpu_needs_and_not_as_launching_takes() -> None:
+def test_phases_measure_gpu_time_instead_of_launch_time() -> None:
     device = torch.device("cuda", 0)
     x = torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()
@@ -69,7 +69,7 @@ def test_phases_take_as_long_as_the_gpu_needs_and_not_as_launching_takes() -> No
     assert launched < done
 
 
-def test_seeding_without_a_device_leaves_the_gpus_numbers_alone() -> None:
+def test_seeding_without_a_device_does_not_affect_gpus() -> None:
     before = torch.cuda.get_rng_state()
     with seeded_rng(1):
         torch.rand(1)
@@ -90,7 +90,7 @@ def transfers(world: World) -> list[float]:
 
 
 @pytest.mark.cuda(gpus=2)
-def test_a_transfer_over_nccl_ends_when_it_is_done_and_not_when_it_is_enqueued() -> None:
+def test_an_nccl_transfer_ends_when_it_completes_not_when_it_is_enqueued() -> None:
     for took, told in launch(transfers, 2, device="cuda", echo=False, timeout=150):
         assert told == pytest.approx(took, rel=0.5)
 
@@ -103,7 +103,7 @@ def fail_in_flight(world: World) -> None:
 
 
 @pytest.mark.cuda(gpus=2)
-def test_a_rank_that_fails_while_nccl_works_ends_the_others_in_seconds() -> None:
+def test_a_failed_rank_terminates_ranks_that_wait_in_nccl() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 raised ValueError: on purpose"):
         launch(fail_in_flight, 2, device="cuda", echo=False, timeout=120)

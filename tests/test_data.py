@@ -38,7 +38,7 @@ def at(*numbers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 # ------------------------------------------------------------------------------------------------------- token blocks
 
 
-def test_a_block_overlaps_the_next_by_one_token_and_keeps_its_type() -> None:
+def test_a_block_overlaps_the_next_block_by_one_token() -> None:
     blocks = TokenBlocks(torch.arange(100, 120, dtype=torch.uint8), 4)
     [tokens] = blocks.fetch(at(2, 0, 2)).values()
     assert tokens.tolist() == [[108, 109, 110, 111, 112], [100, 101, 102, 103, 104], [108, 109, 110, 111, 112]]
@@ -47,7 +47,7 @@ def test_a_block_overlaps_the_next_by_one_token_and_keeps_its_type() -> None:
 
 
 @pytest.mark.parametrize(("length", "samples"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (401, 100)])
-def test_a_sample_needs_one_token_more_than_its_context(length: int, samples: int) -> None:
+def test_a_sample_requires_one_more_token_than_its_context(length: int, samples: int) -> None:
     blocks = TokenBlocks(torch.arange(length), 4)
     assert len(blocks) == samples
     if samples:
@@ -57,7 +57,7 @@ def test_a_sample_needs_one_token_more_than_its_context(length: int, samples: in
 # ---------------------------------------------------------------------------------------------- rows of a sequence
 
 
-def test_rows_of_a_list_are_put_together_in_the_order_asked_for() -> None:
+def test_rows_of_a_list_are_collated_in_the_requested_order() -> None:
     rows = Rows([{"x": i, "pair": (i, [float(i)])} for i in range(5)])
     found = rows.fetch(at(3, 1))
     assert len(rows) == 5
@@ -66,7 +66,7 @@ def test_rows_of_a_list_are_put_together_in_the_order_asked_for() -> None:
     assert found["pair"][1][0].tolist() == [3.0, 1.0]
 
 
-def test_rows_of_a_dataset_are_those_of_the_same_list() -> None:
+def test_rows_of_a_dataset_equal_those_of_the_same_list() -> None:
     table = {"x": list(range(7)), "name": [f"number {i}" for i in range(7)]}
     rows = Rows(datasets.Dataset.from_dict(table))
     found = rows.fetch(at(6, 0, 6))
@@ -76,14 +76,14 @@ def test_rows_of_a_dataset_are_those_of_the_same_list() -> None:
 
 
 @pytest.mark.parametrize("as_dataset", [False, True])
-def test_no_rows_have_the_form_of_some(as_dataset: bool) -> None:
+def test_zero_rows_have_the_same_structure_as_some_rows(as_dataset: bool) -> None:
     """A rank may have none of a step, and goes through the same code as the others."""
     table: list[Any] = [{"x": torch.ones(2, 3)}] * 2
     rows = Rows(datasets.Dataset.from_dict({"x": [[[1.0] * 3] * 2] * 2}).with_format("torch") if as_dataset else table)
     assert rows.fetch(at())["x"].shape == (0, 2, 3)
 
 
-def test_rows_may_be_put_together_by_a_function_of_yours() -> None:
+def test_rows_can_be_combined_by_a_custom_function() -> None:
     rows = Rows([[1], [1, 2], []], collate_fn=lambda rows: torch.tensor([sum(row) for row in rows]))
     assert rows.fetch(at(2, 1, 0)).tolist() == [0, 3, 1]
 
@@ -98,19 +98,19 @@ def test_rows_may_be_put_together_by_a_function_of_yours() -> None:
         ([1, "a"], "column 'x' of row 12 is missing, that of row 10 is a number"),
     ],
 )
-def test_a_row_that_is_not_like_the_others_is_named(odd: Any, told: str) -> None:
+def test_a_row_with_a_different_structure_is_named(odd: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         check_same_structure([{"x": 1, "y": "a"}, {"x": 2.5, "y": "b"}, odd], [10, 11, 12])
 
 
-def test_rows_that_are_no_dicts_are_compared_as_they_are() -> None:
+def test_rows_that_are_not_dicts_are_compared_directly() -> None:
     check_same_structure([], [])
     check_same_structure([1, 2.0], [0, 1])
     with pytest.raises(ValueError, match=r"^row 7 is str, that of row 5 is a number. The rows of a batch"):
         check_same_structure([1, "two"], [5, 7])
 
 
-def test_the_number_of_a_bad_row_is_that_in_the_data() -> None:
+def test_an_invalid_row_is_named_by_its_index_in_the_dataset() -> None:
     rows = Rows([{"x": i} for i in range(5)] + [{"x": "five"}])
     with pytest.raises(ValueError, match="column 'x' of row 5 is str, that of row 2 is a number"):
         rows.fetch(at(2, 5, 3))
@@ -119,7 +119,7 @@ def test_the_number_of_a_bad_row_is_that_in_the_data() -> None:
 # ----------------------------------------------------------------------------------------------------------- trees
 
 
-def test_some_of_the_rows_of_a_tree() -> None:
+def test_select_rows_returns_some_rows_of_a_tree() -> None:
     tree = {"a": torch.arange(4), "b": [torch.arange(8).view(4, 2), (torch.zeros(4, 0),)]}
     assert as_batch(tree, 4) is tree
     some = select_rows(tree, torch.tensor([3, 1]))
@@ -134,7 +134,7 @@ class Encoding(UserDict[str, Any]):
     """As `BatchEncoding` of transformers: a mapping that torch's pytree does not know."""
 
 
-def test_a_mapping_of_any_kind_becomes_a_dict_wherever_it_is() -> None:
+def test_any_nested_mapping_becomes_a_dict() -> None:
     found = as_batch((Encoding(x=torch.arange(2), more=Encoding(y=torch.ones(2, 3))), [torch.zeros(2)]), 2)
     assert type(found[0]) is type(found[0]["more"]) is dict
     assert select_rows(found, slice(1, 2))[0]["more"]["y"].tolist() == [[1, 1, 1]]
@@ -155,7 +155,7 @@ def test_a_mapping_of_any_kind_becomes_a_dict_wherever_it_is() -> None:
         ({}, "an empty dict"),
     ],
 )
-def test_a_tree_that_is_no_batch_is_told_with_its_leaves(tree: Any, told: str) -> None:
+def test_a_tree_that_is_not_a_batch_is_reported_with_its_leaves(tree: Any, told: str) -> None:
     with pytest.raises(
         ValueError,
         match=f"^every tensor of a batch .* must have 2 rows, got .*{told}.*one row for each sample",
@@ -164,7 +164,7 @@ def test_a_tree_that_is_no_batch_is_told_with_its_leaves(tree: Any, told: str) -
 
 
 @pytest.mark.parametrize("tree", [{"a": torch.zeros(2), "b": "text"}, {"a": torch.zeros(2), "b": torch.tensor(1)}])
-def test_a_batch_that_cannot_be_cut_names_the_leaf(tree: Any) -> None:
+def test_a_batch_that_cannot_be_split_is_reported_with_the_leaf(tree: Any) -> None:
     with pytest.raises(ValueError, match="must have the same number of rows, got 'a' has 2 rows, 'b' is a s"):
         select_rows(tree, slice(0, 1))
 
@@ -181,7 +181,7 @@ TYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "float
     rows_a_batch=st.integers(1, 5),
     draw=st.data(),
 )
-def test_several_files_read_like_one_array(
+def test_several_files_are_read_as_one_array(
     tmp_path_factory: pytest.TempPathFactory,
     lengths: list[int],
     dtype: str,
@@ -216,14 +216,14 @@ def test_several_files_read_like_one_array(
             shards.fetch(at(0, outside))
 
 
-def test_what_is_read_may_be_changed_without_changing_the_file(tmp_path: Path) -> None:
+def test_modifying_a_batch_does_not_modify_the_file(tmp_path: Path) -> None:
     write_arrow(tmp_path / "a.arrow", {"x": np.arange(3)})
     shards = ArrowShards([tmp_path / "a.arrow"])
     shards.fetch(at(0, 1))["x"].add_(100)
     assert shards.fetch(at(0, 1))["x"].tolist() == [0, 1]
 
 
-def test_both_formats_of_arrow_and_those_of_datasets_are_read(tmp_path: Path) -> None:
+def test_both_arrow_formats_and_those_of_datasets_can_be_read(tmp_path: Path) -> None:
     table = pa.table({"x": [1, 2, 3]})
     with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
@@ -232,12 +232,12 @@ def test_both_formats_of_arrow_and_those_of_datasets_are_read(tmp_path: Path) ->
     assert ArrowShards([tmp_path / "file.arrow", saved]).fetch(at(4, 0, 2))["x"].tolist() == [5, 1, 3]
 
 
-def test_to_another_process_go_paths_and_no_data(tmp_path: Path) -> None:
+def test_pickling_sends_paths_instead_of_data(tmp_path: Path) -> None:
     write_arrow(tmp_path / "a.arrow", {"x": np.zeros(100_000)})
     assert len(pickle.dumps(ArrowShards([tmp_path / "a.arrow"]))) < 1000
 
 
-def test_a_slice_of_a_table_is_read_from_where_it_begins(tmp_path: Path) -> None:
+def test_a_sliced_table_is_read_from_its_offset(tmp_path: Path) -> None:
     """Arrow keeps the offset of a slice apart from its values, also of the values inside lists."""
     lists = pa.FixedSizeListArray.from_arrays(pa.array(range(12), pa.int64()), 2)
     table = pa.table({"x": lists, "y": pa.array(range(6))}).slice(2, 3)
@@ -296,9 +296,7 @@ def pairs(*values: Any) -> Any:
         (written({"x": [True], "y": [1]}), "column 'x' has type bool"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_with_the_column(
-    tmp_path: Path, spoil: Callable[[Path], None], told: str
-) -> None:
+def test_an_unreadable_file_is_named_with_its_column(tmp_path: Path, spoil: Callable[[Path], None], told: str) -> None:
     paths = [tmp_path / f"{i}.arrow" for i in range(2)]
     for path in paths:
         write_arrow(path, {"x": np.arange(1000), "y": np.arange(1000)}, rows_a_batch=100)
@@ -308,13 +306,13 @@ def test_a_file_that_cannot_be_read_is_named_with_the_column(
     assert "\n" not in str(raised.value)
 
 
-def test_a_column_that_is_asked_for_and_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_column_is_reported_with_the_existing_columns(tmp_path: Path) -> None:
     write_arrow(tmp_path / "a.arrow", {"x": np.arange(3), "label": np.arange(3)})
     with pytest.raises(ConfigError, match=r"a.arrow has no column 'lable'\. It has 'x', 'label'"):
         ArrowShards([tmp_path / "a.arrow"], ["x", "lable"])
 
 
-def test_a_file_without_columns_or_with_two_of_one_name_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_columns_or_with_duplicate_columns_is_rejected(tmp_path: Path) -> None:
     for columns, told in (([], "a.arrow has no columns"), (["x", "x"], "a.arrow has more than one column 'x'")):
         table = pa.Table.from_arrays([pa.array([1])] * len(columns), names=columns)
         with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
@@ -323,18 +321,18 @@ def test_a_file_without_columns_or_with_two_of_one_name_is_refused(tmp_path: Pat
             ArrowShards([tmp_path / "a.arrow"])
 
 
-def test_a_text_column_that_is_not_asked_for_is_no_matter(tmp_path: Path) -> None:
+def test_a_text_column_that_is_not_requested_is_ignored(tmp_path: Path) -> None:
     written({"x": [1, 2], "text": ["one", None]})(tmp_path / "a.arrow")
     assert ArrowShards([tmp_path / "a.arrow"], ["x"]).fetch(at(1))["x"].tolist() == [2]
 
 
-def test_no_files_are_told() -> None:
+def test_an_empty_list_of_files_is_rejected() -> None:
     with pytest.raises(ConfigError, match="no Arrow files"):
         ArrowShards([])
 
 
 @given(st.integers(0, 10**6), st.integers(1, 255))
-def test_a_file_with_one_wrong_byte_is_read_or_refused(
+def test_a_file_with_one_wrong_byte_is_read_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
 ) -> None:
     """There is no checksum in it, so a wrong number passes; a wrong description must not end in a crash."""
@@ -354,7 +352,7 @@ def test_a_file_with_one_wrong_byte_is_read_or_refused(
 
 
 @given(st.integers(0, 30), st.integers(1, 5))
-def test_the_shards_of_a_corpus_have_its_samples(
+def test_the_shards_of_a_corpus_contain_its_samples(
     tmp_path_factory: pytest.TempPathFactory, samples: int, files: int
 ) -> None:
     blocks = TokenBlocks(torch.arange(samples * 3 + 1, dtype=torch.uint8), 3)
@@ -367,7 +365,7 @@ def test_the_shards_of_a_corpus_have_its_samples(
         torch.testing.assert_close(shards.fetch(everything), blocks.fetch(everything), rtol=0, atol=0)
 
 
-def test_shards_are_made_once_and_for_each_corpus_context_type_and_number_of_files(
+def test_shards_are_written_once_per_corpus_context_type_and_file_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = torch.zeros(64, dtype=torch.int16)
@@ -388,7 +386,7 @@ def test_shards_are_made_once_and_for_each_corpus_context_type_and_number_of_fil
     assert as_shards(TokenBlocks(tokens.clone(), 3), tmp_path) == first
 
 
-def test_shards_that_could_not_be_finished_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_shards_do_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, *_: Any) -> None:
         path.write_bytes(b"half of it")
         raise OSError("No space left on device")
@@ -401,7 +399,9 @@ def test_shards_that_could_not_be_finished_are_not_there(tmp_path: Path, monkeyp
     assert len(ArrowShards(as_shards(TokenBlocks(torch.arange(10), 3), tmp_path))) == 3
 
 
-def test_two_that_make_the_same_shards_at_once_both_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_concurrent_writers_of_the_same_shards_both_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks, write = TokenBlocks(torch.arange(10), 3), module.write_arrow
 
     def while_another_does(path: Path, *columns: Any) -> None:
@@ -416,7 +416,7 @@ def test_two_that_make_the_same_shards_at_once_both_have_them(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == [paths[0].parent.name]
 
 
-def test_parquet_files_become_arrow_files_once(tmp_path: Path) -> None:
+def test_parquet_files_are_converted_to_arrow_once(tmp_path: Path) -> None:
     paths = [tmp_path / folder / "part.parquet" for folder in ("a", "b")]  # of the same name
     for number, path in enumerate(paths):
         path.parent.mkdir()
@@ -429,7 +429,7 @@ def test_parquet_files_become_arrow_files_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [corrupt, truncate, lambda path: os.truncate(path, 0), Path.unlink])
-def test_a_parquet_file_that_cannot_be_read_is_named_and_leaves_nothing(
+def test_an_unreadable_parquet_file_is_named_and_nothing_is_written(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     paths = [tmp_path / f"{i}.parquet" for i in range(2)]

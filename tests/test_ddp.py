@@ -272,7 +272,7 @@ any_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 @any_size
 @any_case
-def test_all_ranks_have_the_same_weights_bit_for_bit(size: int, case: Case) -> None:
+def test_all_ranks_have_bitwise_identical_weights(size: int, case: Case) -> None:
     ranks = [each[str(case)] for each in heard_of(size)]
     assert len(ranks) == size
     assert len({digest(each["parameters"]) for each in ranks}) == 1
@@ -280,7 +280,7 @@ def test_all_ranks_have_the_same_weights_bit_for_bit(size: int, case: Case) -> N
 
 @any_size
 @any_case
-def test_all_ranks_have_rank_zeros_buffers_also_those_that_were_replaced(size: int, case: Case) -> None:
+def test_all_ranks_have_rank_zeros_buffers_even_if_replaced(size: int, case: Case) -> None:
     ranks = [each[str(case)] for each in heard_of(size)]
     seen = sum(count_of(step, 0, micro) for step in range(STEPS) for micro in range(case.micros))
     watch = nn.BatchNorm1d(WIDTH, affine=False)
@@ -300,14 +300,14 @@ def test_all_ranks_have_rank_zeros_buffers_also_those_that_were_replaced(size: i
 
 @any_size
 @pytest.mark.parametrize("case", [case for case in CASES if case.model != "Normed"], ids=str)
-def test_every_rank_has_the_weights_of_one_process_on_the_union_of_the_batches(size: int, case: Case) -> None:
+def test_every_rank_has_the_weights_of_one_process_on_all_batches(size: int, case: Case) -> None:
     wanted = by_one_process(case.model, case.micros, size)
     for each in heard_of(size):
         torch.testing.assert_close(each[str(case)]["parameters"], wanted, **CLOSE)
 
 
 @any_case
-def test_with_two_ranks_every_variant_ends_with_the_bits_of_torchs_ddp(case: Case) -> None:
+def test_on_two_ranks_every_variant_is_bitwise_identical_to_torch(case: Case) -> None:
     """Two numbers have one sum, in whatever order; and 1/2 is exact."""
     for each in heard_of(2):
         reference = each[str(Case("torch", case.model, case.micros))]
@@ -316,7 +316,7 @@ def test_with_two_ranks_every_variant_ends_with_the_bits_of_torchs_ddp(case: Cas
 
 @any_size
 @any_case
-def test_tied_weights_stay_one_and_frozen_ones_as_they_were(size: int, case: Case) -> None:
+def test_tied_weights_stay_tied_and_frozen_weights_stay_unchanged(size: int, case: Case) -> None:
     torch.manual_seed(0)
     before = MODELS[case.model]().frozen
     for each in heard_of(size):
@@ -326,7 +326,7 @@ def test_tied_weights_stay_one_and_frozen_ones_as_they_were(size: int, case: Cas
 
 @any_size
 @pytest.mark.parametrize("case", [case for case in CASES if case.buckets], ids=str)
-def test_there_are_as_many_buckets_as_the_cap_makes(size: int, case: Case) -> None:
+def test_the_cap_determines_the_number_of_buckets(size: int, case: Case) -> None:
     assert case.buckets is not None
     first, then = case.buckets
     for each in heard_of(size):
@@ -335,7 +335,7 @@ def test_there_are_as_many_buckets_as_the_cap_makes(size: int, case: Case) -> No
 
 @any_size
 @pytest.mark.parametrize("case", [case for case in CASES if case.model == "WithUnused"], ids=str)
-def test_what_no_rank_uses_never_gets_a_gradient(size: int, case: Case) -> None:
+def test_an_unused_parameter_never_gets_a_gradient(size: int, case: Case) -> None:
     for each in heard_of(size):
         found = each[str(case)]["without gradient"]
         assert {"unused.weight", "unused.bias"} <= found
@@ -409,7 +409,7 @@ def use_in_an_earlier_micro_batch_only(world: World) -> dict[str, Any]:
 @two_or_three
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_gradient_of_an_earlier_micro_batch_only_is_not_lost(size: int, variant: str, step: int) -> None:
+def test_a_gradient_from_an_earlier_micro_batch_only_is_averaged(size: int, variant: str, step: int) -> None:
     for each in heard_of(size):
         found, wanted = each["use_in_an_earlier_micro_batch_only"][variant, step]
         torch.testing.assert_close(found, wanted)
@@ -438,14 +438,14 @@ def raise_inside_no_sync(world: World) -> dict[str, Any]:
 
 @two_or_three
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_sync_ends_with_its_block_also_when_that_raises(size: int, variant: str) -> None:
+def test_no_sync_ends_with_its_block_even_after_an_error(size: int, variant: str) -> None:
     for each in heard_of(size):
         found, wanted, _ = each["raise_inside_no_sync"][variant]
         torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_inside_no_sync_nothing_is_shared_and_the_inner_block_does_not_end_the_outer(variant: str) -> None:
+def test_nested_no_sync_blocks_suppress_communication_until_the_outer_ends(variant: str) -> None:
     first, second = (each["raise_inside_no_sync"][variant] for each in heard_of(2))
     for name, wanted in first[1].items():
         assert not torch.equal(first[2][name], second[2][name])
@@ -471,7 +471,7 @@ def look_where_gradients_lie(world: World) -> dict[str, Any]:
 @two_or_three
 @pytest.mark.parametrize("step", range(4))
 @pytest.mark.parametrize("variant", ["flat", "bucket"])
-def test_gradients_are_views_of_the_buckets_and_stay_so(size: int, variant: str, step: int) -> None:
+def test_gradients_stay_views_of_the_buckets(size: int, variant: str, step: int) -> None:
     for each in heard_of(size):
         found = each["look_where_gradients_lie"][variant, step]
         assert len(found) == 4
@@ -540,7 +540,7 @@ def overlap(world: World) -> dict[str, Any]:
 @two_or_three
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("kind", ["direct", "simulated"])
-def test_the_first_bucket_has_arrived_while_backward_still_runs(size: int, kind: str, step: int) -> None:
+def test_the_first_bucket_arrives_during_the_backward_pass(size: int, kind: str, step: int) -> None:
     for each in heard_of(size):
         began, ended, transfers = each["overlap"][kind, "bucket", step]
         assert [transfer.name for transfer in transfers] == ["bucket 0", "bucket 1", "who uses what"]
@@ -551,7 +551,7 @@ def test_the_first_bucket_has_arrived_while_backward_still_runs(size: int, kind:
 
 @two_or_three
 @pytest.mark.parametrize("kind", ["direct", "simulated"])
-def test_naive_and_flat_wait_for_backward_to_end(size: int, kind: str) -> None:
+def test_naive_and_flat_wait_for_the_backward_pass(size: int, kind: str) -> None:
     for each in heard_of(size):
         for step in range(2):
             for variant, count in (("naive", 4), ("flat", 1)):
@@ -592,9 +592,7 @@ def disagree_about_the_order(world: World) -> dict[str, Any]:
 
 @two_or_three
 @pytest.mark.parametrize("step", range(3))
-def test_all_ranks_send_the_same_buckets_in_one_order_whatever_order_their_gradients_come_in(
-    size: int, step: int
-) -> None:
+def test_all_ranks_reduce_buckets_in_the_same_order(size: int, step: int) -> None:
     ranks = [each["disagree_about_the_order"][step] for each in heard_of(size)]
     assert ranks[1]["arrived"][:2] == ranks[0]["arrived"][2:]
     for each in ranks:
@@ -636,7 +634,7 @@ def unused(size: int, case: str) -> str:
 @two_or_three
 @pytest.mark.parametrize("case", ["everywhere", "on rank 1"])
 @pytest.mark.parametrize("variant", OURS)
-def test_every_rank_is_told_which_parameters_were_unused_and_on_which_ranks(size: int, variant: str, case: str) -> None:
+def test_every_rank_reports_unused_parameters_and_their_ranks(size: int, variant: str, case: str) -> None:
     for each in heard_of(size):
         for step in range(2):
             assert each["leave_parameters_unused"][variant, case, step] == (
@@ -648,7 +646,7 @@ def test_every_rank_is_told_which_parameters_were_unused_and_on_which_ranks(size
 @two_or_three
 @pytest.mark.parametrize("case", ["everywhere", "on rank 1"])
 @pytest.mark.parametrize("variant", OURS)
-def test_after_that_error_the_wrapper_works_again(size: int, variant: str, case: str) -> None:
+def test_the_wrapper_works_again_after_an_unused_parameter_error(size: int, variant: str, case: str) -> None:
     for each in heard_of(size):
         found, wanted = each["leave_parameters_unused"][variant, case, "afterwards"]
         torch.testing.assert_close(found, wanted)
@@ -674,7 +672,7 @@ def fail_while_buckets_are_under_way(world: World) -> dict[str, Any]:
 
 
 @two_or_three
-def test_an_error_leaves_no_bucket_under_way(size: int) -> None:
+def test_an_error_leaves_no_pending_bucket(size: int) -> None:
     for each in heard_of(size):
         heard = each["fail_while_buckets_are_under_way"]
         assert "parameters that got no gradient" in heard["error"]
@@ -701,7 +699,7 @@ def allow_unused_parameters(world: World) -> dict[str, Any]:
 @two_or_three
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_allowed_a_parameter_counts_as_zero_where_it_is_unused(size: int, variant: str, step: int) -> None:
+def test_an_allowed_unused_parameter_contributes_zeros(size: int, variant: str, step: int) -> None:
     for each in heard_of(size):
         found, wanted = each["allow_unused_parameters"][variant, "here", step]
         assert wanted["right.weight"].abs().max() > 0
@@ -711,7 +709,7 @@ def test_allowed_a_parameter_counts_as_zero_where_it_is_unused(size: int, varian
 @two_or_three
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_allowed_and_unused_everywhere_a_parameter_gets_no_gradient(size: int, variant: str, step: int) -> None:
+def test_a_parameter_that_no_rank_uses_gets_no_gradient_if_allowed(size: int, variant: str, step: int) -> None:
     for each in heard_of(size):
         found, wanted = each["allow_unused_parameters"][variant, "nowhere", step]
         assert found["right.weight"] is None
@@ -781,7 +779,7 @@ def misuse(world: World) -> dict[str, Any]:
 
 @two_or_three
 @pytest.mark.parametrize("case", ["second backward", "backward in no_sync after one without"])
-def test_a_second_gradient_before_finish_is_an_error_that_names_the_parameter(size: int, case: str) -> None:
+def test_a_second_gradient_before_finish_is_an_error(size: int, case: str) -> None:
     for each in heard_of(size):
         message = each["misuse"][case]
         assert message.startswith("RuntimeError: parameter 'right.")
@@ -790,7 +788,7 @@ def test_a_second_gradient_before_finish_is_an_error_that_names_the_parameter(si
 
 
 @two_or_three
-def test_a_forward_before_finish_is_an_error_but_not_one_without_gradients(size: int) -> None:
+def test_a_forward_pass_before_finish_is_an_error_unless_without_gradients(size: int) -> None:
     for each in heard_of(size):
         message = each["misuse"]["forward before finish"]
         assert message.startswith("RuntimeError: a forward pass started before finish() completed")
@@ -799,7 +797,7 @@ def test_a_forward_before_finish_is_an_error_but_not_one_without_gradients(size:
 
 @two_or_three
 @pytest.mark.parametrize("case", ["second backward", "backward in no_sync after one without", "forward before finish"])
-def test_after_misuse_finish_puts_the_wrapper_right(size: int, case: str) -> None:
+def test_after_misuse_finish_restores_the_wrapper(size: int, case: str) -> None:
     for each in heard_of(size):
         found, wanted = each["misuse"][case, "recovered"]
         torch.testing.assert_close(found, wanted)
@@ -807,7 +805,7 @@ def test_after_misuse_finish_puts_the_wrapper_right(size: int, case: str) -> Non
 
 @two_or_three
 @pytest.mark.parametrize("variant", OURS)
-def test_a_sparse_gradient_is_refused_by_name_on_every_rank(size: int, variant: str) -> None:
+def test_a_sparse_gradient_is_rejected_by_name_on_every_rank(size: int, variant: str) -> None:
     for each in heard_of(size):
         assert (
             "parameter 'weight' has a sparse gradient: build its layer with sparse=False"
@@ -856,7 +854,7 @@ def test_a_module_that_is_wrapped_again_has_the_mean_gradient(size: int, before:
 
 @two_or_three
 @pair
-def test_a_replaced_wrapper_raises_if_either_acts_in_backward(size: int, before: str, variant: str) -> None:
+def test_a_replaced_wrapper_raises_if_either_reduces_in_backward(size: int, before: str, variant: str) -> None:
     for each in heard_of(size):
         if {before, variant} <= {"naive", "flat"}:
             assert each["wrap_again"][before, variant] == "no error"
@@ -895,7 +893,7 @@ def clamped_mean_by_hand(model: DataParallel) -> dict[str, torch.Tensor]:
 
 @two_or_three
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_hook_registered_after_wrapping_changes_what_is_averaged(size: int, variant: str) -> None:
+def test_a_hook_registered_after_wrapping_affects_the_average(size: int, variant: str) -> None:
     for each in heard_of(size):
         for step in range(3):
             torch.testing.assert_close(*each["change_gradients_in_late_hooks"][variant, step])
@@ -937,7 +935,7 @@ def use_several_memory_layouts(world: World) -> dict[str, Any]:
 
 @two_or_three
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_of_any_memory_layout_are_averaged(size: int, variant: str) -> None:
+def test_gradients_in_any_memory_layout_are_averaged(size: int, variant: str) -> None:
     for each in heard_of(size):
         for step in range(2):
             torch.testing.assert_close(*each["use_several_memory_layouts"][variant, step])
@@ -967,7 +965,7 @@ def test_parameters_unfrozen_after_wrapping_are_an_error(size: int, variant: str
 
 @two_or_three
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_model_with_nothing_to_train_is_an_error(size: int, variant: str) -> None:
+def test_a_model_without_trainable_parameters_is_an_error(size: int, variant: str) -> None:
     for each in heard_of(size):
         assert each["change_what_is_trainable"][variant, "none"] == (
             "RuntimeError: the model has no parameter that requires a gradient: there is nothing to average"
@@ -976,7 +974,9 @@ def test_a_model_with_nothing_to_train_is_an_error(size: int, variant: str) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
-def test_a_wrapper_that_is_copied_says_to_copy_its_module(variant: str, duplicate: Callable[[object], object]) -> None:
+def test_copying_a_wrapper_raises_with_advice_to_copy_the_module(
+    variant: str, duplicate: Callable[[object], object]
+) -> None:
     model = data_parallel(nn.Linear(2, 2), World(), DDPConfig(variant=variant))
     with pytest.raises(TypeError, match=r"cannot be copied or pickled: copy or save its \.module"):
         duplicate(model)
@@ -1094,13 +1094,13 @@ def bring_different_models(world: World) -> dict[str, Any]:
 
 @two_or_three
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_different_models_are_one_error_on_every_rank_that_names_the_first_difference(size: int, name: str) -> None:
+def test_different_models_raise_one_error_that_names_the_first_difference(size: int, name: str) -> None:
     told = MISMATCHES[name][2].format(last=size - 1)
     for each in heard_of(size):
         assert each["bring_different_models"][name] == f"RuntimeError: the ranks have different models: {told}"
 
 
-def test_different_models_end_a_launch_within_seconds() -> None:
+def test_different_models_abort_a_launch_within_seconds() -> None:
     def wrap(world: World) -> None:
         data_parallel(nn.Linear(2, 2 + world.rank), world)
 
@@ -1136,16 +1136,16 @@ def test_different_models_end_a_launch_within_seconds() -> None:
     ],
     ids=str,
 )
-def test_options_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
+def test_incompatible_options_are_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         DDPConfig(**values)
 
 
-def test_an_option_may_be_given_its_default_for_any_variant() -> None:
+def test_any_variant_accepts_an_option_with_its_default() -> None:
     assert DDPConfig(variant="naive", hook="none", static_graph=False, bucket_cap_mb=None).variant == "naive"
 
 
-def test_a_config_comes_from_yaml_with_every_option(tmp_path: Path) -> None:
+def test_a_config_from_yaml_sets_every_option(tmp_path: Path) -> None:
     path = tmp_path / "ddp.yaml"
     path.write_text(
         "variant: torch\nbucket_cap_mb: 2\nfind_unused_parameters: true\nsync_buffers: false\nhook: bf16\n"
@@ -1169,7 +1169,7 @@ def test_a_config_comes_from_yaml_with_every_option(tmp_path: Path) -> None:
     assert load(path, DDPConfig, ["hook=none", "simulated_link.latency_ms=0"]).hook == "none"
 
 
-def test_a_wrong_option_in_yaml_is_one_line_that_says_what_to_type(tmp_path: Path) -> None:
+def test_an_invalid_option_in_yaml_is_reported_in_one_line_with_advice(tmp_path: Path) -> None:
     path = tmp_path / "ddp.yaml"
     path.write_text("variant: bucket\nstatic_graf: true\n")
     with pytest.raises(ConfigError, match=r"ddp\.yaml: unknown key 'static_graf'\. Did you mean 'static_graph'\?"):
@@ -1230,7 +1230,7 @@ def ask_torch(world: World) -> dict[str, Any]:
 
 @two_or_three
 @pytest.mark.parametrize("name", TORCHS)
-def test_every_option_reaches_torchs_ddp(size: int, name: str) -> None:
+def test_every_option_is_passed_to_torchs_ddp(size: int, name: str) -> None:
     _, attributes, logged = TORCHS[name]
     for each in heard_of(size):
         found, log = each["ask_torch"][name]
@@ -1239,7 +1239,7 @@ def test_every_option_reaches_torchs_ddp(size: int, name: str) -> None:
 
 
 @two_or_three
-def test_device_ids_reach_torchs_ddp_which_refuses_them_on_a_cpu(size: int) -> None:
+def test_device_ids_are_passed_to_torchs_ddp_which_rejects_them_on_cpus(size: int) -> None:
     for each in heard_of(size):
         assert "but got device_ids [0]" in each["ask_torch"]["device_ids"]
 
@@ -1260,24 +1260,24 @@ def join_unevenly(world: World) -> dict[str, Any]:
 
 
 @two_or_three
-def test_torchs_join_serves_ranks_of_uneven_length(size: int) -> None:
+def test_torchs_join_supports_uneven_inputs(size: int) -> None:
     heard = [each["join_unevenly"] for each in heard_of(size)]
     assert [each["steps"] for each in heard] == [rank + 1 for rank in range(size)]
     assert len({each["weights"] for each in heard}) == 1
 
 
-def test_by_default_it_is_torchs_ddp_over_the_link_that_is_there() -> None:
+def test_the_default_is_torchs_ddp_over_the_default_link() -> None:
     assert DDPConfig() == DDPConfig(variant="torch", hook="none", simulated_link=None)
     assert isinstance(data_parallel(nn.Linear(2, 2), World()), TorchDDP)
 
 
-def test_one_process_compresses_nothing() -> None:
+def test_a_single_process_does_not_compress() -> None:
     model: Any = data_parallel(nn.Linear(2, 2), World(), DDPConfig(variant="bucket", hook="powersgd"))
     assert isinstance(model.hook, AllReduceHook)
     assert isinstance(data_parallel(nn.Linear(2, 2), World(), DDPConfig(variant="torch", hook="fp16")), TorchDDP)
 
 
-def test_a_simulated_link_of_one_process_costs_nothing() -> None:
+def test_a_simulated_link_of_one_process_takes_no_time() -> None:
     link = LinkConfig(latency_ms=1000, megabytes_per_second=1e-6)
     model: Any = data_parallel(nn.Linear(2, 2), World(), DDPConfig(variant="bucket", simulated_link=link))
     assert isinstance(model.link, SimulatedLink)

@@ -323,7 +323,7 @@ def found_by_ranks(nprocs: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("nprocs", [2, 3])
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
-def test_a_fault_is_found_on_all_ranks_in_its_step_with_rank_and_name(kind: type[Job], nprocs: int) -> None:
+def test_a_fault_is_found_on_all_ranks_with_its_step_rank_and_name(kind: type[Job], nprocs: int) -> None:
     of_ranks = [found[kind.__name__] for found in found_by_ranks(nprocs)]
     assert all(each == of_ranks[0] for each in of_ranks), "all ranks are told the same"
     step, at_fault, where, message = EXPECTED[kind]
@@ -530,7 +530,7 @@ def trainers(world: World) -> dict[str, list[Finding]]:
     return found | {"corrupt": trained(world, small(name="corrupt"), corrupt)}
 
 
-def test_the_trainer_is_checked_without_knowing_of_it() -> None:
+def test_the_trainer_is_checked_without_changes() -> None:
     of_ranks = launch(trainers, 2, device="cpu", threads=1, echo=False, timeout=120)
     assert all(found == of_ranks[0] for found in of_ranks)
     [corrupt] = of_ranks[0].pop("corrupt")
@@ -564,7 +564,7 @@ def alarmed_at_the_end(world: World) -> list[str]:
     return ["no alarm"]
 
 
-def test_an_alarm_of_the_last_steps_comes_before_the_result_and_is_noted_as_the_runs_failure() -> None:
+def test_alarms_of_the_last_steps_precede_the_result_and_are_recorded() -> None:
     left = ["config.json", "failed.json"]
     told = launch(alarmed_at_the_end, 2, device="cpu", threads=1, echo=False, timeout=120)
     assert told == [["step 12: something is wrong", *left]] * 2
@@ -666,7 +666,7 @@ def run_with_weights(world: World, kind: type[Job]) -> Kept:
     return Kept(findings, all(bool(p.isfinite().all()) for p in last[0].net.parameters()), moved)
 
 
-def test_what_is_told_once_in_ten_steps_names_its_own_step_and_no_weight_is_spoilt_meanwhile() -> None:
+def test_a_delayed_report_has_its_own_step_and_no_weight_is_corrupted() -> None:
     ranks = launch(run_later, 2, list(LATER), device="cpu", threads=1, echo=False, timeout=120)
     for place, (kind, (step, seen, where, detector)) in enumerate(LATER.items()):
         of_ranks = [kept[place] for kept in ranks]
@@ -713,7 +713,7 @@ def skips_an_update(world: World) -> list[str]:
     return told
 
 
-def test_a_rank_that_leaves_an_update_out_is_told_to_all() -> None:
+def test_a_rank_that_skips_an_update_is_reported_on_all_ranks() -> None:
     message = "step 6: the ranks do not update their weights in the same steps: rank 0 in step 6, rank 1 in step 7"
     assert launch(skips_an_update, 2, device="cpu", echo=False, timeout=60) == [[message] * 2] * 2
 
@@ -733,7 +733,7 @@ def ends_late(world: World) -> list[Any]:
     return [checks.findings, time.monotonic() - began < 30]
 
 
-def test_a_rank_that_comes_late_to_the_end_makes_nobody_wait_for_long() -> None:
+def test_a_rank_that_reaches_the_end_late_does_not_block_the_others() -> None:
     assert launch(ends_late, 2, device="cpu", echo=False, timeout=60) == [[[], True]] * 2
 
 
@@ -750,14 +750,14 @@ def ends_differently(world: World, kind: str) -> str:
     return "left"
 
 
-def test_a_rank_that_takes_fewer_steps_is_told_to_the_others() -> None:
+def test_a_rank_that_takes_fewer_steps_is_reported_on_the_others() -> None:
     [first, *others] = launch(lambda world: ends_differently(world, "leaves"), 3, device="cpu", echo=False, timeout=60)
     assert first == "left"
     message = "the ranks take different numbers of steps: rank 0 left the block after step 3"
     assert others == [f"steps: step 4: {message}"] * 2
 
 
-def test_the_error_of_a_rank_is_told_as_it_is() -> None:
+def test_a_ranks_own_error_is_raised_unchanged() -> None:
     with pytest.raises(RankError, match="ZeroDivisionError") as caught:
         launch(lambda world: ends_differently(world, "raises"), 3, device="cpu", echo=False, timeout=60)
     assert caught.value.rank == 0
@@ -786,7 +786,7 @@ def fails_in_step_eleven(world: World, which: tuple[int, ...]) -> str:
     return "no alarm"
 
 
-def test_an_alarm_that_is_on_its_way_when_all_ranks_fail_is_told_and_the_error_of_one_does_not_wait_for_it() -> None:
+def test_a_pending_alarm_is_raised_if_all_ranks_fail() -> None:
     fail = partial(launch, fails_in_step_eleven, 2, device="cpu", echo=False, timeout=60)
     assert fail((0, 1)) == ["step 10: something is wrong (seen in step 11), no loss"] * 2
     with pytest.raises(RankError, match="no loss") as caught:
@@ -807,7 +807,7 @@ def strictly(world: World) -> list[Any]:
     return []
 
 
-def test_strict_raises_warnings_too_and_nothing_is_left_behind() -> None:
+def test_strict_also_raises_warnings_and_removes_all_hooks() -> None:
     assert launch(strictly, 2, device="cpu", echo=False, timeout=60) == [["same_random", True, True]] * 2
 
 
@@ -817,12 +817,12 @@ def with_other_detectors(world: World) -> None:
         pass
 
 
-def test_ranks_with_different_detectors_are_refused() -> None:
+def test_ranks_with_different_detectors_are_rejected() -> None:
     with pytest.raises(RankError, match="the ranks have different detectors"):
         launch(with_other_detectors, 2, device="cpu", echo=False, timeout=60)
 
 
-def test_one_process_alone_is_checked_too() -> None:
+def test_a_single_process_is_checked_too() -> None:
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -838,7 +838,7 @@ def test_one_process_alone_is_checked_too() -> None:
     assert (caught.value.finding.step, caught.value.finding.ranks) == (4, (0,))
 
 
-def test_unused_parameters_are_named_once_and_not_where_they_are_allowed() -> None:
+def test_unused_parameters_are_named_once_unless_allowed() -> None:
     net = Net()
     net.with_extra = False
     net.first.bias.requires_grad_(False)  # frozen, not unused

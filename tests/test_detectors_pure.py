@@ -26,7 +26,7 @@ NOISE = st.lists(st.floats(-1, 1), min_size=40, max_size=40)
 
 
 @given(slope=st.floats(1, 100), noise=NOISE, jump=st.floats(0, 1000), at=st.integers(0, 39))
-def test_the_slope_of_a_leak_is_told_whatever_the_noise_and_one_odd_value(
+def test_the_slope_of_a_leak_is_robust_to_noise_and_outliers(
     slope: float, noise: list[float], jump: float, at: int
 ) -> None:
     used = [100 + slope * step + each for step, each in enumerate(noise)]
@@ -35,12 +35,12 @@ def test_the_slope_of_a_leak_is_told_whatever_the_noise_and_one_odd_value(
 
 
 @given(noise=NOISE, jump=st.floats(5, 1000), at=st.integers(1, 39))
-def test_memory_that_jumps_once_is_no_leak(noise: list[float], jump: float, at: int) -> None:
+def test_a_single_jump_of_memory_is_not_a_leak(noise: list[float], jump: float, at: int) -> None:
     assert growth_per_step([each / 10 + jump * (step >= at) for step, each in enumerate(noise)]) < 0.5
 
 
 @given(usual=st.lists(st.floats(1, 5), min_size=10, max_size=50), scale=st.floats(1e-6, 1e6))
-def test_a_spike_is_judged_against_the_median_whatever_the_scale(usual: list[float], scale: float) -> None:
+def test_a_spike_is_relative_to_the_median_at_any_scale(usual: list[float], scale: float) -> None:
     scaled = [scale * each for each in usual]
     assert all(ratio_to_median(each, scaled) <= 5.001 for each in scaled)
     assert ratio_to_median(scale * 60, scaled) > 10
@@ -48,7 +48,7 @@ def test_a_spike_is_judged_against_the_median_whatever_the_scale(usual: list[flo
 
 
 @given(st.lists(st.floats(0, 10), min_size=10, max_size=10))
-def test_a_loss_that_stays_where_it_began_does_not_diverge(first: list[float]) -> None:
+def test_a_loss_that_stays_at_its_initial_value_does_not_diverge(first: list[float]) -> None:
     assert not has_diverged(first, first, 2.0)
     assert not has_diverged(first, [each / 2 for each in first], 2.0)
     assert has_diverged(first, [3 * max(first) + 1] * 10, 2.0)
@@ -61,7 +61,7 @@ def test_the_slow_rank_is_named_with_its_phase() -> None:
     assert slow_rank(late) == (2, "backward", 4.0)
 
 
-def test_epochs_that_are_shuffled_anew_do_not_overlap_and_own_permutations_do() -> None:
+def test_reshuffled_epochs_do_not_overlap_but_separate_permutations_do() -> None:
     def epoch(number: int) -> list[int]:
         return torch.randperm(400, generator=torch.Generator().manual_seed(number)).tolist()
 
@@ -80,7 +80,7 @@ def test_epochs_that_are_shuffled_anew_do_not_overlap_and_own_permutations_do() 
     every=st.integers(1, 12),
     room=st.integers(0, 300),
 )
-def test_what_two_ranks_bring_arrives_in_order_and_complete_whatever_the_room(
+def test_values_of_two_ranks_arrive_in_order_for_any_capacity(
     steps: list[tuple[int, int]], every: int, room: int
 ) -> None:
     """Samples of any number in a step, exchanged once in some steps, with too little room at first."""
@@ -114,7 +114,7 @@ def test_what_two_ranks_bring_arrives_in_order_and_complete_whatever_the_room(
     assert heard == [wanted, wanted]
 
 
-def test_a_row_has_the_same_hash_wherever_it_is_and_only_that_row() -> None:
+def test_a_row_hash_depends_only_on_the_row() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8):
         rows = torch.arange(35).view(5, 7).to(dtype)
         hashes = rows_hashed((rows, rows * 2)).tolist()
@@ -123,7 +123,7 @@ def test_a_row_has_the_same_hash_wherever_it_is_and_only_that_row() -> None:
     assert rows_hashed(()).tolist() == []
 
 
-def test_a_checksum_changes_with_any_bit_and_with_places() -> None:
+def test_a_checksum_depends_on_every_bit_and_its_position() -> None:
     for length in (3, 5000):
         tensor = torch.arange(float(length))
         [before] = checksums({"it": tensor}).values()
@@ -135,21 +135,21 @@ def test_a_checksum_changes_with_any_bit_and_with_places() -> None:
         assert list(checksums({"it": tensor.clone()}).values()) == [before]
 
 
-def test_the_minority_differs_and_where_there_is_none_all_do() -> None:
+def test_the_minority_differs_and_without_a_majority_all_ranks_do() -> None:
     a, b = {"w": 1, "v": 2}, {"w": 1, "v": 3}
     assert first_drift([a, b, a]) == ("v", (1,))
     assert first_drift([b, a]) == ("v", (0, 1))
     assert first_drift([a, a, a]) is None
 
 
-def test_the_own_memory_of_a_process_is_what_psutil_says() -> None:
+def test_private_memory_agrees_with_psutil() -> None:
     process, own = psutil.Process(), ProcessMemory()
     for _ in range(2):
         used = process.memory_info()
         assert abs(own() - (used.rss - used.shared)) < 4e6
 
 
-def test_the_own_memory_of_a_process_closes_its_file_also_in_a_cycle() -> None:
+def test_private_memory_closes_its_file_even_in_a_reference_cycle() -> None:
     gc.collect()
     before = psutil.Process().num_fds()
     owner = {"own": ProcessMemory()}
@@ -160,7 +160,7 @@ def test_the_own_memory_of_a_process_closes_its_file_also_in_a_cycle() -> None:
     assert psutil.Process().num_fds() == before
 
 
-def test_what_grows_is_named_by_shape_type_and_graph_and_shared_memory_counts_for_the_largest() -> None:
+def test_growth_is_described_by_shape_type_and_graph() -> None:
     before, weight = live_tensors(), torch.ones(7, 1000, requires_grad=True)
     kept = [torch.zeros(3, 50_000) for _ in range(4)]
     kept += [kept[0].view(-1)[:77], *(weight.sum() for _ in range(5))]
@@ -171,7 +171,7 @@ def test_what_grows_is_named_by_shape_type_and_graph_and_shared_memory_counts_fo
     assert live_tensors()[Kind((77,), torch.float32, "cpu", has_graph=False)] == (1, 0)
 
 
-def test_a_forward_is_computed_once_more_with_the_same_numbers_and_nothing_is_changed_by_it() -> None:
+def test_a_forward_pass_is_repeated_exactly_and_without_side_effects() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
     norms: list[float] = []
     for part in model:
@@ -210,7 +210,7 @@ def one_step(detector: ReplicaDrift, norms: list[float]) -> list[Finding]:
     return detector.check(step, [[0.0, norm, 0.0] for norm in norms]) + detector.after_update(step)
 
 
-def test_gradients_of_different_lengths_have_all_bits_compared_in_the_same_step() -> None:
+def test_different_gradients_trigger_a_full_comparison_in_the_same_step() -> None:
     detector = drift_of_two(other=1)
     assert one_step(detector, [1.5, 1.5]) == []
     assert one_step(detector, [math.nan, float("nan")]) == []
@@ -218,14 +218,14 @@ def test_gradients_of_different_lengths_have_all_bits_compared_in_the_same_step(
         one_step(detector, [1.5, 1.75])  # here no single one does: this is where the ranks would be told
 
 
-def test_gradients_that_had_different_lengths_in_a_step_before_have_all_bits_compared_at_once() -> None:
+def test_gradients_that_differed_earlier_trigger_a_full_comparison() -> None:
     detector = drift_of_two(other=1)
     detector.program.taken += 3
     with pytest.raises(AssertionError, match="a checksum of them all differs"):
         detector.check(detector.program.step - 1, [[0.0, 1.5, 0.0], [0.0, 1.75, 0.0]])
 
 
-def test_ranks_that_have_gradients_of_their_own_and_the_same_weights_are_compared_now_and_then_only() -> None:
+def test_equal_weights_with_different_gradients_are_compared_occasionally() -> None:
     detector = drift_of_two(other=0)
     compared: list[int] = []
     detector.program.gather_numbers = lambda numbers: compared.append(1) or numbers.repeat(2, 1)  # type: ignore
@@ -234,7 +234,7 @@ def test_ranks_that_have_gradients_of_their_own_and_the_same_weights_are_compare
 
 
 @given(columns=st.integers(1, 3000), offset=st.integers(0, 3))
-def test_the_quick_ways_to_a_number_from_all_bits_give_the_number_of_the_slow_one(columns: int, offset: int) -> None:
+def test_fast_hashes_equal_the_slow_hash(columns: int, offset: int) -> None:
     """Whichever way a rank takes, by the type or the place of its tensors, it has to say the same as the others."""
     values = torch.randn(16 * columns + offset, generator=torch.Generator().manual_seed(columns))[offset:]
     assert checksums({"it": values}) == checksums({"it": values.view(torch.int32)})
@@ -243,7 +243,7 @@ def test_the_quick_ways_to_a_number_from_all_bits_give_the_number_of_the_slow_on
 
 
 @pytest.mark.filterwarnings("error")
-def test_steps_aside_of_a_check_are_neither_looked_at_nor_counted_and_the_next_ones_are() -> None:
+def test_steps_without_checks_are_neither_checked_nor_counted() -> None:
     net, backward = nn.Linear(2, 1), torch.autograd.backward
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
 
@@ -265,7 +265,7 @@ def test_steps_aside_of_a_check_are_neither_looked_at_nor_counted_and_the_next_o
     assert checks.findings == []
 
 
-def test_what_a_check_does_once_in_twenty_steps_counts_in_full_and_what_the_machine_did_once_does_not() -> None:
+def test_the_overhead_counts_periodic_checks_fully_and_slowdowns_not() -> None:
     """In ms: 45 without checks, 0.3 more with them, and 4 more at one place of twenty; slower and slower, all of it."""
     triples = []
     for number in range(200):

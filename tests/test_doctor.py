@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("workdir")
 COMMAND = [sys.executable, "-m", "ddp_tutorial"]
 
 
-def test_a_machine_that_runs_these_tests_is_found_well() -> None:
+def test_a_machine_that_runs_these_tests_passes() -> None:
     findings = {finding.name: finding for finding in examine()}
     for name in ("backends", "loopback", "ranks", "memory", "disk"):
         assert findings[name].ok is True, findings[name]
@@ -23,7 +23,7 @@ def test_a_machine_that_runs_these_tests_is_found_well() -> None:
     assert verdict(list(findings.values())).startswith("several ranks will work on ")
 
 
-def test_what_goes_wrong_while_looking_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_check_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no sockets here")
 
@@ -35,7 +35,7 @@ def test_what_goes_wrong_while_looking_is_a_finding(monkeypatch: pytest.MonkeyPa
     assert verdict(findings) == "failed checks: loopback, ranks"
 
 
-def test_a_port_that_is_taken_is_told_with_the_way_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_reported_with_a_workaround(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(address: tuple[str, int]) -> None:
         raise OSError(f"{address} in use")
 
@@ -46,7 +46,7 @@ def test_a_port_that_is_taken_is_told_with_the_way_around(monkeypatch: pytest.Mo
     assert "--standalone" in advice
 
 
-def test_the_verdict_does_not_mind_what_is_only_good_to_know() -> None:
+def test_optional_findings_do_not_affect_the_verdict() -> None:
     assert verdict([Finding("GPUs", None, "none")]).startswith("several ranks will work")
 
 

@@ -77,7 +77,7 @@ def apart(one: Sequence[float], other: Sequence[float], steps: int) -> float:
 # --------------------------------------------------------------------------------------------------------- the data
 
 
-def test_the_digits_are_those_that_scikit_learn_ships() -> None:
+def test_the_digits_are_those_of_scikit_learn() -> None:
     tables = [
         pyarrow.parquet.read_table(ROOT / "data" / "digits" / f"{part}.parquet") for part in ("train", "held_out")
     ]
@@ -96,7 +96,7 @@ def test_the_digits_are_those_that_scikit_learn_ships() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_is_short_enough_to_copy_and_says_how_to_run_it(name: str) -> None:
+def test_an_example_is_short_and_describes_how_to_run_it(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
     assert len(text.splitlines()) <= 105
     doc = ast.get_docstring(ast.parse(text)) or ""
@@ -104,7 +104,7 @@ def test_an_example_is_short_enough_to_copy_and_says_how_to_run_it(name: str) ->
     assert f"torchrun --nproc-per-node 2 -m ddp_tutorial.examples.{name}" in doc
 
 
-def test_plain_imports_nothing_of_this_package() -> None:
+def test_plain_does_not_import_this_package() -> None:
     tree = ast.walk(ast.parse((EXAMPLES / "plain.py").read_text()))
     imported = [alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names]
     tree = ast.walk(ast.parse((EXAMPLES / "plain.py").read_text()))
@@ -113,7 +113,7 @@ def test_plain_imports_nothing_of_this_package() -> None:
     assert packages == {"torch", "pyarrow"}
 
 
-def test_a_misspelt_option_is_named() -> None:
+def test_a_misspelled_option_is_named() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'stepz'\. Did you mean 'steps'"):
         from_arguments(digits.Options, ["stepz=3"])
     assert from_arguments(digits.Options, ["checkpoint.every=5"]).checkpoint.every == 5
@@ -147,7 +147,7 @@ def two(folder: Path) -> TrainResult:
         return trained(2, "name=two", *SHORT)
 
 
-def test_over_95_percent_of_the_digits_held_out_are_told_right(alone: TrainResult) -> None:
+def test_over_95_percent_of_the_validation_digits_are_predicted_correctly(alone: TrainResult) -> None:
     result = json.loads((alone.run / "result.json").read_text())
     assert result["metrics"]["eval_accuracy"] == alone.evaluations[200]["accuracy"] > 0.95
     assert round(alone.evaluations[200]["accuracy"] * 360, 6).is_integer()  # each image counts once
@@ -157,7 +157,7 @@ def test_two_ranks_have_the_losses_of_one_process(alone: TrainResult, two: Train
     assert apart(alone.losses, two.losses, 20) < 1e-5
 
 
-def test_under_torchrun_killed_at_a_random_step_and_said_again_it_ends_with_the_same_bits(two: TrainResult) -> None:
+def test_a_run_killed_under_torchrun_resumes_bitwise_identically(two: TrainResult) -> None:
     command = [*TORCHRUN, "-m", "ddp_tutorial.examples.digits", "name=torchrun", "resume=auto", "checkpoint.every=4"]
     step, log = random.randint(5, 30), Path("runs/torchrun/metrics.jsonl")
     killed(*command, *SHORT, when=lambda: log.is_file() and len(log.read_bytes().splitlines()) >= step)
@@ -218,7 +218,7 @@ def plain(folder: Path) -> Callable[[int, int], Path]:
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
-def test_plain_torch_comes_to_the_weights_of_the_library_bit_for_bit(
+def test_plain_torch_and_the_package_give_bitwise_identical_weights(
     nprocs: int, plain: Callable[[int, int], Path]
 ) -> None:
     """Sums over samples divided by 64, a power of two, round alike whoever divides first, and the sum of two ranks has
@@ -232,7 +232,7 @@ def test_plain_torch_comes_to_the_weights_of_the_library_bit_for_bit(
             assert [name for name in compared if not torch.equal(weights[name], plain_weights[name])] == []
 
 
-def test_plain_torch_killed_and_said_again_ends_with_the_same_bits(plain: Callable[[int, int], Path]) -> None:
+def test_plain_torch_resumes_bitwise_identically(plain: Callable[[int, int], Path]) -> None:
     command = [*TORCHRUN, "-m", "ddp_tutorial.examples.plain", f"steps={PLAIN_STEPS}"]
     path, moment = Path("killed.pt"), random.uniform(0, 0.05)
 
@@ -261,7 +261,7 @@ def finetune_in_several_ways(world: World, ways: dict[str, list[str]]) -> dict[s
     }
 
 
-def test_law_2_texts_of_different_lengths_give_the_same_losses_however_they_are_shared_out() -> None:
+def test_ragged_texts_give_the_same_losses_for_any_distribution() -> None:
     pytest.importorskip("transformers")
     few = ["steps=6", "eval_samples=19", "eval_every=6"]
     losses, held_out = [], []
@@ -275,7 +275,7 @@ def test_law_2_texts_of_different_lengths_give_the_same_losses_however_they_are_
     assert max(held_out) - min(held_out) < 1e-5
 
 
-def test_finetune_goes_on_with_the_same_bits() -> None:
+def test_finetune_resumes_bitwise_identically() -> None:
     pytest.importorskip("transformers")
     few = ["schedule_steps=6", "eval_samples=8", "checkpoint.every=3"]
     whole = launch(finetune_in_several_ways, 2, {"whole": ["steps=6", *few]}, threads=1, echo=False, timeout=170)

@@ -38,7 +38,7 @@ STUCK = {
 WRONG = [(name, mistake) for name, exercise in EXERCISES.items() for mistake in exercise.wrong]
 
 
-def test_the_answers_that_are_stuck_are_among_the_wrong_ones():
+def test_answers_that_hang_are_among_the_wrong_answers():
     assert set(WRONG) >= STUCK
 
 
@@ -65,7 +65,7 @@ def test_the_solution_passes(name):
 
 
 @pytest.mark.usefixtures("patient")
-def test_the_packages_own_buckets_pass_what_a_learners_have_to():
+def test_the_packages_own_buckets_pass_the_learners_check():
     def wrap(world, model, cap):
         config = DDPConfig(variant="bucket", bucket_cap_mb=cap / 2**20, find_unused_parameters=True)
         return data_parallel(model, world, config)
@@ -75,7 +75,7 @@ def test_the_packages_own_buckets_pass_what_a_learners_have_to():
 
 
 @pytest.mark.usefixtures("patient")
-def test_what_a_thread_of_torch_lets_go_of_a_moment_later_is_not_held_against_a_sharded_module():
+def test_memory_that_a_torch_thread_releases_late_is_tolerated():
     """Gloo's thread may hold what was gathered after the all-gather has ended; here a thread of ours always does."""
     exercise = EXERCISES["sharded_state.sharded_module"]
 
@@ -116,7 +116,7 @@ def test_an_unfilled_skeleton_prints_the_task(name):
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_there_are_hints_wrong_answers_and_a_solution_to_show(name, capsys):
+def test_every_exercise_has_hints_wrong_answers_and_a_solution(name, capsys):
     exercise = EXERCISES[name]
     assert len(exercise.hints) >= 2
     assert len(exercise.wrong) >= 3
@@ -132,7 +132,7 @@ def test_there_are_hints_wrong_answers_and_a_solution_to_show(name, capsys):
     assert re.match(beginning, capsys.readouterr().out)
 
 
-def test_a_solution_is_shown_without_types_and_with_its_comments(capsys):
+def test_a_solution_is_shown_without_types_and_with_comments(capsys):
     def _longer(
         ranks: int,
         of: "dict[str, list[int]]",  # this stays
@@ -203,12 +203,12 @@ def test_a_check_explains_and_never_raises(capsys):
         halves(lambda x: x)
 
 
-def test_an_answer_that_returns_nothing_is_asked_for_its_return(capsys):
+def test_an_answer_that_returns_none_is_asked_for_its_return(capsys):
     EXERCISES["quickstart.deal_samples"].check(lambda indices, rank, size: None)
     assert capsys.readouterr().out.endswith("A function without a `return` returns None. Is one missing?\n")
 
 
-def test_an_answer_that_computes_for_ever_is_ended_and_told_its_line(monkeypatch, capsys):
+def test_an_endless_answer_is_aborted_and_its_line_is_shown(monkeypatch, capsys):
     def deal(indices, rank, size):
         while True:
             try:
@@ -224,7 +224,7 @@ def test_an_answer_that_computes_for_ever_is_ended_and_told_its_line(monkeypatch
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
-def test_what_an_answer_prints_on_ranks_is_shown(capsys):
+def test_output_of_an_answer_on_ranks_is_shown(capsys):
     def mean_loss(world, loss_sum, count):
         print(f"{count} tokens")
         return float(loss_sum / count)
@@ -235,7 +235,7 @@ def test_what_an_answer_prints_on_ranks_is_shown(capsys):
     assert "Not yet. " in said
 
 
-def test_every_notebook_that_teaches_has_exercises_and_checks_each_of_them():
+def test_every_teaching_notebook_has_exercises_and_checks_all_of_them():
     for path in find_notebooks():
         if match := re.match(r"(?:\d\d_)(\w+)|(?=live_ranks)(\w+)", path.stem):
             own = [name.partition(".")[2] for name in EXERCISES if name.startswith(f"{match[1] or match[2]}.")]

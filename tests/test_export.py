@@ -41,7 +41,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_one_process_finds_the_loss_that_two_ranks_have_logged(result: TrainResult) -> None:
+def test_one_process_finds_the_loss_that_two_ranks_logged(result: TrainResult) -> None:
     found = evaluate(result.run)
     assert found["eval_loss"] == pytest.approx(result.eval_losses[20], rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
@@ -50,7 +50,7 @@ def test_one_process_finds_the_loss_that_two_ranks_have_logged(result: TrainResu
     assert evaluate(result.run, samples=64)["eval_loss"] != found["eval_loss"]
 
 
-def test_an_export_gives_the_same_logits_when_it_is_loaded(result: TrainResult, tmp_path: Path) -> None:
+def test_an_exported_model_gives_the_same_logits_when_loaded(result: TrainResult, tmp_path: Path) -> None:
     export(result.run, tmp_path / "exported")
     tokens = torch.randint(256, (2, 16))
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_an_export_never_replaces_a_folder(result: TrainResult, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_run_without_a_model_gives_that_of_its_newest_valid_checkpoint(result: TrainResult, tmp_path: Path) -> None:
+def test_an_unfinished_run_exports_the_model_of_its_newest_checkpoint(result: TrainResult, tmp_path: Path) -> None:
     import shutil
 
     killed = tmp_path / "killed"
@@ -84,7 +84,7 @@ def test_a_run_without_a_model_gives_that_of_its_newest_valid_checkpoint(result:
         load(killed)
 
 
-def test_what_was_not_kept_is_told(result: TrainResult) -> None:
+def test_a_missing_model_is_reported(result: TrainResult) -> None:
     from ddp_tutorial.checkpoint.storage import stored
 
     with pytest.raises(ConfigError, match="train with best_model=true"):
@@ -94,7 +94,7 @@ def test_what_was_not_kept_is_told(result: TrainResult) -> None:
         stored(folder, "rng")
 
 
-def test_the_same_seed_writes_the_same_text(result: TrainResult) -> None:
+def test_the_same_seed_generates_the_same_text(result: TrainResult) -> None:
     first = sample(result.run, "Once", length=30, seed=1)
     assert first.startswith("Once")
     assert first == sample(result.run, "Once", length=30, seed=1)
@@ -115,12 +115,12 @@ def test_the_commands_print_what_the_functions_return(result: TrainResult, tmp_p
     assert (done.returncode, done.stdout.split(":")[0]) == (0, str(tmp_path / "out"))
 
 
-def test_an_empty_prompt_is_told(result: TrainResult) -> None:
+def test_an_empty_prompt_is_rejected(result: TrainResult) -> None:
     done = call("sample", str(result.run), "--prompt", "")
     assert (done.returncode, done.stderr.startswith("error: the prompt must have at least one character")) == (2, True)
 
 
-def test_a_model_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     save_model(model, tmp_path / "model")
     left = tmp_path / ".model.7.part"  # by a run that was killed

@@ -56,7 +56,7 @@ def test_a_rank_is_killed_in_its_step() -> None:
     assert len(Path("runs/mine/metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_rank_raises_and_the_fault_is_named() -> None:
+def test_a_rank_raises_an_error_that_names_the_fault() -> None:
     error = failure(small(), Fault(action="raise", rank=1, step=2, phase="update"))
     assert error.is_a(InjectedError)
     assert error.message == "injected fault: raise on rank 1 in step 2, at update"
@@ -67,7 +67,7 @@ def test_a_nan_is_found_on_its_rank() -> None:
     assert "step 2: the gradient is not finite" in error.message
 
 
-def test_a_corrupt_gradient_lets_the_replicas_drift_apart() -> None:
+def test_a_corrupt_gradient_makes_the_replicas_drift_apart() -> None:
     assert "weight" in failure(small(), Fault(action="corrupt", rank=1, step=4, phase="update")).message
 
 
@@ -75,7 +75,7 @@ def fill_up(world: World, config: TaskConfig) -> str:
     return error_of(lambda: train_with(world, config, Fault(action="fill_disk", rank=0, step=4, phase="data")))
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_it_valid() -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_valid() -> None:
     errors = launch(fill_up, 2, small(checkpoint={"every": 2, "keep_last": 1}), device="cpu", echo=False, timeout=60)
     assert "No space left on device" in errors[0]
     assert errors[1]  # that, or a lost connection: rank 0's log is its own
@@ -98,13 +98,13 @@ def steps(world: World, *faults: Fault) -> list[str]:
 
 @pytest.mark.parametrize("name", ["data", "update"])
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_fault_strikes_once_in_its_step_at_its_phase_on_its_rank(name: str, step: int) -> None:
+def test_a_fault_occurs_once_in_its_step_phase_and_rank(name: str, step: int) -> None:
     fault = Fault(action="raise", rank=1, step=step, phase=name)
     assert steps(World(rank=1, size=2), fault) == [f"{name} {step}"]
     assert steps(World(rank=0, size=2), fault) == []
 
 
-def test_where_there_is_no_data_phase_its_own_phase_is_counted() -> None:
+def test_without_a_data_phase_the_faults_own_phase_is_counted() -> None:
     with inject_faults(World(), Fault(action="raise", step=2, phase="save")):
         with phase("save"):
             pass
@@ -112,7 +112,7 @@ def test_where_there_is_no_data_phase_its_own_phase_is_counted() -> None:
             pass
 
 
-def test_a_fault_may_name_each_phase_that_the_package_has_and_no_other() -> None:
+def test_a_fault_may_name_any_phase_of_the_package_and_no_other() -> None:
     package = Path(ddp_tutorial.__file__).parent
     calls = [call for path in package.rglob("*.py") for call in re.findall(r"\bphase\(([^)]*)\)", path.read_text())]
     entered = {name for call in calls for name in re.findall(r'"([^"]+)"', call)}
@@ -127,7 +127,7 @@ def test_a_fault_may_name_each_phase_that_the_package_has_and_no_other() -> None
         (Fault(action="raise", step=2, phase="evaluate"), "phase 'evaluate' was never entered"),
     ],
 )
-def test_a_fault_that_has_not_struck_is_told_on_its_rank_when_its_block_ends(
+def test_a_fault_that_did_not_occur_is_reported_on_its_rank(
     fault: Fault, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert steps(World(), fault) == []
@@ -138,7 +138,7 @@ def test_a_fault_that_has_not_struck_is_told_on_its_rank_when_its_block_ends(
     assert caplog.records == [], "on another rank, or having struck"
 
 
-def test_a_run_that_ends_before_its_fault_says_so_in_the_log_of_that_rank() -> None:
+def test_a_run_that_ends_before_its_fault_logs_this_on_its_rank() -> None:
     fault = Fault(action="kill", rank=1, step=3, phase="update")
     launch(train_with, 2, small(steps=2), fault, device="cpu", echo=False, timeout=60)
     told = f"WARNING the fault '{fault}' did not occur: the last step was 2"
@@ -153,11 +153,11 @@ def skipping(world: World) -> list[float]:
     return all_gather(world, float(value))
 
 
-def test_a_skipped_all_reduce_is_the_next_one_only() -> None:
+def test_skipping_an_all_reduce_affects_only_the_next_one() -> None:
     assert launch(skipping, 2, device="cpu", echo=False, timeout=60) == [[2.0, 2.0]] * 2
 
 
-def test_a_leak_grows_in_each_step_from_its_first_on() -> None:
+def test_a_leak_grows_in_each_step_from_its_first_step() -> None:
     process = psutil.Process()
     used = []
     with inject_faults(World(), Fault(action="leak", step=2, phase="data", megabytes=50)):
@@ -169,7 +169,7 @@ def test_a_leak_grows_in_each_step_from_its_first_on() -> None:
     assert used[3] - used[1] > 80
 
 
-def test_what_a_fault_has_changed_is_as_before_when_its_block_ends() -> None:
+def test_the_effects_of_a_fault_end_with_its_block() -> None:
     real, model = dist.all_reduce, nn.Linear(2, 1)
     before = digest(dict(model.named_parameters()))
     faults = [Fault(action=action, phase="data") for action in ("skip", "nan")]  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_what_a_fault_has_changed_is_as_before_when_its_block_ends() -> None:
     assert digest(dict(model.named_parameters())) == before
 
 
-def test_a_disk_is_full_only_inside_and_only_for_writing(tmp_path: Path) -> None:
+def test_a_disk_is_full_only_inside_the_block_and_only_for_writing(tmp_path: Path) -> None:
     from ddp_tutorial.files import notify_observers
 
     with inject_faults(World(), Fault(action="fill_disk", phase="data")), phase("data"):
@@ -199,7 +199,7 @@ def test_a_disk_is_full_only_inside_and_only_for_writing(tmp_path: Path) -> None
     notify_observers("write", tmp_path)
 
 
-def test_a_fault_is_read_from_text() -> None:
+def test_a_fault_is_parsed_from_text() -> None:
     assert parse("delay rank=1 step=3 phase=update seconds=0.5") == Fault(
         action="delay", rank=1, step=3, phase="update", seconds=0.5
     )
@@ -217,7 +217,7 @@ def test_a_fault_is_read_from_text() -> None:
         ("kill phase=updat", "'phase' should be 'load', 'data', 'grads', 'forward',"),
     ],
 )
-def test_a_fault_that_cannot_be_read_is_told_in_one_line(text: str, message: str) -> None:
+def test_an_invalid_fault_is_reported_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         parse(text)
     assert "\n" not in str(caught.value)
@@ -231,7 +231,7 @@ def written(**settings: Any) -> str:
     return "my.yaml"
 
 
-def test_a_config_names_faults_as_text_or_in_full_and_they_are_no_setting_of_the_run() -> None:
+def test_a_config_lists_faults_as_text_or_mappings_outside_its_identity() -> None:
     faults = ["delay rank=1 step=3 phase=update seconds=0.5", {"action": "kill", "step": 2}]
     config = load(written(faults=faults), FaultyConfig)
     assert config.faults == (parse(faults[0]), Fault(action="kill", step=2))  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_a_config_names_faults_as_text_or_in_full_and_they_are_no_setting_of_the
         ({"action": "kill", "rank": 2}, "fault 'kill on rank 2 in step 1, at grads': 'rank' must be below"),
     ],
 )
-def test_a_config_with_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_made(fault: Any, told: str) -> None:
+def test_a_config_with_an_impossible_fault_is_rejected_in_one_line(fault: Any, told: str) -> None:
     done = call("train", written(faults=[fault]))
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
@@ -262,7 +262,7 @@ def test_a_config_with_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing
 
 
 @pytest.mark.timeout(200)
-def test_a_run_is_killed_as_its_config_says_in_every_life_and_goes_on_with_that_config_or_without_its_fault() -> None:
+def test_an_injected_kill_recurs_after_each_restart() -> None:
     """It saves every 2 steps, and is killed in its third: after step 2, then after step 4."""
     saving = {"checkpoint": {"every": 2}, "resume": "auto", "steps": 6}
     assert call("train", written(**saving, name="plain")).returncode == 0
@@ -282,7 +282,7 @@ def test_a_run_is_killed_as_its_config_says_in_every_life_and_goes_on_with_that_
     assert mine["metrics"]["weights"] == plain["metrics"]["weights"]
 
 
-def test_a_fault_of_a_rank_that_is_not_there_or_without_its_model_is_refused() -> None:
+def test_a_fault_without_its_rank_or_model_is_rejected() -> None:
     with (
         pytest.raises(ConfigError, match="'rank' must be below the number of ranks, 2"),
         inject_faults(World(size=2), Fault(action="kill", rank=2)),

@@ -32,7 +32,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_writing_makes_and_replaces_a_file(tmp_path):
+def test_writing_creates_and_replaces_a_file(tmp_path):
     path = tmp_path / "state.bin"
     write_atomically(path, b"old, and longer")
     write_atomically(path, b"new")
@@ -46,7 +46,7 @@ def fail(*_args, **_options):
 
 @pytest.mark.parametrize("broken", [(os, "fsync"), (Path, "rename")], ids=["while writing", "while renaming"])
 @pytest.mark.parametrize("old", [b"old", None], ids=["replacing", "new"])
-def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch, broken, old):
+def test_a_failure_leaves_the_old_file_and_no_temporary_files(tmp_path, monkeypatch, broken, old):
     path = tmp_path / "state.bin"
     if old is not None:
         path.write_bytes(old)
@@ -58,7 +58,7 @@ def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch, brok
     assert old is None or path.read_bytes() == old
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path):
+def test_a_reader_never_sees_a_partial_file(tmp_path):
     path = tmp_path / "state.bin"
     versions = [bytes([number]) * 200_000 for number in (1, 2)]
     write_atomically(path, versions[0])
@@ -91,7 +91,7 @@ def test_json_is_indented_and_ends_with_a_newline(tmp_path):
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_json_refuses_what_is_not_json_and_keeps_the_old_file(tmp_path, number):
+def test_json_rejects_invalid_values_and_keeps_the_old_file(tmp_path, number):
     path = tmp_path / "result.json"
     write_json(path, {"loss": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -101,7 +101,7 @@ def test_json_refuses_what_is_not_json_and_keeps_the_old_file(tmp_path, number):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_only_a_folder_may_refuse_to_be_flushed_and_only_where_it_never_can(tmp_path, monkeypatch, number):
+def test_only_folders_may_not_support_flushing(tmp_path, monkeypatch, number):
     """9p, CIFS and some file systems of FUSE answer EINVAL or ENOTSUP for folders."""
     refused = {"folders": False, "files": False}
     fsync = os.fsync
@@ -129,7 +129,7 @@ def test_only_a_folder_may_refuse_to_be_flushed_and_only_where_it_never_can(tmp_
         write()
 
 
-def test_a_directory_takes_its_name_when_it_is_complete(tmp_path):
+def test_a_directory_gets_its_name_when_it_is_complete(tmp_path):
     path = tmp_path / "parent" / "step-5"
     with directory_written_atomically(path) as aside:
         (aside / "model").mkdir()
@@ -145,7 +145,7 @@ def test_a_directory_takes_its_name_when_it_is_complete(tmp_path):
     assert names(path.parent) == ["step-5"]
 
 
-def test_all_of_a_directory_is_on_the_disk_when_it_takes_its_name(tmp_path, monkeypatch):
+def test_a_directory_is_completely_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced, fsync, rename = set(), os.fsync, Path.rename
 
     def noting(fd):
@@ -167,7 +167,7 @@ def test_all_of_a_directory_is_on_the_disk_when_it_takes_its_name(tmp_path, monk
     assert tmp_path.stat().st_ino in synced
 
 
-def test_a_directory_that_fails_vanishes(tmp_path, monkeypatch):
+def test_a_directory_that_fails_is_removed(tmp_path, monkeypatch):
     path = tmp_path / "step-5"
 
     def fill(error=None):
@@ -189,7 +189,7 @@ def test_a_directory_that_fails_vanishes(tmp_path, monkeypatch):
     assert names(path) == ["whole"]
 
 
-def test_a_directory_that_is_there_is_not_touched(tmp_path):
+def test_an_existing_directory_is_not_changed(tmp_path):
     path = tmp_path / "step-5"
     path.mkdir()
     (path / "kept").write_bytes(b"k")
@@ -199,7 +199,7 @@ def test_a_directory_that_is_there_is_not_touched(tmp_path):
     assert names(tmp_path) == ["step-5"]
 
 
-def test_new_directories_are_numbered_where_the_name_is_taken(tmp_path):
+def test_new_directories_are_numbered_if_the_name_exists(tmp_path):
     parent = tmp_path / "runs" / "today"
     made = [new_directory(parent, "quick") for _ in range(3)]
     assert [path.name for path in made] == ["quick", "quick-2", "quick-3"]
@@ -210,7 +210,7 @@ def test_new_directories_are_numbered_where_the_name_is_taken(tmp_path):
     assert new_directory(parent, "sweep/lr").relative_to(parent) == Path("sweep/lr")
 
 
-def test_threads_that_ask_for_the_same_name_get_one_each(tmp_path):
+def test_threads_that_request_the_same_name_get_different_directories(tmp_path):
     start = threading.Barrier(8)
     made = []
 
@@ -227,7 +227,7 @@ def test_threads_that_ask_for_the_same_name_get_one_each(tmp_path):
     assert names(tmp_path / "runs") == sorted(path.name for path in made)
 
 
-def test_what_a_killed_process_has_left_is_in_nobodys_way(tmp_path):
+def test_leftovers_of_a_killed_process_do_no_harm(tmp_path):
     path = tmp_path / "model"
     killed = directory_written_atomically(path)  # whose process has the same number in its next life, in a container
     (killed.__enter__() / "half").write_bytes(b"h")
@@ -242,7 +242,7 @@ def test_what_a_killed_process_has_left_is_in_nobodys_way(tmp_path):
     assert names(tmp_path) == ["log", "model"]
 
 
-def test_a_directory_is_replaced_by_a_whole_one_and_found_whole_at_every_moment(tmp_path):
+def test_a_directory_is_replaced_without_an_incomplete_state(tmp_path):
     path, moments = tmp_path / "model", []
 
     def look(*_):
@@ -279,7 +279,7 @@ def test_observers_of_the_disk_see_every_operation_on_a_directory(tmp_path):
     assert points == [("write", "step-5"), ("fsync", "step-5"), ("fsync", "weights"), ("rename", "step-5"), parent]
 
 
-def test_several_processes_fill_a_directory_once(tmp_path):
+def test_several_processes_build_a_directory_once(tmp_path):
     folder = tmp_path / "cache"
 
     def fill(aside):
@@ -298,7 +298,7 @@ def test_several_processes_fill_a_directory_once(tmp_path):
     assert names(tmp_path) == ["cache"]
 
 
-def test_no_descriptor_stays_open(tmp_path):
+def test_no_file_descriptor_stays_open(tmp_path):
     before = names(Path("/dev/fd"))
     write_atomically(tmp_path / "state", b"s")
     with locked(tmp_path):
@@ -307,5 +307,5 @@ def test_no_descriptor_stays_open(tmp_path):
     assert names(Path("/dev/fd")) == before
 
 
-def test_a_directory_that_does_not_exist_is_not_locked(tmp_path):
+def test_a_nonexistent_directory_is_not_locked(tmp_path):
     assert not is_locked(tmp_path / "gone")

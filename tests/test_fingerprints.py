@@ -26,7 +26,7 @@ def different_sizes(world: World) -> None:
         dist.all_reduce(numbers)
 
 
-def test_different_sizes_are_told_before_one_rank_has_a_wrong_sum_and_the_other_is_aborted() -> None:
+def test_different_sizes_are_reported_before_a_rank_has_a_wrong_sum() -> None:
     error = caught(different_sizes)
     assert "the ranks pass different tensors to the same all_reduce" in error.message
     assert "ank 0 waits in all_reduce [5] float32" in error.message
@@ -72,7 +72,7 @@ def beside_backward(world: World) -> None:
         (beside_backward, "all_reduce [6] float32", "broadcast from 0 [3] float32"),
     ],
 )
-def test_whatever_differs_is_told_with_both_sides(fn, first, second) -> None:
+def test_any_difference_is_reported_with_both_sides(fn, first, second) -> None:
     message = caught(fn).message
     assert f"ank 0 waits in {first}" in message
     assert f"ank 1 waits in {second}" in message
@@ -103,12 +103,12 @@ def correct(world: World) -> tuple[list[float], float, list[int]]:
     return model.module.weight.grad.flatten().tolist(), float(numbers[0]), [len(each) for each in said]
 
 
-def test_ranks_in_step_are_left_alone_and_compute_the_same() -> None:
+def test_matching_collectives_run_unchanged() -> None:
     results = launch(correct, 3, device="cpu", echo=False, timeout=60)
     assert results[0] == results[1] == results[2]
     assert results[0][1:] == (3.0, [0, 24, 48])
 
 
-def test_one_rank_alone_has_nobody_to_differ_from() -> None:
+def test_a_single_rank_has_no_differences() -> None:
     with fingerprinted(World()):
         assert torch.ones(2).sum() == 2

@@ -15,7 +15,7 @@ def parent(world: World) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
-def test_a_server_has_no_thread_of_pyarrow_which_a_forked_rank_would_have_to_do_without() -> None:
+def test_the_fork_server_has_no_pyarrow_thread() -> None:
     launch(parent, 2, device="cpu", echo=False)
     for server in forked.servers():
         threads = [path.read_text().strip() for path in Path(f"/proc/{server}/task").glob("*/comm")]
@@ -23,7 +23,7 @@ def test_a_server_has_no_thread_of_pyarrow_which_a_forked_rank_would_have_to_do_
         assert not [name for name in threads if "jemalloc" in name]
 
 
-def test_servers_that_are_lent_fork_the_ranks_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_servers_fork_the_ranks_of_a_different_process(monkeypatch: pytest.MonkeyPatch) -> None:
     lent, own = forked.lent(), set(forked.servers())
     assert len(json.loads(lent)) == len(own) == forked.SERVERS
     monkeypatch.setattr(forked, "_servers", [])  # as in a process that has none

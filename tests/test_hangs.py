@@ -38,17 +38,17 @@ def numbered(*of_rank: Call) -> RankStatus:
 WAITS = replace(REDUCE, done=False)
 
 
-def test_ranks_that_are_in_step_get_no_verdict() -> None:
+def test_matching_ranks_get_no_verdict() -> None:
     assert diagnose({0: numbered(REDUCE, REDUCE), 1: numbered(REDUCE, REDUCE)}).kind == "none"
     assert diagnose({0: numbered(), 1: numbered()}).kind == "none"
 
 
-def test_a_collective_that_torch_never_marks_as_done_is_no_hang_once_all_have_entered_it() -> None:
+def test_a_collective_that_all_ranks_have_entered_is_not_a_hang() -> None:
     """Those that DDP starts in C++ are of this kind."""
     assert diagnose({0: numbered(WAITS, REDUCE), 1: numbered(WAITS, REDUCE)}).kind == "none"
 
 
-def test_another_order_is_told_with_both_lines_and_the_row_marked() -> None:
+def test_a_different_order_is_reported_with_both_lines_and_a_marked_row() -> None:
     broadcast = replace(WAITS, op="broadcast", lines=(THERE,))
     found = diagnose({0: numbered(REDUCE, WAITS), 1: numbered(REDUCE, broadcast), 2: numbered(REDUCE, WAITS)})
     assert found.kind == "order"
@@ -62,33 +62,33 @@ def test_another_order_is_told_with_both_lines_and_the_row_marked() -> None:
 
 
 @pytest.mark.parametrize("other", [replace(WAITS, sizes=((4,),)), replace(WAITS, dtypes=("Double",))])
-def test_other_sizes_or_types_in_one_all_reduce_are_told(other: Call) -> None:
+def test_different_sizes_or_types_in_one_all_reduce_are_reported(other: Call) -> None:
     assert diagnose({0: numbered(REDUCE), 1: numbered(other)}).kind == "shape"
 
 
-def test_tensors_that_may_differ_between_ranks_may_differ() -> None:
+def test_tensors_that_may_differ_between_ranks_are_allowed() -> None:
     scatter = replace(REDUCE, op="scatter", sizes=())
     assert diagnose({0: numbered(scatter), 1: numbered(replace(scatter, sizes=((3,), (3,))))}).kind == "none"
 
 
-def test_a_rank_that_has_not_come_is_told_with_the_line_it_is_at() -> None:
+def test_a_missing_rank_is_reported_with_its_current_line() -> None:
     found = diagnose({0: numbered(REDUCE, WAITS), 1: replace(numbered(REDUCE), lines=(THERE,))})
     assert found.kind == "absent"
     assert 'rank 1 has not entered it: it is at File "train.py", line 7, in step.' in found.verdict
 
 
-def test_a_rank_that_computes_is_slow_and_no_hang() -> None:
+def test_a_rank_that_computes_is_slow_and_does_not_hang() -> None:
     found = diagnose({0: numbered(WAITS), 1: RankStatus((), (THERE,), is_busy=True)})
     assert found.kind == "slow"
     assert not found.explains("wait")
 
 
-def test_where_one_of_two_late_ranks_does_not_compute_it_is_a_hang() -> None:
+def test_two_missing_ranks_hang_if_one_of_them_does_not_compute() -> None:
     standings = {0: numbered(WAITS), 1: RankStatus((), (THERE,), is_busy=True), 2: RankStatus((), (HERE,))}
     assert diagnose(standings).kind == "absent"
 
 
-def test_a_rank_that_does_not_answer_and_one_that_has_left_are_told_apart() -> None:
+def test_an_unresponsive_rank_and_a_rank_that_left_are_distinguished() -> None:
     assert "rank 1 does not respond" in diagnose({0: numbered(WAITS), 1: None}).verdict
     left = replace(numbered(REDUCE), left="well")
     assert (
@@ -96,14 +96,14 @@ def test_a_rank_that_does_not_answer_and_one_that_has_left_are_told_apart() -> N
     )
 
 
-def test_a_collective_that_ended_since_a_rank_had_left_was_not_come_through() -> None:
+def test_a_collective_that_lost_its_connection_has_failed() -> None:
     """Its connections are gone, and it has raised an error."""
     left = replace(numbered(REDUCE), left="well")
     found = diagnose({0: numbered(REDUCE, REDUCE), 1: left})
     assert "Rank 0 was in all_reduce [3]" in found.verdict
 
 
-def test_only_the_marked_row_says_who_waits() -> None:
+def test_only_the_marked_row_reports_waiting_ranks() -> None:
     """torch may mark a collective as done a moment after it has returned, and some never."""
     found = diagnose({0: numbered(WAITS, WAITS), 1: replace(numbered(WAITS), left="well")})
     before, marked = found.table.splitlines()[1:]
@@ -111,19 +111,19 @@ def test_only_the_marked_row_says_who_waits() -> None:
     assert "waiting" in marked
 
 
-def test_ranks_that_wait_for_one_that_has_failed_leave_the_word_to_its_error() -> None:
+def test_ranks_that_wait_for_a_failed_rank_do_not_report_the_error() -> None:
     found = diagnose({0: numbered(WAITS), 1: replace(numbered(), left="failed")})
     assert found.kind == "failed"
     assert not found.explains("wait")
 
 
-def test_only_those_collectives_are_compared_that_every_rank_still_remembers() -> None:
+def test_only_collectives_that_every_rank_remembers_are_compared() -> None:
     long = RankStatus(tuple(replace(REDUCE, number=number) for number in range(1, 301)))
     short = RankStatus(tuple(replace(REDUCE, number=number) for number in range(101, 301)))
     assert diagnose({0: long, 1: short}).kind == "none"
 
 
-def test_a_rank_is_not_missed_where_it_is_no_member() -> None:
+def test_a_rank_outside_the_group_is_not_missing() -> None:
     waits = replace(WAITS, group="1")
     pair = {"1": [0, 1]}
     standings = {0: RankStatus((waits,), members=pair), 1: RankStatus((), (THERE,), members=pair), 2: RankStatus(())}
@@ -132,12 +132,12 @@ def test_a_rank_is_not_missed_where_it_is_no_member() -> None:
     assert "rank 2" not in str(found)
 
 
-def test_groups_are_compared_each_for_itself() -> None:
+def test_groups_are_compared_separately() -> None:
     pair = replace(REDUCE, group="1", op="broadcast")
     assert diagnose({0: RankStatus((REDUCE, pair)), 1: RankStatus((pair, REDUCE))}).kind == "none"
 
 
-def test_an_error_on_one_rank_is_not_explained_by_others_that_wait_for_it() -> None:
+def test_an_error_is_not_explained_by_ranks_that_wait_for_its_rank() -> None:
     assert Diagnosis("absent").explains("wait")
     assert not Diagnosis("absent").explains("error")
     assert Diagnosis("order").explains("error")
@@ -212,7 +212,7 @@ def watched(world: World, function, seconds: float) -> object:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
-def test_a_hang_ends_with_rank_collective_and_line(hang) -> None:
+def test_a_hang_is_reported_with_rank_collective_and_line(hang) -> None:
     """On three ranks, of which two may stand in the same place. The notebook and the benchmark have two ranks."""
     with pytest.raises(RankError) as caught:
         launch(watched, 3, hang, SECONDS, device="cpu", echo=False, timeout=60)
@@ -225,7 +225,7 @@ def test_a_hang_ends_with_rank_collective_and_line(hang) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_benchmark_of_hangs_tells_right_verdicts_from_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hang_benchmark_distinguishes_correct_and_wrong_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One hang, which has two lines to name; then the report of a verdict that names none."""
     monkeypatch.setattr(bench, "HANGS", {"rank_zero_only": bench.HANGS["rank_zero_only"]})
     lines = []
@@ -286,7 +286,7 @@ def committed_verdicts() -> dict[str, dict[int, tuple[str, str]]]:
     return verdicts
 
 
-def test_the_notebook_shows_each_hang_with_its_ranks_collectives_and_lines() -> None:
+def test_the_notebook_shows_each_hang_with_ranks_collectives_and_lines() -> None:
     verdicts = committed_verdicts()
     assert verdicts.keys() == LAB.keys()
     for name, expected in LAB.items():
@@ -309,7 +309,7 @@ def busy_for_a_while(world: World) -> list[str]:
         return [found.kind for found in watch._found.values()]
 
 
-def test_ranks_wait_for_one_that_computes_however_long_it_takes() -> None:
+def test_ranks_wait_for_a_computing_rank_without_a_limit() -> None:
     kinds = launch(busy_for_a_while, 2, device="cpu", echo=False, timeout=60)
     assert all(kind in {"slow", "none"} for each in kinds for kind in each)
     assert "slow" in kinds[0]
@@ -326,7 +326,7 @@ def computes_and_then_hangs(world: World) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_computes_for_long_and_then_hangs_is_found_and_warned_of_once() -> None:
+def test_a_rank_that_computes_and_then_hangs_is_reported_once() -> None:
     with pytest.raises(RankError) as caught:
         launch(computes_and_then_hangs, 2, device="cpu", echo=False, timeout=60)
     assert caught.value.is_a(CollectiveError), caught.value
@@ -342,7 +342,7 @@ def raises(world: World) -> None:
         dist.barrier()
 
 
-def test_an_error_of_the_program_is_told_as_it_is() -> None:
+def test_an_error_of_the_program_is_raised_unchanged() -> None:
     with pytest.raises(RankError) as caught:
         launch(raises, 2, device="cpu", echo=False, timeout=60)
     assert (caught.value.rank, caught.value.message) == (1, "my own")
@@ -365,7 +365,7 @@ def in_order(world: World) -> list[str]:
     return kinds
 
 
-def test_ranks_in_step_are_left_alone_and_can_be_looked_at() -> None:
+def test_matching_ranks_are_undisturbed_and_can_be_inspected() -> None:
     kinds = launch(in_order, 2, device="cpu", echo=False, timeout=60)
     assert kinds[0].count("none") >= 2
     assert {kind for each in kinds for kind in each} == {"none"}
@@ -383,7 +383,7 @@ def in_a_pair(world: World) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_hang_in_a_group_of_some_ranks_is_told_of_those() -> None:
+def test_a_hang_in_a_subgroup_is_reported_for_its_ranks() -> None:
     with pytest.raises(RankError) as caught:
         launch(in_a_pair, 3, device="cpu", echo=False, timeout=60)
     assert caught.value.is_a(CollectiveError), caught.value
@@ -393,7 +393,7 @@ def test_a_hang_in_a_group_of_some_ranks_is_told_of_those() -> None:
 
 
 @pytest.mark.parametrize(("rank", "reason", "waits"), [(0, "wait", False), (1, "wait", True), (0, "error", True)])
-def test_one_rank_reports_a_hang_and_the_others_leave_it_time(
+def test_one_rank_reports_a_hang_and_the_others_wait_for_it(
     rank: int, reason: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank whose collective raised an error reports it from its main thread."""
@@ -417,7 +417,7 @@ def recorded(world: World) -> list[Call]:
     return [replace(call, done=True) for call in calls()]  # torch marks it a moment after it has returned
 
 
-def test_the_recorder_tells_what_was_called_where_the_same_on_all_ranks() -> None:
+def test_the_recorder_reports_the_same_calls_on_all_ranks() -> None:
     of_ranks = launch(recorded, 2, device="cpu", echo=False, timeout=60)
     first, second = of_ranks[0]
     assert of_ranks[1] == of_ranks[0]
@@ -427,12 +427,12 @@ def test_the_recorder_tells_what_was_called_where_the_same_on_all_ranks() -> Non
     assert second.lines[0].number == first.lines[0].number + 1
 
 
-def test_a_time_that_is_not_positive_is_refused() -> None:
+def test_a_nonpositive_time_is_rejected() -> None:
     with pytest.raises(ValueError, match="seconds must be a positive number, such as 30, got 0"), watching(World(), 0):
         pass
 
 
-def test_one_rank_alone_has_nobody_to_wait_for() -> None:
+def test_a_single_rank_never_waits() -> None:
     with watching(World(), 1) as watch:
         assert watch.inspect().kind == "none"
 
@@ -454,7 +454,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(120)
-def test_under_torchrun_the_verdict_goes_to_stderr_and_no_rank_stays(workdir: Path) -> None:
+def test_under_torchrun_the_verdict_is_on_stderr_and_all_ranks_exit(workdir: Path) -> None:
     Path("script.py").write_text(SCRIPT)
     done = subprocess.run([*TORCHRUN, "script.py"], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode != 0
@@ -463,7 +463,7 @@ def test_under_torchrun_the_verdict_goes_to_stderr_and_no_rank_stays(workdir: Pa
 
 
 @pytest.mark.timeout(120)
-def test_train_tells_a_hang_that_was_injected(workdir: Path) -> None:
+def test_train_reports_an_injected_hang(workdir: Path) -> None:
     command = [sys.executable, "-m", "ddp_tutorial", "train", "tiny", "device=cpu", "--watch", "2"]
     fault = ["--fault", "hang rank=1 step=3 phase=backward"]
     done = subprocess.run([*command, *fault], capture_output=True, text=True, timeout=100, check=False)

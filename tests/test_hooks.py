@@ -318,7 +318,7 @@ def heard(nprocs: int) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------- 16 bits: tests
 
 
-def test_fp16_has_the_bits_of_torchs_own_hook_on_two_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_fp16_is_bitwise_identical_to_torchs_hook_on_two_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
     """With three, it is as close as 11 bits are: a third is rounded before or after the cast."""
     for each in heard:
         said = dict(each["compare_with_torchs_fp16"])
@@ -332,7 +332,7 @@ def test_fp16_has_the_bits_of_torchs_own_hook_on_two_ranks(heard: list[dict[str,
                     torch.testing.assert_close(ours[step], theirs[step], rtol=5e-3, atol=1.0)
 
 
-def test_with_fp16_all_ranks_have_the_same_bits(heard: list[dict[str, Any]]) -> None:
+def test_fp16_gives_bitwise_identical_results_on_all_ranks(heard: list[dict[str, Any]]) -> None:
     for name in heard[0]["compare_with_torchs_fp16"]:
         for step in range(3):
             assert len({digest(each["compare_with_torchs_fp16"][name][step]) for each in heard}) == 1
@@ -353,7 +353,7 @@ def test_16_bits_are_within_their_precision_of_the_exact_mean(
             assert digest(said["found"][hook]) == digest(heard[0]["average_in_16_bits"]["found"][hook])
 
 
-def test_16_bits_are_exactly_half_the_bytes(heard: list[dict[str, Any]]) -> None:
+def test_16_bits_send_exactly_half_of_the_bytes(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         assert each["average_in_16_bits"]["nbytes"] == {"none": [4828], "fp16": [2414], "bf16": [2414]}
         said = each["count_bytes_of_training"]
@@ -378,7 +378,7 @@ def test_fp16_overflows_and_underflows_where_bf16_does_not(heard: list[dict[str,
 
 
 @pytest.mark.parametrize("step", range(3))
-def test_powersgd_is_exact_where_its_rank_is_enough(heard: list[dict[str, Any]], step: int) -> None:
+def test_powersgd_is_exact_if_its_rank_is_sufficient(heard: list[dict[str, Any]], step: int) -> None:
     for each in heard:
         found, exact = each["send_low_rank"]["steps"][step]
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
@@ -386,7 +386,7 @@ def test_powersgd_is_exact_where_its_rank_is_enough(heard: list[dict[str, Any]],
 
 
 @pytest.mark.parametrize("step", range(3))
-def test_what_is_no_matrix_or_too_small_travels_exactly(heard: list[dict[str, Any]], nprocs: int, step: int) -> None:
+def test_vectors_and_small_matrices_are_sent_exactly(heard: list[dict[str, Any]], nprocs: int, step: int) -> None:
     for each in heard:
         found, exact = each["send_low_rank"]["steps"][step]
         for name in ("bias", "small", "scalar"):
@@ -396,7 +396,7 @@ def test_what_is_no_matrix_or_too_small_travels_exactly(heard: list[dict[str, An
                 torch.testing.assert_close(found[name], exact[name])
 
 
-def test_powersgd_sends_what_the_formula_says(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_powersgd_sends_the_number_of_bytes_of_the_formula(heard: list[dict[str, Any]], nprocs: int) -> None:
     """P is n x rank, Q is m x rank, for the matrices of 12 x 20 and 8 x 36; with P goes what is not compressed."""
     rank = nprocs
     first = 4 * (rank * (12 + 8) + 20 + 4 + 1)
@@ -406,20 +406,20 @@ def test_powersgd_sends_what_the_formula_says(heard: list[dict[str, Any]], nproc
         assert each["send_low_rank"]["transfers"] == [("bucket 0", first), ("bucket 0, Q", second)] * 3
 
 
-def test_powersgd_ends_with_the_same_bits_on_all_ranks(heard: list[dict[str, Any]]) -> None:
+def test_powersgd_gives_bitwise_identical_results_on_all_ranks(heard: list[dict[str, Any]]) -> None:
     assert len({tuple(each["feed_errors_back"]["digests"]) for each in heard}) == 1
     for step in range(3):
         assert len({digest(each["send_low_rank"]["steps"][step][0]) for each in heard}) == 1
     assert len({each["regress"]["powersgd"]["weights"] for each in heard}) == 1
 
 
-def test_what_powersgd_delivered_and_what_it_keeps_back_add_up_to_all_gradients(heard: list[dict[str, Any]]) -> None:
+def test_delivered_gradients_and_errors_of_powersgd_sum_to_all_gradients(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         said = each["feed_errors_back"]
         torch.testing.assert_close(said["delivered + kept"], said["sum"], rtol=1e-4, atol=1e-3)
 
 
-def test_what_powersgd_is_behind_does_not_grow(heard: list[dict[str, Any]]) -> None:
+def test_the_errors_of_powersgd_do_not_grow(heard: list[dict[str, Any]]) -> None:
     """Rank 1 of 12 each step; without feedback, it would fall behind by most of each gradient for ever."""
     for each in heard:
         behind = each["feed_errors_back"]["behind"]
@@ -429,7 +429,7 @@ def test_what_powersgd_is_behind_does_not_grow(heard: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize("step", range(4))
-def test_powersgd_works_in_many_buckets_and_after_they_are_rebuilt(heard: list[dict[str, Any]], step: int) -> None:
+def test_powersgd_works_in_many_and_in_rebuilt_buckets(heard: list[dict[str, Any]], step: int) -> None:
     for each in heard:
         said = each["train_low_rank"]
         assert len(said["exact"]["layouts"][step]) >= 3
@@ -440,7 +440,7 @@ def test_powersgd_works_in_many_buckets_and_after_they_are_rebuilt(heard: list[d
         assert digest(said["exact"]["gradients"][step]) == digest(first)
 
 
-def test_the_buckets_were_rebuilt_under_powersgd(heard: list[dict[str, Any]]) -> None:
+def test_the_buckets_are_rebuilt_under_powersgd(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         layouts = each["train_low_rank"]["exact"]["layouts"]
         assert layouts[0] != layouts[1]
@@ -448,13 +448,13 @@ def test_the_buckets_were_rebuilt_under_powersgd(heard: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("step", range(4))
-def test_a_rank_that_saves_nothing_compresses_nothing(heard: list[dict[str, Any]], step: int) -> None:
+def test_a_rank_that_saves_no_bytes_does_not_compress(heard: list[dict[str, Any]], step: int) -> None:
     for each in heard:
         said = each["train_low_rank"]
         assert digest(said["nothing is worth it"]["gradients"][step]) == digest(said["none"]["gradients"][step])
 
 
-def test_training_with_powersgd_gets_near_the_exact_loss_with_fewer_bytes(heard: list[dict[str, Any]]) -> None:
+def test_training_with_powersgd_approaches_the_exact_loss_with_fewer_bytes(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         exact, compressed = each["regress"]["none"], each["regress"]["powersgd"]
         assert exact["last"] < 0.02  # the noise is 0.01
@@ -475,14 +475,14 @@ def test_every_hook_keeps_the_imaginary_part(heard: list[dict[str, Any]], hook: 
 # ------------------------------------------------------------------------------------------------------- and failure
 
 
-def test_a_hook_does_not_hide_that_its_all_reduce_failed(heard: list[dict[str, Any]]) -> None:
+def test_a_hook_raises_the_error_of_its_all_reduce(heard: list[dict[str, Any]]) -> None:
     said = heard[0]["lose_the_others"]
     assert len(said) == 6
     for name, error in said.items():
         assert error.startswith("RuntimeError: "), name
 
 
-def test_an_error_in_another_thread_is_raised_by_backward_or_finish_with_its_message(
+def test_a_thread_error_is_raised_by_backward_or_finish(
     heard: list[dict[str, Any]],
 ) -> None:
     for each in heard:
@@ -491,19 +491,19 @@ def test_an_error_in_another_thread_is_raised_by_backward_or_finish_with_its_mes
             assert "no more paper" in error, name
 
 
-def test_powersgd_takes_parameters_in_half_precision(heard: list[dict[str, Any]]) -> None:
+def test_powersgd_supports_parameters_in_half_precision(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         said = each["send_half_precision"]
         assert said["found"].dtype == torch.bfloat16
         assert (said["found"] - said["exact"]).norm() < 0.05 * said["exact"].norm()
 
 
-def test_a_rank_below_one_is_refused() -> None:
+def test_a_rank_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
         PowerSGD(DirectLink(World()), 1, rank=0)
 
 
-def test_the_first_q_depends_on_the_name_and_not_on_the_rank_or_the_generator_of_the_process() -> None:
+def test_the_first_q_depends_only_on_the_name() -> None:
     hook = PowerSGD(DirectLink(World()), 1, rank=2)
     like = torch.zeros(1)
     torch.manual_seed(1)
@@ -527,11 +527,11 @@ def test_the_first_q_depends_on_the_name_and_not_on_the_rank_or_the_generator_of
         (1, (0, 5), False),
     ],
 )
-def test_a_matrix_is_compressed_where_that_saves_something(rank: int, shape: tuple[int, ...], worth: bool) -> None:
+def test_a_matrix_is_compressed_only_if_this_saves_bytes(rank: int, shape: tuple[int, ...], worth: bool) -> None:
     assert PowerSGD(DirectLink(World()), 1, rank=rank).is_compressible(torch.Size(shape)) is worth
 
 
-def test_which_variant_carries_which_hook() -> None:
+def test_variants_support_the_documented_hooks() -> None:
     """One process compresses nothing, whatever it is told; the config says which go together."""
     model = data_parallel(net(), World(), DDPConfig(variant="bucket", hook="bf16"))
     assert isinstance(model, BucketDDP)
@@ -539,7 +539,7 @@ def test_which_variant_carries_which_hook() -> None:
     assert isinstance(data_parallel(net(), World(), DDPConfig(variant="torch", hook="bf16")), TorchDDP)
 
 
-def test_what_powersgd_has_yet_to_send_survives_a_change_of_its_rank() -> None:
+def test_the_errors_of_powersgd_survive_a_change_of_its_rank() -> None:
     hook, link = PowerSGD(DirectLink(World()), 1, rank=2), DirectLink(World())
     hook.errors, hook.qs = {"weight": torch.ones(3, 4)}, {"weight": torch.ones(4, 2)}
     same, other = PowerSGD(link, 1, rank=2), PowerSGD(link, 1, rank=1)

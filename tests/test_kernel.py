@@ -50,7 +50,7 @@ def gone(pids, within=30.0):
     return False
 
 
-def test_functions_and_classes_of_a_cell_work_and_output_is_grouped_by_rank(kernel):
+def test_functions_and_classes_of_cells_work_and_output_is_grouped(kernel):
     said = kernel.run(
         "from dataclasses import dataclass\n"
         "from ddp_tutorial import launch\n"
@@ -73,7 +73,7 @@ def test_functions_and_classes_of_a_cell_work_and_output_is_grouped_by_rank(kern
     ]
 
 
-def test_progress_is_a_bar_of_html_that_moves_and_is_not_saved_with_a_notebook_of_the_project(kernel):
+def test_progress_is_an_html_bar_that_is_not_saved_with_a_notebook(kernel):
     said = kernel.run(
         "from ddp_tutorial import launch\n"
         "def work(world):\n"
@@ -99,7 +99,7 @@ def test_a_hidden_cell_stays_hidden():
 
 
 @pytest.mark.parametrize("opacity", [255, 128])
-def test_a_picture_is_kept_in_fewer_bytes_with_the_same_pixels(opacity):
+def test_an_image_is_stored_in_fewer_bytes_with_the_same_pixels(opacity):
     drawn = Image.new("RGBA", (300, 200), (255, 255, 255, opacity))
     drawn.paste((0, 114, 178, 255), (40, 30, 250, 90))
     buffer = io.BytesIO()
@@ -130,7 +130,7 @@ def test_an_error_names_the_rank_and_shows_the_line_of_the_cell(kernel):
     assert "launcher.py" not in said["error"], "the parent's own frames say nothing about the fault"
 
 
-def test_what_a_rank_prints_names_the_line_of_the_cell_too(kernel):
+def test_warnings_of_a_rank_name_the_line_of_the_cell(kernel):
     """A warning about a slow rank does, and so do stacks."""
     kernel.run("from ddp_tutorial import launch")
     said = kernel.run(
@@ -141,7 +141,7 @@ def test_what_a_rank_prints_names_the_line_of_the_cell_too(kernel):
     assert "ipykernel_" not in said["printed"]
 
 
-def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_path):
+def test_an_interrupt_stops_the_ranks_and_leaves_a_working_kernel(kernel, tmp_path):
     folder = tmp_path / "pids"
     folder.mkdir()
     hung = kernel.interrupted(f"folder = {str(folder)!r}\n{HANG}", when=lambda: pids_in(folder))
@@ -152,7 +152,7 @@ def test_an_interrupt_ends_the_ranks_and_leaves_a_working_kernel(kernel, tmp_pat
 
 
 @pytest.mark.parametrize("now", [True, False], ids=["killed", "shut down"])
-def test_ranks_end_with_their_kernel(kernel, tmp_path, now):
+def test_ranks_exit_with_their_kernel(kernel, tmp_path, now):
     folder = tmp_path / "pids"
     folder.mkdir()
     kernel.client.execute(f"folder = {str(folder)!r}\n{HANG}")

@@ -108,7 +108,7 @@ def test_a_lambda_with_a_closure_runs_on_three_ranks_in_order():
     assert results == [(3, 0, 107), (3, 1, 107), (3, 2, 107)]
 
 
-def test_four_ranks_return_what_a_class_of_the_caller_makes_of_it():
+def test_four_ranks_return_instances_of_a_class_of_the_caller():
     class Point:
         def __init__(self, x):
             self.x = x
@@ -125,7 +125,7 @@ def test_four_ranks_return_what_a_class_of_the_caller_makes_of_it():
 
 
 @pytest.mark.spawned
-def test_a_single_spawned_rank_has_a_process_of_its_own_and_no_group():
+def test_a_single_spawned_rank_is_a_process_without_a_group():
     def alone(world):
         loss = (torch.ones(2, requires_grad=True) * 2).sum()
         return world.rank, world.size, os.getpid(), dist.is_initialized(), torch.get_num_threads(), loss
@@ -138,7 +138,7 @@ def test_a_single_spawned_rank_has_a_process_of_its_own_and_no_group():
     assert loss.item() == 4.0  # a tensor that still has its graph in the rank arrives as a number
 
 
-def test_in_process_calls_the_function_right_here(capsys):
+def test_in_process_calls_the_function_in_this_process(capsys):
     seen = []
 
     def here(world, thing):
@@ -154,7 +154,7 @@ def test_in_process_calls_the_function_right_here(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_large_arguments_and_results_arrive_equal():
+def test_large_arguments_and_results_are_unchanged():
     sent = torch.arange(12_500_000, dtype=torch.float32)  # 50 MB
 
     results = launch(lambda world, given: given + world.rank, 2, sent, device="cpu")
@@ -179,7 +179,7 @@ def test_launches_leave_no_file_descriptor_open():
     assert psutil.Process().num_fds() <= before
 
 
-def test_the_package_hands_on_the_function_launch(start_python):
+def test_the_package_exports_the_function_launch(start_python):
     """Also when the module of that name has been imported before, or between."""
     code = """
         from ddp_tutorial import launch
@@ -216,7 +216,7 @@ print("total", launch(total, 2, 1, device="cpu"))
 """
 
 
-def test_functions_of_a_command_run_and_a_script_without_a_guard_is_refused_with_what_to_type(tmp_path, start_python):
+def test_functions_of_a_script_run_and_a_missing_guard_is_reported(tmp_path, start_python):
     """Both at the same time: two launches on one machine do not race for a port either.
 
     A command has no file that ranks could import. A script has, and every rank would start ranks again.
@@ -238,12 +238,12 @@ def test_functions_of_a_command_run_and_a_script_without_a_guard_is_refused_with
     assert err.count("Traceback") == 1
 
 
-def test_an_error_of_a_script_has_the_same_type_in_the_rank_that_imports_the_script():
+def test_an_error_class_of_a_script_is_the_same_in_its_ranks():
     on_the_rank, here = (type("OwnError", (ValueError,), {"__module__": name}) for name in ("__mp_main__", "__main__"))
     assert Raised.of(on_the_rank()).is_a(here)
 
 
-def test_while_the_group_is_up_everyone_listens_on_the_loopback_interface_only():
+def test_the_process_group_listens_on_the_loopback_interface_only():
     def listening(world):
         dist.barrier()
         mine, parents = psutil.Process(), psutil.Process(os.getppid())
@@ -264,7 +264,7 @@ def test_while_the_group_is_up_everyone_listens_on_the_loopback_interface_only()
 # --- output -----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_rank_and_its_children_print_stays_in_order_with_the_rank_in_front(capsys, monkeypatch):
+def test_output_of_a_rank_and_its_children_is_ordered_and_prefixed(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     def talk(world):
@@ -292,7 +292,7 @@ def test_what_a_rank_and_its_children_print_stays_in_order_with_the_rank_in_fron
     assert len(lines) == 13
 
 
-def test_without_echo_nothing_is_shown_and_a_given_device_is_not_announced(capfd):
+def test_without_echo_nothing_is_shown(capfd):
     launch(lambda world: print("loud"), 1, device="cpu", echo=False)
     assert capfd.readouterr() == ("", "")
     launch(lambda world: print("loud"), 1, device="cpu")
@@ -313,7 +313,7 @@ class RecordingConsole(Console):
         self.events.append(("close", [log.rank for log in logs]))
 
 
-def test_progress_of_rank_0_reaches_whoever_watches(monkeypatch):
+def test_progress_of_rank_0_reaches_the_parent(monkeypatch):
     console = RecordingConsole()
     monkeypatch.setattr(sys.modules["ddp_tutorial.processes.launcher"], "make_console", lambda echo: console)
 
@@ -330,7 +330,7 @@ def test_progress_of_rank_0_reaches_whoever_watches(monkeypatch):
     ]
 
 
-def test_progress_outside_a_launch_does_nothing(capfd):
+def test_progress_outside_a_launch_has_no_effect(capfd):
     progress(1, 2, loss=3.0)
     launch(lambda world: progress(1, 2), 1, device="cpu", in_process=True)
     assert capfd.readouterr() == ("", "")
@@ -358,7 +358,7 @@ def fail_on_rank_1(how, **options):
     return caught.value
 
 
-def test_rank_0_that_fails_while_others_wait_for_it_is_the_one_named():
+def test_rank_0_is_named_if_it_fails_while_others_wait():
     """The others hear of it, raise too, and have ended long before rank 0 has closed its files."""
 
     def prepare(world):
@@ -381,7 +381,7 @@ def test_rank_0_that_fails_while_others_wait_for_it_is_the_one_named():
     assert str(caught.value).count("raised RankZeroFailedError: rank 0 failed, while rank ") == 2
 
 
-def test_a_rank_that_only_sounds_as_if_rank_0_had_failed_is_a_cause_like_any_other():
+def test_an_error_that_resembles_rank_0s_failure_is_still_a_cause():
     def fail(world):
         if world.rank == 1:
             raise ValueError("rank 0 failed, while rank 1 waited for it: no")
@@ -392,7 +392,7 @@ def test_a_rank_that_only_sounds_as_if_rank_0_had_failed_is_a_cause_like_any_oth
     assert (caught.value.rank, caught.value.is_a(RankZeroFailedError)) == (1, False)
 
 
-def test_an_error_says_of_which_type_it_was_on_the_rank_also_of_one_that_this_process_cannot_import():
+def test_an_error_keeps_its_type_even_if_the_parent_cannot_import_it():
     class TooSmallError(ConfigError):
         pass
 
@@ -411,7 +411,7 @@ def test_an_error_says_of_which_type_it_was_on_the_rank_also_of_one_that_this_pr
     assert not any(map(error.is_a, (KeyError, RuntimeError, RankError)))
 
 
-def test_a_rank_that_raises_is_named_with_its_source_line_and_what_it_printed():
+def test_a_rank_that_raises_is_named_with_its_source_line_and_output():
     def divide():
         return 1 / 0  # the line at fault
 
@@ -424,7 +424,7 @@ def test_a_rank_that_raises_is_named_with_its_source_line_and_what_it_printed():
         assert part in str(error)
 
 
-def test_a_rank_that_raises_tells_the_line_of_a_cell():
+def test_a_rank_that_raises_is_named_with_the_line_of_a_cell():
     """A cell's source is in no file; linecache has it under a made-up name."""
     import linecache
 
@@ -448,7 +448,7 @@ def test_a_rank_killed_by_sigkill_is_named():
     assert not error.is_a(BaseException)
 
 
-def test_a_rank_that_leaves_by_os_exit_is_named():
+def test_a_rank_that_calls_os_exit_is_named():
     assert fail_on_rank_1(lambda: os._exit(3)).reason == "exited with code 3 before it returned a result"
 
 
@@ -459,14 +459,14 @@ def test_a_rank_that_calls_sys_exit_has_failed_even_with_code_0():
 
 
 @pytest.mark.spawned
-def test_a_rank_that_crashes_in_native_code_leaves_its_stack_in_the_log():
+def test_a_crash_in_native_code_leaves_a_stack_in_the_log():
     with pytest.raises(RankError, match="rank 0 was killed by SIGSEGV") as caught:
         launch(lambda world: os.kill(os.getpid(), signal.SIGSEGV), 1, device="cpu", echo=False)
     assert "most recent call first" in caught.value.log
     assert "test_launch.py" in caught.value.log
 
 
-def test_a_rank_that_returns_early_is_told_that_every_rank_must_enter_every_collective():
+def test_an_early_return_is_reported_with_advice_about_collectives():
     def leave_early(world):
         if world.rank == 1:
             return
@@ -481,7 +481,7 @@ def test_a_rank_that_returns_early_is_told_that_every_rank_must_enter_every_coll
 
 
 @pytest.mark.spawned
-def test_the_time_limit_begins_when_all_ranks_have_started(monkeypatch):
+def test_the_timeout_starts_when_all_ranks_have_started(monkeypatch):
     left, listen = [], _Ranks._listen_until
 
     def noted(self, deadline):
@@ -494,13 +494,13 @@ def test_the_time_limit_begins_when_all_ranks_have_started(monkeypatch):
     assert any(30 < each <= 60 for each in left)
 
 
-def test_a_function_that_does_not_take_world_is_refused_before_anything_starts():
+def test_a_function_without_a_world_parameter_is_rejected_before_start():
     for fn, args in ((lambda: 1, ()), (lambda world: 1, (2,)), (lambda world, *, key: 1, ())):
         with pytest.raises(TypeError, match=r"The first parameter must be `world`"):
             launch(fn, 2, *args, device="cpu")
 
 
-def test_at_the_time_limit_every_rank_tells_where_it_stands():
+def test_after_a_timeout_every_rank_reports_its_stack():
     """Three ranks: one waits in a collective, one sleeps, one is stopped and cannot answer."""
 
     def hang(world):
@@ -527,7 +527,7 @@ def test_at_the_time_limit_every_rank_tells_where_it_stands():
     assert "no answer" in third
 
 
-def test_a_rank_that_has_returned_but_does_not_end_is_named_at_the_time_limit():
+def test_a_rank_that_returned_but_does_not_exit_is_named():
     def linger(world):
         threading.Thread(target=time.sleep, args=(1000,)).start()  # not a daemon: Python waits for it
 
@@ -536,14 +536,14 @@ def test_a_rank_that_has_returned_but_does_not_end_is_named_at_the_time_limit():
     assert "had returned" in str(caught.value)
 
 
-def test_a_flood_of_output_does_not_put_off_the_time_limit():
+def test_a_flood_of_output_does_not_delay_the_timeout():
     start = time.monotonic()
     with pytest.raises(RankTimeoutError):
         launch(lambda world: os.system("timeout 20 yes"), 1, device="cpu", timeout=4, echo=False)
     assert time.monotonic() - start < 4 + 14, "it waited for the end of what the rank does outside of Python"
 
 
-def test_without_a_pidfd_the_sentinel_tells_that_a_process_has_exited():
+def test_without_a_pidfd_the_sentinel_detects_an_exit():
     """A rank on a node of a cluster has no number if it exits before it is looked for."""
     sentinel, theirs = os.pipe()
     descriptor = exit_descriptor(SimpleNamespace(pid=None, sentinel=sentinel))
@@ -573,7 +573,7 @@ def start_a_program_and_fork(world):
         ("exits", "exited with code 3"),
     ],
 )
-def test_processes_that_a_rank_has_started_are_gone_when_it(how, reason):
+def test_processes_started_by_a_rank_are_killed_with_it(how, reason):
     """Rank 1 fails; rank 0 has started some, too. When a rank is dead, its children are no longer known as such.
 
     The launch notices at once that rank 1 is gone: at the time limit, the reason would be a different one."""
@@ -605,7 +605,7 @@ def test_processes_that_a_rank_has_started_are_gone_when_it(how, reason):
 
 
 @pytest.mark.spawned
-def test_a_rank_ends_in_peace_while_torchs_threads_still_hold_tensors(capfd):
+def test_a_rank_exits_cleanly_while_torchs_threads_hold_tensors(capfd):
     def leave_work_behind(world):
         import atexit
 
@@ -692,7 +692,7 @@ def assert_interrupted_once(process, pids):
     assert wait_until(lambda: all(map(is_gone, pids)))
 
 
-def test_an_interrupt_of_the_whole_group_raises_once_and_ends_the_ranks(hanging):
+def test_an_interrupt_of_the_process_group_raises_once(hanging):
     pids = pids_of_ranks(hanging)
     os.killpg(hanging.pid, signal.SIGINT)
     assert_interrupted_once(hanging, pids)
@@ -700,14 +700,14 @@ def test_an_interrupt_of_the_whole_group_raises_once_and_ends_the_ranks(hanging)
 
 # To block SIGINT in the main thread is not enough: where there is another thread (the store's, those of a notebook's
 # kernel), that one takes the signal, and Python raises KeyboardInterrupt in the main thread all the same.
-def test_an_interrupt_while_the_ranks_are_being_started_raises_once_and_ends_them(start_python):
+def test_an_interrupt_while_ranks_start_raises_once_and_terminates_them(start_python):
     hanging = start_hanging_launch(start_python, "interrupt")
     pids = pids_of_ranks(hanging)
     assert_interrupted_once(hanging, pids)
 
 
 # The same while the ranks are being ended: any that are left would keep the parent from ending, too.
-def test_an_impatient_second_interrupt_leaves_no_rank_either(hanging):
+def test_a_second_interrupt_leaves_no_rank_behind(hanging):
     pids = pids_of_ranks(hanging)
     os.killpg(hanging.pid, signal.SIGINT)
     time.sleep(0.3)  # the ranks ignore what they are asked at first
@@ -718,14 +718,14 @@ def test_an_impatient_second_interrupt_leaves_no_rank_either(hanging):
     assert wait_until(lambda: all(map(is_gone, pids)))
 
 
-def test_ranks_do_not_outlive_a_parent_that_is_killed(hanging):
+def test_ranks_do_not_outlive_a_killed_parent(hanging):
     pids = pids_of_ranks(hanging)
     hanging.kill()
     assert wait_until(lambda: all(map(is_gone, pids)))
     assert hanging.communicate(timeout=20) == ("", "")
 
 
-def test_a_rank_whose_parent_has_died_before_it_could_ask_exits_at_once():
+def test_a_rank_exits_if_its_parent_died_before_it_could_ask():
     """The kernel kills a rank when its parent dies, but only if the rank has asked for that in time."""
     origin = SimpleNamespace(parent=os.getppid(), dies_with_thread=False)  # not the parent of the child
     if (child := os.fork()) == 0:
@@ -734,7 +734,7 @@ def test_a_rank_whose_parent_has_died_before_it_could_ask_exits_at_once():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-def test_processes_that_start_while_others_are_killed_are_killed_too(monkeypatch):
+def test_processes_that_start_during_a_kill_are_killed_too(monkeypatch):
     killed = []
     found = iter([["first"], ["started meanwhile"], []])
 
@@ -760,7 +760,7 @@ def nothing_starts(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_an_argument_that_cannot_be_sent_is_named_before_anything_is_started():
+def test_an_argument_that_cannot_be_pickled_is_named_before_ranks_start():
     def train(world, steps, settings):
         pass
 
@@ -771,7 +771,7 @@ def test_an_argument_that_cannot_be_sent_is_named_before_anything_is_started():
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_a_variable_that_cannot_be_sent_is_named_before_anything_is_started():
+def test_a_variable_that_cannot_be_pickled_is_named_before_ranks_start():
     guard = threading.Lock()
 
     def uses_closure(world):
@@ -786,7 +786,7 @@ def test_a_variable_that_cannot_be_sent_is_named_before_anything_is_started():
         launch(uses_global, 2, device="cpu")
 
 
-def test_a_result_that_cannot_be_sent_is_named():
+def test_a_result_that_cannot_be_pickled_is_named():
     def locked(world):
         return {"f": 1, "g": [0, threading.Lock()]} if world.rank == 1 else None
 
@@ -797,7 +797,7 @@ def test_a_result_that_cannot_be_sent_is_named():
     assert "Return plain data instead" in caught.value.reason
 
 
-def test_a_result_that_cannot_be_rebuilt_here_is_told():
+def test_a_result_that_cannot_be_unpickled_is_reported():
     class Unwilling:
         def __init__(self):
             self.home = os.getpid()
@@ -831,7 +831,7 @@ def test_a_result_that_cannot_be_rebuilt_here_is_told():
     ],
     ids=str,
 )
-def test_arguments_that_cannot_be_used_are_refused_with_what_to_type(monkeypatch, given, error, advice):
+def test_invalid_arguments_are_rejected_with_advice(monkeypatch, given, error, advice):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     call = SimpleNamespace(**({"fn": print, "nprocs": 2, "device": "cpu"} | given))
     fn, nprocs = call.__dict__.pop("fn"), call.__dict__.pop("nprocs")
@@ -864,7 +864,7 @@ def test_a_launch_that_cannot_start_leaves_no_descriptor_open(pipes: int, monkey
     assert counts[0] == counts[2]
 
 
-def test_a_rank_waits_in_a_collective_for_as_long_as_it_is_told():
+def test_the_collective_timeout_is_respected():
     def late(world):
         if world.rank == 1:
             time.sleep(30)

@@ -23,7 +23,7 @@ def without_pytests_logging(monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
 
 
-def test_what_logging_was_told_here_holds_in_the_ranks(capfd, monkeypatch):
+def test_the_logging_setup_of_the_parent_applies_in_the_ranks(capfd, monkeypatch):
     def talk(world):
         logging.debug("too much")
         logging.info("told by %d", world.rank)
@@ -39,7 +39,7 @@ def test_what_logging_was_told_here_holds_in_the_ranks(capfd, monkeypatch):
     assert len(lines) == 4
 
 
-def test_where_nobody_has_set_up_logging_ranks_show_warnings_and_no_more(capfd, monkeypatch):
+def test_without_a_logging_setup_ranks_show_only_warnings(capfd, monkeypatch):
     without_pytests_logging(monkeypatch)
 
     def talk(world):
@@ -50,7 +50,7 @@ def test_where_nobody_has_set_up_logging_ranks_show_warnings_and_no_more(capfd, 
     assert capfd.readouterr().out == "[rank 0] a warning\n"
 
 
-def test_a_figure_that_a_rank_shows_appears_under_its_name(capsys, monkeypatch):
+def test_a_figure_of_a_rank_appears_under_its_number(capsys, monkeypatch):
     displayed = []
 
     def show(data, raw):
@@ -77,7 +77,7 @@ def test_a_figure_that_a_rank_shows_appears_under_its_name(capsys, monkeypatch):
     assert 50 < first < second < 200
 
 
-def test_threads_that_launch_at_one_time_get_what_is_theirs_and_leave_no_trace():
+def test_concurrent_launches_get_their_own_results_and_leave_no_trace():
     """What children inherit there is once in a process: ranks had the port and the mark of another thread's launch,
     joined its group, and were killed when it ended."""
 
@@ -104,7 +104,7 @@ def test_threads_that_launch_at_one_time_get_what_is_theirs_and_leave_no_trace()
     assert sys.modules["__main__"] is main
 
 
-def test_the_threads_of_ranks_sleep_while_they_wait_unless_the_user_has_decided(monkeypatch):
+def test_threads_of_ranks_sleep_while_waiting_unless_configured(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert spawn.rank_environment(2, 2, 0)["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
@@ -121,12 +121,12 @@ def test_the_threads_of_ranks_sleep_while_they_wait_unless_the_user_has_decided(
         (64, "cuda", 2, None),
     ],
 )
-def test_many_ranks_for_each_core_are_told_what_that_costs(ranks, device, cores, told):
+def test_many_ranks_per_core_cause_a_warning_about_the_cost(ranks, device, cores, told):
     warning = oversubscription_warning(ranks, device, cores)
     assert warning is None if told is None else warning.startswith(told)
 
 
-def test_a_rank_that_cannot_be_killed_is_named_with_its_process_and_not_waited_for(monkeypatch):
+def test_a_rank_that_cannot_be_killed_is_named_and_not_waited_for(monkeypatch):
     """As if the kernel never let go of them. `launch` returns, and the error names both."""
     monkeypatch.setattr(spawn, "END_SECONDS", 0.1)
     monkeypatch.setattr(spawn, "has_exited", lambda process: False)

@@ -237,7 +237,7 @@ def test_links_meshes_and_sources_leave_no_files_or_threads(heard: list[dict[str
 # ---------------------------------------------------------------------------------------------------- simulated link
 
 
-def test_a_simulated_all_reduce_is_right_and_takes_the_modelled_time(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_a_simulated_all_reduce_is_correct_and_takes_the_modeled_time(heard: list[dict[str, Any]], nprocs: int) -> None:
     for each in heard:
         said = each["sum_one"]
         assert said["sum"] == (nprocs * (nprocs + 1) / 2,) * 2
@@ -249,11 +249,11 @@ def test_a_simulated_all_reduce_is_right_and_takes_the_modelled_time(heard: list
         assert TAKES[nprocs] - EARLY <= transfer.end - transfer.start < TAKES[nprocs] + SLACK
 
 
-def test_it_says_that_it_is_simulated(heard: list[dict[str, Any]]) -> None:
+def test_the_description_mentions_the_simulation(heard: list[dict[str, Any]]) -> None:
     assert {each["sum_one"]["name"] for each in heard} == {"simulated link: 20 ms, 5 MB/s"}
 
 
-def test_transfers_queue_one_after_another(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_transfers_are_queued(heard: list[dict[str, Any]], nprocs: int) -> None:
     for each in heard:
         transfers = each["sum_three"]
         assert [transfer.name for transfer in transfers] == ["number 0", "number 1", "number 2"]
@@ -264,9 +264,7 @@ def test_transfers_queue_one_after_another(heard: list[dict[str, Any]], nprocs: 
         assert 3 * TAKES[nprocs] - EARLY <= third.end - first.start < 3 * TAKES[nprocs] + SLACK
 
 
-def test_all_ranks_agree_when_each_transfer_started_and_end_it_together(
-    heard: list[dict[str, Any]], nprocs: int
-) -> None:
+def test_all_ranks_agree_on_the_start_and_end_of_each_transfer(heard: list[dict[str, Any]], nprocs: int) -> None:
     for name, transfers_of in {
         "sum_one": lambda said: said["transfers"],
         "sum_three": lambda said: said,
@@ -278,7 +276,7 @@ def test_all_ranks_agree_when_each_transfer_started_and_end_it_together(
             assert max(transfer.end for transfer in same) < min(transfer.end for transfer in same) + SLACK
 
 
-def test_a_transfer_begins_when_the_last_rank_joins_in(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_a_transfer_starts_when_the_last_rank_joins(heard: list[dict[str, Any]], nprocs: int) -> None:
     issued = [each["join_late"]["transfers"][0].issued for each in heard]
     assert issued[-1] >= heard[-1]["join_late"]["began"] + 0.3 - EARLY
     for each in heard:
@@ -287,7 +285,7 @@ def test_a_transfer_begins_when_the_last_rank_joins_in(heard: list[dict[str, Any
         assert transfer.end >= max(issued) + TAKES[nprocs] - EARLY
 
 
-def test_computing_goes_on_meanwhile(heard: list[dict[str, Any]]) -> None:
+def test_computation_continues_during_a_transfer(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         said = each["compute_meanwhile"]
         assert said["under way"], "all_reduce should return at once, and not when it is done"
@@ -295,14 +293,12 @@ def test_computing_goes_on_meanwhile(heard: list[dict[str, Any]]) -> None:
         assert said["done"] > 100
 
 
-def test_all_reduces_that_took_longer_than_allowed_are_counted(heard: list[dict[str, Any]]) -> None:
+def test_all_reduces_that_exceed_the_modeled_time_are_counted(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         assert each["count_overruns"] == {"too fast": 3, "slow": 0}
 
 
-def test_an_error_in_its_thread_surfaces_where_somebody_waits_and_the_link_goes_on(
-    heard: list[dict[str, Any]], nprocs: int
-) -> None:
+def test_a_thread_error_is_raised_at_the_wait_and_the_link_continues(heard: list[dict[str, Any]], nprocs: int) -> None:
     for each in heard:
         said = each["fail_in_the_thread"]
         assert said["error"].startswith("RuntimeError: ")
@@ -310,13 +306,13 @@ def test_an_error_in_its_thread_surfaces_where_somebody_waits_and_the_link_goes_
         assert said["afterwards"] == [nprocs] * 3
 
 
-def test_it_refuses_gpus_and_several_machines(heard: list[dict[str, Any]]) -> None:
+def test_gpus_and_several_machines_are_rejected(heard: list[dict[str, Any]]) -> None:
     for each in heard:
         for refused in each["connect_what_it_cannot"].values():
             assert refused.startswith("ConfigError: a simulated link requires all ranks on the CPU of one machine, got")
 
 
-def test_a_gpu_is_refused_by_one_process_too() -> None:
+def test_a_gpu_is_rejected_on_a_single_process_too() -> None:
     with pytest.raises(ConfigError, match="on the CPU of one machine, got rank 0 of 1 on cuda, nccl"):
         SimulatedLink(World(device=torch.device("cuda")), MODEL)
 
@@ -324,7 +320,7 @@ def test_a_gpu_is_refused_by_one_process_too() -> None:
 @pytest.mark.parametrize(
     "link", [SimulatedLink(World(), LinkModel(3600.0, 1e-6)), DirectLink(World())], ids=["simulated", "direct"]
 )
-def test_one_process_has_nobody_to_send_to_so_it_is_free(link: Any) -> None:
+def test_a_link_of_one_process_takes_no_time(link: Any) -> None:
     transfers = watched(link)
     tensor = torch.arange(3.0)
     began = time.monotonic()
@@ -350,12 +346,12 @@ def test_the_direct_link_sums_and_reports_each_transfer(heard: list[dict[str, An
         assert said["later"] == 1  # nobody watched the second
 
 
-def test_the_links_do_not_disturb_each_other(heard: list[dict[str, Any]], nprocs: int) -> None:
+def test_links_do_not_interfere_with_each_other(heard: list[dict[str, Any]], nprocs: int) -> None:
     for each in heard:
         assert each["use_both_at_once"] == [nprocs, 10 * nprocs]
 
 
-def test_an_all_reduce_that_loses_its_peer_raises_and_is_not_reported(heard: list[dict[str, Any]]) -> None:
+def test_an_all_reduce_that_loses_its_peer_raises_and_is_not_recorded(heard: list[dict[str, Any]]) -> None:
     said = heard[0]["lose_the_others"]
     for name in ("direct", "simulated"):
         assert said[name].startswith("RuntimeError: ")

@@ -32,11 +32,11 @@ def test_the_picture_follows_the_slider():
     assert seen[0] == seen[3]
 
 
-def test_what_the_widget_says_of_itself_does_not_hold_the_picture():
+def test_the_widget_description_does_not_contain_the_picture():
     assert len(repr(explore(bar, height=range(1, 9)))) < 3000
 
 
-def test_where_no_kernel_runs_the_figure_that_it_begins_with_stands_in_its_place():
+def test_without_a_kernel_the_first_figure_is_shown():
     widget = explore(bar, start={"height": 5}, height=[1, 5])
     shown = widget._repr_mimebundle_()
     assert base64.b64decode(shown["image/png"]) == bytes(widget.children[-1].value)
@@ -51,7 +51,7 @@ def draw(height, width):
     return bar(height)
 
 
-def test_sliders_begin_with_the_first_values_and_draw_anew_when_one_is_moved():
+def test_sliders_start_at_the_first_values_and_redraw_when_moved():
     before = plt.get_fignums()
     height, width, message, picture = explore(draw, height=[3, 9], width=[2, 7]).children
     assert (height.value, width.value) == (3, 2)
@@ -63,7 +63,7 @@ def test_sliders_begin_with_the_first_values_and_draw_anew_when_one_is_moved():
     assert plt.get_fignums() == before
 
 
-def test_sliders_can_begin_elsewhere_so_that_their_values_stay_in_order():
+def test_sliders_can_start_at_other_values_in_order():
     height, width, _, picture = explore(draw, start={"height": 9}, height=[1, 3, 9], width=[2, 7]).children
     assert height.options == (1, 3, 9)
     assert (height.value, width.value) == (9, 2)
@@ -71,12 +71,12 @@ def test_sliders_can_begin_elsewhere_so_that_their_values_stay_in_order():
 
 
 @pytest.mark.parametrize("start", [{"height": 4}, {"depth": 3}])
-def test_a_start_that_is_on_no_slider_is_refused(start):
+def test_a_start_value_outside_the_slider_is_rejected(start):
     with pytest.raises(ValueError, match="is not a value of slider"):
         explore(draw, start=start, height=[3, 9], width=[2, 7])
 
 
-def test_a_choice_that_cannot_be_drawn_is_told_and_the_picture_stays():
+def test_a_choice_that_cannot_be_drawn_is_reported_below_the_last_picture():
     height, width, message, picture = explore(draw, height=[3, 9], width=[2, 7]).children
     height.value = 9
     last = bytes(picture.value)

@@ -90,7 +90,7 @@ def here(world: Any) -> tuple[Any, ...]:
     return socket.gethostname(), world.rank, world.local_rank, world.local_size, world.size, of_torchrun
 
 
-def test_ranks_are_dealt_to_the_nodes_and_know_who_is_on_theirs(cluster: Cluster, ranks: Ranks) -> None:
+def test_ranks_are_distributed_to_nodes_and_know_their_local_ranks(cluster: Cluster, ranks: Ranks) -> None:
     assert ranks.run(here) == [("n0", 0, 0, 1, 2, [0, 0, 2, 0]), ("n1", 1, 0, 1, 2, [1, 1, 2, 0])]
     with Ranks(4, cluster=cluster, threads=1) as four:
         assert [each[:4] for each in four.run(here)] == [
@@ -109,7 +109,7 @@ def test_ranks_are_dealt_to_the_nodes_and_know_who_is_on_theirs(cluster: Cluster
     assert are_together(ranks), "another pool on the same nodes has come and gone"
 
 
-def test_they_meet_inside_of_their_network_and_nobody_listens_outside(ranks: Ranks) -> None:
+def test_ranks_rendezvous_inside_their_network_without_outside_listeners(ranks: Ranks) -> None:
     networks = {network_of(each["pid"]) for each in ranks.status()}
     assert len(networks) == 2
     assert network_of("self") not in networks
@@ -129,9 +129,7 @@ def seconds_of_an_all_reduce(ranks: Ranks) -> float:
     return float(max(ranks.get("seconds")))
 
 
-def test_an_all_reduce_takes_at_least_as_long_as_the_link_does_and_adds_up_right(
-    cluster: Cluster, ranks: Ranks
-) -> None:
+def test_an_all_reduce_takes_at_least_the_time_of_the_link(cluster: Cluster, ranks: Ranks) -> None:
     """In a ring of two, each rank receives as many bytes as the tensor has: half of them added up, half as the sum."""
     on_the_wire = (
         4 * NUMBERS * 8 / (MBIT * 1e6)
@@ -145,7 +143,7 @@ def test_an_all_reduce_takes_at_least_as_long_as_the_link_does_and_adds_up_right
         cluster.set_rate(f"{MBIT}mbit")
 
 
-def test_a_cable_that_is_out_is_told_and_the_ranks_meet_again_when_it_is_in(cluster: Cluster, ranks: Ranks) -> None:
+def test_an_unplugged_cable_is_reported_and_ranks_reconnect_afterward(cluster: Cluster, ranks: Ranks) -> None:
     ranks.execute("kept = world.rank")
     with cluster.link_down(1):
         with pytest.raises(CollectiveError, match=r"the cable of n1 is unplugged: all ranks have entered") as caught:
@@ -162,7 +160,7 @@ def test_a_cable_that_is_out_is_told_and_the_ranks_meet_again_when_it_is_in(clus
 
 
 @pytest.mark.parametrize("source", ["time.sleep(60)", "dist.barrier() if world.rank == 0 else time.sleep(60)"])
-def test_an_interrupt_ends_the_call_and_leaves_the_ranks_alive(ranks: Ranks, source: str) -> None:
+def test_an_interrupt_stops_the_call_and_keeps_the_ranks(ranks: Ranks, source: str) -> None:
     ranks.execute("kept = world.rank")
     before = [each["pid"] for each in ranks.status()]
     with interrupt_after(0.4), pytest.raises(KeyboardInterrupt, match=r"rank 1 was at call \d+, line 1"):
@@ -172,7 +170,7 @@ def test_an_interrupt_ends_the_call_and_leaves_the_ranks_alive(ranks: Ranks, sou
     assert are_together(ranks)
 
 
-def test_an_error_and_a_hang_are_told_with_rank_and_line(ranks: Ranks) -> None:
+def test_an_error_and_a_hang_are_reported_with_rank_and_line(ranks: Ranks) -> None:
     ranks.execute("kept = world.rank")
     with pytest.raises(RankError, match="rank 1 raised ValueError: a bad sample") as failed:
         ranks.execute("x = torch.ones(1)\nif world.rank == 1:\n    raise ValueError('a bad sample')")
@@ -184,7 +182,7 @@ def test_an_error_and_a_hang_are_told_with_rank_and_line(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks: Ranks, dead: int) -> None:
+def test_a_dead_rank_is_reported_and_restart_replaces_it(ranks: Ranks, dead: int) -> None:
     ranks.execute("kept = world.rank")
     with pytest.raises(RankError, match=f"rank {dead} was killed by SIGKILL"):
         ranks.execute(f"if world.rank == {dead}: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
@@ -197,7 +195,7 @@ def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks: Ranks,
     assert [each["node"] for each in ranks.status()] == ["n0", "n1"]
 
 
-def test_a_host_without_power_takes_its_rank_along_and_does_not_come_back(allowed: None, tmp_path: Path) -> None:
+def test_a_host_without_power_loses_its_rank_permanently(allowed: None, tmp_path: Path) -> None:
     with Cluster(2, folder=tmp_path) as two, Ranks(2, cluster=two, threads=1) as ranks:
         ranks.execute("kept = world.rank")
         two.kill(1)
@@ -219,7 +217,7 @@ def test_a_host_without_power_takes_its_rank_along_and_does_not_come_back(allowe
         (2, 2, {"device": "cuda"}, "device must be 'cpu' or 'auto' on a cluster"),
     ],
 )
-def test_what_nodes_cannot_have_is_refused_in_a_line_and_nothing_starts(
+def test_unsupported_options_on_nodes_are_rejected_in_one_line(
     n: int, nodes: int, more: dict[str, Any], said: str
 ) -> None:
     cluster = Cluster(nodes)
@@ -229,12 +227,12 @@ def test_what_nodes_cannot_have_is_refused_in_a_line_and_nothing_starts(
     assert not cluster.is_up
 
 
-def test_a_number_is_no_cluster() -> None:
+def test_a_number_is_not_a_cluster() -> None:
     with pytest.raises(ConfigError, match="cluster must be a Cluster"):
         Ranks(2, cluster=2)  # type: ignore[arg-type]
 
 
-def test_where_namespaces_are_not_allowed_one_line_says_so_and_nothing_is_left(
+def test_without_namespaces_one_line_is_printed_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = psutil.Process().children()
@@ -251,7 +249,7 @@ def test_where_namespaces_are_not_allowed_one_line_says_so_and_nothing_is_left(
 # --------------------------------------------------------------------------------------------------------- a script
 
 
-def test_cells_become_a_script_that_torchrun_runs_on_each_node(cluster: Cluster) -> None:
+def test_cells_become_a_script_for_torchrun_on_each_node(cluster: Cluster) -> None:
     steps = [
         ScriptStep("import socket\nimport torch\nimport torch.distributed as dist"),
         ScriptStep(
@@ -274,7 +272,7 @@ def test_cells_become_a_script_that_torchrun_runs_on_each_node(cluster: Cluster)
 
 
 @pytest.mark.timeout(180)
-def test_magics_on_nodes_of_a_kernel_whose_end_leaves_no_process_and_no_network(allowed: None, tmp_path: Path) -> None:
+def test_magics_on_nodes_leave_no_process_or_network_after_the_kernel(allowed: None, tmp_path: Path) -> None:
     notebook = Kernel(tmp_path)
     try:
         notebook.run("%load_ext ddp_tutorial")
@@ -307,7 +305,7 @@ def test_magics_on_nodes_of_a_kernel_whose_end_leaves_no_process_and_no_network(
         notebook.end()
 
 
-def test_a_cluster_that_the_ranks_brought_up_ends_with_them(allowed: None, tmp_path: Path) -> None:
+def test_a_cluster_started_by_the_pool_stops_with_it(allowed: None, tmp_path: Path) -> None:
     cluster = Cluster(2, "1gbit", folder=tmp_path)
     with Ranks(2, cluster=cluster, threads=1) as ranks:
         assert cluster.is_up

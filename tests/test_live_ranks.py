@@ -85,7 +85,7 @@ def interrupt_after(seconds):
 # --------------------------------------------------------------------------------------------- what they keep, and say
 
 
-def test_variables_live_on_from_call_to_call(ranks):
+def test_variables_persist_between_calls(ranks):
     ranks.execute("x = 10 * world.rank\ndef twice():\n    return 2 * x")
     assert repr(ranks.execute("twice()")) == "rank 0: 0\nrank 1: 20"
     assert ranks.get("x") == [0, 10]
@@ -98,7 +98,7 @@ def test_variables_live_on_from_call_to_call(ranks):
     assert ranks.run(lambda world, more: world.rank + offset + more, 100) == [105, 106]
 
 
-def test_a_class_of_a_cell_comes_home(ranks):
+def test_a_class_of_a_cell_can_be_returned(ranks):
     ranks.execute("from dataclasses import dataclass\n@dataclass\nclass Found:\n    rank: int\nit = Found(world.rank)")
     assert [each.rank for each in ranks.get("it")] == [0, 1]
 
@@ -117,16 +117,16 @@ def test_a_class_of_a_cell_comes_home(ranks):
         ("# nothing", ""),
     ],
 )
-def test_the_last_expression_is_shown_where_ranks_agree_and_where_they_differ(ranks, source, shown):
+def test_the_last_expression_is_grouped_by_equal_values(ranks, source, shown):
     assert repr(ranks.execute(source)) == shown
 
 
-def test_some_of_many_ranks_may_agree():
+def test_equal_values_of_some_ranks_are_grouped():
     assert repr(RankResults({0: "a", 1: "b", 2: "a"}, 3)) == "ranks 0, 2: a\nrank 1: b"
     assert repr(RankResults({0: "a"}, 1)) == "rank 0: a"
 
 
-def test_what_ranks_print_has_their_names_and_all_of_it_is_there(ranks, capfd):
+def test_output_of_ranks_is_complete_and_prefixed(ranks, capfd):
     ranks.execute("print('line', world.rank); os.system('echo a child'); sys.stderr.write('error output')")
     said = capfd.readouterr().out
     for rank in (0, 1):
@@ -138,7 +138,7 @@ def test_what_ranks_print_has_their_names_and_all_of_it_is_there(ranks, capfd):
     assert "[rank 0] {'a': 0}\n[rank 1] {'a': 1}" in capfd.readouterr().out
 
 
-def test_nothing_listens_to_the_network(ranks):
+def test_no_rank_listens_on_the_network(ranks):
     for pid in [os.getpid(), *(each["pid"] for each in ranks.status())]:
         for each in psutil.Process(pid).net_connections("inet"):
             assert each.status != "LISTEN" or each.laddr.ip in {"127.0.0.1", "::1"}, each
@@ -147,7 +147,7 @@ def test_nothing_listens_to_the_network(ranks):
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def test_an_error_has_the_ranks_own_lines_and_the_variables_stay(ranks):
+def test_an_error_shows_the_ranks_lines_and_keeps_the_variables(ranks):
     ranks.execute("kept = world.rank")
     with pytest.raises(RankError) as caught:
         ranks.execute("y = 1\nif world.rank == 1:\n    raise ValueError('a bad sample')")
@@ -161,7 +161,7 @@ def test_an_error_has_the_ranks_own_lines_and_the_variables_stay(ranks):
     assert are_together(ranks)
 
 
-def test_the_same_error_on_all_ranks_is_told_once(ranks):
+def test_an_error_on_all_ranks_is_reported_once(ranks):
     with pytest.raises(RankError, match="raised NameError: name 'nobody' is not defined") as caught:
         ranks.execute("nobody")
     assert str(caught.value).count("not defined") == 2  # in the first line, and at the end of the traceback
@@ -170,7 +170,7 @@ def test_the_same_error_on_all_ranks_is_told_once(ranks):
         ranks.execute("x = = 1")
 
 
-def test_ranks_that_wait_for_one_that_has_failed_are_told_and_woken(ranks):
+def test_ranks_that_wait_for_a_failed_rank_are_reported_and_woken(ranks):
     ranks.execute("kept = world.rank")
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -201,7 +201,7 @@ def test_ranks_that_wait_for_one_that_has_failed_are_told_and_woken(ranks):
     ],
     ids=["absent", "order", "ended"],
 )
-def test_a_hang_is_told_by_name_and_ended(ranks, source, said):
+def test_a_hang_is_reported_and_aborted(ranks, source, said):
     ranks.execute("kept = world.rank")
     began = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
@@ -212,7 +212,7 @@ def test_a_hang_is_told_by_name_and_ended(ranks, source, said):
     assert are_together(ranks)
 
 
-def test_a_rank_that_has_ended_the_call_is_not_waited_for_long(ranks, monkeypatch):
+def test_a_rank_that_finished_the_call_is_not_waited_for_long(ranks, monkeypatch):
     monkeypatch.setattr(ranks, "wait_timeout", 120)
     began = time.monotonic()
     with pytest.raises(CollectiveError, match="rank 0 is idle"):
@@ -235,7 +235,7 @@ def test_a_rank_that_computes_is_waited_for(ranks):
         "dist.barrier() if world.rank == 0 else time.sleep(60)",
     ],
 )
-def test_an_interrupt_ends_the_call_and_leaves_the_ranks_alive(ranks, source):
+def test_an_interrupt_stops_the_call_and_keeps_the_ranks(ranks, source):
     ranks.execute("kept = world.rank")
     before = ranks.status()
     with interrupt_after(0.4), pytest.raises(KeyboardInterrupt) as caught:
@@ -246,7 +246,7 @@ def test_an_interrupt_ends_the_call_and_leaves_the_ranks_alive(ranks, source):
     assert are_together(ranks)
 
 
-def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks):
+def test_a_dead_rank_is_reported_and_restart_replaces_it(ranks):
     ranks.execute("kept = world.rank")
     with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL") as caught:
         ranks.execute("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
@@ -268,7 +268,7 @@ def test_a_dead_rank_is_said_to_be_dead_and_restart_brings_it_back(ranks):
         ranks.get("kept", on=[0])
 
 
-def test_what_cannot_be_done_is_refused_in_words(ranks):
+def test_unsupported_actions_are_rejected_with_an_explanation(ranks):
     for wrong, words in (
         (lambda: Ranks(0), "n must be a positive integer such as 2, got 0"),
         (lambda: Ranks(2, threads=0), "threads must be .*got 0"),
@@ -304,7 +304,7 @@ ODDS |= {"interrupt": 8, "interrupt in collective": 4}
 
 
 @pytest.mark.timeout(300)
-def test_a_hundred_random_acts_leave_no_process_and_a_pool_that_works(ranks):
+def test_a_hundred_random_actions_leave_a_working_pool_and_no_process(ranks):
     assert sum(ODDS.values()) == 100
     chance = random.Random(0)
     acts = [name for name, times in ODDS.items() for _ in range(times)]
@@ -337,7 +337,7 @@ def test_a_hundred_random_acts_leave_no_process_and_a_pool_that_works(ranks):
     assert gone(pids - alive - {None}), "a rank that was replaced is still there"
 
 
-def test_a_ranks_death_is_noticed_whatever_it_leaves_running(monkeypatch):
+def test_a_ranks_death_is_detected_despite_its_child_processes(monkeypatch):
     """With ranks that are spawned: their sentinel leaks into what they start, and that of forked ranks does not."""
     monkeypatch.setattr(torch.multiprocessing, "spawn", sys.modules["torch.multiprocessing.spawn"].spawn)
     with Ranks(2, threads=1, device="cpu", echo=False) as pool:
@@ -352,7 +352,7 @@ def test_a_ranks_death_is_noticed_whatever_it_leaves_running(monkeypatch):
         assert time.monotonic() - began < 30
 
 
-def test_waking_a_rank_leaves_its_other_connections_open(ranks):
+def test_waking_a_rank_keeps_its_other_connections_open(ranks):
     """Such as one to a database on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as database, ExitStack() as stack:
         ranks.put(port=database.getsockname()[1])
@@ -403,7 +403,7 @@ def test_a_stopped_rank_does_not_block_the_pool(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["wake", "interrupt"])
-def test_what_was_meant_for_an_earlier_call_does_no_harm_to_a_later_one(ranks, what):
+def test_messages_for_an_earlier_call_do_not_affect_a_later_call(ranks, what):
     """As where a rank is so slow that it reads it only when the next call has begun."""
     late = threading.Timer(0.3, lambda: ranks._workers[0].control(what, ranks._number - 1))
     late.start()
@@ -415,7 +415,7 @@ def test_what_was_meant_for_an_earlier_call_does_no_harm_to_a_later_one(ranks, w
 # -------------------------------------------------------------------------------------------------------- a script
 
 
-def test_cells_become_a_script_that_torchrun_runs(tmp_path):
+def test_cells_become_a_script_for_torchrun(tmp_path):
     steps = [
         ScriptStep("import torch\nimport torch.distributed as dist"),
         assignment_step("rate", 0.5),
@@ -435,7 +435,7 @@ def test_cells_become_a_script_that_torchrun_runs(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["a token", {"token": 1}, b"token", lambda: "token", math.inf])
-def test_a_script_contains_no_text_and_no_object_that_was_put(value):
+def test_a_script_contains_no_text_or_object_from_put(value):
     step = assignment_step("secret", value)
     assert step.lacks == "secret"
     assert "token" not in step.source
@@ -444,24 +444,24 @@ def test_a_script_contains_no_text_and_no_object_that_was_put(value):
 
 
 @pytest.mark.parametrize("name", ["my runs/out file.py", 'a"""b.py', "a\\b'.py"])
-def test_a_script_says_how_to_run_it_whatever_it_is_called(name):
+def test_a_script_describes_how_to_run_it_under_any_name(name):
     assert shlex.split(launch_command(name, 2))[-1] == name
     assert launch_command(name, 2) in ast.get_docstring(ast.parse(make_script([], name, 2, 1, "cpu", "gloo")))
 
 
-def test_lines_inside_of_strings_are_not_indented():
+def test_lines_inside_strings_are_not_indented():
     assert indented('x = """a\nb"""\ny = 1') == '    x = """a\nb"""\n    y = 1'
 
 
 @pytest.mark.parametrize(
     ("text", "found"), [("", None), ("0", [0]), ("1-3", [1, 2, 3]), ("0,2", [0, 2]), ("2 0", [0, 2])]
 )
-def test_ranks_of_a_cell_are_named(text, found):
+def test_ranks_of_a_cell_are_parsed(text, found):
     assert _ranks_of(text, 4) == found
 
 
 @pytest.mark.parametrize(("text", "said"), [("4", "got 4"), ("x", "select ranks as in"), ("1-9", "got 4")])
-def test_ranks_that_are_not_there_are_refused(text, said):
+def test_nonexistent_ranks_are_rejected(text, said):
     with pytest.raises(MagicError, match=said):
         _ranks_of(text, 4)
 
@@ -484,7 +484,7 @@ plt.show()"""
 
 
 @pytest.mark.timeout(180)
-def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
+def test_magics_leave_no_ranks_after_the_kernel(notebook, tmp_path):
     assert "no ranks are running" in notebook.run("%load_ext ddp_tutorial\n%ranks status")["error"]
     assert (
         notebook.run("%ranks start -n 2 --threads 1 --wait-timeout 2 --device cpu")["printed"]
@@ -543,7 +543,7 @@ def test_magics_in_a_kernel_whose_end_ends_the_ranks(notebook, tmp_path):
     assert gone(pids), "ranks have outlived their kernel"
 
 
-def test_a_call_is_quicker_than_a_launch():
+def test_a_call_is_faster_than_a_launch():
     """Much quicker: `python -m ddp_tutorial bench ranks` measures by how much, with ranks that are spawned."""
     found = measure(repeats=2)
     assert found["ratios"]["pool_call_vs_launch"] < 0.5

@@ -46,7 +46,7 @@ Weights = dict[str, torch.Tensor]
 
 
 @given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 60))
-def test_a_round_ends_after_as_many_updates_as_it_is_long(length: int, begin: int, updates: int) -> None:
+def test_a_round_ends_after_its_length_in_updates(length: int, begin: int, updates: int) -> None:
     rounds = Rounds(length, begin)
     ends = [update for update in range(1, updates + 1) if rounds.ends_round(update)]
     assert ends == list(range(begin + length, updates + 1, length))
@@ -54,7 +54,7 @@ def test_a_round_ends_after_as_many_updates_as_it_is_long(length: int, begin: in
     assert rounds.local_steps(updates) == updates - max([min(begin, updates), *ends])
 
 
-def test_the_outer_step_is_that_of_torchs_nesterov_on_the_difference() -> None:
+def test_the_outer_step_equals_torchs_nesterov_on_the_difference() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Parameter(torch.randn(5)), nn.Parameter(torch.zeros(5))
     theirs.data.copy_(ours.detach())
@@ -89,7 +89,7 @@ def test_the_outer_step_is_that_of_torchs_nesterov_on_the_difference() -> None:
         ({"strategy": "local_sgd", "oom_skips": 2}, "'oom_skips' is an option of strategy ddp, not of local_sgd"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_in_one_line(values: dict[str, Any], said: str) -> None:
+def test_an_invalid_option_is_rejected_in_one_line(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TrainConfig.model_validate(values)
 
@@ -306,7 +306,7 @@ def far(found: Weights, expected: Weights) -> float:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_rank_has_in_each_step_the_weights_of_its_definition(size: int) -> None:
+def test_every_rank_has_the_weights_of_the_definition_in_each_step(size: int) -> None:
     """Those of replicas in one process: the same sums, for four ranks in another order."""
     for case in CASES:
         _, optimizer, length, begin, outer, parts = case
@@ -318,7 +318,7 @@ def test_every_rank_has_in_each_step_the_weights_of_its_definition(size: int) ->
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_after_a_round_all_ranks_have_the_same_bits_and_within_one_they_do_not(size: int) -> None:
+def test_ranks_are_bitwise_identical_only_after_a_round(size: int) -> None:
     for case in CASES:
         _, _, length, begin, _, _ = case
         rounds = Rounds(length, begin)
@@ -329,7 +329,7 @@ def test_after_a_round_all_ranks_have_the_same_bits_and_within_one_they_do_not(s
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_round_of_one_step_of_plain_sgd_is_data_parallelism(size: int) -> None:
+def test_rounds_of_one_plain_sgd_step_are_data_parallelism(size: int) -> None:
     """One process on the union of all batches, within 2e-5: the mean of steps is the step of the mean."""
     model = make_toy()
     optimizer = MAKE["plain"](trained_of(model))
@@ -343,7 +343,7 @@ def test_a_round_of_one_step_of_plain_sgd_is_data_parallelism(size: int) -> None
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_diloco_that_goes_all_the_way_without_momentum_is_local_sgd(size: int) -> None:
+def test_diloco_with_rate_1_and_no_momentum_is_local_sgd(size: int) -> None:
     averaging, diloco = CASES[3], CASES[-1]
     assert averaging[1:] == diloco[1:]
     for rank in trained(size):
@@ -352,7 +352,7 @@ def test_diloco_that_goes_all_the_way_without_momentum_is_local_sgd(size: int) -
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_it_is_what_torchs_averager_and_post_local_optimizer_do(size: int) -> None:
+def test_results_equal_torchs_averager_and_post_local_optimizer(size: int) -> None:
     """A mean to the bit; steps within 1e-5, for a loss is divided by its count in another order."""
     for rank in trained(size):
         ours, theirs = rank["averaged"]
@@ -363,7 +363,7 @@ def test_it_is_what_torchs_averager_and_post_local_optimizer_do(size: int) -> No
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_bytes_are_counted_and_as_many_as_planned(size: int) -> None:
+def test_counted_bytes_equal_planned_bytes(size: int) -> None:
     nbytes = sum(p.nbytes for p in trained_of(make_toy()))
     for case in CASES:
         kind, _, length, begin, _, _ = case
@@ -381,7 +381,7 @@ def test_bytes_are_counted_and_as_many_as_planned(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_to_be_judged_each_rank_has_the_mean_and_rank_zeros_buffers_and_goes_on_with_its_own(size: int) -> None:
+def test_evaluation_uses_the_mean_and_training_continues_with_own_weights(size: int) -> None:
     for case in CASES:
         for rank in trained(size):
             assert rank[case]["is_as_before"], case
@@ -390,7 +390,7 @@ def test_to_be_judged_each_rank_has_the_mean_and_rank_zeros_buffers_and_goes_on_
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_gradient_that_is_not_finite_on_one_rank_is_known_to_all(size: int) -> None:
+def test_a_non_finite_gradient_on_one_rank_is_known_to_all_ranks(size: int) -> None:
     for rank in trained(size):
         finite, other = rank["norms"]
         assert finite == 5
@@ -501,7 +501,7 @@ def three(folder: Path, two: Any) -> list[dict[Any, Any]]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("flavour", FLAVOURS | OVERFLOWING)
 @pytest.mark.parametrize("step", AT)
-def test_killed_within_a_round_or_at_its_end_a_run_goes_on_to_the_same_bits_on_each_rank(
+def test_a_killed_run_resumes_bitwise_identically_in_and_after_a_round(
     two: list[dict[Any, dict[str, Any]]], flavour: str, step: int
 ) -> None:
     for rank in two:
@@ -511,14 +511,14 @@ def test_killed_within_a_round_or_at_its_end_a_run_goes_on_to_the_same_bits_on_e
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_being_judged_and_saved_changes_nothing_of_the_training(two: Any, flavour: str) -> None:
+def test_evaluating_and_saving_do_not_affect_training(two: Any, flavour: str) -> None:
     for rank in two:
         whole, silent = rank[flavour, "whole"], rank[flavour, "silent"]
         assert {**silent, "eval": {}} == {**whole, "eval": {}}
         assert silent["eval"][BASE["steps"]] == whole["eval"][BASE["steps"]]
 
 
-def test_the_model_of_a_checkpoint_within_a_round_is_the_mean_of_the_ranks_own(two: Any, folder: Path) -> None:
+def test_a_checkpoint_within_a_round_contains_the_mean_of_the_weights(two: Any, folder: Path) -> None:
     for flavour in FLAVOURS:
         within = folder / "runs" / flavour / "checkpoints" / checkpoint_name(4)
         files = read_manifest(within).components["local"].files
@@ -540,9 +540,7 @@ def test_the_model_of_a_checkpoint_within_a_round_is_the_mean_of_the_ranks_own(t
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_at_the_end_of_a_round_other_ranks_can_go_on_and_within_one_they_are_refused(
-    two: Any, three: Any, flavour: str
-) -> None:
+def test_other_world_sizes_can_resume_only_at_the_end_of_a_round(two: Any, three: Any, flavour: str) -> None:
     before = two[0][flavour, "whole"]["losses"]
     for rank in three:
         assert rank[flavour]["losses"][:3] == before[:3]
@@ -558,7 +556,7 @@ def test_at_the_end_of_a_round_other_ranks_can_go_on_and_within_one_they_are_ref
         assert rank[flavour, "mean"]["losses"] == pytest.approx(before, rel=0.05)
 
 
-def test_within_a_round_its_length_cannot_change_and_at_its_end_it_can() -> None:
+def test_the_round_length_can_change_only_at_the_end_of_a_round() -> None:
     model, other = make_toy(), make_toy()
     saved = LocalWeightsState(model, World(), Rounds(4), lambda: 2).state_dict()
     with pytest.raises(CheckpointError, match=r"2 steps into a round of 4 steps\. Resume with local\.round=4"):
@@ -572,7 +570,7 @@ def test_within_a_round_its_length_cannot_change_and_at_its_end_it_can() -> None
 # ---------------------------------------------------------------------------------------------------------- the plan
 
 
-def test_a_dry_run_says_what_is_sent_on_average_and_what_the_outer_optimizer_keeps() -> None:
+def test_a_dry_run_reports_average_traffic_and_outer_optimizer_memory() -> None:
     values = BASE | {"steps": 100}
     ddp, local, post, diloco = (
         TaskConfig.model_validate(values | each)

@@ -121,7 +121,7 @@ def another_process_holds(folder: Path) -> Iterator[subprocess.Popen[str]]:
 # ----------------------------------------------------------------------------------------------------------- its state
 
 
-def test_a_run_is_running_as_long_as_its_folder_is_held_whatever_an_earlier_one_left() -> None:
+def test_a_run_is_running_while_its_folder_is_locked() -> None:
     folder = made("mine")
     (folder / "failed.json").write_text("{}")
     with another_process_holds(folder) as holder:
@@ -131,7 +131,7 @@ def test_a_run_is_running_as_long_as_its_folder_is_held_whatever_an_earlier_one_
         assert state_of(folder) == "finished"
 
 
-def test_a_run_that_goes_on_while_it_is_looked_at_is_not_taken_for_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_resumes_during_a_look_is_not_reported_as_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([False, True])  # it takes away what an earlier life has left, between the two
     monkeypatch.setattr("ddp_tutorial.runs.summaries.is_locked", lambda folder: next(answers))
     assert state_of(made("mine", result=None)) == "running"
@@ -147,7 +147,7 @@ def test_a_run_that_goes_on_while_it_is_looked_at_is_not_taken_for_killed(monkey
         (None, None, "killed"),
     ],
 )
-def test_states_are_told_apart(result: dict[str, Any] | None, failed: str | None, state: str) -> None:
+def test_states_are_distinguished(result: dict[str, Any] | None, failed: str | None, state: str) -> None:
     folder = made("mine", result=result)
     if failed is not None:
         (folder / "failed.json").write_text(failed)
@@ -155,7 +155,7 @@ def test_states_are_told_apart(result: dict[str, Any] | None, failed: str | None
     assert printed("list").splitlines()[1].split()[0] == state
 
 
-def test_looking_at_a_folder_never_keeps_a_run_from_locking_it(tmp_path: Path) -> None:
+def test_looking_at_a_folder_never_prevents_a_run_from_locking_it(tmp_path: Path) -> None:
     over = threading.Event()
 
     def look() -> None:
@@ -179,7 +179,7 @@ def test_looking_at_a_folder_never_keeps_a_run_from_locking_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF])
-def test_where_a_file_system_has_no_locks_a_run_goes_on_and_one_line_says_so(
+def test_a_run_without_file_locks_continues_and_logs_one_line(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def flock(*_: int) -> None:
@@ -206,7 +206,7 @@ def flock_lets_everybody_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("flock_lets_everybody_in")
-def test_without_the_kernels_lock_the_owner_in_the_file_keeps_others_out(tmp_path: Path) -> None:
+def test_without_a_kernel_lock_the_stored_owner_excludes_others(tmp_path: Path) -> None:
     with locked(tmp_path):
         assert is_locked(tmp_path)
         with pytest.raises(FolderInUseError, match="in use by another run"), locked(tmp_path):
@@ -223,7 +223,7 @@ def test_without_the_kernels_lock_the_owner_in_the_file_keeps_others_out(tmp_pat
 
 
 @pytest.mark.usefixtures("flock_lets_everybody_in")
-def test_an_owner_that_was_killed_is_replaced_at_once_also_as_a_zombie(
+def test_a_killed_owner_is_replaced_immediately_even_as_a_zombie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_TOUCH_SECONDS", 1000.0)
@@ -239,7 +239,7 @@ def test_an_owner_that_was_killed_is_replaced_at_once_also_as_a_zombie(
 
 
 @pytest.mark.usefixtures("flock_lets_everybody_in")
-def test_an_owner_on_another_machine_counts_as_long_as_it_touches_the_file(
+def test_an_owner_on_a_different_machine_counts_while_it_touches_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as there:
@@ -262,7 +262,7 @@ def test_an_owner_on_another_machine_counts_as_long_as_it_touches_the_file(
 # ------------------------------------------------------------------------------------------------------ finding a run
 
 
-def test_runs_are_found_at_any_depth_but_not_what_is_in_them_and_the_newest_is_last() -> None:
+def test_runs_are_found_at_any_depth_in_order_of_start() -> None:
     for age, name in enumerate(["exp/b", "a", "exp/deep/c", "a/again"]):
         config = made(name) / "config.json"
         os.utime(config, (1000 - age, 1000 - age))
@@ -276,7 +276,7 @@ def test_runs_are_found_at_any_depth_but_not_what_is_in_them_and_the_newest_is_l
     assert [str(folder) for folder in find_runs()] == ["runs/a/again", "runs/exp/deep/c", "runs/a", "runs/exp/b"]
 
 
-def test_a_run_is_named_by_its_path_or_by_its_name_below_runs() -> None:
+def test_a_run_is_named_by_its_path_or_its_name_under_runs() -> None:
     folder = made("exp/arm")
     assert find_run("exp/arm") == find_run("runs/exp/arm") == folder
     assert find_run(str(folder.absolute())) == folder.absolute()
@@ -290,13 +290,13 @@ def test_a_run_is_named_by_its_path_or_by_its_name_below_runs() -> None:
         ("exp", r"'exp' is no run, but the folder of some: runs/exp/arm"),
     ],
 )
-def test_an_unknown_run_is_told_with_what_may_be_meant(name: str, told: str) -> None:
+def test_an_unknown_run_is_answered_with_similar_names(name: str, told: str) -> None:
     made("exp/arm")
     with pytest.raises(ConfigError, match=told):
         find_run(name)
 
 
-def test_where_there_are_no_runs_that_is_said() -> None:
+def test_a_missing_runs_folder_is_reported() -> None:
     with pytest.raises(ConfigError, match="there are no runs under runs/"):
         find_run("mine")
     done = run("logs", "list")
@@ -313,7 +313,7 @@ LINES = [json.dumps(row).encode() for row in [*ROWS, step_row(5, None), {"foreig
 
 
 @given(cut=st.integers(0, sum(len(line) + 1 for line in LINES)))
-def test_any_beginning_of_a_log_reads_as_the_whole_lines_in_it(tmp_path_factory: Any, cut: int) -> None:
+def test_a_truncated_log_is_read_up_to_the_last_complete_line(tmp_path_factory: Any, cut: int) -> None:
     text = b"".join(line + b"\n" for line in LINES)
     path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
     path.write_bytes(text[:cut])
@@ -322,7 +322,7 @@ def test_any_beginning_of_a_log_reads_as_the_whole_lines_in_it(tmp_path_factory:
 
 
 @given(cut=st.integers(0, sum(len(line) + 1 for line in LINES)))
-def test_a_run_with_any_beginning_of_its_log_has_a_summary(tmp_path_factory: Any, cut: int) -> None:
+def test_a_run_with_a_truncated_log_has_a_summary(tmp_path_factory: Any, cut: int) -> None:
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in LINES)[:cut])
@@ -347,7 +347,7 @@ def odd(keys: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any]]:
 
 @settings(max_examples=150)
 @given(rows=st.lists(odd(ROW_KEYS)), result=odd(RESULT_KEYS), failure=odd(RESULT_KEYS), config=odd(CONFIG_KEYS))
-def test_whatever_is_in_the_files_there_is_a_summary_of_it(
+def test_arbitrary_file_contents_still_give_a_summary(
     tmp_path_factory: Any, rows: list[Any], result: Any, failure: Any, config: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -378,7 +378,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("line", FOREIGN, ids=range(len(FOREIGN)))
-def test_a_foreign_line_is_stood_by_all_commands(line: bytes) -> None:
+def test_all_commands_tolerate_a_foreign_line(line: bytes) -> None:
     folder = made("mine")
     rows = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join([*rows[:3], line + b"\n", *rows[3:]]))
@@ -391,7 +391,7 @@ def test_a_foreign_line_is_stood_by_all_commands(line: bytes) -> None:
     assert list(follow(folder / "metrics.jsonl", lambda: True, 100))[3] == line.decode(errors="replace")
 
 
-def test_a_run_of_which_only_the_config_is_left_has_a_summary() -> None:
+def test_a_run_with_only_a_config_has_a_summary() -> None:
     folder = made("mine", result=None)
     (folder / "metrics.jsonl").unlink()
     found = summarize(folder)
@@ -403,7 +403,7 @@ def test_a_run_of_which_only_the_config_is_left_has_a_summary() -> None:
     assert run("logs", "tail", "mine").stdout == ""
 
 
-def test_a_run_with_a_config_of_which_little_is_known_has_a_summary() -> None:
+def test_a_run_with_an_unfamiliar_config_has_a_summary() -> None:
     folder = made("mine")
     (folder / "config.json").write_text('{"steps": 4}')
     (folder / "result.json").write_text("[]")
@@ -421,7 +421,7 @@ def in_ranks(*seconds: dict[str, list[float]], rss: tuple[float, ...] = (300.0, 
     return [eval_row(i + 1, 2.0, ranks={"rss_mb": list(rss), "seconds": each}) for i, each in enumerate(seconds)]
 
 
-def test_a_summary_holds_what_the_log_says() -> None:
+def test_a_summary_agrees_with_the_log() -> None:
     found = summarize(made("mine"))
     assert found.loss == Values(first=3.0, last=1.5, best=1.0, best_step=3)
     assert found.eval_loss == Values(first=2.5, last=2.25, best=2.25, best_step=4)
@@ -433,7 +433,7 @@ def test_a_summary_holds_what_the_log_says() -> None:
     assert found.straggler is found.failure is found.reason is None
 
 
-def test_a_diverged_loss_is_called_so_and_the_best_is_that_of_before() -> None:
+def test_a_diverged_loss_is_reported_and_the_best_is_from_before() -> None:
     found = summarize(made("mine", [step_row(1, 3.0), step_row(2, 2.0), step_row(3, None), step_row(4, None)]))
     assert found.loss == Values(first=3.0, last=None, best=2.0, best_step=2)
     assert "3.000 at first, diverged at last, best 2.000 at step 2" in printed("summary")
@@ -441,7 +441,7 @@ def test_a_diverged_loss_is_called_so_and_the_best_is_that_of_before() -> None:
     assert " loss= " in printed("summary", "--format", "one-line")
 
 
-def test_a_log_without_times_has_those_of_its_phases() -> None:
+def test_a_log_without_times_uses_the_times_of_its_phases() -> None:
     rows = [{key: value for key, value in row.items() if key != "elapsed"} for row in ROWS]
     found = summarize(made("old", rows))
     assert found.seconds == pytest.approx(4 * 1.0 + 2 * 0.5)  # forward and backward are in grads
@@ -449,7 +449,7 @@ def test_a_log_without_times_has_those_of_its_phases() -> None:
     assert "5.0 s in phases: grads 64 %" in printed("summary")
 
 
-def test_a_clock_goes_on_where_a_run_was_resumed() -> None:
+def test_elapsed_time_continues_after_a_resume() -> None:
     rows = [{"step": 1, "elapsed": 10.0}, {"step": 2, "elapsed": 20.0}]
     resumed = [{"step": 3, "elapsed": 2.0}, {"step": 4, "elapsed": 4.0}]
     assert logs.elapsed_seconds([*rows, *resumed]) == [10.0, 20.0, 22.0, 24.0]
@@ -479,11 +479,11 @@ def test_the_straggler_is_the_rank_that_costs_the_others_most() -> None:
         {},
     ],
 )
-def test_a_rank_that_costs_nobody_anything_is_no_straggler(seconds: dict[str, list[float]]) -> None:
+def test_a_rank_that_delays_no_other_rank_is_not_a_straggler(seconds: dict[str, list[float]]) -> None:
     assert summarize(made("even", in_ranks(seconds))).straggler is None
 
 
-def test_what_the_result_says_of_ranks_counts_where_the_log_does_not_say_it() -> None:
+def test_the_result_provides_rank_usage_that_the_log_lacks() -> None:
     ranks = {"rss_mb": [400.0, 500.0], "seconds": {"data": [3.0, 1.0], "grads": [3.0, 5.0]}}
     found = summarize(made("a", result=RESULT | {"ranks": ranks}))
     assert found.memory_mb == {"rss": [400.0, 500.0]}
@@ -492,12 +492,12 @@ def test_what_the_result_says_of_ranks_counts_where_the_log_does_not_say_it() ->
     assert peaks.memory_mb == {"rss": [450.0, 500.0]}
 
 
-def test_a_reason_is_told_with_the_state() -> None:
+def test_a_reason_is_shown_with_the_state() -> None:
     made("mine", result=RESULT | {"step": 3, "reason": "no improvement since step 2"})
     assert "  state       finished after step 3 of 4: no improvement since step 2 (began " in printed("summary")
 
 
-def test_memory_is_the_highest_of_each_rank_and_a_world_of_another_size_is_left_out() -> None:
+def test_memory_is_the_maximum_of_each_rank_at_the_last_world_size() -> None:
     rows = [*in_ranks({}, rss=(900.0, 900.0, 900.0, 900.0)), *in_ranks({}, rss=(300.0, 200.0))]
     rows += in_ranks({}, rss=(100.0, 250.0))
     assert summarize(made("mine", rows)).memory_mb == {"rss": [300.0, 250.0]}
@@ -517,7 +517,7 @@ def test_a_failure_names_the_rank_the_step_and_the_error() -> None:
     assert line.endswith('failed_rank=1 error="Traceback of rank 1"')
 
 
-def test_only_settings_that_all_versions_know_are_told_to_differ() -> None:
+def test_settings_that_some_versions_lack_do_not_count_as_different() -> None:
     link = {"latency_ms": 2, "megabytes_per_second": 50}
     made("a", steps=10, resume="never")
     made("b", steps=20, ddp={"variant": "flat", "simulated_link": link}, resume="auto")
@@ -537,7 +537,7 @@ def test_only_settings_that_all_versions_know_are_told_to_differ() -> None:
 # -------------------------------------------------------------------------------------------------------- the commands
 
 
-def test_list_has_a_line_for_each_run() -> None:
+def test_list_prints_one_line_per_run() -> None:
     made("first")
     os.utime("runs/first/config.json", (1000, 1000))
     made("exp/second", ROWS[:2], result=None)
@@ -560,7 +560,7 @@ def test_a_summary_on_one_line_can_be_searched() -> None:
     assert lines[1].startswith("runs/b state=killed step=2/4 loss=2.0000 eval_loss= best_eval_loss= ")
 
 
-def test_a_summary_in_markdown_has_the_settings_that_differ_as_columns() -> None:
+def test_a_markdown_summary_has_columns_for_different_settings() -> None:
     made("a")
     made("b", batch_size=16, corpus="text:a|b")
     head, rule, first, second = printed("summary", "a", "b", "--format", "md").splitlines()
@@ -577,7 +577,7 @@ def with_rate(name: str, ranks: int, rate: float, **settings: Any) -> None:
     made(name, result=result, nprocs=ranks, **settings)
 
 
-def test_tables_hold_the_speedup_over_the_run_with_the_fewest_ranks_or_over_the_baseline() -> None:
+def test_tables_contain_the_speedup_over_the_baseline() -> None:
     with_rate("four", 4, 300.0)
     with_rate("two", 2, 200.0, strategy="fsdp")
     made("killed", [], result=None, nprocs=1)
@@ -603,7 +603,7 @@ def test_a_summary_in_json_is_a_list_of_objects() -> None:
     assert (found["path"], found["state"], found["seconds"]) == ("runs/a", "finished", 6.5)
 
 
-def test_a_summary_without_a_name_is_of_the_newest_run() -> None:
+def test_a_summary_without_a_name_is_that_of_the_newest_run() -> None:
     made("newest")
     made("older")
     os.utime("runs/older/config.json", (1000, 1000))
@@ -641,7 +641,7 @@ def test_a_summary_without_a_name_is_of_the_newest_run() -> None:
         (("tail", "mine", "--rank", "5"), "runs/mine has no log of rank 5; it has logs of ranks 0, 1"),
     ],
 )
-def test_a_mistake_is_told_in_one_line_and_nothing_is_written(arguments: tuple[str, ...], told: str) -> None:
+def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(arguments: tuple[str, ...], told: str) -> None:
     folder = made("mine")
     for rank in (0, 1):
         (folder / f"rank_{rank}.log").touch()
@@ -656,7 +656,7 @@ def test_a_mistake_is_told_in_one_line_and_nothing_is_written(arguments: tuple[s
     assert sorted(Path().rglob("*")) == before
 
 
-def test_tail_shows_the_log_of_a_rank_and_how_the_run_ended() -> None:
+def test_tail_shows_a_ranks_log_and_the_end_of_the_run() -> None:
     folder = made("mine")
     for rank in (0, 1):
         (folder / f"rank_{rank}.log").write_text("".join(f"10:00:0{i} info {i} of {rank}\n" for i in range(5)))
@@ -691,7 +691,7 @@ def test_tail_follows_a_run_until_it_has_ended() -> None:
     assert told.startswith("killed after step 4 of 4")
 
 
-def test_a_log_that_is_replaced_is_followed_from_its_beginning() -> None:
+def test_a_replaced_log_is_followed_from_its_beginning() -> None:
     path = Path("log")
     path.write_text("1\n2\n3\n")
     calls = iter([False, False, True])
@@ -703,7 +703,7 @@ def test_a_log_that_is_replaced_is_followed_from_its_beginning() -> None:
     assert list(lines) == []
 
 
-def test_an_interrupted_tail_says_nothing_of_ranks() -> None:
+def test_an_interrupted_tail_does_not_mention_ranks() -> None:
     folder = made("mine", result=None)
     (folder / "rank_0.log").write_text("one\n")
     with another_process_holds(folder):
@@ -722,7 +722,7 @@ def test_an_interrupted_tail_says_nothing_of_ranks() -> None:
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-def test_figures_are_written_in_the_format_of_their_ending_and_the_same_each_time() -> None:
+def test_figures_have_the_format_of_their_extension_and_are_deterministic() -> None:
     made("a")
     for ending, begins in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         assert printed("plot", "a", "--metrics", "loss", "-o", f"figure{ending}") == f"figure{ending}\n"
@@ -748,7 +748,7 @@ def test_a_glob_over_runs_skips_and_counts_paths_that_are_not_runs() -> None:
     assert run("logs", "plot", "a", "gone").returncode == 2
 
 
-def test_a_figure_without_a_name_is_of_the_newest_run() -> None:
+def test_a_figure_without_a_name_shows_the_newest_run() -> None:
     made("newest")
     made("older")
     os.utime("runs/older/config.json", (1000, 1000))
@@ -776,7 +776,7 @@ def test_all_runs_are_drawn_and_the_figure_or_the_log_is_opened(monkeypatch: pyt
     assert done.stderr.startswith("error: no viewer was found for runs/plot-a.png.")
 
 
-def test_without_a_name_a_figure_goes_below_runs() -> None:
+def test_a_figure_without_a_name_is_written_under_runs() -> None:
     made("exp/a")
     made("b")
     assert printed("plot", "exp/a", "b", "--compare") == "runs/plot-exp-a-b.png\n"
@@ -791,7 +791,7 @@ def drawn(
     return draw_runs([Path("runs") / name for name in names], panels, axis, window, compare)
 
 
-def test_compared_runs_share_axes_with_a_legend_and_what_differs_in_the_title() -> None:
+def test_compared_runs_share_axes_and_differences_are_in_the_title() -> None:
     made("a")
     made("b", batch_size=16)
     figure = drawn("a", "b", panels=("loss", "grad_norm"), compare=True)
@@ -803,7 +803,7 @@ def test_compared_runs_share_axes_with_a_legend_and_what_differs_in_the_title() 
     assert len(looks) == 2
 
 
-def test_runs_that_are_not_compared_have_a_column_each_and_one_scale() -> None:
+def test_runs_that_are_not_compared_have_one_column_each_and_one_scale() -> None:
     made("a")
     made("b", [step_row(1, 9.0), step_row(2, 8.0)], result=None)
     figure = drawn("a", "b", panels=("loss", "eval_loss"))
@@ -830,7 +830,7 @@ def test_loss_curves_are_two_in_one_panel_over_any_axis(axis: str, xs: list[floa
     assert (list(held_out.get_xdata()), list(held_out.get_ydata())) == (eval_xs, [2.5, 2.25])
 
 
-def test_smoothing_keeps_the_values_as_a_shade_and_a_gap_as_a_gap() -> None:
+def test_smoothing_shows_values_as_a_shade_and_keeps_gaps() -> None:
     made("a", [step_row(1, 4.0), step_row(2, 2.0), step_row(3, None), step_row(4, 6.0)])
     shade, line = drawn("a", window=2).axes[0].lines
     assert shade.get_alpha() < 1
@@ -852,7 +852,7 @@ def test_smoothing_keeps_the_values_as_a_shade_and_a_gap_as_a_gap() -> None:
         (["plot", "mine", "--compare", "--loss-curves"], {"torch", "datasets"}),
     ],
 )
-def test_commands_about_logs_load_nothing_heavy(arguments: list[str], without: set[str]) -> None:
+def test_commands_about_logs_load_no_large_module(arguments: list[str], without: set[str]) -> None:
     made("mine")
     code = (
         "import sys; from ddp_tutorial.__main__ import cli\n"
@@ -863,7 +863,7 @@ def test_commands_about_logs_load_nothing_heavy(arguments: list[str], without: s
     assert done.stdout.splitlines()[-1] == "loaded []", done.stderr
 
 
-def test_commands_about_logs_start_at_once() -> None:
+def test_commands_about_logs_start_fast() -> None:
     """0.2 s where nothing else runs, and several times that on a busy machine; torch alone would take longer."""
     made("mine")
 
@@ -881,7 +881,7 @@ def train(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_real_run_reads_well_and_agrees_with_its_result() -> None:
+def test_the_summary_of_a_real_run_agrees_with_its_result() -> None:
     train("name=exp/real", "steps=6", "eval_every=3", "log_every=2", "checkpoint.every=3")
     result = json.loads(Path("runs/exp/real/result.json").read_text())
     found = summarize(find_run("exp/real"))

@@ -101,7 +101,7 @@ def on_two_ranks(world: World) -> dict[str, Any]:
     return found
 
 
-def test_a_loss_sees_the_users_module_and_the_test_samples_are_evaluated_once() -> None:
+def test_test_samples_are_evaluated_once_with_the_users_module() -> None:
     ranks = launch(on_two_ranks, 2, device="cpu", echo=False)
     for found in ranks:
         for name, seen in found["models"].items():
@@ -119,7 +119,7 @@ def test_a_loss_sees_the_users_module_and_the_test_samples_are_evaluated_once() 
     assert "test_loss" not in json.loads(Path("runs/skipped/result.json").read_text())["metrics"]
 
 
-def test_a_round_is_compared_with_the_steps_of_the_epochs_once_they_are_known() -> None:
+def test_a_round_is_compared_with_the_steps_of_the_epochs() -> None:
     settings = {"strategy": "local_sgd", "local": {"round": 300}, "num_epochs": 1}
     config = TrainConfig.model_validate(settings)
     assert with_steps(config, 400.0).steps == 400
@@ -127,12 +127,12 @@ def test_a_round_is_compared_with_the_steps_of_the_epochs_once_they_are_known() 
         with_steps(config, 250.0)
 
 
-def test_a_batch_script_names_the_batch_size_of_all_ranks() -> None:
+def test_a_batch_script_contains_the_global_batch_size() -> None:
     script = slurm_script("tiny", ["per_device_train_batch_size=3", "nprocs=2"])
     assert "; 6 samples in an optimizer step" in script
 
 
-def test_the_test_loss_is_the_mean_over_all_test_samples_of_the_trained_model() -> None:
+def test_the_test_loss_is_the_mean_over_all_test_samples() -> None:
     torch.manual_seed(0)
     model, data = Model(), data_of(7)
     result = trainer_of(World(), model, test=7, eval_samples=2).train()

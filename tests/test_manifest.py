@@ -53,7 +53,7 @@ def made(parent: Path, step: int, **changes: Any) -> Path:
     return folder
 
 
-def test_the_newest_is_told_by_its_step_and_what_has_no_manifest_is_none(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_has_the_highest_step_and_a_manifest(tmp_path: Path) -> None:
     made(tmp_path, 200)
     made(tmp_path, 30)
     made(tmp_path, 123456789)
@@ -65,7 +65,7 @@ def test_the_newest_is_told_by_its_step_and_what_has_no_manifest_is_none(tmp_pat
     assert latest(tmp_path / "nothing") is None
 
 
-def test_listing_takes_no_torch() -> None:
+def test_listing_does_not_import_torch() -> None:
     code = "import sys; import ddp_tutorial.checkpoint.manifest; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -89,7 +89,7 @@ def test_listing_takes_no_torch() -> None:
         ('{"a": "\\ud800", "sha256": "0"}', "is damaged"),
     ],
 )
-def test_a_manifest_that_cannot_be_used_is_told(written: str, told: str, tmp_path: Path) -> None:
+def test_an_unusable_manifest_is_reported(written: str, told: str, tmp_path: Path) -> None:
     folder = made(tmp_path, 3)
     (folder / MANIFEST).write_text(written)
     with pytest.raises(CheckpointError, match=told):
@@ -129,7 +129,7 @@ def test_a_manifest_cannot_name_a_file_outside_its_folder(path: str, tmp_path: P
         read_verified(folder)
 
 
-def test_a_manifest_names_files_in_its_folder_also_through_links(tmp_path: Path) -> None:
+def test_a_manifest_may_name_files_in_its_folder_through_links(tmp_path: Path) -> None:
     """The counterpart of the test above: these names are all good."""
     real = made(tmp_path / "elsewhere", 3, **listing("part one/x..pt"))
     (real / "part one").mkdir()
@@ -142,7 +142,7 @@ def test_a_manifest_names_files_in_its_folder_also_through_links(tmp_path: Path)
     assert verify(real) == [f"{real / 'part one' / 'x..pt'} is not a file"]
 
 
-def test_any_bit_of_a_manifest_that_has_changed_is_noticed(tmp_path: Path) -> None:
+def test_any_changed_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     folder = made(tmp_path, 3, metrics={"eval_loss": 1.25}, config={"model": {"width": 8}})
     written = (folder / MANIFEST).read_bytes()
     for place in range(len(written)):
@@ -154,7 +154,7 @@ def test_any_bit_of_a_manifest_that_has_changed_is_noticed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("file", [MANIFEST, "x.pt"])
-def test_a_file_that_cannot_be_read_is_a_problem_that_is_told(file: str, number: int, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported_as_a_problem(file: str, number: int, tmp_path: Path) -> None:
     stored = {"path": "x.pt", "rank": 0, "nbytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
     folder = made(tmp_path, 3, components={"x": {"shared": "global", "span": 1, "files": [stored]}})
     (folder / "x.pt").write_bytes(b"x")
@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_that_is_told(file: str, number:
         assert verify(folder) == [f"{folder / file} cannot be read: {os.strerror(number)}"]
 
 
-def test_a_checkpoint_that_may_not_be_looked_into_is_told_and_not_passed_over(
+def test_an_inaccessible_checkpoint_is_reported_and_not_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made(tmp_path, 3)
@@ -180,12 +180,12 @@ def test_a_checkpoint_that_may_not_be_looked_into_is_told_and_not_passed_over(
     assert verify(folder) == [f"{folder / MANIFEST} cannot be read: Permission denied"]
 
 
-def test_a_folder_without_a_manifest_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint: it does not contain manifest"):
         read_manifest(tmp_path)
 
 
-def test_what_is_unknown_in_a_manifest_is_passed_over(tmp_path: Path) -> None:
+def test_unknown_fields_of_a_manifest_are_ignored(tmp_path: Path) -> None:
     assert read_manifest(made(tmp_path, 3, of_a_later_minor_version=1)).step == 3
 
 
@@ -193,7 +193,7 @@ values = st.none() | st.floats(allow_infinity=False) | st.just(0.0) | st.just(ma
 
 
 @given(st.lists(values, max_size=12), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["min", "max"]))
-def test_the_last_and_the_best_stay_and_no_more(found: list[float | None], last: int, best: int, mode: Any) -> None:
+def test_only_the_last_and_the_best_are_kept(found: list[float | None], last: int, best: int, mode: Any) -> None:
     metrics = {Path(checkpoint_name(step)): value for step, value in enumerate(found)}
     gone = checkpoints_to_remove(metrics, last, best, mode)
     stay = [path for path in metrics if path not in gone]
@@ -207,7 +207,7 @@ def test_the_last_and_the_best_stay_and_no_more(found: list[float | None], last:
     assert not set(spared) & set(checkpoints_to_remove(metrics, last, best, mode, spared))
 
 
-def test_zero_is_the_best_loss_of_all() -> None:
+def test_zero_is_the_best_possible_loss() -> None:
     metrics = {Path("a"): 0.0, Path("b"): 1.0, Path("c"): None, Path("d"): 2.0}
     assert checkpoints_to_remove(metrics, 1, 1, "min") == [Path("b"), Path("c")]
     assert checkpoints_to_remove(metrics, 1, 1, "max") == [Path("a"), Path("b"), Path("c")]

@@ -36,19 +36,19 @@ def test_a_later_token_changes_no_earlier_logits(model: GPT) -> None:
         assert (after[:, position] - before[:, position]).abs().max() > 1e-3
 
 
-def test_shorter_inputs_are_the_beginning_of_longer_ones(model: GPT) -> None:
+def test_shorter_inputs_give_the_beginning_of_longer_outputs(model: GPT) -> None:
     tokens = some_tokens(1, 16)
     torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5], rtol=0, atol=1e-5)
 
 
-def test_the_head_and_the_embedding_are_one_tensor(model: GPT) -> None:
+def test_the_head_and_the_embedding_share_one_tensor(model: GPT) -> None:
     assert model.head.weight is model.tokens.weight
     names = [name for name, _ in model.named_parameters()]
     assert "tokens.weight" in names
     assert "head.weight" not in names  # counted once
 
 
-def test_the_same_seed_makes_the_same_weights() -> None:
+def test_the_same_seed_gives_the_same_weights() -> None:
     torch.manual_seed(3)
     first = digest(GPT(layers=1, width=16).state_dict())
     torch.manual_seed(3)
@@ -57,7 +57,7 @@ def test_the_same_seed_makes_the_same_weights() -> None:
     assert digest(GPT(layers=1, width=16).state_dict()) != first
 
 
-def test_saved_and_loaded_it_gives_equal_logits(model: GPT, tmp_path: Path) -> None:
+def test_a_saved_and_loaded_model_gives_equal_logits(model: GPT, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -69,7 +69,7 @@ def test_saved_and_loaded_it_gives_equal_logits(model: GPT, tmp_path: Path) -> N
     assert torch.equal(loaded.eval()(tokens), model.eval()(tokens))
 
 
-def test_nothing_that_is_saved_can_execute(model: GPT, tmp_path: Path) -> None:
+def test_saved_files_cannot_execute_code(model: GPT, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} <= {".safetensors", ".json", ".md"}
 
@@ -86,28 +86,28 @@ def test_generation_is_a_function_of_prompt_and_seed(model: GPT) -> None:
     assert torch.equal(model.generate(prompt, 0), prompt)
 
 
-def test_a_prompt_longer_than_the_context_is_kept_and_its_end_is_read(model: GPT) -> None:
+def test_a_prompt_longer_than_the_context_is_kept(model: GPT) -> None:
     prompt = some_tokens(40)
     out = model.generate(prompt, 5)
     assert torch.equal(out[:40], prompt)
     assert torch.equal(out[40:], model.generate(prompt[-16:], 5)[16:])
 
 
-def test_at_temperature_zero_it_takes_the_likeliest(model: GPT) -> None:
+def test_temperature_zero_selects_the_most_likely_token(model: GPT) -> None:
     prompt = some_tokens(4)
     likeliest = model.eval()(prompt[None])[0, -1].argmax()
     assert model.generate(prompt, 1, temperature=0.0)[-1] == likeliest
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_generation_gives_the_mode_back(model: GPT, training: bool) -> None:
+def test_generation_restores_the_training_mode(model: GPT, training: bool) -> None:
     model.train(training)
     model.generate(some_tokens(3), 2)
     assert model.training is training
     assert all(module.training is training for module in model.modules())
 
 
-def test_dropout_acts_in_training_only() -> None:
+def test_dropout_is_active_in_training_only() -> None:
     torch.manual_seed(0)
     model = GPT(layers=1, heads=2, width=32, context=16, dropout=0.5)
     tokens = some_tokens(1, 16)
@@ -116,7 +116,7 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(tokens), model(tokens))
 
 
-def test_recomputing_gives_the_same_bits_with_dropout_and_keeps_much_less() -> None:
+def test_recomputing_is_bitwise_identical_with_dropout_and_saves_memory() -> None:
     gradients, kept = [], []
     for recompute in (False, True):
         torch.manual_seed(0)
@@ -131,19 +131,19 @@ def test_recomputing_gives_the_same_bits_with_dropout_and_keeps_much_less() -> N
     assert kept[1] < kept[0] / 3
 
 
-def test_the_sum_of_losses_is_the_mean_times_the_count(model: GPT) -> None:
+def test_the_sum_of_losses_equals_the_mean_times_the_count(model: GPT) -> None:
     tokens = some_tokens(3, 17)
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     mean = F.cross_entropy(logits.reshape(-1, 256), targets.reshape(-1))
     torch.testing.assert_close(loss_sum(logits, targets), mean * 48, rtol=1e-5, atol=0)  # 3 samples of 16
 
 
-def test_before_training_the_loss_is_that_of_a_guess(model: GPT) -> None:
+def test_the_initial_loss_is_that_of_a_uniform_guess(model: GPT) -> None:
     tokens = some_tokens(8, 17)
     loss = loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).item() / (8 * 16)
     assert loss == pytest.approx(math.log(256), abs=0.1)  # 5.545: all 256 bytes alike
 
 
-def test_a_width_that_heads_do_not_divide_is_refused() -> None:
+def test_a_width_that_heads_do_not_divide_is_rejected() -> None:
     with pytest.raises(ValueError, match="width must be a multiple of heads=4, got 30"):
         GPT(width=30, heads=4)

@@ -260,7 +260,7 @@ def report(arm: str, history: History, ranks: Sequence[str]) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_history_trains_as_one_process_does_or_is_refused(arm: str, size: int) -> None:
+def test_every_history_trains_as_in_one_process_or_is_rejected(arm: str, size: int) -> None:
     cases = [each for each in drawn(size) if is_run(arm, each)]
     failed = [each for each in cases if not is_right(arm, each, outcomes(size)[arm, each])]
     if not failed:
@@ -288,7 +288,7 @@ def test_past_bugs_stay_fixed(name: str) -> None:
 
 
 @pytest.mark.parametrize("pair", REFUSALS, ids=lambda pair: f"{pair.arms[0]}, {pair.feature}")
-def test_what_is_refused_raises_the_documented_error_on_every_rank(pair: Pair) -> None:
+def test_a_rejected_history_raises_the_documented_error_on_every_rank(pair: Pair) -> None:
     assert pair.example is not None
     for arm in pair.arms:
         ranks = outcomes(2)[arm, pair.example]
@@ -306,14 +306,14 @@ def test_known_bugs_are_fixed(arm: str, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_gradient_that_is_two_percent_too_small_is_a_difference(dtype: str) -> None:
+def test_a_gradient_that_is_two_percent_too_small_is_detected(dtype: str) -> None:
     gradient = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     for scale in (1, 0.01):
         assert not difference(gradient * scale, gradient * scale, TOLERANCES[dtype])
         assert "is off by" in difference(gradient * (0.98 * scale), gradient * scale, TOLERANCES[dtype])
 
 
-def test_drawn_histories_cover_each_feature_and_have_gradients_to_compare() -> None:
+def test_generated_histories_cover_each_feature_and_have_gradients() -> None:
     features = {feature for history in drawn(2) for feature in history.features()}
     events = {
         *STEPS,
@@ -340,7 +340,7 @@ def test_drawn_histories_cover_each_feature_and_have_gradients_to_compare() -> N
     assert sum(norm > 1 for norm in norms) > 0.9 * len(norms)
 
 
-def test_a_failing_history_is_reduced_to_what_fails() -> None:
+def test_a_failing_history_is_reduced_to_the_failing_part() -> None:
     history = next(each for each in drawn(2) if len(each.blocks) == 3 and "freeze" in each.events)
     small = smallest(history, lambda candidates: ["freeze" in each.events for each in candidates])
     assert sorted(small.events) == ["backward", "freeze", "step", "wrap"]

@@ -35,40 +35,38 @@ def alarms(found: dict[str, dict[str, str]], program: Program) -> dict[str, str]
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("exhibit", MUSEUM, ids=name_of)
-def test_a_bug_is_caught_by_a_law_that_is_made_for_it(exhibit: Exhibit, found: dict[str, dict[str, str]]) -> None:
+def test_a_bug_is_caught_by_a_law_for_it(exhibit: Exhibit, found: dict[str, dict[str, str]]) -> None:
     fired = alarms(found, exhibit.broken)
     assert set(fired) & set(exhibit.caught_by), fired
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("exhibit", "variant"), VARIANTS, ids=name_of)
-def test_the_same_mistake_made_otherwise_is_caught_too(
-    exhibit: Exhibit, variant: Program, found: dict[str, dict[str, str]]
-) -> None:
+def test_variants_of_a_bug_are_caught_too(exhibit: Exhibit, variant: Program, found: dict[str, dict[str, str]]) -> None:
     fired = alarms(found, variant)
     assert set(fired) & set(exhibit.caught_by), fired
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("program", RIGHT, ids=name_of)
-def test_a_program_that_is_right_raises_no_alarm(program: Program, found: dict[str, dict[str, str]]) -> None:
+def test_a_correct_program_raises_no_alarm(program: Program, found: dict[str, dict[str, str]]) -> None:
     assert not alarms(found, program)
     assert set(found[program.__name__]) == set(applying(program)), "some laws were not tried"
 
 
-def test_there_are_twenty_bugs_and_ten_programs_that_are_right_or_more() -> None:
+def test_there_are_at_least_twenty_bugs_and_ten_correct_programs() -> None:
     assert len(MUSEUM) >= 20
     assert len(CORRECT) >= 10
     assert all(exhibit.variants for exhibit in MUSEUM)
     assert all(set(exhibit.caught_by) <= set(LAWS) for exhibit in MUSEUM)
 
 
-def test_every_law_is_the_one_made_for_some_bug() -> None:
+def test_every_law_catches_some_bug() -> None:
     assert {law for exhibit in MUSEUM for law in exhibit.caught_by} == set(LAWS)
 
 
 @pytest.mark.parametrize("program", [each.broken for each in MUSEUM], ids=name_of)
-def test_a_bug_fits_in_a_cell(program: Program) -> None:
+def test_a_bug_fits_in_one_cell(program: Program) -> None:
     assert len(inspect.getsource(program).splitlines()) <= 25
 
 
@@ -84,14 +82,14 @@ def says_nothing(world: World) -> dict[str, float]:
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_dies_is_told_and_the_programs_behind_it_are_examined() -> None:
+def test_a_dead_rank_is_reported_and_the_remaining_programs_are_examined() -> None:
     found = examine({"first": says_nothing, "dies": dies, "last": says_nothing})
     assert "a rank dies" in found["dies"]["hang"]
     assert found["first"] == found["last"] == dict.fromkeys(applying(says_nothing), "")
 
 
 @pytest.mark.timeout(120)
-def test_what_programs_have_written_is_gone_afterwards_also_where_a_rank_has_died(tmp_path: Path) -> None:
+def test_files_of_programs_are_removed_even_if_a_rank_dies(tmp_path: Path) -> None:
     told = tmp_path / "told"
 
     def writes(world: World, folder: Path, fails: bool = False) -> dict[str, float]:

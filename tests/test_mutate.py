@@ -109,7 +109,7 @@ with copy.changed({changed: (copy.folder / changed).read_text() + "PLANTED = 'ye
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_the_tests_and_the_explained_mutants_of_a_room_exist(name: str, root: Path) -> None:
+def test_the_tests_and_explained_mutants_of_a_subpackage_exist(name: str, root: Path) -> None:
     assert all((root / test).exists() for test in ROOMS[name].tests())
     _explained(ROOMS[name])  # exits if a mutant does not exist
 
@@ -147,7 +147,7 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_killed_surviving_and_hanging_mutants_are_told_apart(toy: Path, root: Path) -> None:
+def test_killed_surviving_and_hanging_mutants_are_distinguished(toy: Path, root: Path) -> None:
     output = run(RUN, toy, root)
     assert VERDICTS in output
     assert "- while not done:\n+ while False:\n" in output
@@ -155,7 +155,7 @@ def test_killed_surviving_and_hanging_mutants_are_told_apart(toy: Path, root: Pa
     assert not [command for command in commands if str(toy) in command]
 
 
-def test_an_explanation_of_a_mutant_that_does_not_exist_is_refused(toy: Path, root: Path) -> None:
+def test_an_explanation_of_a_nonexistent_mutant_is_rejected(toy: Path, root: Path) -> None:
     (toy / "toy/__init__.py").write_text(PACKAGE.replace("print(b", "print(a"))
     with pytest.raises(AssertionError, match="explains mutants that do not exist"):
         run(RUN, toy, root)

@@ -78,7 +78,7 @@ def test_a_figure_is_saved_if_and_only_if_a_page_shows_it():
     assert saved == shown == {path.stem for path in (ROOT / "notebooks" / "figures").iterdir()}
 
 
-def test_every_notebook_is_found_and_every_experiment_has_small_parameters():
+def test_every_notebook_is_found_and_experiments_have_small_parameters():
     assert {"00_quickstart", "01_processes", "train"} <= {path.stem for path in NOTEBOOKS}
     others = {path.stem for path in NOTEBOOKS if path not in NUMBERED and path not in DEEP_DIVES}
     assert others == set(SMALL) >= SPAWNED
@@ -109,14 +109,14 @@ def test_every_parameter_is_used_in_a_later_cell(path):
 
 
 @pytest.mark.parametrize(("path", "following"), [*pairwise(NUMBERED)], ids=lambda path: path.stem)
-def test_it_ends_with_a_link_to_the_next_one(path, following):
+def test_each_notebook_ends_with_a_link_to_the_next_one(path, following):
     last = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"][-1]
     assert re.search(rf"[`(]{following.name}[`)]", last), (
         f"{path.name} should end with a line that links {following.name}"
     )
 
 
-def test_notebooks_that_are_named_exist_and_all_are_in_the_readme():
+def test_named_notebooks_exist_and_all_are_in_the_readme():
     in_readme = set(re.findall(r"\]\(notebooks/([\w/]+\.ipynb)\)", (ROOT / "README.md").read_text()))
     assert in_readme == {str(path.relative_to(ROOT / "notebooks")) for path in NOTEBOOKS}
     for path in NOTEBOOKS:
@@ -133,7 +133,7 @@ def test_cells_were_executed_in_order(path):
 
 
 @each_notebook
-def test_outputs_come_from_the_source_beside_them(path):
+def test_outputs_belong_to_their_source(path):
     assert is_current(nbformat.read(path, as_version=4)), "run `make notebooks` and commit the result"
 
 
@@ -180,14 +180,14 @@ def stale_sources(path):
 
 
 @each_notebook
-def test_a_source_that_is_shown_is_the_one_that_there_is(path):
+def test_a_displayed_source_is_current(path):
     """A cell that prints a function of the package does not change when that function does."""
     calls = [cell for cell in code_cells(path) if re.search(r"^\w.*\bgetsource\(", cell.source, re.MULTILINE)]
     assert len(list(shown_sources(path))) == len(calls), "a cell was passed over"
     assert stale_sources(path) == [], "execute it again: touch a cell's source, or `refresh([path], everything=True)`"
 
 
-def test_a_function_that_has_changed_is_told_where_a_notebook_shows_it(monkeypatch):
+def test_a_changed_function_is_detected_in_a_notebook_that_shows_it(monkeypatch):
     shown = {
         "04_ddp_from_scratch": ("ddp_tutorial.ddp.wrappers.BucketDDP._fill_slot", "BucketDDP._fill_slot"),
         "12_fault_tolerance": ("ddp_tutorial.world.attempt_store", "attempt_store"),
@@ -201,7 +201,7 @@ def test_a_function_that_has_changed_is_told_where_a_notebook_shows_it(monkeypat
 
 
 @each_notebook
-def test_outputs_hold_nothing_of_the_machine_that_made_them(path):
+def test_outputs_contain_no_traces_of_the_machine(path):
     text = path.read_text()
     assert not re.findall(r"/(?:home|root|tmp|work|Users)/[\w.-]+", text)
     assert not STAMP.findall(json.dumps([cell.outputs for cell in code_cells(path)]))
@@ -211,33 +211,33 @@ def test_outputs_hold_nothing_of_the_machine_that_made_them(path):
 
 
 @pytest.mark.parametrize("form", ["%H:%M:%S", "%Y-%m-%d %H:%M", "train-%Y%m%d-%H%M%S", "runs/%Y%m%d-%H%M%S/log"])
-def test_a_time_would_be_found_as_the_project_writes_it(form):
+def test_a_time_in_the_projects_format_would_be_found(form):
     assert STAMP.search(json.dumps(f"saved: {time.strftime(form)}"))
 
 
 @each_notebook
-def test_errors_are_stored_only_where_a_tag_announces_them(path):
+def test_errors_are_stored_only_in_tagged_cells(path):
     for cell in code_cells(path):
         errors = [output for output in cell.outputs if output.output_type == "error"]
         assert not errors or "raises-exception" in cell.metadata.get("tags", [])
 
 
 @each_notebook
-def test_nothing_was_written_to_stderr(path):
+def test_no_output_contains_stderr(path):
     """A warning in a committed output is a question that the reader cannot answer."""
     for cell in code_cells(path):
         assert not [out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stderr"]
 
 
 @each_notebook
-def test_cell_ids_are_made_from_the_cells(path):
+def test_cell_ids_are_derived_from_the_cells(path):
     taken = set()
     for cell in nbformat.read(path, as_version=4).cells:
         assert cell.id == _cell_id(cell, taken)
 
 
 @each_notebook
-def test_one_cell_holds_the_parameters_and_annotates_them(path):
+def test_one_cell_defines_and_annotates_the_parameters(path):
     tagged = [cell.source for cell in code_cells(path) if "parameters" in cell.metadata.get("tags", [])]
     assert len(tagged) == 1
     for line in tagged[0].splitlines():
@@ -291,13 +291,13 @@ def bare_assertions(path):
 
 
 @each_notebook
-def test_an_assertion_says_what_was_expected(path):
+def test_an_assertion_has_a_message(path):
     """It fails in front of a learner who has changed a parameter, or whose machine is busy. Without a message all that
     is read there is `AssertionError:`."""
     assert bare_assertions(path) == []
 
 
-def test_an_assertion_without_a_message_is_found_where_there_is_one(tmp_path):
+def test_an_assertion_without_a_message_is_detected(tmp_path):
     cells = ["x = 1\nassert x == 1, f'expected 1, not {x}'", "%%ranks\nfor _ in range(2):\n    assert x == 1"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbformat.write(notebook, tmp_path / "one.ipynb")
@@ -320,18 +320,18 @@ def names_of_ours(path):
 
 
 @pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
-def test_a_numbered_notebook_teaches_torch_with_a_dozen_names_of_ours_at_most(path):
+def test_a_numbered_notebook_uses_at_most_a_dozen_of_our_names(path):
     assert len(names_of_ours(path)) <= AT_MOST, sorted(names_of_ours(path))
 
 
-def test_names_are_counted_where_there_are_some():
+def test_names_of_the_package_are_counted():
     quickstart = next(path for path in NUMBERED if path.stem == "00_quickstart")
     assert {"launch_training", "load_run"} <= names_of_ours(quickstart)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
-def test_papermill_executes_it_with_small_parameters(path, tmp_path):
+def test_papermill_executes_each_notebook_with_small_parameters(path, tmp_path):
     command = [sys.executable, "-m", "papermill", str(path), str(tmp_path / "out.ipynb"), "--cwd", str(tmp_path)]
     command += ["--no-progress-bar", "--execution-timeout", "300", "--kernel", "python3"]
     environment = os.environ | ({} if path.stem in SPAWNED else kernels.forking_profile(tmp_path / "ipython"))
@@ -353,7 +353,7 @@ def test_papermill_executes_it_with_small_parameters(path, tmp_path):
         (["-p", "nprocs", "four"], "ConfigError: parameters: 'nprocs' must be a valid integer, got 'four' (text)"),
     ],
 )
-def test_a_wrong_parameter_ends_in_one_clear_message(arguments, said, tmp_path):
+def test_an_invalid_parameter_is_reported_in_one_clear_message(arguments, said, tmp_path):
     path = next(path for path in NOTEBOOKS if path.stem == "train")
     command = [sys.executable, "-m", "papermill", str(path), str(tmp_path / "out.ipynb"), "--cwd", str(tmp_path)]
     done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)

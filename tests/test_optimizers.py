@@ -74,7 +74,7 @@ def test_a_given_optimizer_is_stepped_without_the_defaults_of_the_config() -> No
         assert len(set(rates_of(trainer))) > 1
 
 
-def test_without_clipping_and_schedule_the_update_is_that_of_the_optimizer() -> None:
+def test_without_clipping_and_schedule_the_update_is_the_optimizers_own() -> None:
     config = from_arguments(TaskConfig, ["steps=3", "clip=null", "schedule=none", "optimizer=sgd", "weight_decay=0"])
     trainer = trainer_of(World(), config)
     assert (config.clip, config.schedule) == (None, "none")
@@ -126,7 +126,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
-def test_a_wrong_class_is_rejected_in_one_line_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_class_is_rejected_in_one_line_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path.cwd())
     Path("exits.py").write_text("raise SystemExit(3)\n")
     for arguments, message in WRONG:
@@ -156,7 +156,7 @@ def by_import_path_and_by_hand(world: World) -> dict[str, Any]:
     return trained | {"refused": error_of(lambda: trainer_of(world, other))}
 
 
-def test_classes_by_import_path_train_as_the_same_objects_do_and_resume() -> None:
+def test_classes_by_import_path_train_and_resume_like_objects() -> None:
     found, same = launch(by_import_path_and_by_hand, 2, device="cpu", threads=1, echo=False)
     assert found == same
     assert found["named"] == found["by hand"] == found["resumed"]

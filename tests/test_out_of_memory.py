@@ -88,21 +88,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_batch_is_left_out_on_all_ranks_and_all_else_is_as_without_it(name: str, found: list[dict[str, Any]]) -> None:
+def test_a_batch_is_skipped_on_all_ranks_without_other_effects(name: str, found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank[name]["left_out"] == 1
         assert rank[name]["losses"] == rank[f"{name}, as it should be"]
         assert rank[name]["weights"] == found[0][name]["weights"]
 
 
-def test_it_is_in_the_log_of_each_rank_and_counted_in_the_result(found: list[dict[str, Any]]) -> None:
+def test_a_skipped_batch_is_in_each_log_and_counted_in_the_result(found: list[dict[str, Any]]) -> None:
     assert found[0]["result"]["left_out"] == 1
     for log in found[0]["log"]:
         assert "WARNING step 3: rank 1 ran out of memory in forward" in log
     assert "can't allocate memory" in found[0]["log"][1]
 
 
-def test_several_in_a_row_and_several_ranks_are_left_out_and_no_more_than_is_allowed(
+def test_several_batches_are_skipped_up_to_the_limit(
     found: list[dict[str, Any]],
 ) -> None:
     for number, rank in enumerate(found):
@@ -120,13 +120,13 @@ def test_several_in_a_row_and_several_ranks_are_left_out_and_no_more_than_is_all
         (0, "forward", "DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_what_cannot_be_left_out_ends_the_run_and_says_so(skips: int, phase: str, told: str) -> None:
+def test_a_batch_that_cannot_be_skipped_aborts_the_run_with_a_reason(skips: int, phase: str, told: str) -> None:
     with pytest.raises(RankError, match=told) as caught:
         launch(train_with, 2, small(oom_skips=skips), out_of_memory(3, phase=phase), device="cpu", echo=False)
     assert caught.value.rank == 1
 
 
-def test_errors_of_allocators_are_known_and_others_are_not_taken_for_them() -> None:
+def test_only_allocator_errors_count_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -140,7 +140,7 @@ def test_errors_of_allocators_are_known_and_others_are_not_taken_for_them() -> N
         assert not is_out_of_memory(other)
 
 
-def test_a_model_that_meets_others_in_forward_and_the_invariant_strategy_are_refused() -> None:
+def test_models_with_collectives_in_forward_are_rejected() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     with pytest.raises(ConfigError, match=r"'oom_skips' requires a forward pass without .* '1' is a SyncBatchNorm"):
         require_local_forward(model)
@@ -164,7 +164,7 @@ def with_workers(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(150)
-def test_a_data_worker_that_dies_is_started_again_and_the_run_ends_with_the_same_bits() -> None:
+def test_a_dead_data_worker_is_restarted_without_changing_the_result() -> None:
     of_ranks = launch(with_workers, 2, device="cpu", threads=1, echo=False, timeout=120)
     for found in of_ranks:
         for kind in ("sharded", "dispatched", "streamed"):

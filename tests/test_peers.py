@@ -36,7 +36,7 @@ def one_process(work: Work, batch_size: int) -> Outcome:
     return Outcome({name: value.detach() for name, value in model.state_dict().items()}, 0.0)
 
 
-def test_on_even_batches_all_trainers_have_plain_torchs_weights_and_losses() -> None:
+def test_on_even_batches_all_trainers_equal_plain_torch() -> None:
     ranks = on_ranks(2, NAMES, gpt(steps=8))
     plain = ranks[0]["plain"]
     distances = {name: [rank[name].distance(plain) for rank in ranks] for name in NAMES}
@@ -50,7 +50,7 @@ def test_on_even_batches_all_trainers_have_plain_torchs_weights_and_losses() -> 
     assert len(plain.losses) == 8
 
 
-def test_only_who_counts_tokens_over_ranks_has_the_gradient_of_one_process_on_ragged_batches() -> None:
+def test_only_global_token_counts_give_the_right_gradient_if_ragged() -> None:
     work = stories(steps=8)
     ranks, one = on_ranks(2, NAMES, work), one_process(work, 2 * work.per_rank)
     distances = {name: max(rank[name].distance(one) for rank in ranks) for name in NAMES}
@@ -59,7 +59,7 @@ def test_only_who_counts_tokens_over_ranks_has_the_gradient_of_one_process_on_ra
     assert all(found > 1e-3 for name, found in distances.items() if name not in close), distances
 
 
-def test_only_ours_ends_with_the_same_batch_norm_on_all_ranks() -> None:
+def test_only_this_package_keeps_batch_norm_equal_on_all_ranks() -> None:
     names = ["plain", "ours", "fabric"]
     first, second = on_ranks(2, names, digits(steps=6))
     apart = {name: second[name].distance(first[name]) for name in names}
@@ -107,23 +107,23 @@ def rest_of_the_epoch(ranks: list[dict[str, Runs]], situation: str, name: str) -
     return seen
 
 
-def test_weights_optimizer_and_schedule_are_resumed_by_all(ranks: list[dict[str, Runs]]) -> None:
+def test_all_trainers_resume_weights_optimizer_and_schedule(ranks: list[dict[str, Runs]]) -> None:
     assert exact(ranks, "at the end of an epoch") == set(NAMES)
 
 
-def test_random_numbers_are_resumed_by_half_of_the_trainers(
+def test_half_of_the_trainers_resume_random_numbers(
     ranks: list[dict[str, Runs]],
 ) -> None:
     assert exact(ranks, "with dropout") == {"ours", "accelerate", "huggingface"}
 
 
-def test_who_does_not_know_the_epoch_repeats_the_shuffle_of_the_first(ranks: list[dict[str, Runs]]) -> None:
+def test_a_trainer_that_loses_the_epoch_repeats_the_first_shuffle(ranks: list[dict[str, Runs]]) -> None:
     assert exact(ranks, "shuffled") == {"plain", "ours", "lightning", "huggingface"}
     for name in ("accelerate", "fabric"):
         assert all(again.seen[:8] == whole.seen[:8] for whole, again in both(ranks, "shuffled", name))
 
 
-def test_in_the_middle_of_an_epoch_half_of_the_trainers_see_samples_again(ranks: list[dict[str, Runs]]) -> None:
+def test_half_of_the_trainers_repeat_samples_when_resuming_mid_epoch(ranks: list[dict[str, Runs]]) -> None:
     situation = "in the middle of an epoch"
     assert exact(ranks, situation) == {"ours", "accelerate", "huggingface"}
     for name in NAMES:
@@ -136,7 +136,7 @@ def test_in_the_middle_of_an_epoch_half_of_the_trainers_see_samples_again(ranks:
         assert again.seen[4:8] == again.seen[:4]
 
 
-def test_only_ours_and_hugging_faces_trainer_resume_a_common_training_to_the_bit(ranks: list[dict[str, Runs]]) -> None:
+def test_only_this_package_and_hugging_face_resume_bitwise_identically(ranks: list[dict[str, Runs]]) -> None:
     assert exact(ranks, "all of it") == {"ours", "huggingface"}
     for name in NAMES:
         distances = [again.distance(whole) for whole, again in both(ranks, "all of it", name)]

@@ -29,7 +29,7 @@ def _no_observer_stays():
     assert phases._observers == ()
 
 
-def test_phases_nest_and_their_times_do_not_run_backwards():
+def test_phases_nest_and_their_times_are_monotonic():
     with observe(Recorder()) as seen, phase("step"):
         with phase("data"):
             pass
@@ -40,7 +40,7 @@ def test_phases_nest_and_their_times_do_not_run_backwards():
     assert times == sorted(times)
 
 
-def test_an_exception_passes_through_and_observers_are_told_of_the_end():
+def test_an_exception_propagates_and_observers_see_the_end():
     with observe(Recorder()) as seen, pytest.raises(KeyError, match="inside"), phase("step"), phase("data"):
         raise KeyError("inside")
     assert seen.story == ["+step", "+data", "-data", "-step"]
@@ -61,7 +61,7 @@ def test_an_observer_sees_nothing_outside_its_block():
     assert recorder.story == ["+inside", "-inside", "+again", "-again"]
 
 
-def test_several_observers_see_the_same_edges_and_come_and_go_alone():
+def test_several_observers_see_the_same_events_independently():
     first, second = Recorder(), Recorder()
     with observe(first), phase("a"):
         with observe(second), phase("b"):
@@ -72,7 +72,7 @@ def test_several_observers_see_the_same_edges_and_come_and_go_alone():
     assert second.edges == first.edges[1:3]
 
 
-def test_an_observer_that_raises_on_entry_keeps_the_phase_from_running():
+def test_an_observer_that_raises_on_entry_prevents_the_phase():
     """That is how faults are injected."""
 
     def fault(edge):
@@ -92,7 +92,7 @@ def test_an_observer_that_raises_on_entry_keeps_the_phase_from_running():
     assert after.story == ["+data", "-data", "+data", "-data"]
 
 
-def test_an_observer_may_come_and_go_while_another_thread_is_inside_a_phase():
+def test_an_observer_may_be_added_or_removed_during_a_phase():
     stop = threading.Event()
     failures = []
 
@@ -118,7 +118,7 @@ def edge(text, time):
     return PhaseEvent(text[1:], text[0] == "+", time)
 
 
-def test_a_stopwatch_adds_up_the_seconds_of_each_phase_and_starts_again():
+def test_a_stopwatch_sums_the_seconds_of_each_phase_and_restarts():
     watch = Stopwatch()
     for each in [
         edge("-data", 1.0),  # began before we looked
@@ -162,7 +162,7 @@ def test_a_stopwatch_measures_the_real_clock():
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")  # about the profiler's own state; not about the trace
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch.*")
-def test_a_phase_appears_in_a_profiler_trace_only_where_it_was_recorded(tmp_path):
+def test_a_phase_appears_in_a_profiler_trace_only_while_recording(tmp_path):
     with phase("before"):
         pass
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -199,7 +199,7 @@ class FakeEvent:
         return end.at - self.at
 
 
-def test_on_a_gpu_phases_last_from_mark_to_mark_in_its_own_order(monkeypatch):
+def test_gpu_phases_are_measured_by_events_in_the_queue(monkeypatch):
     monkeypatch.setattr(phases, "_gpu_event", FakeEvent)
     with observe(Stopwatch(torch.device("cuda", 1))) as watch:
         with phase("grads"), phase("sync"):

@@ -229,7 +229,7 @@ def beside_torch(world: World) -> dict[str, tuple[float, bool]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_gradients_are_those_of_torchs_own_pipelining(size: int) -> None:
+def test_gradients_equal_those_of_torchs_pipelining(size: int) -> None:
     for far in launch(beside_torch, size, device="cpu", threads=1, echo=False, timeout=100):
         for schedule, (distance, same_order) in far.items():
             assert distance < 1e-6, (schedule, distance)
@@ -298,7 +298,7 @@ def test_two_pipelines_of_two_equal_one_process_on_all_micro_batches() -> None:
                 assert distance is None or distance < 1e-6, (name, parameter, distance)
 
 
-def test_what_autograd_keeps_is_what_the_table_says_and_dropout_is_that_of_one_rank() -> None:
+def test_saved_activations_match_the_table_and_dropout_that_of_one_rank() -> None:
     of_ranks = launch(kept_and_drawn, 2, device="cpu", threads=1, echo=False, timeout=100)
     for rank, (measured, _) in enumerate(of_ranks):
         assert measured == [peaks(table(2, MICRO_BATCHES))[rank] for table in (gpipe, one_f_one_b)]
@@ -319,7 +319,7 @@ def test_what_autograd_keeps_is_what_the_table_says_and_dropout_is_that_of_one_r
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.data())
-def test_stages_balance_as_well_as_any_cut_would(costs: list[int], data: st.DataObject) -> None:
+def test_stages_are_balanced_optimally(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     begins = balance(costs, stages)
     assert len(begins) == stages - 1
@@ -338,7 +338,7 @@ def test_stages_balance_as_well_as_any_cut_would(costs: list[int], data: st.Data
     assert dearest(begins) == min(map(dearest, every(stages - 1, 1)))
 
 
-def test_the_chain_of_the_gpt_is_its_forward() -> None:
+def test_the_chain_of_the_gpt_equals_its_forward_pass() -> None:
     inputs = torch.randint(0, 64, (2, 8))
     for recompute in (False, True):
         torch.manual_seed(0)
@@ -366,7 +366,7 @@ def test_the_chain_of_the_gpt_is_its_forward() -> None:
         (["ranks=2", "schedule=interleaved"], 2, "at least 2 stages per rank, got 1"),
     ],
 )
-def test_what_cannot_be_a_pipeline_is_one_line_before_ranks_start(
+def test_an_impossible_pipeline_is_reported_in_one_line_before_start(
     arguments: list[str], world_size: int, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said.replace("'[", "'\\[")) as error:
@@ -374,12 +374,12 @@ def test_what_cannot_be_a_pipeline_is_one_line_before_ranks_start(
     assert "\n" not in str(error.value)
 
 
-def test_a_model_without_a_chain_is_refused() -> None:
+def test_a_model_without_a_chain_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"Extra cannot be split into stages: it must be an nn.Sequential"):
         check_pipeline(Extra(2), PipelineConfig(), 2)
 
 
-def test_a_loss_calls_its_model_once() -> None:
+def test_a_loss_must_call_its_model_once() -> None:
     def twice(model: Any, batch: Any) -> tuple[Any, ...]:
         return model(batch).sum() + model(batch).sum(), 1
 
@@ -409,5 +409,5 @@ def nothing_counts(world: World) -> str:
     return "all ranks raised"
 
 
-def test_a_step_in_which_nothing_counts_is_refused_on_all_ranks() -> None:
+def test_a_step_without_counted_elements_is_rejected_on_all_ranks() -> None:
     assert launch(nothing_counts, 2, device="cpu", threads=1, echo=False, timeout=60) == ["all ranks raised"] * 2

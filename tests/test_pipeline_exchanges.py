@@ -127,12 +127,12 @@ def test_batches_in_slots_never_deadlock_on_nccl(ranks: int, per_rank: int, coun
 
 
 @pytest.mark.parametrize(("ranks", "per_rank", "count"), list(product((2, 3, 4), (1, 2, 3, 4), (4, 8))))
-def test_the_same_simulation_finds_the_deadlock_of_single_sends(ranks: int, per_rank: int, count: int) -> None:
+def test_the_simulation_finds_the_deadlock_of_single_sends(ranks: int, per_rank: int, count: int) -> None:
     table = tables(ranks, per_rank, count)[-1]
     assert outcome_on_nccl(one_by_one(table), ranks * per_rank) != "finished"
 
 
-def test_the_same_simulation_finds_messages_in_a_different_order() -> None:
+def test_the_simulation_finds_messages_in_a_different_order() -> None:
     table = gpipe(2, 2)
     sender, receiver = in_slots(table, with_shapes=True)
     swapped = [tuple(reversed(item)) if not isinstance(item, Action) else item for item in receiver]
@@ -141,7 +141,7 @@ def test_the_same_simulation_finds_messages_in_a_different_order() -> None:
 
 
 @given(st.integers(2, 4), st.integers(1, 4), st.integers(1, 12))
-def test_a_rank_receives_a_message_at_least_one_slot_before_it_needs_it(ranks: int, per_rank: int, count: int) -> None:
+def test_a_message_arrives_at_least_one_slot_before_it_is_needed(ranks: int, per_rank: int, count: int) -> None:
     for table in tables(ranks, per_rank, count):
         for number, row in enumerate(slots_of(table)):
             received = {t.action: n for n, slot in enumerate(row) for t in slot.transfers if t.target == number}

@@ -42,7 +42,7 @@ def config_of(**values: Any) -> TaskConfig:
 
 
 @pytest.mark.timeout(240)
-def test_training_has_the_losses_of_one_process_on_one_pipeline_and_on_two() -> None:
+def test_one_and_two_pipelines_have_the_losses_of_one_process() -> None:
     one = launch_training(config_of(nprocs=1, name="one"), echo=False)
     for name, nprocs, accumulation, pipeline in [
         ("1f1b", 2, 1, {"micro_batches": 4}),
@@ -58,7 +58,7 @@ def test_training_has_the_losses_of_one_process_on_one_pipeline_and_on_two() -> 
 
 
 @pytest.mark.timeout(240)
-def test_a_resumed_pipeline_ends_with_the_same_bits() -> None:
+def test_a_resumed_pipeline_is_bitwise_identical() -> None:
     values = {
         "strategy": "pipeline",
         "pipeline": {"micro_batches": 2, "schedule": "interleaved", "per_rank": 2},
@@ -103,7 +103,7 @@ def held(world: World, values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
-def test_each_rank_keeps_the_weights_and_the_optimizers_state_of_its_own_stages_only() -> None:
+def test_each_rank_keeps_weights_and_optimizer_state_of_its_stages_only() -> None:
     values = {"mesh": {"replicate": 2}, "pipeline": {"micro_batches": 2}, "checkpoint": {"every": 2}, "name": "held"}
     ranks = launch(held, 4, values, device="cpu", threads=1, echo=False, timeout=120)
     model = GPT(**BASE["model"].size)
@@ -137,7 +137,7 @@ def not_finite(world: World) -> str:
     return error_of(trainer.train)
 
 
-def test_a_gradient_that_is_not_finite_is_found_where_it_comes_from_also_when_weights_are_elsewhere() -> None:
+def test_a_non_finite_gradient_is_located_even_on_other_ranks() -> None:
     for told in launch(not_finite, 2, device="cpu", threads=1, echo=False, timeout=60):
         assert told.startswith("NotFiniteError: step 1: the gradient is not finite. On rank 0, the loss of micro-batch")
 
@@ -152,7 +152,7 @@ def left_of(world: World) -> tuple[list[str], list[str]]:
     return [name for name, each in there.items() if each() is not None], sorted(pipeline.named)
 
 
-def test_a_pipeline_that_is_kept_without_its_model_keeps_its_own_stages_only() -> None:
+def test_a_pipeline_without_its_model_keeps_only_its_own_stages() -> None:
     for left, own in launch(left_of, 2, device="cpu", threads=1, echo=False):
         assert sorted(left) == own
 
@@ -167,7 +167,7 @@ def test_a_pipeline_that_is_kept_without_its_model_keeps_its_own_stages_only() -
         ({"pipeline": {"cuts": ["block.1"]}}, 2, "the model has no module 'block.1'"),
     ],
 )
-def test_a_pipeline_that_cannot_be_is_refused_before_ranks_start(values: dict, ranks: int, said: str) -> None:
+def test_an_impossible_pipeline_is_rejected_before_ranks_start(values: dict, ranks: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         check_start(config_of(strategy="pipeline", **values), ranks)
     assert "\n" not in str(error.value)
@@ -191,6 +191,6 @@ def test_a_pipeline_that_cannot_be_is_refused_before_ranks_start(values: dict, r
         ),
     ],
 )
-def test_options_that_a_strategy_does_not_have_are_refused(values: dict, said: str) -> None:
+def test_options_that_a_strategy_does_not_have_are_rejected(values: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config_of(**values)

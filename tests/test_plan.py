@@ -29,7 +29,7 @@ def planned(source: str, *overrides: str, **environ: str):  # type: ignore[no-un
     return plan(load(source, TaskConfig, overrides), layers(source, overrides), environ)
 
 
-def test_every_setting_is_told_with_the_place_that_set_it_last() -> None:
+def test_every_setting_is_listed_with_its_last_origin() -> None:
     Path("mine.yaml").write_text("extends: tiny\nsteps: 30\nmodel: {layers: 2}\n")
     overrides = ["seed=7", "model.heads=4"]
     found = settings(load("mine.yaml", TaskConfig, overrides), layers("mine.yaml", overrides))
@@ -44,14 +44,14 @@ def test_every_setting_is_told_with_the_place_that_set_it_last() -> None:
 
 
 @pytest.mark.parametrize("source", ["2proc", "invariant", "grad_accum", "checkpoint_resume"])
-def test_the_values_told_are_the_config(source: str) -> None:
+def test_the_listed_values_are_the_config(source: str) -> None:
     config = load(source, TaskConfig)
     told = {name: each["value"] for name, each in settings(config, layers(source)).items()}
     assert told == flat(config.model_dump(mode="json"))
     assert check(TaskConfig, merged(layers(source)), origin="layers") == config
 
 
-def test_the_plan_is_what_the_run_does() -> None:
+def test_the_plan_agrees_with_the_run() -> None:
     overrides = ("name=mine", "accumulation=2", "steps=5", "eval_every=2", "checkpoint.every=2")
     found = planned("tiny", *overrides)
     result = launch_training(load("tiny", TaskConfig, overrides), echo=False)
@@ -80,7 +80,7 @@ def test_the_plan_opens_the_samples_once_and_names_the_setting_that_each_number_
     assert found["work"]["evaluations"] == 2
 
 
-def test_under_torchrun_the_world_is_the_one_that_is_there() -> None:
+def test_under_torchrun_the_plan_describes_the_existing_world() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     found = planned("2proc", "device=cpu", **environ)
     assert found["world"] == {"ranks": 4, "device": "cpu", "backend": "gloo", "started_by": "torchrun or Slurm"}
@@ -92,7 +92,7 @@ def test_one_process_has_no_backend() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> None:
+def test_the_memory_estimate_is_close_to_what_autograd_keeps(recompute: bool) -> None:
     config = TaskConfig(model=ModelConfig(layers=3, heads=2, width=64, context=64, recompute=recompute))
     model = GPT(**config.model.size)
     tokens = torch.randint(256, (8, 64))
@@ -101,7 +101,7 @@ def test_the_estimate_of_memory_is_near_what_autograd_keeps(recompute: bool) -> 
     assert 0.9 * kept.nbytes < memory(config, samples=8)["activations"] < 1.6 * kept.nbytes
 
 
-def test_the_memory_of_an_optimizer_is_what_it_keeps() -> None:
+def test_the_memory_of_an_optimizer_is_its_state() -> None:
     for name, kept in (("adamw", 8), ("sgd", 4)):
         config = TaskConfig(model=ModelConfig(layers=1, heads=2, width=32, context=32), optimizer=name)
         model = GPT(**config.model.size)
@@ -114,7 +114,7 @@ def test_the_memory_of_an_optimizer_is_what_it_keeps() -> None:
         assert estimate["optimizer"] == kept * estimate["parameters"] == found
 
 
-def test_a_device_that_is_not_there_is_refused_by_the_plan_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_rejected_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="requires one GPU for each of the 4 ranks on this machine"):
         planned("4gpu")
@@ -135,14 +135,14 @@ def refusals(world: World) -> list[str]:
     return [error_of(lambda config=config: train(world, config)) for config in configs]  # type: ignore[misc]
 
 
-def test_what_the_run_would_refuse_the_plan_refuses_in_the_same_words() -> None:
+def test_the_plan_and_the_run_reject_a_config_in_the_same_words() -> None:
     planning = [error_of(lambda each=each: planned("tiny", "nprocs=3", "device=cpu", *each)) for each in REFUSED]
     assert all(told.startswith("ConfigError: ") for told in planning)
     assert not list(Path().iterdir())
     assert launch(refusals, 3, device="cpu", echo=False)[0] == planning
 
 
-def test_a_model_that_this_machine_has_no_memory_for_is_warned_of_in_units_for_people() -> None:
+def test_a_model_that_exceeds_the_memory_causes_a_readable_warning() -> None:
     found = planned("tiny", "model.width=10000000", "device=cpu")
     warning = as_text(found).splitlines()[-1]
     assert warning.startswith(
@@ -163,11 +163,11 @@ def test_a_model_that_this_machine_has_no_memory_for_is_warned_of_in_units_for_p
         (2.5e18, "2,500.0 PB"),
     ],
 )
-def test_bytes_read_well(nbytes: float, text: str) -> None:
+def test_bytes_are_formatted_readably(nbytes: float, text: str) -> None:
     assert format_bytes(nbytes) == text
 
 
-def test_a_dry_run_writes_nothing_and_reads_well() -> None:
+def test_a_dry_run_is_readable_and_writes_nothing() -> None:
     arguments = ["train", "grad_accum", "steps=7", "device=cpu", "--dry-run"]
     command = [sys.executable, "-m", "ddp_tutorial", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

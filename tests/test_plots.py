@@ -10,7 +10,7 @@ from ddp_tutorial.figures.schedule_plots import schedules
 from ddp_tutorial.pipeline.schedules import gpipe, simulate
 
 
-def test_dots_of_all_groups_stand_on_one_logarithmic_axis_with_their_medians() -> None:
+def test_dots_of_all_groups_share_one_logarithmic_axis_with_medians() -> None:
     groups = {"reading": {"one": [900.0, 1000.0, 5000.0], "two": [9e5, 1e6, 1.1e6]}, "training": {"one": [90.0, 100.0]}}
     figure = plots.dots_by_group(groups, "samples per second", "title")
     reading, training = figure.axes
@@ -25,7 +25,7 @@ def test_dots_of_all_groups_stand_on_one_logarithmic_axis_with_their_medians() -
     plt.close(figure)
 
 
-def test_lanes_of_all_panels_are_on_one_axis_and_each_box_is_where_its_span_was() -> None:
+def test_lanes_of_all_panels_share_one_axis() -> None:
     quick = [Span("computes", "forward 0", 5.0, 5.02), Span("link", "gather 1", 5.01, 5.03)]
     slow = [Span("computes", "backward 0", 7.0, 7.1), Span("link", "scatter rest", 7.05, 7.051)]
     figure = lanes({"quick": quick, "slow": slow}, "title")
@@ -40,7 +40,7 @@ def test_lanes_of_all_panels_are_on_one_axis_and_each_box_is_where_its_span_was(
     plt.close(figure)
 
 
-def test_one_point_of_a_sweep_is_marked_below_its_timeline_on_an_axis_that_holds_all_of_them() -> None:
+def test_one_point_of_a_sweep_is_marked_below_its_timeline() -> None:
     def step(seconds: float) -> Timeline:
         spans = [Span(COMPUTE, "backward", 3.0, 3.0 + seconds), Span(LINK, "bucket 0", 3.01, 3.02)]
         return Timeline([spans], "a link")
@@ -62,7 +62,7 @@ def test_one_point_of_a_sweep_is_marked_below_its_timeline_on_an_axis_that_holds
 
 
 @pytest.mark.parametrize(("micro_batches", "numbered"), [(8, 64), (16, 64)])
-def test_a_number_stands_only_in_boxes_that_have_room_for_the_longest(micro_batches: int, numbered: int) -> None:
+def test_numbers_appear_only_in_boxes_that_fit_the_longest_number(micro_batches: int, numbered: int) -> None:
     figure = schedules({"plan": simulate(gpipe(4, micro_batches), 1, 2).ranks}, "title")
     assert len(figure.axes[0].texts) == numbered
     plt.close(figure)

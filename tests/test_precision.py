@@ -49,7 +49,7 @@ def with_precision(dtype: str, **values: Any) -> TaskConfig:
 
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 5))
-def test_the_scale_lives_as_that_of_torch(overflows: list[bool], growth_interval: int) -> None:
+def test_the_scale_evolves_like_torchs(overflows: list[bool], growth_interval: int) -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=growth_interval)
@@ -65,7 +65,7 @@ def test_the_scale_lives_as_that_of_torch(overflows: list[bool], growth_interval
 
 
 @pytest.mark.parametrize("overflow_at", [None, 1, 3])
-def test_steps_have_the_bits_of_those_with_torchs_scaler(overflow_at: int | None) -> None:
+def test_steps_are_bitwise_identical_to_those_with_torchs_scaler(overflow_at: int | None) -> None:
     def start() -> tuple[GPT, torch.optim.AdamW]:
         torch.manual_seed(0)
         model = GPT(layers=1, heads=2, width=16, context=8)
@@ -104,9 +104,7 @@ def test_steps_have_the_bits_of_those_with_torchs_scaler(overflow_at: int | None
 @pytest.mark.parametrize(
     ("dtype", "computed"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.half)]
 )
-def test_products_are_computed_as_asked_and_weights_gradients_and_state_stay_float32(
-    dtype: str, computed: torch.dtype
-) -> None:
+def test_only_matrix_products_are_computed_in_the_chosen_precision(dtype: str, computed: torch.dtype) -> None:
     trainer = make_trainer(with_precision(dtype, steps=1), World())
     seen: set[torch.dtype] = set()
     hook = trainer.model.blocks[0].register_forward_hook(
@@ -121,7 +119,7 @@ def test_products_are_computed_as_asked_and_weights_gradients_and_state_stay_flo
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_learns_about_as_well(dtype: str) -> None:
+def test_half_precision_trains_about_as_well(dtype: str) -> None:
     half, full = (train(World(), with_precision(each, steps=30)) for each in (dtype, "fp32"))
     assert half.losses != full.losses
     assert half.losses[-1] == pytest.approx(full.losses[-1], rel=0.03)
@@ -147,7 +145,7 @@ def test_the_gradient_is_divided_by_the_scale_before_it_is_clipped() -> None:
     assert weight.grad is None
 
 
-def test_a_step_that_overflows_is_left_out_and_the_scale_halved() -> None:
+def test_a_step_that_overflows_is_skipped_and_the_scale_is_halved() -> None:
     precision, weight, optimizer = one_weight(math.inf)
     update = precision.update(optimizer, 1.0, FINE)
     assert (update.applied, update.scale_may_help) == (False, True)
@@ -155,9 +153,7 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_halved() -> None:
 
 
 @pytest.mark.parametrize(("scale", "loss"), [(1.0, FINE), (8.0, torch.tensor(math.nan)), (8.0, torch.tensor(math.inf))])
-def test_no_scale_is_to_blame_for_a_loss_that_is_not_finite_nor_when_it_is_down_at_one(
-    scale: float, loss: torch.Tensor
-) -> None:
+def test_a_non_finite_loss_is_an_error_for_which_no_scale_helps(scale: float, loss: torch.Tensor) -> None:
     precision, weight, optimizer = one_weight(math.nan, scale)
     update = precision.update(optimizer, 1.0, loss)
     assert (update.applied, update.scale_may_help) == (False, False)
@@ -178,7 +174,7 @@ def test_the_state_of_the_scale_is_saved_and_loaded() -> None:
         before.load_state_dict({})
 
 
-def test_a_scale_below_one_is_refused() -> None:
+def test_a_scale_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"initial_scale\n.* should be greater than or equal to 1"):
         PrecisionConfig(dtype="fp16", initial_scale=0.5)
 
@@ -254,9 +250,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("variant", ["torch", "bucket", "flat"])
-def test_an_overflow_on_one_rank_is_skipped_by_all_and_training_goes_on(
-    variant: str, two: list[dict[Any, Any]]
-) -> None:
+def test_an_overflow_on_one_rank_is_skipped_on_all_ranks(variant: str, two: list[dict[Any, Any]]) -> None:
     first, second = (rank[variant] for rank in two)
     assert first == second
     # two good steps; two halvings at steps 3 and 4; then three good ones double it once
@@ -269,7 +263,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_training_goes_on(
     assert first["losses"][-1] < first["losses"][0]
 
 
-def test_what_is_so_on_one_rank_is_known_to_all(two: list[dict[Any, Any]]) -> None:
+def test_an_overflow_on_one_rank_is_known_to_all_ranks(two: list[dict[Any, Any]]) -> None:
     assert [rank["any"] for rank in two] == [[False, True, True]] * 2
 
 
@@ -297,20 +291,20 @@ def test_what_is_so_on_one_rank_is_known_to_all(two: list[dict[Any, Any]]) -> No
         ),
     ],
 )
-def test_a_nan_that_is_a_bug_is_told_on_all_ranks_with_step_rank_and_parameter(
+def test_a_nan_that_is_a_bug_is_reported_with_step_rank_and_parameter(
     case: tuple[str, str], told: str, two: list[dict[Any, Any]]
 ) -> None:
     assert [rank[case] for rank in two] == [f"{NotFiniteError.__name__}: {told}"] * 2
 
 
-def test_an_invariant_run_in_half_precision_has_the_same_bits_on_one_and_two_ranks() -> None:
+def test_an_invariant_half_precision_run_is_bitwise_identical_on_two_ranks() -> None:
     config = with_precision("fp16", strategy="invariant", micro_batches=2)
     one = launch(train, 1, config, device="cpu", echo=False)[0]
     for rank in launch(train, 2, config, device="cpu", echo=False):
         assert rank.weights == one.weights
 
 
-def test_the_gradient_of_a_cut_batch_is_scaled_as_that_of_a_whole_one() -> None:
+def test_the_gradient_of_a_split_batch_is_scaled_like_a_whole_batch() -> None:
     tokens = torch.randint(256, (5, 9), generator=torch.Generator().manual_seed(0))
 
     def gradient(precision: Precision, parts: int) -> torch.Tensor:
@@ -326,7 +320,7 @@ def test_the_gradient_of_a_cut_batch_is_scaled_as_that_of_a_whole_one() -> None:
         torch.testing.assert_close(gradient(Precision(HALF), parts) / 1024, expected, rtol=0.05, atol=1e-3)
 
 
-def test_an_update_leaves_no_gradient_behind_also_where_it_was_left_out() -> None:
+def test_an_update_clears_the_gradient_even_if_it_was_skipped() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for gradient, made in ((1.0, True), (math.nan, False)):
@@ -335,7 +329,7 @@ def test_an_update_leaves_no_gradient_behind_also_where_it_was_left_out() -> Non
         assert weight.grad is None
 
 
-def test_the_norm_over_one_rank_needs_no_group() -> None:
+def test_the_norm_over_one_rank_requires_no_group() -> None:
     norm = total_norm_over([torch.tensor([3.0]), torch.tensor([[4.0]])], None, 1, torch.device("cpu"))
     assert (norm.item(), norm.dtype) == (5.0, torch.float32)
     assert total_norm_over([], None, 1, torch.device("cpu")).item() == 0

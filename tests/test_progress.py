@@ -28,7 +28,7 @@ def of(name: str) -> bool:
     return chapter.exercises[exercise]
 
 
-def test_a_right_answer_is_noted_and_a_wrong_one_is_not(person: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_right_answer_is_recorded(person: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exercise = quickstart.deal_samples
     exercise.check(exercise.wrong["pads with copies"])
     exercise.check(lambda *_: 1 / 0)
@@ -44,12 +44,12 @@ def test_a_right_answer_is_noted_and_a_wrong_one_is_not(person: Path, capsys: py
     assert "runs" not in told
 
 
-def test_an_answer_that_a_test_gives_is_not_noted(workdir: Path) -> None:
+def test_an_answer_from_a_test_is_not_recorded(workdir: Path) -> None:
     quickstart.deal_samples.check(quickstart.deal_samples.solution)
     assert list(workdir.iterdir()) == []
 
 
-def test_in_a_kernel_a_person_is_told_from_nbval_and_papermill(workdir: Path) -> None:
+def test_a_kernel_distinguishes_a_person_from_nbval_and_papermill(workdir: Path) -> None:
     code = "from ddp_tutorial.exercises import quickstart as exercises, progress\n"
     check = "exercises.deal_samples.check(exercises.deal_samples.solution)"
     kernel = Kernel(workdir)
@@ -63,7 +63,7 @@ def test_in_a_kernel_a_person_is_told_from_nbval_and_papermill(workdir: Path) ->
         kernel.end()
 
 
-def test_an_exercise_of_nobody_is_checked_and_not_noted(person: Path) -> None:
+def test_an_exercise_outside_the_package_is_not_recorded(person: Path) -> None:
     own = Exercise("say yes", lambda answer: "Yes.", lambda: "yes", {}, ())
     own.check(own.solution)
     assert own.name == ""
@@ -71,7 +71,7 @@ def test_an_exercise_of_nobody_is_checked_and_not_noted(person: Path) -> None:
 
 
 @pytest.mark.usefixtures("person")
-def test_kernels_that_note_at_once_lose_nothing() -> None:
+def test_kernels_that_record_concurrently_lose_nothing() -> None:
     names = [f"module_{number % 7}.exercise_{number}" for number in range(200)]
     with ThreadPoolExecutor(8) as pool:  # each opens the file anew, as another process would
         list(pool.map(passed.remember, names))
@@ -82,7 +82,7 @@ def test_kernels_that_note_at_once_lose_nothing() -> None:
 @pytest.mark.parametrize(
     "found", [b"", b"\n\n", b"quickstart.mean_loss", b"quickstart.mean_lo", b"\xff\x00{]\n", b"quickstart.gone\n"]
 )
-def test_a_broken_file_costs_nothing_but_what_is_broken(found: bytes, person: Path) -> None:
+def test_a_damaged_file_loses_only_its_damaged_lines(found: bytes, person: Path) -> None:
     person.parent.mkdir()
     person.write_bytes(found)
     assert of("quickstart.mean_loss") == (found == b"quickstart.mean_loss")
@@ -92,7 +92,7 @@ def test_a_broken_file_costs_nothing_but_what_is_broken(found: bytes, person: Pa
     assert of("quickstart.mean_loss") == (found == b"quickstart.mean_loss")
 
 
-def test_a_disk_that_refuses_is_told_in_a_line_after_the_verdict(
+def test_a_failing_disk_is_reported_in_one_line_after_the_verdict(
     person: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     person.mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_a_disk_that_refuses_is_told_in_a_line_after_the_verdict(
     assert not of("quickstart.deal_samples")
 
 
-def test_the_table_has_every_exercise_under_its_notebook_in_the_order_of_the_parts() -> None:
+def test_the_table_lists_every_exercise_under_its_notebook() -> None:
     shown = [(each.part, each.path) for each in ALL.chapters]
     known = [(each.part, each.path) for each in chapters()]
     assert [each for each in known if each in shown] == shown
@@ -112,7 +112,7 @@ def test_the_table_has_every_exercise_under_its_notebook_in_the_order_of_the_par
     assert sum(len(each.exercises) for each in ALL.chapters) > 50
 
 
-def test_a_fresh_clone_has_passed_nothing_and_says_so_in_text_and_html(workdir: Path) -> None:
+def test_a_fresh_clone_has_no_passed_exercises_in_text_and_html(workdir: Path) -> None:
     table = progress()
     total = sum(len(each.exercises) for each in table.chapters)
     assert str(table) == f"0 of {total} exercises passed"
@@ -125,7 +125,7 @@ def test_a_fresh_clone_has_passed_nothing_and_says_so_in_text_and_html(workdir: 
     assert "deal_samples, <b>&#10003;&nbsp;mean_loss</b>" in progress()._repr_html_()
 
 
-def test_the_table_links_notebooks_from_where_it_is_shown(
+def test_links_of_the_table_are_relative_to_the_current_folder(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder, link in (("notebooks", ""), ("notebooks/experiments", "../"), (".", "notebooks/")):
@@ -136,7 +136,7 @@ def test_the_table_links_notebooks_from_where_it_is_shown(
     assert "<a " not in progress()._repr_html_()
 
 
-def test_exercises_and_a_notebooks_parameters_need_no_tools_for_notebooks() -> None:
+def test_exercises_and_parameters_do_not_import_notebook_tools() -> None:
     """A second and a half in the first cell."""
     code = "import sys, ddp_tutorial.exercises.quickstart, ddp_tutorial.experiments.execute as execute"
     code += "; assert execute.read_parameters; print({'nbformat', 'nbclient'} & set(sys.modules))"

@@ -48,7 +48,7 @@ def parsed(requirements: list[str]) -> set[tuple[str, SpecifierSet, str]]:
     return {(canonicalize_name(one.name), one.specifier, str(one.marker or "")) for one in each}
 
 
-def test_the_conda_environment_has_what_pyproject_asks_for(conda: dict[str, Any], requirements: list[str]) -> None:
+def test_the_conda_environment_matches_pyproject(conda: dict[str, Any], requirements: list[str]) -> None:
     [from_pip] = [each["pip"] for each in conda["dependencies"] if isinstance(each, dict)]
     assert parsed(from_pip) == parsed(requirements)
     assert len(from_pip) == len(set(from_pip)) == len(requirements)
@@ -67,13 +67,13 @@ def test_the_conda_environment_gets_python_from_conda_and_packages_from_pip(
     assert not any("torch" in each for each in from_conda)  # conda's and pip's do not mix
 
 
-def test_what_the_project_is_made_of_is_named(conda: dict[str, Any]) -> None:
+def test_all_parts_of_the_project_are_documented(conda: dict[str, Any]) -> None:
     [from_pip] = [each["pip"] for each in conda["dependencies"] if isinstance(each, dict)]
     names = {name for name, _, _ in parsed(from_pip)}
     assert {"torch", "jupyterlab", "ipywidgets", "datasets", "matplotlib", "nbval", "papermill"} <= names
 
 
-def test_every_direct_dependency_is_pinned_to_a_version_that_it_allows(
+def test_every_direct_dependency_is_pinned_to_an_allowed_version(
     pins: dict[str, Version], project: dict[str, Any]
 ) -> None:
     requirements = chain(project["dependencies"], *project["optional-dependencies"].values())
@@ -82,7 +82,7 @@ def test_every_direct_dependency_is_pinned_to_a_version_that_it_allows(
         assert pins[name] in specifier, f"{name}=={pins[name]} is not {specifier}"
 
 
-def test_pins_hold_for_cpu_and_gpu_alike(pins: dict[str, Version]) -> None:
+def test_pins_apply_to_cpus_and_gpus(pins: dict[str, Version]) -> None:
     assert [name for name, version in pins.items() if version.local] == []  # such as +cpu
 
 

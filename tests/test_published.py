@@ -13,7 +13,7 @@ def measured(unit: str = "samples/s") -> dict[str, object]:
     return report("fake", {name: [90.0, 100.0, 110.0] for name in names} | {"two_ranks": [160.0] * 3}, unit, {})
 
 
-def test_a_table_has_the_speedup_the_efficiency_and_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_contains_speedup_efficiency_and_published_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "run_bench", lambda name, repeats: measured())
     lines = published.as_markdown(published.reproduce("scaling", 5)).splitlines()
     assert lines[0] == (
@@ -45,7 +45,7 @@ def test_the_arms_of_the_accumulation_and_data_tables_are_measured() -> None:
     assert {row.arm for row in published.TABLES["data"].rows} == set(sources.KINDS)
 
 
-def test_an_unknown_table_is_refused() -> None:
+def test_an_unknown_table_is_rejected() -> None:
     done = call("reproduce", "speed")
     assert done.returncode == 2
     assert "'scaling', 'data', 'accumulation', 'checkpoint'" in done.stderr

@@ -96,7 +96,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_example_is_short_enough_to_copy_and_says_how_to_run_it() -> None:
+def test_the_example_is_short_and_describes_how_to_run_it() -> None:
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) <= 100
     assert "python -m ddp_tutorial.examples.ray_train" in (ast.get_docstring(ast.parse(text)) or "")
@@ -133,9 +133,7 @@ def below(folder: Path) -> list[psutil.Process]:
 
 @needs_ray
 @pytest.mark.timeout(420)
-def test_in_ray_train_a_run_that_loses_a_worker_ends_with_the_bits_of_one_under_launch(
-    workdir: Path, folder_of_ray: Path
-) -> None:
+def test_a_ray_run_that_loses_a_worker_is_bitwise_identical(workdir: Path, folder_of_ray: Path) -> None:
     """One Ray for all that there is to see, for it takes half a minute."""
     (workdir / "on_ray.py").write_text(SCRIPT)
     environment = os.environ | {

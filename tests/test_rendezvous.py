@@ -75,7 +75,7 @@ def failed(agents: dict[str, "subprocess.Popen[str]"]) -> dict[str, str]:
     return said
 
 
-def test_a_node_that_never_comes_is_not_waited_for_longer_than_was_said(workdir: Path) -> None:
+def test_a_node_that_never_joins_is_not_waited_for_beyond_the_timeout(workdir: Path) -> None:
     said = failed(
         {
             "static": agent(workdir, 2, meeting("static", free_port(), 0, timeout=3)),
@@ -86,7 +86,7 @@ def test_a_node_that_never_comes_is_not_waited_for_longer_than_was_said(workdir:
     assert "RendezvousTimeoutError" in said["c10d"]
 
 
-def test_a_port_that_another_program_has_is_told_at_once(workdir: Path) -> None:
+def test_a_port_in_use_is_reported_immediately(workdir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = failed(
@@ -108,7 +108,7 @@ open(f"{os.environ['TORCHELASTIC_RUN_ID']}.{told[0]}", "w").write(json.dumps(tol
 """
 
 
-def test_a_node_that_comes_late_is_waited_for_and_each_rank_is_told_the_same_world(workdir: Path) -> None:
+def test_a_late_node_is_waited_for_and_all_ranks_see_the_same_world(workdir: Path) -> None:
     """The second node's agent starts when the first one's store has been up, and its agent waiting, for a while."""
     (workdir / "told.py").write_text(TOLD)
     ports = {"static": free_port(), "c10d": free_port()}

@@ -46,7 +46,7 @@ def one_life(port: int, size: int, late: int = 0) -> list[dist.Store]:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_each_life_of_the_ranks_meets_in_a_part_of_the_store_that_is_new(late: int) -> None:
+def test_each_attempt_of_the_ranks_uses_a_new_prefix_of_the_store(late: int) -> None:
     agents = server()
     before: list[dist.Store] = []
     for size in (3, 3, 2, 3):
@@ -58,7 +58,7 @@ def test_each_life_of_the_ranks_meets_in_a_part_of_the_store_that_is_new(late: i
         before = stores if size == 3 else []
 
 
-def test_a_rank_that_never_comes_is_named_when_the_time_is_up() -> None:
+def test_a_rank_that_never_joins_is_named_after_the_timeout() -> None:
     agents = server()
     with pytest.raises(RuntimeError, match="rank 1 did not join"):
         attempt_store(agents, World(0, 2, 0, 2, timeout=timedelta(seconds=0.2)))
@@ -67,7 +67,7 @@ def test_a_rank_that_never_comes_is_named_when_the_time_is_up() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_torchrun_starts_again_after_kills_ends_with_the_bits_of_an_undisturbed_one() -> None:
+def test_a_run_restarted_by_torchrun_is_bitwise_identical() -> None:
     """Without the switch that keeps torchrun from sharing its store: most restarts failed with it shared."""
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
     found = measure_restarts(2, seed=3)
@@ -77,7 +77,7 @@ def test_a_run_that_torchrun_starts_again_after_kills_ends_with_the_bits_of_an_u
 
 
 @pytest.mark.parametrize(("law", "broken"), [("bit_equal", False), ("left", 1)])
-def test_one_broken_law_is_enough_to_be_told(law: str, broken: Any) -> None:
+def test_one_violated_requirement_is_reported(law: str, broken: Any) -> None:
     good = {"bit_equal": True, "left": 0}
     assert is_good(good)
     assert not is_good(good | {law: broken})
@@ -131,7 +131,7 @@ def workers(folder: Path) -> list[int]:
 
 
 @pytest.mark.timeout(200)
-def test_two_agents_that_lose_sight_of_one_another_never_write_one_folder_at_a_time(workdir: Path) -> None:
+def test_two_disconnected_agents_never_write_one_folder_concurrently(workdir: Path) -> None:
     """The first agent is stopped, so that the second takes it for dead and starts a rank; that of the first trains on.
     The second's has to refuse. Killed, an agent takes its rank along, and the folder is free."""
     store = server()
@@ -196,7 +196,7 @@ def elastic_agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
 
 
 @pytest.mark.timeout(200)
-def test_a_run_of_one_node_grows_by_one_that_comes_late_and_goes_on_alone_when_that_has_gone(workdir: Path) -> None:
+def test_an_elastic_run_grows_and_shrinks_by_a_node(workdir: Path) -> None:
     """Every step is taken once, each rank knows the world that it is in, and one that was asked to stop ends well."""
     (workdir / "elastic.py").write_text(ELASTIC)
     run, store, agents = workdir / "runs" / "mine", server(), []

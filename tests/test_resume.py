@@ -145,7 +145,7 @@ def lives(folder: Path, size: int, flavours: tuple[str, ...], resumed_at: int) -
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("step", range(1, STEPS))
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_run_that_goes_on_after_any_step_ends_with_the_same_bits(flavour: str, step: int, folder: Path) -> None:
+def test_a_run_resumed_after_any_step_is_bitwise_identical(flavour: str, step: int, folder: Path) -> None:
     every = tuple(FLAVOURS)
     for whole, resumed in zip(lives(folder, 2, every, 0), lives(folder, 2, every, step), strict=True):
         assert resumed[flavour] == whole[flavour]
@@ -154,21 +154,21 @@ def test_a_run_that_goes_on_after_any_step_ends_with_the_same_bits(flavour: str,
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("flavour", ["plain", "bucket and sgd"])
-def test_so_it_does_on_other_numbers_of_ranks(flavour: str, size: int, folder: Path) -> None:
+def test_a_run_of_any_world_size_resumes_bitwise_identically(flavour: str, size: int, folder: Path) -> None:
     """Three and four add up in an order that depends on the buckets, and DDP cuts these anew after its first step."""
     flavours = ("plain", "bucket and sgd")
     for whole, resumed in zip(lives(folder, size, flavours, 0), lives(folder, size, flavours, 3), strict=True):
         assert resumed[flavour] == whole[flavour]
 
 
-def test_float16_had_an_overflow_on_the_way(folder: Path) -> None:
+def test_float16_overflowed_during_the_run(folder: Path) -> None:
     rows = lives(folder, 2, tuple(FLAVOURS), 0)[0]["accumulation and float16"]["rows"]
     scales = [row["loss_scale"] for row in rows if "loss_scale" in row]
     assert min(scales) < 2.0**24
 
 
 @pytest.mark.timeout(240)
-def test_4_ranks_then_2_then_3_go_on_with_the_same_samples() -> None:
+def test_4_ranks_then_2_then_3_resume_with_the_same_samples() -> None:
     smooth = {"model": BASE["model"].model_copy(update={"dropout": 0.0}), "batch_size": 12}
     [whole] = launch(train, 1, config_of(name="whole", **smooth), device="cpu", echo=False)
     for size, until in ((4, 2), (2, 4), (3, STEPS)):
@@ -180,7 +180,7 @@ def test_4_ranks_then_2_then_3_go_on_with_the_same_samples() -> None:
     assert [row["step"] for row in rows_of(Path("runs/moved")) if "loss" in row] == list(range(1, STEPS + 1))
 
 
-def test_a_second_rank_does_not_get_the_random_numbers_of_the_first() -> None:
+def test_a_new_rank_does_not_get_the_random_numbers_of_rank_0() -> None:
     train(World(), config_of(name="alone"))
     ranks = launch(
         random_state_of, 2, config_of(name="two", resume="runs/alone", steps=STEPS), device="cpu", echo=False
@@ -206,7 +206,7 @@ def stop_at(world: World, step: int, config: TaskConfig) -> Any:
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_another_setting_is_told_and_can_be_allowed_by_name() -> None:
+def test_a_different_setting_is_reported_and_can_be_allowed_by_name() -> None:
     train(World(), config_of(name="first"))
     different = config_of(name="second", resume="runs/first", learning_rate=0.01, weight_decay=0.5, nprocs=1)
     with pytest.raises(ConfigError) as error:
@@ -220,7 +220,7 @@ def test_another_setting_is_told_and_can_be_allowed_by_name() -> None:
     assert len(train(World(), allowed).losses) == STEPS
 
 
-def test_a_component_can_be_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_component_can_be_excluded_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     train(World(), config_of(name="first"))
     start = f"runs/first/checkpoints/{checkpoint_name(3)}"
     exact = train(World(), config_of(name="exact", resume=start))
@@ -230,19 +230,19 @@ def test_a_component_can_be_left_out_by_name(capsys: pytest.CaptureFixture[str])
     assert without.losses[4:] != exact.losses[4:]
 
 
-def test_what_cannot_be_resumed_is_refused_at_the_start() -> None:
+def test_an_impossible_resume_is_rejected_at_the_start() -> None:
     with pytest.raises(ValueError, match="'resume' auto resumes the run of the same 'name'"):
         config_of(resume="auto")
 
 
-def test_a_path_without_a_checkpoint_is_told() -> None:
+def test_a_path_without_a_checkpoint_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match="'resume' runs/nothing: there is no checkpoint, and no run that has a valid one"
     ):
         train(World(), config_of(resume="runs/nothing"))
 
 
-def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is() -> None:
+def test_auto_starts_or_resumes_depending_on_the_folder() -> None:
     config = config_of(name="mine", resume="auto")
     first = train(World(), config)
     again = train(World(), config)
@@ -251,7 +251,7 @@ def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is() -> None
     assert len(rows_of(first.run)) == STEPS + 2
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(name="mine", resume="auto")
     first = train(World(), config)
     for step in (STEPS, STEPS - 1):
@@ -263,7 +263,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(capsys: pytest.C
     assert f"resuming after step {STEPS - 2}" in said
 
 
-def test_two_runs_in_one_folder_are_refused() -> None:
+def test_two_runs_in_one_folder_are_rejected() -> None:
     config = config_of(name="mine", resume="auto")
     train(World(), config)
     before = rows_of(Path("runs/mine"))
@@ -280,7 +280,7 @@ def test_two_runs_in_one_folder_are_refused() -> None:
     assert part.exists(), "it may be what the other run is writing"
 
 
-def test_a_run_that_has_just_begun_is_seen_as_running_by_whoever_sees_it() -> None:
+def test_a_run_that_just_started_is_seen_as_running() -> None:
     trainer = make_trainer(config_of(name="mine"), World())
     assert find_runs() == []
     states = set()
@@ -290,7 +290,7 @@ def test_a_run_that_has_just_begun_is_seen_as_running_by_whoever_sees_it() -> No
     assert state_of(Path("runs/mine")) == "finished"
 
 
-def test_the_manifest_has_what_the_run_was_and_how_it_did() -> None:
+def test_the_manifest_describes_the_run_and_its_metrics() -> None:
     train(World(), config_of(name="mine", checkpoint={"every": 4, "keep_last": 5}))
     found = list_checkpoints(Path("runs/mine/checkpoints"))
     assert [path.name for path in found] == [checkpoint_name(4), checkpoint_name(6)], "and at the end"
@@ -317,7 +317,7 @@ def requests(world: World) -> list[list[str]]:
     return found
 
 
-def test_what_one_rank_is_told_all_ranks_do_at_the_end_of_that_step() -> None:
+def test_a_request_to_one_rank_stops_all_ranks_after_the_same_step() -> None:
     assert launch(requests, 2, device="cpu", echo=False) == [[["", "", ""], ["", "signal", ""], ["", "signal", ""]]] * 2
     assert requests(World())[:2] == [["", "", ""], ["", "signal", ""]]
 
@@ -328,7 +328,7 @@ def asks_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asks_in_each_step")
-def test_a_signal_goes_before_what_rank_0_was_asked_however_many_ranks_have_had_one(workdir: Path) -> None:
+def test_a_signal_takes_precedence_over_a_request_to_rank_0(workdir: Path) -> None:
     ranks = [StopRequests(World(rank, 8, rank, 8), RunFolder(workdir)) for rank in range(8)]
 
     def answer() -> str:
@@ -344,7 +344,7 @@ def test_a_signal_goes_before_what_rank_0_was_asked_however_many_ranks_have_had_
         assert answer() == "signal"
 
 
-def test_short_steps_look_for_a_request_only_now_and_then(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_check_for_a_request_only_occasionally(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "CHECK_EVERY", 60)
     rank = StopRequests(World(), RunFolder(workdir))
     assert rank.local_stop_flags() == 0
@@ -358,7 +358,7 @@ def test_short_steps_look_for_a_request_only_now_and_then(workdir: Path, monkeyp
 
 
 @pytest.mark.usefixtures("asks_in_each_step")
-def test_a_request_is_never_there_half_written(workdir: Path) -> None:
+def test_a_request_is_never_partially_written(workdir: Path) -> None:
     (workdir / "config.json").write_text("{}")
     rank, asked = StopRequests(World(), RunFolder(workdir)), []
     with observe_disk(lambda *_: asked.append(rank.decide(rank.local_stop_flags()))):
@@ -401,7 +401,7 @@ def test_a_request_stops_a_run_with_or_without_a_checkpoint(request_: Any) -> No
 
 
 @pytest.mark.usefixtures("asks_in_each_step")
-def test_a_request_to_save_that_comes_with_a_scheduled_save_does_not_save_the_step_twice() -> None:
+def test_a_requested_save_does_not_repeat_a_scheduled_save() -> None:
     trainer = make_trainer(config_of(name="mine", checkpoint={"every": 1}), World())
     saved: list[str] = []
     note = observe(lambda edge: saved.append(edge.name) if edge.entered and edge.name == "save: rename" else None)
@@ -427,7 +427,7 @@ def wait_until(running: subprocess.Popen[str], moment: Callable[[], Any], second
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, "stop"])
-def test_from_outside_a_run_is_stopped_saved_and_carried_on_by_the_same_command(how: Any) -> None:
+def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> None:
     """SIGTERM as a cluster sends it: to all processes of the job, also those that read ahead for a rank."""
     command = [sys.executable, "-m", "ddp_tutorial"]
     settings = [*ENDLESS, f"source.workers={int(how == signal.SIGTERM)}"]
@@ -457,7 +457,7 @@ def ranks_are_starting(parent: int) -> bool:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", ["torch is imported", "ranks start"])
-def test_a_signal_while_a_run_starts_is_a_stop_with_nothing_saved_and_no_failure(what: str) -> None:
+def test_a_signal_during_startup_stops_the_run_without_a_failure(what: str) -> None:
     running = started(sys.executable, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS)
     if what == "torch is imported":
         wait_until(running, lambda: "libtorch" in Path(f"/proc/{running.pid}/maps").read_text())
@@ -470,7 +470,7 @@ def test_a_signal_while_a_run_starts_is_a_stop_with_nothing_saved_and_no_failure
     assert not list(Path("runs").glob("*/checkpoints/*"))
 
 
-def test_a_signal_to_end_is_not_swallowed_where_any_exception_is() -> None:
+def test_a_signal_is_not_swallowed_by_broad_exception_handlers() -> None:
     """As in much of torch while it is imported."""
 
     @stopped_by_signals()
@@ -493,14 +493,14 @@ def test_a_signal_to_end_is_not_swallowed_where_any_exception_is() -> None:
         ({"SLURM_JOB_ID": "7"}, False, EXIT_CODE),
     ],
 )
-def test_the_exit_code_of_a_run_that_was_stopped_starts_it_again_only_where_a_cluster_wanted_it_away(
+def test_the_exit_code_requeues_a_run_only_if_a_cluster_stopped_it(
     environ: dict[str, str], by_signal: bool, code: int
 ) -> None:
     assert exit_code(environ, by_signal=by_signal) == code
 
 
 @pytest.mark.timeout(120)
-def test_torchrun_lets_a_run_rest_that_was_asked_to_stop_though_it_may_restart() -> None:
+def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop() -> None:
     restarting = [*TORCHRUN, "--max-restarts", "1"]
     run = Path("runs/mine")
     running = started(*restarting, "-m", "ddp_tutorial", "train", "tiny", *ENDLESS, OMP_NUM_THREADS="1")
@@ -561,7 +561,7 @@ def test_checkpoints_are_listed_inspected_verified_and_compared() -> None:
 NO_RUNS = "error: no run is called '/nope': there are no runs under runs/\n"
 
 
-def test_a_folder_that_is_no_run_is_told_with_exit_code_2() -> None:
+def test_a_folder_that_is_not_a_run_exits_with_code_2() -> None:
     Path("empty").mkdir()
     assert told("checkpoint", "list", "empty") == (2, "error: 'empty' does not contain a checkpoint\n")
     for command in (["list", "/nope"], ["diff", "empty", "/nope"], ["verify", "/nope"]):
@@ -573,7 +573,7 @@ def test_a_folder_that_is_no_run_is_told_with_exit_code_2() -> None:
     assert text.startswith("error: no run is called 'empty'")
 
 
-def test_listing_takes_no_torch() -> None:
+def test_listing_does_not_import_torch() -> None:
     (Path("runs/mine/checkpoints") / checkpoint_name(1)).mkdir(parents=True)
     (Path("runs/mine/checkpoints") / checkpoint_name(1) / "manifest.json").write_text("{}")
     code = "import sys; from ddp_tutorial.__main__ import cli\n"

@@ -62,7 +62,7 @@ def resumed(*, of: str = "first", options: dict[str, Any] | None = None, **value
     ],
     ids=str,
 )
-def test_the_learning_rates_after_a_resume_are_those_of_the_new_settings(values: dict[str, Any]) -> None:
+def test_learning_rates_after_a_resume_follow_the_new_settings(values: dict[str, Any]) -> None:
     first = trainer_of(config_of("first")).train()
     again = resumed(**values).train()
     config = config_of("", **values)
@@ -72,7 +72,7 @@ def test_the_learning_rates_after_a_resume_are_those_of_the_new_settings(values:
     assert again.losses[HALF + 1 : STEPS] != first.losses[HALF + 1 :]
 
 
-def test_new_options_of_the_optimizer_hold_and_its_momentum_stays() -> None:
+def test_new_optimizer_options_apply_and_its_momentum_is_kept() -> None:
     trainer_of(config_of("first")).train()
     trainer = resumed(weight_decay=0.5)
     matrices, vectors = trainer.train_step.optimizer.param_groups
@@ -85,7 +85,7 @@ def test_new_options_of_the_optimizer_hold_and_its_momentum_stays() -> None:
     trainer.log.close()
 
 
-def test_what_was_changed_on_the_way_stays_where_no_setting_of_the_optimizer_differs() -> None:
+def test_changes_during_a_run_persist_if_optimizer_settings_are_equal() -> None:
     trainer = trainer_of(config_of("first", steps=HALF, schedule_steps=STEPS))
     trainer.train_step.optimizer.param_groups[0]["weight_decay"] = 0.7  # by the user's own code
     trainer.train()
@@ -94,7 +94,7 @@ def test_what_was_changed_on_the_way_stays_where_no_setting_of_the_optimizer_dif
     again.log.close()
 
 
-def test_a_schedule_of_the_users_own_goes_on_from_the_new_rate() -> None:
+def test_a_custom_schedule_continues_from_the_new_rate() -> None:
     def options(rate: float) -> dict[str, Any]:
         return {
             "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9),

@@ -56,7 +56,7 @@ OTHER_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_resume_that_is_refused_leaves_every_file_of_the_run_as_it_was() -> None:
+def test_a_rejected_resume_leaves_every_file_of_the_run_unchanged() -> None:
     launch(train, 2, config_of(), device="cpu", echo=False)
     before = tree_of(Path("runs"))
     assert "mine/result.json" in before
@@ -68,7 +68,7 @@ def test_a_resume_that_is_refused_leaves_every_file_of_the_run_as_it_was() -> No
             assert tree_of(Path("runs")) == before
 
 
-def test_a_run_that_was_killed_can_write_with_its_own_model_after_another_width_was_refused() -> None:
+def test_a_killed_run_resumes_after_a_different_width_was_rejected() -> None:
     train(World(), config_of(steps=2))
     for made in ("model", "result.json"):
         Path("runs/mine", made).rename(made)  # as if it had been killed before its end
@@ -78,7 +78,7 @@ def test_a_run_that_was_killed_can_write_with_its_own_model_after_another_width_
     assert sample("runs/mine", "Once", length=3).startswith("Once")
 
 
-def test_a_path_that_is_refused_makes_no_folder() -> None:
+def test_a_rejected_path_creates_no_folder() -> None:
     train(World(), config_of())
     before = tree_of(Path("runs"))
     for values in ({"resume": "runs/gone"}, {"resume": "runs/mine", "learning_rate": 1.0}):
@@ -88,7 +88,7 @@ def test_a_path_that_is_refused_makes_no_folder() -> None:
         assert not Path("runs/new").exists()
 
 
-def test_a_finished_run_said_again_keeps_its_result_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rerunning_a_finished_run_keeps_and_returns_its_result(capsys: pytest.CaptureFixture[str]) -> None:
     first = train(World(), config_of())
     before = tree_of(Path("runs"))
     assert "nothing was trained" not in capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_a_finished_run_said_again_keeps_its_result_and_returns_it(capsys: pytes
     assert json.loads(after["mine/result.json"][0])["metrics"]["tokens_per_second"] > 0
 
 
-def test_a_line_of_the_log_that_cannot_be_read_is_left_out_where_a_run_goes_on() -> None:
+def test_an_unreadable_line_of_the_log_is_dropped_on_resume() -> None:
     whole = train(World(), config_of(name="whole"))
     train(World(), config_of(steps=2, schedule_steps=STEPS))
     log = Path("runs/mine/metrics.jsonl")
@@ -133,7 +133,7 @@ def train_until_it_has_evaluated(config: TaskConfig) -> None:
         train(World(), config)
 
 
-def test_a_run_that_is_killed_after_its_first_best_model_and_before_any_checkpoint_goes_on() -> None:
+def test_a_run_killed_between_best_model_and_checkpoint_resumes() -> None:
     config = config_of(best_model=True, checkpoint={"every": 4})
     whole = train(World(), config.model_copy(update={"name": "whole"}))
     for _ in range(2):

@@ -35,7 +35,7 @@ def spoil(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_what_was_just_saved_stays_where_later_ones_are_damaged(keep_last: int, tmp_path: Path) -> None:
+def test_a_new_checkpoint_is_kept_if_later_ones_are_damaged(keep_last: int, tmp_path: Path) -> None:
     assert saved(tmp_path, 15, 20) == [15, 20]
     spoil(tmp_path / checkpoint_name(15))
     spoil(tmp_path / checkpoint_name(20))
@@ -47,7 +47,7 @@ def test_what_was_just_saved_stays_where_later_ones_are_damaged(keep_last: int, 
     assert (tmp_path / checkpoint_name(20) / "part.pt").read_bytes() == b"?", "somebody has to look at it"
 
 
-def test_what_was_just_saved_stays_where_later_ones_are_valid(tmp_path: Path) -> None:
+def test_a_new_checkpoint_is_kept_if_later_ones_are_valid(tmp_path: Path) -> None:
     saved(tmp_path, 15, 20)
     assert saved(tmp_path, 5) == [5, 15, 20]
     assert saved(tmp_path, 10) == [10, 15, 20]
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_the_best(tmp_path: Path) 
     assert saved(tmp_path, 5, **options) == [2, 3, 5]
 
 
-def test_what_an_earlier_life_has_left_is_verified_once_and_what_this_one_has_written_never(tmp_path: Path) -> None:
+def test_checkpoints_of_earlier_attempts_are_verified_once(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, keep_last=9)
     spoil(tmp_path / checkpoint_name(1))
     checkpointer = Checkpointer(tmp_path, {"part": PART}, World(), keep_last=9)
@@ -77,9 +77,7 @@ def test_what_an_earlier_life_has_left_is_verified_once_and_what_this_one_has_wr
     ]
 
 
-def test_an_old_one_that_cannot_be_removed_is_told_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_cannot_be_removed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = Checkpointer(tmp_path, {"part": PART}, World(), keep_last=1)
     checkpointer.save(1)
     with observe_disk(failing(("rename", checkpoint_name(1)), errno.EIO)):
@@ -128,7 +126,7 @@ def newest(folder: Path) -> int:
     return 0 if found is None or problems else read_state(found / "part.pt")["times"]
 
 
-def test_killed_at_any_moment_of_saving_a_step_again_there_is_a_valid_checkpoint_of_it(tmp_path: Path) -> None:
+def test_a_kill_while_saving_a_step_again_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     parts = {"part": Component(Counting())}
     checkpointer = Checkpointer(folder, parts, World(), keep_last=1)
@@ -150,7 +148,7 @@ def test_killed_at_any_moment_of_saving_a_step_again_there_is_a_valid_checkpoint
     assert set(seen) == {1, 2}
 
 
-def test_a_disk_that_fails_while_a_step_is_saved_again_leaves_a_valid_checkpoint_of_it(tmp_path: Path) -> None:
+def test_a_disk_failure_while_saving_a_step_again_leaves_a_valid_one(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, {"part": Component(Counting())}, World(), keep_last=1)
     checkpointer.save(1)
     points: list[Point] = []

@@ -47,7 +47,7 @@ def seed_all(seed: int) -> None:
 
 
 @given(st.lists(st.tuples(draws, draws), min_size=1, max_size=5), draws)
-def test_draws_outside_are_those_without_any_block(turns: list[tuple[list[str], list[str]]], nested: list[str]) -> None:
+def test_draws_outside_the_block_are_unaffected(turns: list[tuple[list[str], list[str]]], nested: list[str]) -> None:
     seed_all(0)
     expected = [drawn(outside) for outside, _ in turns]
     seed_all(0)
@@ -62,7 +62,7 @@ def test_draws_outside_are_those_without_any_block(turns: list[tuple[list[str], 
             assert drawn(inside + inside) == first + rest, "in a block, they depend on its entropy alone"
 
 
-def test_after_an_error_the_states_are_as_before() -> None:
+def test_states_are_restored_after_an_error() -> None:
     seed_all(3)
     expected = drawn(sorted(DRAWS))
     seed_all(3)
@@ -71,7 +71,7 @@ def test_after_an_error_the_states_are_as_before() -> None:
     assert drawn(sorted(DRAWS)) == expected
 
 
-def test_another_generator_of_numpy_is_put_back() -> None:
+def test_a_different_numpy_generator_is_restored() -> None:
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(5))
@@ -95,7 +95,7 @@ def test_a_state_that_a_gpu_rank_saved_can_be_loaded_on_a_cpu(monkeypatch: pytes
     assert drawn(sorted(DRAWS)) == first
 
 
-def test_reseed_seeds_all_generators_and_replaces_another_generator_of_numpy() -> None:
+def test_reseed_seeds_all_generators_and_replaces_others_of_numpy() -> None:
     before = np.random.get_bit_generator()
     try:
         reseed(1, 2)
@@ -171,7 +171,7 @@ def train_in_several_ways(world: World, strategies: list[str]) -> dict[str, dict
 
 
 @pytest.mark.usefixtures("workdir")
-def test_random_models_and_data_are_reproducible_evaluated_and_resumed_bitwise() -> None:
+def test_random_models_and_data_are_reproducible_and_resume_bitwise() -> None:
     strategies = ["ddp", "invariant"]
     for ways in launch(train_in_several_ways, 2, strategies, device="cpu", threads=1, echo=False, timeout=120):
         for strategy in strategies:

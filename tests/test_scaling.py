@@ -46,20 +46,20 @@ BY_HAND = StepModel(fixed=1, per_sample=1, nbytes=8, link=LinkModel(0, 2))
         (replace(BY_HAND, link=LinkModel(0.5, 2), buckets=2), 8, 4, None, 9.0 + 6.0),  # and for each bucket
     ],
 )
-def test_seconds_of_a_step_are_what_one_computes_by_hand(
+def test_step_times_equal_values_computed_by_hand(
     model: StepModel, batch: int, ranks: int, cores: int | None, seconds: float
 ) -> None:
     assert model.seconds(batch, ranks, cores) == pytest.approx(seconds)
 
 
-def test_efficiencies_are_what_one_computes_by_hand() -> None:
+def test_efficiencies_equal_values_computed_by_hand() -> None:
     assert BY_HAND.strong_efficiency(8, 2) == pytest.approx(9 / (2 * 9))
     assert BY_HAND.strong_efficiency(8, 4, cores=2) == pytest.approx(9 / (2 * 18))  # by cores, not by ranks
     assert BY_HAND.weak_efficiency(8, 2) == pytest.approx(9 / 13)  # 16 samples in 9 + 4 seconds, against 8 in 9
     assert BY_HAND.weak_efficiency(8, 4, cores=2) == pytest.approx(4 * 9 / (2 * 2 * 15))
 
 
-def test_in_a_cluster_there_is_a_machine_for_each_rank() -> None:
+def test_a_cluster_has_one_machine_per_rank() -> None:
     model = replace(BY_HAND, sharing=1.5).on(LinkModel(0, 8), faster=10)
     assert model.seconds(8, 1) == pytest.approx(0.9)
     assert model.seconds(8, 2) == pytest.approx(0.5 + 1.0)
@@ -93,7 +93,7 @@ def test_weak_efficiency_falls_as_ranks_are_added(model: StepModel, batch: int, 
 
 
 @given(models, st.integers(1, 512), st.integers(1, 2048))
-def test_a_link_that_costs_nothing_scales_without_loss(model: StepModel, batch: int, ranks: int) -> None:
+def test_a_free_link_scales_perfectly(model: StepModel, batch: int, ranks: int) -> None:
     free = model.on(LinkModel(0, float("inf")))
     assert free.weak_efficiency(batch, ranks) == pytest.approx(1)
     assert replace(free, fixed=0).strong_efficiency(batch * ranks, ranks) == pytest.approx(1)
@@ -109,7 +109,7 @@ def test_a_better_network_is_never_slower(model: StepModel, batch: int, ranks: i
     models.filter(lambda model: model.nbytes > 1e5),
     st.sampled_from([None, LinkConfig(latency_ms=1, megabytes_per_second=1)]),
 )
-def test_the_fit_finds_the_model_that_made_the_measurements(model: StepModel, slow: LinkConfig | None) -> None:
+def test_the_fit_recovers_the_model_of_the_measurements(model: StepModel, slow: LinkConfig | None) -> None:
     link = LinkModel.from_config(slow) if slow else model.link
     found = fit_step(
         alone={samples: model.compute(samples) for samples in (4, 32)},
@@ -132,7 +132,7 @@ def test_noise_does_not_make_a_fit_impossible() -> None:
     assert (found.sharing, found.overlap) == (1.0, 1.0)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_values_are_rejected() -> None:
     with pytest.raises(ValueError, match="must grow with the number of samples"):
         fit_step({8: 2.0, 32: 1.0}, (32, 1.0), {1000: 0.1, 10**6: 0.2}, (32, 1.0), nbytes=10**6)
     with pytest.raises(ValueError, match="overlap must be from 0 to 1"):
@@ -144,7 +144,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     assert BACKWARD < 1
 
 
-def test_a_bootstrap_band_holds_the_statistic_and_grows_with_the_spread() -> None:
+def test_a_bootstrap_interval_contains_the_statistic_and_grows_with_spread() -> None:
     narrow, wide = bootstrap([9, 10, 10, 10, 11]), bootstrap([5, 8, 10, 12, 15])
     assert (narrow.middle, wide.middle) == (10, 10)
     assert 9 <= narrow.low <= 10 <= narrow.high <= 11
@@ -158,7 +158,7 @@ def test_a_bootstrap_band_holds_the_statistic_and_grows_with_the_spread() -> Non
 # ------------------------------------------------------------------------------------------------ ranks that sleep
 
 
-def test_a_rank_that_sleeps_takes_as_long_as_was_asked_and_has_a_gradient_of_each_layer() -> None:
+def test_a_sleeping_rank_takes_the_requested_time_and_has_all_gradients() -> None:
     sleeper = Sleeper(fixed=0.05, per_sample=0.01, nbytes=2**19, layers=4)
     assert sleeper.seconds(5) == pytest.approx(0.1)
     model = SleepingModel(sleeper)
@@ -236,7 +236,7 @@ def flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("arms", "size"), [(two_rank_arms(), 2), (FOUR_RANK_ARMS, 4)], ids=["two", "four"])
-def test_all_arms_do_the_same_work_and_only_those_that_talk_send(
+def test_all_arms_do_equal_work_and_only_synchronized_arms_send(
     arms: dict[str, Setup], size: int, flight_recorder: None
 ) -> None:
     steps = 3
@@ -262,14 +262,14 @@ def test_all_arms_do_the_same_work_and_only_those_that_talk_send(
             assert apart > 0.2, f"{name}: trained on other samples, it should have gone elsewhere"
 
 
-def test_the_race_returns_a_value_for_each_repeat_and_ranks_end_equal() -> None:
+def test_the_race_returns_one_value_per_repeat_and_ranks_end_equal() -> None:
     arms = {"one": Setup(1, batch=4), "two": Setup(2, batch=4), "apart": Setup(2, batch=4, talk=False)}
     samples = launch(race, 2, arms, 2, 1, 1, device="cpu", threads=1, echo=False)[0]
     assert {name: len(values) for name, values in samples.items()} == {"one": 2, "two": 2, "apart": 2}
     assert all(value > 0 for values in samples.values() for value in values)
 
 
-def test_the_table_says_which_arms_have_more_processes_than_cores() -> None:
+def test_the_table_marks_arms_with_more_processes_than_cores() -> None:
     arm = {"median": 1.0, "low": 1.0, "high": 1.0, "unit": "samples/s", "repeats": 5}
     result = {"bench": "scaling", "environment": {}, "arms": {"four_ranks": arm}, "ratios": {}}
     assert "cores" not in as_text(result)

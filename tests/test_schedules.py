@@ -39,19 +39,19 @@ def tables(ranks: int, micro_batches: int) -> dict[str, tuple[Table, int]]:
 
 
 @each_size
-def test_every_schedule_is_complete_in_order_and_ends(ranks: int) -> None:
+def test_every_schedule_is_complete_ordered_and_terminates(ranks: int) -> None:
     for micro_batches in range(1, 13):
         for name, (table, stages) in tables(ranks, micro_batches).items():
             check(table, stages, micro_batches)
             assert not deadlocks(table, "buffered"), (name, ranks, micro_batches)
 
 
-def test_1f1b_of_three_stages_is_that_of_the_paper() -> None:
+def test_1f1b_of_three_stages_matches_the_paper() -> None:
     rows = [" ".join(f"{kind}{m}" for kind, _, m in row) for row in one_f_one_b(3, 4)]
     assert rows == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
 
 
-def test_interleaved_of_two_ranks_is_that_of_the_paper() -> None:
+def test_interleaved_of_two_ranks_matches_the_paper() -> None:
     rows = [" ".join(f"{kind}{m}.{stage}" for kind, stage, m in row) for row in interleaved(2, 2, 2)]
     assert rows == ["F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0", "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1"]
 
@@ -60,7 +60,7 @@ costs = st.floats(0.01, 10)
 
 
 @given(st.sampled_from(SIZES), costs, costs, st.floats(0, 5))
-def test_the_times_of_a_plan_respect_what_needs_what(
+def test_the_times_of_a_plan_respect_all_dependencies(
     size: tuple[int, int], forward: float, backward: float, send: float
 ) -> None:
     for table, stages in tables(*size).values():
@@ -81,7 +81,7 @@ def test_the_times_of_a_plan_respect_what_needs_what(
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
-def test_the_bubble_is_that_of_the_formula(ranks: int, micro_batches: int) -> None:
+def test_the_bubble_matches_the_formula(ranks: int, micro_batches: int) -> None:
     formula = (ranks - 1) / (micro_batches + ranks - 1)
     for table in (gpipe(ranks, micro_batches), one_f_one_b(ranks, micro_batches)):
         assert simulate(table, 1, 2).bubble == pytest.approx(formula)
@@ -99,12 +99,12 @@ def test_a_makespan_computed_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
-def test_gpipe_keeps_all_and_1f1b_no_more_than_there_are_stages_behind(ranks: int, micro_batches: int) -> None:
+def test_1f1b_stores_fewer_micro_batches_than_gpipe(ranks: int, micro_batches: int) -> None:
     assert peaks(gpipe(ranks, micro_batches)) == [micro_batches] * ranks
     assert peaks(one_f_one_b(ranks, micro_batches)) == [min(micro_batches, ranks - rank) for rank in range(ranks)]
 
 
-def test_who_may_use_plain_sends() -> None:
+def test_schedules_that_support_plain_sends() -> None:
     """With sends that wait for their receiver: GPipe ends; 1F1B does if a send and the next receive go together;
     interleaved ends for sure only if sends wait for nobody."""
     for ranks, micro_batches in SIZES:
@@ -130,12 +130,12 @@ F0, F1, B0, B1 = Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0,
         ([F0, Action(F, 0, 2), B0], "rank 0 runs F2 of stage 0, which belongs to a different rank"),
     ],
 )
-def test_a_table_that_is_no_schedule_is_told_why(row: list[Action], said: str) -> None:
+def test_an_invalid_table_is_rejected_with_the_reason(row: list[Action], said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         check([row, one_f_one_b(2, 2)[1]], 2, 2)
 
 
-def test_ranks_that_wait_for_one_another_are_named() -> None:
+def test_ranks_that_deadlock_are_named() -> None:
     first = [F0, B0, F1, B1]  # waits for the gradient of 0, while the other wants to see both forward first
     with pytest.raises(
         ScheduleError, match=r"rank 0 waits for B0 of stage 1 before B0 of stage 0; rank 1 waits for F1"
@@ -154,7 +154,7 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
         (("gpipe", 2, 0), "0 micro-batches"),
     ],
 )
-def test_numbers_that_a_schedule_cannot_have_are_one_line(arguments: tuple, said: str) -> None:
+def test_unsupported_numbers_are_rejected_in_one_line(arguments: tuple, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         make_table(*arguments)
     assert "\n" not in str(error.value)

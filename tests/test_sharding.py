@@ -26,7 +26,7 @@ windows = st.none() | st.integers(1, 60)
 
 
 @given(sizes, seeds, st.integers(0, 2**20), windows)
-def test_the_order_of_an_epoch_is_a_permutation_and_the_same_each_time(
+def test_the_order_of_an_epoch_is_a_reproducible_permutation(
     samples: int, seed: int, epoch: int, window: int | None
 ) -> None:
     order = Permutation(samples, seed, window)
@@ -38,7 +38,7 @@ def test_the_order_of_an_epoch_is_a_permutation_and_the_same_each_time(
 
 
 @given(st.integers(1, 10**9), st.integers(0, 2**20), seeds, windows)
-def test_any_place_of_a_large_order_is_worked_out_by_itself(
+def test_any_position_of_a_large_order_is_computed_independently(
     samples: int, epoch: int, seed: int, window: int | None
 ) -> None:
     order = Permutation(samples, seed, window)
@@ -52,7 +52,7 @@ def test_any_place_of_a_large_order_is_worked_out_by_itself(
 
 @pytest.mark.parametrize("window", [None, 20])
 @given(seeds, st.integers(0, 1000))
-def test_the_order_differs_between_epochs_and_between_seeds(window: int | None, seed: int, epoch: int) -> None:
+def test_the_order_depends_on_epoch_and_seed(window: int | None, seed: int, epoch: int) -> None:
     def drawn(seed: int, epoch: int) -> list[int]:
         return Permutation(100, seed, window)(epoch, np.arange(100)).tolist()
 
@@ -61,7 +61,7 @@ def test_the_order_differs_between_epochs_and_between_seeds(window: int | None, 
 
 
 @pytest.mark.parametrize(("samples", "window"), [(2, None), (3, None), (7, None), (16, None), (100, None), (64, 16)])
-def test_a_sample_is_at_any_place_equally_often(samples: int, window: int | None) -> None:
+def test_a_sample_is_equally_likely_at_any_position(samples: int, window: int | None) -> None:
     """Pearson's chi-squared over many epochs: for a fair shuffle about its degrees of freedom, give or take."""
     epochs = 4000
     found = np.zeros((samples, samples))
@@ -77,7 +77,7 @@ def test_the_order_of_a_seed_is_the_same_in_every_version() -> None:
     assert Permutation(12, 7, window=4)(3, np.arange(12)).tolist() == [4, 6, 7, 5, 0, 1, 2, 3, 8, 11, 9, 10]
 
 
-def test_neighbours_are_parted() -> None:
+def test_neighbors_are_separated() -> None:
     """Were the hash a poor one, samples that lie side by side would often be taken side by side."""
     order = Permutation(10_000, 0)(0, np.arange(10_000))
     assert np.sum(np.abs(np.diff(order)) == 1) < 15  # 2 of 10,000 pairs by chance, times 10,000: two, more or less
@@ -96,11 +96,11 @@ def test_windows_are_read_one_after_another() -> None:
     assert starts != sorted(starts)
 
 
-def test_without_a_seed_samples_come_as_they_lie() -> None:
+def test_without_a_seed_samples_keep_their_order() -> None:
     assert Permutation(5, None).take(3, 7).tolist() == [3, 4, 0, 1, 2, 3, 4]
 
 
-def test_an_order_of_a_thousand_million_needs_no_list_of_them() -> None:
+def test_an_order_of_a_billion_samples_requires_no_list() -> None:
     order = Permutation(10**9, 0)
     tracemalloc.start()
     taken = order.take(10**9 - 5, 10)
@@ -110,7 +110,7 @@ def test_an_order_of_a_thousand_million_needs_no_list_of_them() -> None:
 
 
 @given(st.integers(1, 40), seeds, st.integers(0, 300), st.integers(0, 150), windows)
-def test_take_is_a_slice_of_all_epochs_put_end_to_end(
+def test_take_is_a_slice_of_the_concatenated_epochs(
     samples: int, seed: int, cursor: int, count: int, window: int | None
 ) -> None:
     order = Permutation(samples, seed, window)
@@ -121,13 +121,13 @@ def test_take_is_a_slice_of_all_epochs_put_end_to_end(
 
 
 @given(st.integers(BLOCK - 10, 2 * BLOCK + 10), st.integers(0, 4 * BLOCK), st.integers(0, 2 * BLOCK))
-def test_blocks_are_not_to_be_seen(samples: int, cursor: int, count: int) -> None:
+def test_the_block_size_does_not_affect_the_order(samples: int, cursor: int, count: int) -> None:
     order = Permutation(samples, 0)
     epochs = [order(epoch, np.arange(samples)) for epoch in range((cursor + count) // samples + 1)]
     assert np.array_equal(order.take(cursor, count), np.concatenate(epochs)[cursor : cursor + count])
 
 
-def test_what_is_taken_cannot_be_changed_for_others() -> None:
+def test_taken_indices_cannot_be_modified_for_others() -> None:
     with pytest.raises(ValueError, match="read-only"):
         Permutation(100, 0).take(0, 5)[0] = 1
 
@@ -136,7 +136,7 @@ def test_what_is_taken_cannot_be_changed_for_others() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 25), seeds, windows, st.integers(0, 3))
-def test_an_exact_epoch_has_every_sample_once(
+def test_an_exact_epoch_contains_every_sample_once(
     samples: int, batch: int, seed: int, window: int | None, epoch: int
 ) -> None:
     steps = list(GlobalBatchSampler(Permutation(samples, seed, window), batch, "exact").epoch(epoch))
@@ -145,7 +145,7 @@ def test_an_exact_epoch_has_every_sample_once(
 
 
 @given(st.integers(1, 60), st.integers(1, 25), worlds, seeds, st.integers(0, 3))
-def test_a_padded_epoch_has_every_sample_and_its_first_ones_again(
+def test_a_padded_epoch_repeats_only_its_first_samples(
     samples: int, batch: int, size: int, seed: int, epoch: int
 ) -> None:
     order = Permutation(samples, seed)
@@ -163,7 +163,7 @@ def test_a_padded_epoch_has_every_sample_and_its_first_ones_again(
 
 
 @given(st.integers(1, 60), st.integers(1, 25), seeds, st.integers(0, 3))
-def test_a_dropped_remainder_is_less_than_a_batch_and_another_one_each_epoch(
+def test_a_dropped_remainder_is_less_than_a_batch_and_varies_by_epoch(
     samples: int, batch: int, seed: int, epoch: int
 ) -> None:
     if samples < batch:
@@ -177,7 +177,7 @@ def test_a_dropped_remainder_is_less_than_a_batch_and_another_one_each_epoch(
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 8), seeds, st.booleans())
-def test_padding_is_what_distributed_sampler_does(
+def test_padding_equals_that_of_distributed_sampler(
     samples: int, each: int, size: int, epoch: int, shuffle: bool
 ) -> None:
     """Rank by rank and batch by batch, given the same order."""
@@ -195,7 +195,7 @@ def test_padding_is_what_distributed_sampler_does(
 
 @pytest.mark.parametrize("remainder", ["carry", "exact", "pad", "drop"])
 @given(st.integers(1, 30), st.integers(1, 12), seeds, st.integers(0, 12))
-def test_steps_go_on_from_any_cursor_through_the_epochs(
+def test_steps_continue_from_any_cursor_across_epochs(
     remainder: Remainder, samples: int, batch: int, seed: int, k: int
 ) -> None:
     if remainder == "drop" and samples < batch:
@@ -216,7 +216,7 @@ def test_steps_go_on_from_any_cursor_through_the_epochs(
 
 @pytest.mark.parametrize("remainder", ["carry", "exact", "drop"])
 @given(st.integers(1, 30), st.integers(1, 12), st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=12))
-def test_a_step_has_the_same_samples_whatever_the_world_size_and_its_changes(
+def test_a_step_has_the_same_samples_for_any_world_size(
     remainder: Remainder, samples: int, batch: int, worlds_in_turn: list[int]
 ) -> None:
     if remainder == "drop" and samples < batch:
@@ -230,7 +230,7 @@ def test_a_step_has_the_same_samples_whatever_the_world_size_and_its_changes(
         assert alone == cursor
 
 
-def test_with_nothing_there_is_no_step() -> None:
+def test_an_empty_dataset_has_no_steps() -> None:
     with pytest.raises(ConfigError, match="the dataset is empty"):
         GlobalBatchSampler(Permutation(0, 0), 1)
     with pytest.raises(ConfigError, match="'batch_size' must be at least 1, got 0"):
@@ -241,7 +241,7 @@ def test_with_nothing_there_is_no_step() -> None:
 
 
 @given(sizes, worlds)
-def test_dealing_gives_each_to_one_rank_and_lengths_differ_by_one_at_most(count: int, size: int) -> None:
+def test_sharding_gives_each_sample_to_one_rank_evenly(count: int, size: int) -> None:
     indices = torch.randperm(count, generator=torch.Generator().manual_seed(count))
     hands = [shard_indices(indices, rank, size).tolist() for rank in range(size)]
     assert Counter(index for hand in hands for index in hand) == Counter(indices.tolist())
@@ -249,6 +249,6 @@ def test_dealing_gives_each_to_one_rank_and_lengths_differ_by_one_at_most(count:
     assert len(hands[0]) == max(map(len, hands))
 
 
-def test_dealing_is_like_cards() -> None:
+def test_sharding_is_round_robin() -> None:
     indices = torch.tensor([7, 2, 5, 0, 3])
     assert [shard_indices(indices, rank, 2).tolist() for rank in range(2)] == [[7, 5, 3], [2, 0]]

@@ -85,7 +85,7 @@ def ranks_of(size: int) -> list[dict[Any, Any]]:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("cap", [None, SMALL])
-def test_sums_in_memory_have_the_bits_of_a_ring(cap: float | None, accumulation: int) -> None:
+def test_sums_in_memory_are_bitwise_identical_to_a_ring(cap: float | None, accumulation: int) -> None:
     for rank in ranks_of(2):
         ring, in_memory = rank[cap, accumulation, False], rank[cap, accumulation, True]
         assert in_memory["steps"] == ring["steps"]
@@ -94,7 +94,7 @@ def test_sums_in_memory_have_the_bits_of_a_ring(cap: float | None, accumulation:
     assert first == second
 
 
-def test_each_bucket_is_sent_once_in_a_step_and_seen_by_the_observer() -> None:
+def test_each_bucket_is_sent_once_per_step_and_observed() -> None:
     for rank in ranks_of(2):
         for accumulation in (1, 3):
             whole, cut = (rank[cap, accumulation, True]["transfers"] for cap in (None, SMALL))
@@ -105,7 +105,7 @@ def test_each_bucket_is_sent_once_in_a_step_and_seen_by_the_observer() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_ranks_that_are_not_two_do_as_without_it(size: int) -> None:
+def test_other_world_sizes_do_not_use_shared_memory(size: int) -> None:
     for rank in ranks_of(size):
         for cap in (None, SMALL):
             assert rank[cap, 3, True]["link"] == "NoneType"
@@ -157,7 +157,7 @@ def gradients_of_all(world: World) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def test_models_of_many_kinds_have_the_gradients_of_a_ring_and_need_no_gloo() -> None:
+def test_many_kinds_of_models_have_the_gradients_of_a_ring() -> None:
     for rank in launch(gradients_of_all, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT):
         assert rank.keys() == {"net", "Checkpointed", "OfTwoTypes"}
         for ring, in_memory in rank.values():
@@ -173,7 +173,7 @@ def nan_of(world: World) -> list[int]:
     return model.module.weight.grad.view(torch.int32).flatten().tolist()
 
 
-def test_ranks_have_the_same_bits_where_gradients_are_not_numbers() -> None:
+def test_ranks_agree_bitwise_on_non_finite_gradients() -> None:
     first, second = launch(nan_of, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
     assert first == second
 
@@ -183,7 +183,7 @@ def sparse(world: World) -> None:
     model(torch.tensor([1])).sum().backward()
 
 
-def test_a_sparse_gradient_is_refused_and_told_what_to_do() -> None:
+def test_a_sparse_gradient_is_rejected_with_advice() -> None:
     with pytest.raises(RankError, match="sparse=False"):
         launch(sparse, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
 
@@ -222,7 +222,7 @@ def fail_in_backward(world: World) -> bool:
     return True
 
 
-def test_an_error_in_backward_is_raised_as_it_is() -> None:
+def test_an_error_in_backward_is_raised_unchanged() -> None:
     with pytest.raises(RankError, match="no gradient here"):
         launch(fail_in_backward, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
 
@@ -262,7 +262,7 @@ def be_late(world: World, patience: float, steps: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("patience", [0.001, 0.01])
-def test_ranks_that_are_late_by_about_their_patience_agree_on_each_bucket(patience: float) -> None:
+def test_ranks_delayed_by_about_the_timeout_agree_on_each_bucket(patience: float) -> None:
     first, second = launch(be_late, 2, patience, 150, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
     assert first == second, "both take the same way for a bucket"
     wrong, by_gloo, sums = first
@@ -280,7 +280,7 @@ def hang(world: World) -> None:
             output.backward()
 
 
-def test_a_rank_that_waits_for_another_is_told_as_one_that_waits_in_an_all_reduce() -> None:
+def test_a_rank_that_waits_is_reported_as_waiting_in_an_all_reduce() -> None:
     with pytest.raises(RankError, match="rank 1 has not entered") as caught:
         launch(hang, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT, collective_timeout=60)
     assert "Rank 0 waits in all_reduce" in str(caught.value)
@@ -304,7 +304,7 @@ def _memories() -> set[str]:
     return {line.partition("/memfd:")[2] for line in maps if "/memfd:gradients" in line}
 
 
-def test_the_memory_goes_with_the_model() -> None:
+def test_the_memory_is_freed_with_the_model() -> None:
     assert launch(open_files, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT) == [[set()] * 3] * 2
 
 
@@ -390,14 +390,14 @@ def stop_while_locked(world: World) -> None:
     model(torch.ones(2, 8)).sum().backward()
 
 
-def test_a_rank_that_was_stopped_with_the_lock_is_named_within_the_collective_timeout() -> None:
+def test_a_rank_stopped_with_the_lock_is_named_within_the_timeout() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 0 raised TimeoutError: rank 1 was stopped while it held the lock"):
         launch(stop_while_locked, 2, device="cpu", threads=1, echo=False, timeout=TIMEOUT, collective_timeout=2)
     assert time.monotonic() - start < 45
 
 
-def test_two_hosts_of_one_machine_share_a_disk_and_no_memory(tmp_path: Path) -> None:
+def test_two_hosts_of_one_machine_share_a_disk_but_no_memory(tmp_path: Path) -> None:
     if reason := unsupported_reason():
         pytest.skip(reason)
     with Cluster(2, "1gbit", folder=tmp_path) as cluster:
@@ -418,14 +418,14 @@ def late_or_lost(world: World, how: str) -> None:
         out.backward()
 
 
-def test_a_rank_that_is_late_is_an_error_within_the_collective_timeout() -> None:
+def test_a_late_rank_raises_within_the_collective_timeout() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0[\s\S]*[Tt]imed out"):
         launch(late_or_lost, 2, "late", device="cpu", threads=1, echo=False, timeout=TIMEOUT, collective_timeout=2)
     assert time.monotonic() - start < 45
 
 
-def test_a_rank_that_is_lost_is_named_and_nobody_waits_for_it() -> None:
+def test_a_lost_rank_is_named_and_not_waited_for() -> None:
     with pytest.raises(RankError, match="rank 1"):
         launch(late_or_lost, 2, "lost", device="cpu", threads=1, echo=False, timeout=TIMEOUT, collective_timeout=60)
 
@@ -437,7 +437,7 @@ def train(world: World, shared: bool, start: str) -> tuple[str, list[float]]:
     return result.weights, result.losses
 
 
-def test_a_run_that_adds_up_in_memory_and_one_that_goes_on_from_it_have_the_bits_of_a_ring(
+def test_a_run_with_shared_memory_and_its_resumption_equal_a_ring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -457,12 +457,12 @@ def test_a_run_that_adds_up_in_memory_and_one_that_goes_on_from_it_have_the_bits
         {"simulated_link": {"latency_ms": 1.0}},
     ],
 )
-def test_what_does_not_go_with_shared_memory_is_refused(beside: dict[str, Any]) -> None:
+def test_options_that_conflict_with_shared_memory_are_rejected(beside: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=f"'shared_memory' cannot be combined with '{next(iter(beside))}'"):
         DDPConfig.model_validate({"shared_memory": True, **beside})
 
 
-def test_shared_memory_is_of_torchs_ddp_alone() -> None:
+def test_only_torchs_ddp_supports_shared_memory() -> None:
     with pytest.raises(ValidationError, match="'shared_memory' is an option of variant torch, not of bucket"):
         DDPConfig(variant="bucket", shared_memory=True)
     with pytest.raises(
@@ -471,11 +471,11 @@ def test_shared_memory_is_of_torchs_ddp_alone() -> None:
         TaskConfig.model_validate({"strategy": "zero2", "ddp": {"shared_memory": True}})
 
 
-def test_it_is_for_two_ranks_on_cpus() -> None:
+def test_shared_memory_requires_two_ranks_on_cpus() -> None:
     on_gpus = World(size=2, device=torch.device("cuda", 0), backend="gloo")
     for world in (World(), World(size=3), on_gpus):  # without a group, so that asking each other would raise
         assert SharedMemory.connect(world, net().parameters()) is None
 
 
-def test_each_bucket_takes_whole_lines_of_64_bytes() -> None:
+def test_each_bucket_is_aligned_to_64_bytes() -> None:
     assert [shared_memory._aligned(nbytes) for nbytes in (0, 1, 64, 65, 640)] == [0, 64, 64, 128, 640]

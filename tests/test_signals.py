@@ -21,7 +21,7 @@ for _ in range(2):
 """
 
 
-def test_handlers_set_from_c_and_from_python_work_again_after_a_block() -> None:
+def test_handlers_set_from_c_and_python_are_restored_after_a_block() -> None:
     done = subprocess.run(
         [sys.executable, "-u", "-c", KEEPS_FAULTHANDLER], capture_output=True, text=True, timeout=60, check=False
     )

@@ -49,7 +49,7 @@ def of(slurm_config: SlurmConfig, ranks: int) -> str:
     return batch_script("train.py", ranks, slurm_config, run="mine", name="mine", about="a test")
 
 
-def test_a_job_writes_to_the_folder_of_runs_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_writes_to_the_runs_folder_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = check(SlurmConfig, {"starter": "torchrun"}, "test")
     assert "DDP_TUTORIAL_RUNS" not in of(torchrun, 1)
     monkeypatch.setattr("ddp_tutorial.slurm.job.RUNS", Path("/scratch/my runs"))
@@ -65,9 +65,7 @@ def test_a_job_writes_to_the_folder_of_runs_of_the_command(monkeypatch: pytest.M
     cpus=st.integers(1, 16),
     starter=st.sampled_from(["srun", "torchrun"]),
 )
-def test_nodes_times_ranks_on_each_is_the_world_and_each_rank_has_its_cores(
-    nodes: int, here: int, cpus: int, starter: str
-) -> None:
+def test_the_world_size_is_nodes_times_ranks_per_node(nodes: int, here: int, cpus: int, starter: str) -> None:
     script = of(check(SlurmConfig, {"nodes": nodes, "cpus": cpus, "starter": starter}, "test"), nodes * here)
     asked = options(script)
     tasks, cores = int(asked["ntasks-per-node"]), int(asked["cpus-per-task"])
@@ -85,9 +83,7 @@ def test_nodes_times_ranks_on_each_is_the_world_and_each_rank_has_its_cores(
 
 
 @given(ranks=st.integers(1, 200), nodes=st.integers(1, 200))
-def test_ranks_that_nodes_would_have_unequally_many_of_are_refused_with_a_number_that_is_right(
-    ranks: int, nodes: int
-) -> None:
+def test_an_uneven_number_of_ranks_per_node_is_rejected_with_a_valid_one(ranks: int, nodes: int) -> None:
     slurm_config = SlurmConfig(nodes=nodes)
     if ranks % nodes == 0:
         assert ranks_per_node(ranks, slurm_config) * nodes == ranks
@@ -107,9 +103,7 @@ def test_ranks_that_nodes_would_have_unequally_many_of_are_refused_with_a_number
         ("invariant", "nprocs=4", "nodes=4", "corpus=stories", "gpus=1", "device=cpu", "account=me", "partition=long"),
     ],
 )
-def test_the_script_and_a_dry_run_agree_on_ranks_and_batch_and_the_job_trains_that_config(
-    words: tuple[str, ...], workdir: Path
-) -> None:
+def test_the_script_and_a_dry_run_agree_and_the_job_trains_the_config(words: tuple[str, ...], workdir: Path) -> None:
     script = slurm_script(words[0], words[1:])
     assert is_shell(script)
     asked = options(script)
@@ -135,7 +129,7 @@ def test_the_script_and_a_dry_run_agree_on_ranks_and_batch_and_the_job_trains_th
     assert config == load(words[0], TaskConfig, of_run)
 
 
-def test_a_job_on_gpus_asks_for_one_for_each_rank_and_what_else_is_set_is_in_the_script(workdir: Path) -> None:
+def test_a_gpu_job_requests_one_gpu_per_rank_and_the_other_settings(workdir: Path) -> None:
     asked = options(slurm_script("tiny", ["device=cuda", "nprocs=8", "nodes=2", "nodelist=g[1-2]", "account=me"]))
     assert (asked["gpus-per-node"], asked["nodelist"], asked["account"]) == ("4", "g[1-2]", "me")
     assert "checkpoint.every" in slurm_script("tiny")
@@ -171,7 +165,7 @@ STUBS = {"srun": 'exit "$CODE"', "scontrol": 'echo "scontrol $@" >> said; echo n
         ("torchrun", 128 + 15, None, True, 143),
     ],
 )
-def test_a_job_is_queued_again_if_a_cluster_wanted_it_away_and_not_if_it_failed_or_is_done(
+def test_a_job_is_requeued_only_if_the_cluster_stopped_it(
     starter: str, code: int, result: dict[str, str] | None, requeued: bool, ends_with: int, workdir: Path
 ) -> None:
     for name, body in STUBS.items():
@@ -195,7 +189,7 @@ def test_a_job_is_queued_again_if_a_cluster_wanted_it_away_and_not_if_it_failed_
     ("time", "seconds"),
     [("90min", 5400), ("90m", 5400), ("2h", 7200), ("1d12h", 129_600), ("1:30:00", 5400), ("2-00:00:01", 172_801)],
 )
-def test_a_time_limit_is_read_with_its_units_and_slurm_gets_the_same(time: str, seconds: int) -> None:
+def test_a_time_limit_with_units_is_passed_to_slurm(time: str, seconds: int) -> None:
     asked = from_arguments(SlurmConfig, [f"time={time}", "warning=1"])
     assert asked.seconds == seconds
     days, _, clock = options(of(asked, 1))["time"].partition("-")
@@ -204,7 +198,7 @@ def test_a_time_limit_is_read_with_its_units_and_slurm_gets_the_same(time: str, 
 
 
 @pytest.mark.parametrize("time", ["90", "1:30", "0min", "", "2 hours", "1:75:00", "1-12", "h", "-5min"])
-def test_a_time_limit_without_units_or_that_could_mean_two_things_is_refused(time: str) -> None:
+def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -> None:
     with pytest.raises(ConfigError, match=r"'slurm.time' must be a time with units \(90min, 2h"):
         parse_time(time)
 
@@ -231,20 +225,22 @@ def test_a_time_limit_without_units_or_that_could_mean_two_things_is_refused(tim
         (["steps=0"], "'steps' should be greater than or equal to 1"),
     ],
 )
-def test_what_a_job_could_not_do_is_refused_in_one_line(words: list[str], advice: str, workdir: Path) -> None:
+def test_an_impossible_job_is_rejected_in_one_line(words: list[str], advice: str, workdir: Path) -> None:
     with pytest.raises(ConfigError, match=advice) as caught:
         slurm_script("tiny", words)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_without_slurm_submission_is_refused_and_leaves_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_submission_is_rejected_and_leaves_nothing(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(workdir))
     with pytest.raises(ConfigError, match=r"Slurm is not installed: sbatch was not found\. Without --submit"):
         submit("#!/bin/bash\n")
     assert not list(workdir.iterdir())
 
 
-def test_the_section_of_the_job_is_no_setting_of_the_run() -> None:
+def test_job_settings_are_not_settings_of_the_run() -> None:
     """A checkpoint does not hold on to it: a job may go on with another time limit, on other nodes."""
     assert "slurm" not in TaskConfig().model_dump()
     assert not set(SlurmConfig.model_fields) & set(TaskConfig.model_fields)
@@ -262,7 +258,7 @@ def meet(environ: dict[str, str], rank: int) -> Iterator[tuple[dist.Store, int, 
     return dist.rendezvous(address, rank, 2, timeout=timedelta(seconds=20))
 
 
-def test_ranks_of_a_step_meet_at_a_random_port_that_only_their_user_reads(workdir: Path) -> None:
+def test_ranks_of_a_step_rendezvous_at_a_private_random_port(workdir: Path) -> None:
     seen = {}
     for restart in ("0", "1"):
         start = STEP | {"SLURM_RESTART_COUNT": restart}
@@ -283,7 +279,7 @@ def test_ranks_of_a_step_meet_at_a_random_port_that_only_their_user_reads(workdi
     assert len(set(seen.values())) == 2
 
 
-def test_a_rank_does_not_stay_with_a_store_that_an_earlier_job_published(workdir: Path) -> None:
+def test_a_rank_never_uses_the_store_of_an_earlier_job(workdir: Path) -> None:
     stale = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     stale.set("nonce", "of another job")
     rendezvous.FOLDER.mkdir(mode=0o700, parents=True)
@@ -297,7 +293,7 @@ def test_a_rank_does_not_stay_with_a_store_that_an_earlier_job_published(workdir
         assert next(hosting)[0].port == waiting.result(timeout=20)[0].port != stale.port
 
 
-def test_a_rendezvous_folder_that_others_may_enter_is_refused(workdir: Path) -> None:
+def test_a_rendezvous_folder_that_others_may_enter_is_rejected(workdir: Path) -> None:
     rendezvous.FOLDER.mkdir(parents=True)
     rendezvous.FOLDER.chmod(0o755)
     with pytest.raises(ConfigError, match="must belong to the job's user and be inaccessible to other users"):
@@ -366,9 +362,7 @@ def signal_it(cluster: slurm.Slurm, number: int) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.timeout(180)
-def test_a_job_on_two_nodes_that_is_preempted_and_signalled_ends_with_the_same_bits(
-    cluster: slurm.Slurm, workdir: Path
-) -> None:
+def test_a_preempted_job_on_two_nodes_resumes_bitwise_identically(cluster: slurm.Slurm, workdir: Path) -> None:
     (workdir / "job.yaml").write_text(CONFIG)
     whole = launch_training(load("job.yaml", TaskConfig, ["name=whole", "steps=400"]), echo=False, threads=1)
     number = submitted(
@@ -401,9 +395,7 @@ def test_a_job_on_two_nodes_that_is_preempted_and_signalled_ends_with_the_same_b
 
 @pytest.mark.slurm
 @pytest.mark.timeout(180)
-def test_a_torchrun_on_each_node_is_requeued_too_and_a_request_to_stop_ends_the_job(
-    cluster: slurm.Slurm, workdir: Path
-) -> None:
+def test_torchrun_on_each_node_is_requeued_until_asked_to_stop(cluster: slurm.Slurm, workdir: Path) -> None:
     (workdir / "job.yaml").write_text(CONFIG)
     number = submitted(cluster, "starter=torchrun", "name=mine", "steps=1000")
     run = workdir / "runs" / "mine"
@@ -422,7 +414,7 @@ def test_a_torchrun_on_each_node_is_requeued_too_and_a_request_to_stop_ends_the_
 
 
 @pytest.mark.slurm
-def test_unknown_partitions_are_told_by_slurm_in_one_line(cluster: slurm.Slurm, workdir: Path) -> None:
+def test_unknown_partitions_are_reported_by_slurm_in_one_line(cluster: slurm.Slurm, workdir: Path) -> None:
     refused = cluster(sys.executable, "-m", "ddp_tutorial", "slurm", "tiny", "partition=nowhere", "--submit")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.fullmatch(r"error: Slurm rejected the job: .*[Ii]nvalid partition.*\n", refused.stderr)
@@ -446,9 +438,7 @@ time.sleep(60)
 
 
 @pytest.mark.slurm
-def test_a_job_of_any_program_is_requeued_once_each_rank_has_saved_and_stays_away_when_cancelled(
-    cluster: slurm.Slurm, workdir: Path
-) -> None:
+def test_a_job_of_any_program_is_requeued_after_saving_unless_canceled(cluster: slurm.Slurm, workdir: Path) -> None:
     """KillOnBadExit and a trap in the script would both spoil it: see `slurm.job`."""
     (workdir / "task.py").write_text(textwrap.dedent(TASK))
 
@@ -494,14 +484,14 @@ def test_a_job_of_any_program_is_requeued_once_each_rank_has_saved_and_stays_awa
 
 
 @pytest.mark.slurm
-def test_a_node_list_is_read_as_slurm_reads_it(cluster: slurm.Slurm) -> None:
+def test_a_node_list_is_expanded_as_by_slurm(cluster: slurm.Slurm) -> None:
     lists = ["gpu[03-05,9],login", "r[0-1]n[2-3]", "n[008-011]", "n[9-11]", "a-1.b,c[7]", "x[1-2]y[1]"]
     told = [cluster("scontrol", "show", "hostnames", each).stdout.split() for each in lists]
     assert [node_names(each) for each in lists] == told
 
 
 @pytest.mark.slurm
-def test_when_the_test_itself_is_killed_nothing_is_left_of_its_slurm() -> None:
+def test_a_killed_test_leaves_no_slurm_process() -> None:
     if why := slurm.missing():
         pytest.skip(why)
     owner = "import slurm, time; up = slurm.Slurm().__enter__(); print(up.first, up.folder, flush=True); time.sleep(60)"

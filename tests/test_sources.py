@@ -96,7 +96,7 @@ def data_of(kind: str, samples: int, files: int, folder: Path) -> Data:
     window=st.none() | st.integers(1, 20),
     seed=seeds,
 )
-def test_an_epoch_is_the_data_set_give_or_take_what_the_policy_says(
+def test_an_epoch_contains_the_dataset_up_to_the_remainder_policy(
     tmp_path_factory: pytest.TempPathFactory,
     draw: st.DataObject,
     kind: str,
@@ -133,7 +133,7 @@ def test_an_epoch_is_the_data_set_give_or_take_what_the_policy_says(
 
 @pytest.mark.parametrize("remainder", ["carry", "exact", "pad", "drop"])
 @given(size=worlds, samples=st.integers(8, 40), batch=st.integers(8, 16), k=st.integers(0, 12), seed=seeds)
-def test_a_fresh_source_goes_on_where_another_stood(
+def test_a_new_source_resumes_where_a_different_one_stopped(
     remainder: Remainder, size: int, samples: int, batch: int, k: int, seed: int
 ) -> None:
     batch = min(batch, samples)
@@ -166,7 +166,7 @@ def test_the_order_survives_a_change_of_world_size_from_4_to_2_to_3(
         state = ranks[0].state_dict()
 
 
-def test_a_source_can_be_sent_back_to_where_it_was() -> None:
+def test_a_source_can_return_to_an_earlier_position() -> None:
     source = ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(20, 0), 3), SINGLE_PROCESS)
     steps = [numbers(next(source).samples) for _ in range(5)]
     source.load_state_dict({"cursor": 6})
@@ -174,7 +174,7 @@ def test_a_source_can_be_sent_back_to_where_it_was() -> None:
     assert source.state_dict() == {"cursor": 9}
 
 
-def test_reading_does_not_touch_the_random_numbers_of_the_process() -> None:
+def test_reading_does_not_affect_the_random_numbers_of_the_process() -> None:
     torch.manual_seed(0)
     wanted = torch.rand(3)
     torch.manual_seed(0)
@@ -195,7 +195,7 @@ def test_reading_does_not_touch_the_random_numbers_of_the_process() -> None:
         (100, 2, "pad", "rank 2 of 4 has no samples: with 100 samples and batch_size 2"),
     ],
 )
-def test_a_rank_that_would_have_no_samples_is_named_on_every_rank(
+def test_a_rank_without_samples_is_named_on_every_rank(
     samples: int, batch: int, remainder: Remainder, told: str
 ) -> None:
     for rank in range(4):
@@ -210,12 +210,12 @@ def test_padding_gives_four_ranks_three_samples() -> None:
     assert [numbers(next(rank).samples) for rank in ranks] == [[0], [1], [2], [0]]
 
 
-def test_steps_longer_than_an_epoch_serve_every_rank_from_several() -> None:
+def test_steps_longer_than_an_epoch_span_several_epochs() -> None:
     ranks = ranks_of(blocks_of(3), GlobalBatchSampler(Permutation(3, None), 4), 4)
     assert [numbers(next(rank).samples) for rank in ranks for _ in range(2)] == [[0], [1], [1], [2], [2], [0], [0], [1]]
 
 
-def test_an_order_of_other_data_is_refused() -> None:
+def test_an_order_for_a_different_dataset_is_rejected() -> None:
     with pytest.raises(ConfigError, match="the data must have 21 samples, as the order does, got 20"):
         ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(21, 0), 3), SINGLE_PROCESS)
 
@@ -229,7 +229,7 @@ def fail_at(number: int) -> Callable[[Tree], Tree]:
     return transform
 
 
-def test_a_step_that_failed_can_be_tried_again_and_is_not_counted() -> None:
+def test_a_failed_step_can_be_retried_and_is_not_counted() -> None:
     broken = [True]
 
     def transform(tree: Tree) -> Tree:
@@ -270,7 +270,7 @@ def take(source: Source, steps: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("lengths", [(7,), (4, 4), (9, 1, 2), (3, 3, 3, 3, 3)])
 @pytest.mark.parametrize("streams", [None, 1, 2, 3, 5])
-def test_streams_have_every_sample_once_an_epoch_and_go_on_from_every_step(
+def test_streams_contain_every_sample_once_and_resume_at_every_step(
     lengths: tuple[int, ...], streams: int | None
 ) -> None:
     samples, batch = sum(lengths), 5
@@ -298,7 +298,7 @@ def test_a_corpus_is_written_to_four_files_by_default(tmp_path: Path) -> None:
     assert len(as_shards(blocks_of(SAMPLES), tmp_path)) == 4
 
 
-def test_a_stream_without_a_seed_comes_as_it_lies() -> None:
+def test_a_stream_without_a_seed_keeps_its_order() -> None:
     assert take(StreamedSource(stream_of(5), 2, SINGLE_PROCESS, seed=None), 4) == [[0, 1], [2, 3], [4], [0, 1]]
 
 
@@ -311,7 +311,7 @@ def test_a_stream_without_a_seed_comes_as_it_lies() -> None:
         ((5, 5, 5), 2, None, 1, "'batch_size' must be at least 3, one sample of each stream, got 2"),
     ],
 )
-def test_a_stream_that_cannot_be_is_told(
+def test_an_impossible_stream_is_reported(
     lengths: tuple[int, ...],
     batch: int,
     streams: int | None,
@@ -324,7 +324,7 @@ def test_a_stream_that_cannot_be_is_told(
         next(StreamedSource(stream_of(*lengths), batch, world_of(0, size), streams=streams))
 
 
-def test_a_stream_that_fails_is_told_with_its_places() -> None:
+def test_a_stream_that_fails_is_reported_with_its_places() -> None:
     def transform(tree: Tree) -> Tree:
         if 4 in tree["x"]:
             raise ValueError("a bad one")
@@ -337,7 +337,7 @@ def test_a_stream_that_fails_is_told_with_its_places() -> None:
     assert source.state_dict()["places"] == 3
 
 
-def test_a_stream_of_text_is_told_what_to_do() -> None:
+def test_a_stream_of_text_is_rejected_with_advice() -> None:
     dataset = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "b"]}).to_iterable_dataset()
     with pytest.raises(SourceError, match=r"'text' is a str, not a tensor\. .*\(dataset\.select_columns\)"):
         next(StreamedSource(dataset, 2, SINGLE_PROCESS))
@@ -405,7 +405,7 @@ def test_a_batch_moves_to_the_device_with_all_its_tensors() -> None:
     assert moved["more"][1] == "text"
 
 
-def test_a_tensor_travels_as_it_looks_not_as_it_lies() -> None:
+def test_a_strided_tensor_is_sent_with_the_same_values() -> None:
     whole = torch.arange(24.0).view(4, 6)
     pair = torch.complex(torch.arange(3.0), torch.ones(3))
     for tensor in (whole[::2, 1:3], whole.T, whole[:0], pair.conj(), pair.conj().imag, whole.requires_grad_()):
@@ -414,7 +414,7 @@ def test_a_tensor_travels_as_it_looks_not_as_it_lies() -> None:
         assert not found.requires_grad
 
 
-def test_alone_a_dispatched_source_reads_for_itself() -> None:
+def test_a_dispatched_source_on_one_rank_reads_directly() -> None:
     sharding = GlobalBatchSampler(Permutation(20, 0), 3, "exact")
     source = DispatchedSource(lambda: ShardedSource(blocks_of(20), sharding, SINGLE_PROCESS), SINGLE_PROCESS)
     alone = ShardedSource(blocks_of(20), sharding, SINGLE_PROCESS)
@@ -443,7 +443,7 @@ def test_alone_a_dispatched_source_reads_for_itself() -> None:
         (lambda tree: tree | {"name": ["text"] * 3}, "'tokens' has 3 rows, 'name' is a str, not a tensor. A batch"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_told(transform: Callable[[Tree], Tree], told: str) -> None:
+def test_a_batch_that_cannot_be_sharded_is_reported(transform: Callable[[Tree], Tree], told: str) -> None:
     inner = ShardedSource(blocks_of(20), GlobalBatchSampler(Permutation(20, 0), 3), SINGLE_PROCESS, transform=transform)
     source = DispatchedSource(lambda: inner, SINGLE_PROCESS)
     with pytest.raises(SourceError, match=told):
@@ -526,7 +526,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_sample_is_seen_once_an_epoch_on_some_rank(kind: str, two: list[dict[str, Any]]) -> None:
+def test_every_sample_is_used_once_per_epoch_on_some_rank(kind: str, two: list[dict[str, Any]]) -> None:
     steps = all_of(two, kind)
     first, second = total(steps[:STEPS]), total(steps[STEPS:])
     assert first == second == Counter(range(SAMPLES))
@@ -545,7 +545,7 @@ def test_epochs_differ_on_every_rank(kind: str, two: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resume_at_every_step_gives_exactly_the_rest_on_every_rank(kind: str, two: list[dict[str, Any]]) -> None:
+def test_resuming_at_every_step_gives_exactly_the_rest_on_every_rank(kind: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
         whole = rank[kind]
         assert len(rank[kind, "resumed"]) == 2 * STEPS + 1
@@ -556,13 +556,13 @@ def test_a_resume_at_every_step_gives_exactly_the_rest_on_every_rank(kind: str, 
 
 
 @pytest.mark.parametrize("key", ["", "exact", "pad", "drop"])
-def test_dispatched_gives_each_rank_the_very_samples_of_sharded(key: str, two: list[dict[str, Any]]) -> None:
+def test_dispatched_gives_each_rank_the_samples_of_sharded(key: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert rank[("dispatched", key) if key else "dispatched"] == rank[("sharded", key) if key else "sharded"]
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_the_ragged_end_of_25_samples_in_batches_of_8(kind: str, two: list[dict[str, Any]]) -> None:
+def test_the_last_batch_of_25_samples_in_batches_of_8(kind: str, two: list[dict[str, Any]]) -> None:
     """25 = 3 x 8 + 1: the last sample is rank 0's alone, or there are two of it, or none."""
     for epoch in (slice(0, 4), slice(4, 8)):
         assert total(all_of(two, (kind, "exact"))[epoch]) == Counter(range(25))
@@ -586,13 +586,13 @@ def test_streams_of_unequal_length_end_together(two: list[dict[str, Any]]) -> No
         assert rank["streamed, ragged"].states[-1]["epoch"] == 0
 
 
-def test_streams_that_share_the_files_have_every_sample_once(two: list[dict[str, Any]]) -> None:
+def test_streams_that_share_files_contain_every_sample_once(two: list[dict[str, Any]]) -> None:
     steps = all_of(two, "streamed, dealt")
     assert total(steps) == Counter(range(SAMPLES))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_source_that_is_closed_leaves_no_thread_and_no_process(kind: str, two: list[dict[str, Any]]) -> None:
+def test_a_closed_source_leaves_no_thread_or_process(kind: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert rank[kind, "left"] == ([], [])
 
@@ -612,7 +612,7 @@ def go_on(world: World, folder: Path, states: dict[str, SourceState]) -> dict[st
 
 
 @pytest.mark.timeout(90)
-def test_4_ranks_then_2_then_3_see_what_one_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_4_ranks_then_2_then_3_see_the_samples_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     alone = {kind: read(made(World(), kind, streams=4), 18) for kind in KINDS}
     states: dict[str, SourceState] = {}
@@ -676,7 +676,7 @@ def with_workers(world: World) -> dict[str, Any]:
 
 @pytest.mark.spawned
 @pytest.mark.timeout(90)
-def test_workers_of_two_ranks_draw_numbers_of_their_own_and_are_gone_at_the_end() -> None:
+def test_workers_of_two_ranks_draw_different_numbers_and_exit() -> None:
     ranks = launch(with_workers, 2, device="cpu", echo=False, timeout=80)
     for number, rank in enumerate(ranks):
         assert rank["x"] == [100 + CONTEXT * i for i in range(number, BATCH, 2)]
@@ -688,7 +688,7 @@ def test_workers_of_two_ranks_draw_numbers_of_their_own_and_are_gone_at_the_end(
 @forking
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_change_nothing_and_what_they_have_ahead_is_not_counted(kind: str, workers: int, workdir: Path) -> None:
+def test_workers_do_not_change_samples_and_batches_ahead_do_not_count(kind: str, workers: int, workdir: Path) -> None:
     before = left_behind()
     assert read(made(World(), kind, workers=workers), STEPS + 2) == read(made(World(), kind), STEPS + 2)
     assert left_behind() == before
@@ -696,7 +696,7 @@ def test_workers_change_nothing_and_what_they_have_ahead_is_not_counted(kind: st
 
 @forking
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_that_goes_on_draws_the_numbers_that_it_would_have_drawn(workers: int) -> None:
+def test_a_resumed_run_draws_the_same_numbers(workers: int) -> None:
     def source(workers: int) -> ShardedSource:
         sharding = GlobalBatchSampler(Permutation(SAMPLES, 0), BATCH)
         return ShardedSource(blocks_of(SAMPLES), sharding, World(), transform=noisy, workers=workers)
@@ -726,7 +726,7 @@ def test_random_numbers_of_streams_differ_by_worker_rank_and_epoch(monkeypatch: 
 
 
 @forking
-def test_a_transform_of_streams_may_ask_which_worker_it_is_in() -> None:
+def test_a_transform_of_streams_may_query_its_worker() -> None:
     def transform(tree: Tree) -> Tree:
         info = get_worker_info()
         return {"worker": torch.full_like(tree["x"], -1 if info is None else info.id)}
@@ -815,7 +815,7 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("where", ["transform", "transform in a worker"])
-def test_what_fails_on_rank_0_is_raised_on_all_ranks_and_names_it(where: str, trouble: list[dict[str, Any]]) -> None:
+def test_a_failure_on_rank_0_is_raised_on_all_ranks_with_its_name(where: str, trouble: list[dict[str, Any]]) -> None:
     worker = ", worker 0 of 1" if "worker" in where else ""
     for rank in trouble:
         kind, told, seconds, state = rank[f"dispatched, {where}"]
@@ -849,7 +849,7 @@ def test_the_config_sets_the_timeout_of_a_worker(kind: str) -> None:
 
 
 @forking
-def test_what_fails_in_a_worker_names_rank_worker_and_samples() -> None:
+def test_a_failure_in_a_worker_names_rank_worker_and_samples() -> None:
     before = left_behind()
     source = second_rank(transform=fail_at(3 * BATCH + 1))
     kind, told, _, state = error_of(source)
@@ -861,7 +861,7 @@ def test_what_fails_in_a_worker_names_rank_worker_and_samples() -> None:
 
 @forking
 @pytest.mark.timeout(60)
-def test_a_worker_that_is_killed_is_named_in_seconds_while_another_is_waited_for() -> None:
+def test_a_killed_worker_is_named_while_a_different_worker_is_awaited() -> None:
     before = left_behind()
     kind, told, seconds, _ = error_of(second_rank(transform=in_worker(1, die)))
     assert kind == "SourceError"
@@ -872,7 +872,7 @@ def test_a_worker_that_is_killed_is_named_in_seconds_while_another_is_waited_for
 
 @forking
 @pytest.mark.timeout(60)
-def test_a_worker_that_is_stuck_is_named_when_patience_is_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # how long torch waits for its end
     before = left_behind()
     kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), worker_timeout=1.5))
@@ -922,7 +922,7 @@ def stuck(tree: Tree) -> Tree:
 @forking
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ending", ["killed", "closed", "left open"])
-def test_workers_leave_signals_to_their_rank_and_end_with_it_however_it_ends(ending: str) -> None:
+def test_workers_ignore_signals_and_always_exit_with_their_rank(ending: str) -> None:
     here, there = multiprocessing.Pipe()
     rank = multiprocessing.get_context("fork").Process(target=read_while_a_worker_is_stuck, args=(ending, there))
     rank.start()
@@ -937,7 +937,7 @@ def test_workers_leave_signals_to_their_rank_and_end_with_it_however_it_ends(end
 
 @forking
 @pytest.mark.timeout(60)
-def test_a_slow_worker_within_patience_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_worker_within_the_timeout_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_tutorial.sharding.workers.POLL_SECONDS", 0.2)
 
     def slow(tree: Tree) -> Tree:
@@ -949,7 +949,7 @@ def test_a_slow_worker_within_patience_is_waited_for(monkeypatch: pytest.MonkeyP
     source.close()
 
 
-def test_a_worker_of_rank_0_that_is_killed_is_told_on_all_ranks_in_seconds(trouble: list[dict[str, Any]]) -> None:
+def test_a_killed_worker_of_rank_0_is_reported_on_all_ranks_quickly(trouble: list[dict[str, Any]]) -> None:
     for rank in trouble:
         kind, told, seconds, _ = rank["dispatched, killed"]
         assert kind == "SourceError"
@@ -957,14 +957,14 @@ def test_a_worker_of_rank_0_that_is_killed_is_told_on_all_ranks_in_seconds(troub
         assert seconds < SOON
 
 
-def test_what_rank_0_cannot_make_is_told_on_all_ranks(trouble: list[dict[str, Any]]) -> None:
+def test_a_source_that_rank_0_cannot_create_is_reported_on_all_ranks(trouble: list[dict[str, Any]]) -> None:
     for rank in trouble:
         assert "'workers' must be at least 0, got -1" in rank["dispatched, not made"]
     assert trouble[1]["dispatched, not made"].startswith("rank 0 failed, while rank 1 waited for it: ")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fewer_samples_than_ranks_are_refused_on_every_rank(kind: str, trouble: list[dict[str, Any]]) -> None:
+def test_fewer_samples_than_ranks_are_rejected_on_every_rank(kind: str, trouble: list[dict[str, Any]]) -> None:
     for rank in trouble:
         name, told = rank["too few", 1, kind]
         assert name == "ConfigError"
@@ -972,14 +972,14 @@ def test_fewer_samples_than_ranks_are_refused_on_every_rank(kind: str, trouble: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_smaller_than_the_world_is_refused_on_every_rank(kind: str, trouble: list[dict[str, Any]]) -> None:
+def test_a_batch_smaller_than_the_world_is_rejected_on_every_rank(kind: str, trouble: list[dict[str, Any]]) -> None:
     for rank in trouble:
         name, told = rank["too few", 10, kind]
         assert name == "ConfigError"
         assert "batch" in told
 
 
-def test_after_all_that_no_thread_and_no_worker_is_left(trouble: list[dict[str, Any]]) -> None:
+def test_no_thread_and_no_worker_is_left_afterward(trouble: list[dict[str, Any]]) -> None:
     for rank in trouble:
         assert rank["left"] == ([], [])
 
@@ -1000,7 +1000,7 @@ def train_on(world: World, kind: str) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["sharded", "streamed"])
-def test_a_killed_worker_stops_all_ranks_in_seconds_with_one_error(kind: str) -> None:
+def test_a_killed_worker_stops_all_ranks_quickly_with_one_error(kind: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1, worker 0 of 1, ") as raised:
         launch(train_on, 2, kind, device="cpu", echo=False, timeout=60)
@@ -1017,7 +1017,7 @@ def leave(world: World) -> int:
 
 @pytest.mark.spawned
 @pytest.mark.timeout(60)
-def test_a_dispatched_source_that_nobody_closed_does_not_keep_the_ranks() -> None:
+def test_an_unclosed_dispatched_source_does_not_block_the_ranks() -> None:
     assert launch(leave, 2, device="cpu", echo=False, timeout=40) == [4, 4]
 
 
@@ -1069,7 +1069,7 @@ def uneven(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(60)
-def test_a_rank_whose_stream_ends_early_gets_empty_shares_until_all_have_ended() -> None:
+def test_a_rank_whose_stream_ends_early_gets_empty_batches() -> None:
     ranks = launch(uneven, 2, device="cpu", echo=False, timeout=50)
     # two places a step for each: rank 0 is done after two steps, rank 1 after nine
     assert [step[0] for step in ranks[0]["steps"]] == [[0, 1], [2], *[[]] * 7, [0, 1], [2]]
@@ -1087,7 +1087,7 @@ def test_a_stream_does_not_know_its_steps_per_epoch() -> None:
     assert made(World(), "streamed").steps_per_epoch is None
 
 
-def test_a_stream_has_no_remainder_and_says_so_before_it_writes_anything(workdir: Path) -> None:
+def test_a_stream_rejects_a_remainder_before_it_writes_anything(workdir: Path) -> None:
     with pytest.raises(ConfigError, match="requires a source of known length"):
         made(World(), "streamed", remainder="exact")
     assert not list(workdir.iterdir())
@@ -1106,14 +1106,14 @@ def test_a_stream_has_no_remainder_and_says_so_before_it_writes_anything(workdir
         ({"shuffle_buffer": 0}, "shuffle_buffer"),
     ],
 )
-def test_a_source_that_cannot_be_is_refused_by_its_config(options: dict[str, Any], told: str) -> None:
+def test_an_impossible_source_is_rejected_by_its_config(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         SourceConfig(**options)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_corpus_with_fewer_samples_than_files_is_read_whole(kind: str, samples: int, workdir: Path) -> None:
+def test_a_corpus_with_fewer_samples_than_files_is_read_completely(kind: str, samples: int, workdir: Path) -> None:
     source = made(World(), kind, samples, batch=samples)
     assert sorted(numbers(next(source).samples)) == list(range(samples))
     source.close()

@@ -77,7 +77,7 @@ def facts(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(re.findall(r"rank \d: .*", done.stdout))
 
 
-def test_a_script_means_the_same_under_python_and_under_torchrun(script: Path) -> None:
+def test_a_script_behaves_the_same_under_python_and_torchrun(script: Path) -> None:
     """Every rank runs the top level: seeds, default types, globals, options of other modules, the environment."""
     started = [python(sys.executable, *how, cwd=script.parent) for how in ([script], ["-m", "train"])]
     joined = python(*TORCHRUN, script)
@@ -94,7 +94,7 @@ def test_a_script_means_the_same_under_python_and_under_torchrun(script: Path) -
     assert len(facts(joined)) == 2
 
 
-def test_under_slurm_each_task_is_a_rank_and_starts_none(script: Path) -> None:
+def test_under_slurm_each_task_is_one_rank(script: Path) -> None:
     """As `srun --ntasks 2` sets the variables."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -123,7 +123,7 @@ def test_under_slurm_each_task_is_a_rank_and_starts_none(script: Path) -> None:
             task.communicate()
 
 
-def test_a_single_rank_under_torchrun_has_no_group_and_starts_no_other(script: Path) -> None:
+def test_a_single_rank_under_torchrun_has_no_group(script: Path) -> None:
     done = python(sys.executable, script, RANK="0", WORLD_SIZE="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[::2] == ["top level", "result 10 of 1, group False, True, 0"]
@@ -134,7 +134,7 @@ def shown(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def test_a_setting_that_a_rank_refuses_is_a_config_error_though_the_other_ranks_have_failed_too() -> None:
+def test_a_config_error_of_a_rank_is_raised_even_if_other_ranks_failed() -> None:
     def prepare(world: World) -> None:
         with rank_zero_first(world):
             raise ConfigError("'steps' is too few")
@@ -147,7 +147,7 @@ def test_a_setting_that_a_rank_refuses_is_a_config_error_though_the_other_ranks_
     assert "rank 1" not in shown(caught.value)
 
 
-def test_what_else_a_rank_raises_comes_with_its_own_traceback_and_without_the_launchers_frames() -> None:
+def test_other_errors_of_a_rank_show_its_own_traceback_only() -> None:
     def fail(world: World) -> None:
         raise KeyError("a bug")
 
@@ -159,7 +159,7 @@ def test_what_else_a_rank_raises_comes_with_its_own_traceback_and_without_the_la
     assert "launcher.py" not in shown(caught.value)
 
 
-def test_options_go_to_the_launch_and_a_limit_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_passed_to_launch_and_a_timeout_is_respected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError, match="did not finish within 4 s"):
         run(lambda world: time.sleep(1000), nprocs=1, device="cpu", timeout=4)
     assert (
@@ -169,7 +169,7 @@ def test_options_go_to_the_launch_and_a_limit_is_kept(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-def test_a_device_that_is_not_there_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_rejected_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match="device='cuda' requires one GPU for each of the 2 ranks"):
@@ -193,7 +193,7 @@ print(run(main, nprocs=2, device="cpu", threads=1), flush=True)
 """
 
 
-def test_a_signal_to_end_reaches_the_ranks_which_return_in_their_own_time(workdir: Path) -> None:
+def test_a_signal_reaches_the_ranks_which_return_by_themselves(workdir: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -101,7 +101,7 @@ def left_behind(folder: Path) -> list[str]:
 # ----------------------------------------------------------------------------------------------- grid, points, keys
 
 
-def test_values_are_typed_as_yaml_types_them() -> None:
+def test_values_have_the_types_that_yaml_assigns() -> None:
     assert read_grid(["steps=2,10", "rate=1e-3", "on=true,false", "none=~", "text=a,'b,c'"]) == {
         "steps": [2, 10],
         "rate": [0.001],
@@ -111,7 +111,7 @@ def test_values_are_typed_as_yaml_types_them() -> None:
     }
 
 
-def test_a_value_may_hold_commas() -> None:
+def test_a_value_may_contain_commas() -> None:
     assert read_grid(["sizes=[1,2],[3]", "corpus=parquet:a/b.c,hub:x/y"]) == {
         "sizes": [[1, 2], [3]],
         "corpus": ["parquet:a/b.c", "hub:x/y"],
@@ -124,13 +124,13 @@ plain = st.one_of(
 
 
 @given(st.lists(st.one_of(plain, st.lists(plain, max_size=2)), min_size=1, max_size=4, unique_by=json.dumps))
-def test_what_yaml_writes_in_a_line_is_read_back(values: list[object]) -> None:
+def test_inline_yaml_values_are_parsed_back(values: list[object]) -> None:
     text = yaml.safe_dump(values, default_flow_style=True, width=10**6).strip()
     assert read_grid([f"key={text[1:-1]}"]) == {"key": values}
 
 
 @given(st.lists(st.integers(1, 3), max_size=3), st.integers(1, 4))
-def test_every_combination_comes_once_in_each_repeat_and_repeats_are_outermost(sizes: list[int], repeats: int) -> None:
+def test_every_combination_occurs_once_per_repeat_with_repeats_outermost(sizes: list[int], repeats: int) -> None:
     grid = {f"key{i}": list(range(size)) for i, size in enumerate(sizes)}
     points = expand_grid(grid, repeats)
     combinations = len(points) // repeats
@@ -148,7 +148,7 @@ def test_dotted_keys_are_nested() -> None:
     }
 
 
-def test_a_key_stands_for_parameters_configs_repeat_and_code() -> None:
+def test_a_key_identifies_parameters_configs_repeat_and_code() -> None:
     key = key_of({"a": 1, "b": 2}, {"config": {"steps": 3}}, 1, "code")
     assert key == key_of({"b": 2, "a": 1}, {"config": {"steps": 3}}, 1, "code")
     others = [
@@ -161,7 +161,7 @@ def test_a_key_stands_for_parameters_configs_repeat_and_code() -> None:
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z]\w{0,5}", fullmatch=True), plain, max_size=3), st.integers(1, 9))
-def test_a_folder_has_a_name_that_a_run_may_have(parameters: dict[str, object], repeat: int) -> None:
+def test_a_folder_name_is_a_valid_run_name(parameters: dict[str, object], repeat: int) -> None:
     from ddp_tutorial.training.config import TaskConfig
 
     name = f"sweeps/mine/{folder_of(parameters, repeat, '0123456789abcdef')}"
@@ -169,7 +169,7 @@ def test_a_folder_has_a_name_that_a_run_may_have(parameters: dict[str, object], 
     assert f"repeat-{repeat}.01234567" in name
 
 
-def test_code_is_the_packages_sources_and_configs_and_the_notebooks_cells(notebook: Path) -> None:
+def test_code_is_the_packages_source_and_configs_and_the_code_cells(notebook: Path) -> None:
     source = nbformat.read(notebook, as_version=4)
     package = Path("package")
     (package / "configs").mkdir(parents=True)
@@ -217,7 +217,7 @@ def assert_refused_in_one_line(notebook: Path, settings: list[str], told: str) -
         (["repeat=2"], "'repeat' cannot be swept"),
     ],
 )
-def test_a_mistake_in_the_grid_is_told_in_one_line(notebook: Path, settings: list[str], told: str) -> None:
+def test_a_mistake_in_the_grid_is_reported_in_one_line(notebook: Path, settings: list[str], told: str) -> None:
     assert_refused_in_one_line(notebook, settings, told)
 
 
@@ -230,11 +230,11 @@ def test_a_mistake_in_the_grid_is_told_in_one_line(notebook: Path, settings: lis
         (["extends=gone"], "no config is called 'gone'"),
     ],
 )
-def test_the_notebooks_own_check_is_asked_before_anything_runs(workdir: Path, settings: list[str], told: str) -> None:
+def test_the_notebooks_own_check_runs_before_any_point(workdir: Path, settings: list[str], told: str) -> None:
     assert_refused_in_one_line(NOTEBOOKS / "experiments" / "train.ipynb", settings, told)
 
 
-def test_notebooks_that_cannot_be_swept(workdir: Path) -> None:
+def test_notebooks_that_cannot_be_swept_are_rejected(workdir: Path) -> None:
     Path("text.ipynb").write_text("no JSON")
     nameless = write_notebook(Path("nameless.ipynb"), "x: int = 1")
     untagged = write_notebook(Path("untagged.ipynb"), PARAMETERS)
@@ -272,7 +272,7 @@ if how == "hangs":
 """.strip()
 
 
-def test_planning_executes_each_points_cells_in_a_process_of_its_own(workdir: Path) -> None:
+def test_planning_runs_each_points_cells_in_a_separate_process(workdir: Path) -> None:
     notebook = write_notebook(Path("traces.ipynb"), PARAMETERS, LEAVES_TRACES)
     assert len(plan_sweep(notebook, ["how=well,better"]).points) == 2
     assert "LEFT" not in os.environ
@@ -293,14 +293,14 @@ def test_planning_reports_cells_that_exit_or_hang(how: str, told: str, monkeypat
     assert json.loads(answer) == {"error": f"traces.ipynb: the cell after the parameters {told}"}
 
 
-def test_the_command_refuses_in_one_line_with_exit_code_2(notebook: Path) -> None:
+def test_the_command_rejects_a_mistake_with_exit_code_2(notebook: Path) -> None:
     done = subprocess.run([*COMMAND, "tiny.ipynb", "hwo=x"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: tiny.ipynb has no parameter 'hwo'. Did you mean 'how'?\n"
     assert not Path("runs").exists()
 
 
-def test_a_config_file_that_changes_makes_other_points(workdir: Path) -> None:
+def test_a_changed_config_file_creates_new_points(workdir: Path) -> None:
     """It is named by a parameter, which stays the same."""
     train = NOTEBOOKS / "experiments" / "train.ipynb"
     shutil.copy(CONFIGS / "base.yaml", "mine.yaml")
@@ -321,7 +321,7 @@ def run(notebook: Path, *settings: str, timeout: float = 60, repeats: int = 1) -
     return sweeps.run_sweep(plan_sweep(notebook, settings, repeats), timeout, said.append), said
 
 
-def test_failures_are_kept_and_told_with_their_cell_and_the_rest_goes_on(
+def test_failures_are_reported_with_their_cell_and_other_points_run(
     notebook: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[dict[str, object]] = []
@@ -361,7 +361,7 @@ def test_failures_are_kept_and_told_with_their_cell_and_the_rest_goes_on(
         (None, {"status": "finished", "metrics": {}}, "timed out", "took longer than 3 s"),
     ],
 )
-def test_a_point_is_judged_by_papermills_exit_code_and_by_its_result(
+def test_a_point_succeeds_by_papermills_exit_code_and_its_result(
     code: int | None, result: object, status: str, error: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "papermill.log").write_text("much\nthe last thing it said\n")
@@ -372,7 +372,7 @@ def test_a_point_is_judged_by_papermills_exit_code_and_by_its_result(
     assert judged["metrics"] == ({"x": 1} if status == "finished" else {})
 
 
-def test_a_point_has_a_time_limit(notebook: Path) -> None:
+def test_a_point_has_a_timeout(notebook: Path) -> None:
     outcome, _ = run(notebook, "how=late", timeout=8)
     [(_, record)] = outcome.failures
     assert (record["status"], record["error"]) == ("timed out", "took longer than 8 s")
@@ -382,7 +382,7 @@ def test_a_point_has_a_time_limit(notebook: Path) -> None:
     assert tables.read_table("runs/sweeps/tiny/results.parquet")[0]["status"] == "timed out"
 
 
-def test_changed_parameters_and_changed_code_run_anew(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_parameters_or_code_rerun_a_point(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "_run", lambda notebook, point, timeout, look: fake(point))
     monkeypatch.setattr(sweeps, "run_notebook", lambda *_: None)
     ran: list[Point] = []
@@ -405,14 +405,14 @@ def test_changed_parameters_and_changed_code_run_anew(notebook: Path, monkeypatc
     assert len({point.folder for point in ran}) == len(ran) == 7
 
 
-def test_a_folder_in_use_is_refused(notebook: Path) -> None:
+def test_a_folder_in_use_is_rejected(notebook: Path) -> None:
     Path("runs/sweeps/tiny").mkdir(parents=True)
     with locked(Path("runs/sweeps/tiny")), pytest.raises(ConfigError, match="is in use by another run"):
         run(notebook, "how=well")
     assert visitors() == []
 
 
-def test_what_a_killed_sweep_has_left_is_ended_and_nothing_else(workdir: Path) -> None:
+def test_leftover_processes_of_a_killed_sweep_are_killed(workdir: Path) -> None:
     def sleeper(folder: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sleep", "300"], env=os.environ | {_MARK: str(workdir / folder)})
 
@@ -428,7 +428,7 @@ def test_what_a_killed_sweep_has_left_is_ended_and_nothing_else(workdir: Path) -
 
 
 @pytest.mark.timeout(300)
-def test_an_interrupt_loses_nothing_and_the_same_command_carries_on(notebook: Path) -> None:
+def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> None:
     """The whole way, as a person goes it: interrupt the second of two points, carry on, ask once more."""
     command = [*COMMAND, "tiny.ipynb", "how=well,late", "number=2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -169,7 +169,7 @@ def ranks_of(size: int) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("variant", ["torch", "bucket", "naive"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_two_steps_are_those_of_one_process_on_the_union(size: int, variant: str, momentum: float | None) -> None:
+def test_two_steps_equal_those_of_one_process_on_all_samples(size: int, variant: str, momentum: float | None) -> None:
     expected = on_union(size, momentum)
     for rank, found in enumerate(each[variant, momentum] for each in ranks_of(size)):
         for mine, all_of_them in zip(found["losses"], expected["losses"], strict=True):
@@ -180,7 +180,7 @@ def test_two_steps_are_those_of_one_process_on_the_union(size: int, variant: str
         torch.testing.assert_close(found["eval"], expected["eval"], **CLOSE)
 
 
-def test_plain_batch_norm_would_have_been_noticed() -> None:
+def test_plain_batch_norm_would_be_detected() -> None:
     expected = on_union(2, 0.1)["weights"]["bn.running_var"]
     means = [rank["apart"]["weights"]["bn.running_var"] for rank in ranks_of(2)]
     assert not torch.equal(*means)
@@ -196,7 +196,7 @@ def test_one_value_per_channel_is_an_error_on_every_rank(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
-def test_half_precision_matches_float32_on_the_union(size: int, dtype: torch.dtype) -> None:
+def test_half_precision_matches_float32_on_all_samples(size: int, dtype: torch.dtype) -> None:
     net = nn.BatchNorm1d(1)
     parts = wide_range(size)
     x = torch.cat(parts).requires_grad_()
@@ -268,7 +268,7 @@ def test_the_layer_has_the_attributes_of_torchs_layer() -> None:
     assert list(synchronise_batch_norm(without_bias, World()).state_dict()) == list(without_bias.state_dict())
 
 
-def test_a_synchronized_layer_is_left_as_it_is() -> None:
+def test_a_synchronized_layer_is_left_unchanged() -> None:
     net = synchronise_batch_norm(nn.BatchNorm1d(3), World())
     assert synchronise_batch_norm(net, World()) is net
 

@@ -33,7 +33,7 @@ ROWS = [
 FAILED = row_of({"source": "c", "steps": 5}, 1, "failed", 0.5, {}, "c1")
 
 
-def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_table_is_read_back_as_written(tmp_path: Path) -> None:
     write_table(tmp_path, [*ROWS, FAILED])
     back = read_table(tmp_path / "results.parquet")
     assert back[:4] == ROWS
@@ -58,7 +58,7 @@ def test_a_column_has_one_type(values: list[object], stored: list[object], tmp_p
     assert [row["x"] for row in read_table(tmp_path / "results.parquet")] == stored
 
 
-def test_a_metric_named_as_a_parameter_is_told_apart() -> None:
+def test_a_metric_named_like_a_parameter_is_renamed() -> None:
     row = row_of({"steps": 5}, 1, "finished", 1.0, {"steps": 4, "seconds": 2.0, "all": [1, 2]}, "k")
     assert row == {
         "steps": 5,
@@ -71,12 +71,12 @@ def test_a_metric_named_as_a_parameter_is_told_apart() -> None:
     }
 
 
-def test_columns_are_known_by_their_place() -> None:
+def test_columns_are_identified_by_their_position() -> None:
     assert parameters_of([*ROWS, FAILED]) == ["source", "steps"]
     assert metrics_of([*ROWS, FAILED]) == ["rate", "seconds"]  # a note is no number
 
 
-def test_groups_are_the_repeats_of_what_varies_and_failures_are_left_out() -> None:
+def test_groups_are_repeats_of_equal_parameters_without_failures() -> None:
     groups = groups_of([*ROWS, FAILED], "rate")
     assert [(group.label, group.values) for group in groups] == [("source=a", [11.0, 12.0]), ("source=b", [21.0, 22.0])]
     assert as_text(groups, "rate").splitlines()[1].split() == ["source=a", "11.5", "11", "12", "2"]
@@ -84,7 +84,7 @@ def test_groups_are_the_repeats_of_what_varies_and_failures_are_left_out() -> No
         groups_of(ROWS, "rte")
 
 
-def test_the_axis_of_a_figure_is_the_parameter_with_the_most_values() -> None:
+def test_the_x_axis_is_the_parameter_with_the_most_values() -> None:
     groups = [Group({"a": a, "b": b}, [a + b]) for a in (1, 2) for b in (1, 2, 3)]
     x, series = series_of(groups)
     assert x == "b"
@@ -92,7 +92,7 @@ def test_the_axis_of_a_figure_is_the_parameter_with_the_most_values() -> None:
     assert series_of([Group({}, [1.0])]) == ("", {"a repeat": {"all": [1.0]}})
 
 
-def test_a_difference_is_one_where_ranges_are_apart() -> None:
+def test_a_difference_is_reported_if_ranges_do_not_overlap() -> None:
     apart = differences([Group({"x": 1}, [10, 11, 12]), Group({"x": 2}, [20, 22, 24])])
     assert apart == [
         "x=2 has 100.0% more than x=1: the ranges do not overlap (by chance in 1 of 10 cases)"
@@ -104,7 +104,7 @@ def test_a_difference_is_one_where_ranges_are_apart() -> None:
     assert differences([Group({"x": 1}, [1])]) == []
 
 
-def test_what_is_no_table_is_told_in_one_line(tmp_path: Path) -> None:
+def test_an_invalid_table_is_rejected_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no table")
     for name in ("text", "gone"):
         with pytest.raises(ConfigError, match="is not the table of a sweep") as caught:

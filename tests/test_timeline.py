@@ -84,19 +84,19 @@ def test_hidden_is_never_more_than_hideable(link: list[tuple[float, float]]) -> 
         ([2.0, 3.0], [1.0, 1.0], 10.0),  # all hidden: backward decides
     ],
 )
-def test_a_step_ends_when_backward_and_the_last_bucket_have(
+def test_a_step_ends_after_backward_and_the_last_bucket(
     ready: list[float], seconds: list[float], expected: float
 ) -> None:
     assert predict_step(ready, seconds, backward=10.0) == expected
     assert predict_step(ready, seconds, backward=10.0, rest=3.0) == expected + 3.0
 
 
-def test_a_bucket_is_ready_with_its_last_gradient_and_after_those_before_it() -> None:
+def test_a_bucket_is_ready_after_its_last_gradient_and_earlier_buckets() -> None:
     buckets = [Bucket("", torch.empty(0), names, [], []) for names in (["a", "b"], ["c"], ["d"])]
     assert ready_times(buckets, {"a": 1.0, "b": 4.0, "c": 2.0, "d": 5.0}) == [4.0, 4.0, 5.0]
 
 
-def test_arrivals_are_in_the_order_of_backward_and_leave_no_hook() -> None:
+def test_arrivals_follow_the_backward_pass_and_leave_no_hook() -> None:
     module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     loss = module(torch.randn(8, 64)).sum()
     start = time.monotonic()
@@ -111,7 +111,7 @@ def test_arrivals_are_in_the_order_of_backward_and_leave_no_hook() -> None:
     assert arrived == before
 
 
-def test_without_a_link_that_tells_there_is_nothing_to_record() -> None:
+def test_without_a_link_nothing_can_be_recorded() -> None:
     with pytest.raises(ValueError, match=r"Use record_torch\(\)"), record(None):
         pass
 
@@ -157,13 +157,13 @@ def recorded() -> list[dict[str, Timeline]]:
     return launch(record_all, 2, device="cpu", threads=1, echo=False, timeout=100)
 
 
-def test_every_rank_is_given_the_same_timelines(recorded: list[dict[str, Timeline]]) -> None:
+def test_every_rank_gets_the_same_timelines(recorded: list[dict[str, Timeline]]) -> None:
     assert recorded[0] == recorded[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("arm", ["naive", "flat", "bucket", "torch", "direct", "own"])
-def test_the_parts_of_a_step_come_in_order(recorded: list[dict[str, Timeline]], arm: str, rank: int) -> None:
+def test_the_parts_of_a_step_are_in_order(recorded: list[dict[str, Timeline]], arm: str, rank: int) -> None:
     timeline = recorded[0][arm]
     [forward], [backward] = timeline.of(rank, "forward"), timeline.of(rank, "backward")
     finish = timeline.of(rank, "finish")[-1]
@@ -175,9 +175,7 @@ def test_the_parts_of_a_step_come_in_order(recorded: list[dict[str, Timeline]], 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_buckets_hide_communication_behind_backward_and_the_others_cannot(
-    recorded: list[dict[str, Timeline]], rank: int
-) -> None:
+def test_only_buckets_overlap_communication_with_backward(recorded: list[dict[str, Timeline]], rank: int) -> None:
     hidden = {arm: timeline.overlap(rank).fraction for arm, timeline in recorded[0].items()}
     assert hidden["naive"] == hidden["flat"] == 0
     for arm in ("bucket", "torch"):
@@ -187,7 +185,7 @@ def test_buckets_hide_communication_behind_backward_and_the_others_cannot(
         assert hidden[arm] > 0
 
 
-def test_what_carried_the_gradients_is_said(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
+def test_the_timeline_describes_the_link(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
     assert recorded[0]["bucket"].link == "simulated link: 2 ms, 50 MB/s"
     assert recorded[0]["direct"].link == "direct link"
     assert "profiler" in recorded[0]["own"].link
@@ -195,7 +193,7 @@ def test_what_carried_the_gradients_is_said(recorded: list[dict[str, Timeline]],
     assert "simulated link: 2 ms, 50 MB/s" in (tmp_path / "trace.json").read_text()
 
 
-def test_the_trace_holds_every_span_in_microseconds(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
+def test_the_trace_contains_every_span_in_microseconds(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
     timeline = recorded[0]["bucket"]
     timeline.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -211,7 +209,7 @@ def test_the_trace_holds_every_span_in_microseconds(recorded: list[dict[str, Tim
     assert names.count("rank 0") == names.count("rank 1") == 1
 
 
-def test_a_loaded_trace_is_the_timeline_that_was_saved(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
+def test_a_loaded_trace_equals_the_saved_timeline(recorded: list[dict[str, Timeline]], tmp_path: Path) -> None:
     for timeline in recorded[0].values():
         timeline.save_trace(tmp_path / "trace.json")
         loaded = Timeline.load_trace(tmp_path / "trace.json")
@@ -233,7 +231,7 @@ def test_clocks_are_aligned_with_rank_0s() -> None:
         assert shifted == pytest.approx(-5 * rank, abs=0.01)
 
 
-def test_a_phase_that_others_lie_in_is_not_drawn_over_them() -> None:
+def test_an_outer_phase_is_not_drawn_over_its_inner_phases() -> None:
     inner = [Span(COMPUTE, "forward", 0.0, 1.0), Span(COMPUTE, "backward", 1.0, 3.0)]
     around = [Span(COMPUTE, "grads", 0.0, 3.0), *inner]
     with_it, without = (plots.gantt({"a": Timeline([spans], "")}) for spans in (around, inner))
@@ -241,7 +239,7 @@ def test_a_phase_that_others_lie_in_is_not_drawn_over_them() -> None:
     assert bars[0] == bars[1]
 
 
-def test_a_sweep_marks_the_size_that_is_best_measured_and_the_one_that_is_best_by_the_model() -> None:
+def test_a_sweep_marks_the_best_measured_and_the_best_modeled_size() -> None:
     measured = {"slow": ([0.5, 1.0, 2.0], [[9.0, 8.0], [7.0, 20.0], [7.5, 7.6]])}  # 1 has the quickest, 2 the median
     model = {"slow": ([0.5, 1.0, 1.5, 2.0], [9.0, 8.0, 6.0, 7.0])}
     figure = plots.sweeps(measured, model, "title", "MiB", "ms")
@@ -253,7 +251,7 @@ def test_a_sweep_marks_the_size_that_is_best_measured_and_the_one_that_is_best_b
     assert marks["o"] == ([1.0], [7.0])  # the ring, which is drawn last
 
 
-def test_names_at_the_ends_of_curves_stay_below_the_title_and_apart() -> None:
+def test_labels_at_the_ends_of_curves_do_not_overlap() -> None:
     series = {f"run {number}": ([0.0, 1.0], [0.0, 1.0 + number / 1000]) for number in range(5)}  # all end at the top
     figure = plots.curves(series, "a title", "x", "y")
     [axes] = figure.axes
@@ -264,7 +262,7 @@ def test_names_at_the_ends_of_curves_stay_below_the_title_and_apart() -> None:
     assert min(high - low for low, high in pairwise(heights)) > 0.06
 
 
-def test_phases_of_other_threads_do_not_count_for_the_profilers_clock() -> None:
+def test_phases_of_other_threads_do_not_affect_the_profiler_clock() -> None:
     """A checkpoint is written by a thread of its own, which the profiler does not record."""
     seen = SimpleNamespace(name="forward", time_range=SimpleNamespace(start=1e6, end=2e6))
     spans = [Span("phases", "forward", 11.0, 12.0), Span("phases", "save: write", 11.2, 11.4)]

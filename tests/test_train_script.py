@@ -168,13 +168,13 @@ MISTAKES = {
 }
 
 
-def test_a_run_that_is_as_it_should_be_is_right(monkeypatch):
+def test_a_correct_run_passes(monkeypatch):
     right, said = play(monkeypatch)
     assert right, said
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_check_names_a_mistake_by_what_it_leaves(mistake, monkeypatch):
+def test_the_check_names_a_mistake_by_its_effect(mistake, monkeypatch):
     changes, expected = MISTAKES[mistake]
     right, said = play(monkeypatch, **changes)
     assert not right
@@ -182,7 +182,7 @@ def test_the_check_names_a_mistake_by_what_it_leaves(mistake, monkeypatch):
 
 
 @pytest.mark.parametrize("mistake", [name for name in words._GRADIENTS if name])
-def test_a_wrong_gradient_is_named_by_its_losses(mistake):
+def test_a_wrong_gradient_is_identified_by_its_losses(mistake):
     assert words.wrong_from_the_start(words.course(21, mistake).lines) == words._GRADIENTS[mistake]
 
 
@@ -190,7 +190,7 @@ def test_a_wrong_gradient_is_named_by_its_losses(mistake):
     ("order", "share", "drop", "report"),
     [each for each in product(words._ORDERS, words._SHARES, words._DROPS, words._REPORTS) if any(each)],
 )
-def test_wrong_words_are_named_by_their_letters(order, share, drop, report):
+def test_wrong_words_are_identified_by_their_letters(order, share, drop, report):
     letters = words._letters(words._read(order, share, drop), 30, slice(1 if report else 2))
     said = words.wrong_from_the_start([Line(step, 3.0, many) for step, many in enumerate(letters, start=1)])
     parts = (words._ORDERS[order], words._SHARES[share], words._DROPS[drop], words._REPORTS[report])
@@ -201,7 +201,7 @@ def test_wrong_words_are_named_by_their_letters(order, share, drop, report):
     assert all(part in said for part in parts), said
 
 
-def test_other_words_are_told_with_the_step_and_the_numbers():
+def test_other_wrong_words_are_reported_with_step_and_numbers():
     lines = list(words.course(21).lines)
     lines[15] = lines[15]._replace(letters=99)
     said = words.wrong_from_the_start(lines)
@@ -210,20 +210,20 @@ def test_other_words_are_told_with_the_step_and_the_numbers():
 
 
 @pytest.mark.parametrize("said", [said for said in words._LOSSES if said])
-def test_what_is_no_loss_of_all_letters_is_named(said):
+def test_a_loss_that_is_not_over_all_letters_is_identified(said):
     assert words.wrong_from_the_start(words.course(21).reports[said]) == said
     both = words.wrong_from_the_start(words.course(21, "means").reports[said])
     assert both == f"{said} {words._GRADIENTS['means']}"
 
 
-def test_another_start_and_another_way_are_told_apart():
+def test_a_different_start_and_a_different_course_are_distinguished():
     lines = words.course(21).lines
     above = [line._replace(loss=line.loss + 0.1) for line in lines]
     assert "Call torch.manual_seed(0) before creating the model" in words.wrong_from_the_start(above)
     assert words.wrong_from_the_start([*lines[:9], *above[9:]]).startswith("The loss of step 10 must be")
 
 
-def test_a_loss_that_is_no_number_is_told():
+def test_a_non_finite_loss_is_reported():
     lines = words.lines_of("step 1: loss nan over 83 letters\n")
     assert "got nan" in words.wrong_from_the_start(lines)
     assert words.lines_of("step 1: loss tensor(3.4) over 83 letters\nstep 2: loss 3 over 1\nSTEP\n")[0].step == 1
@@ -240,7 +240,7 @@ def test_a_loss_that_is_no_number_is_told():
         ("import torch\nfrom ddp_tutorial import launch\n", "must not import ddp_tutorial"),
     ],
 )
-def test_what_is_no_script_is_refused_before_anything_is_started(text, said, tmp_path, monkeypatch):
+def test_an_invalid_script_is_rejected_before_anything_starts(text, said, tmp_path, monkeypatch):
     monkeypatch.setattr(plain_torch, "Torchrun", None)
     if text is not None:
         (tmp_path / "mine.py").write_text(text)
@@ -288,7 +288,7 @@ def test_all_ranks_resume_when_only_rank_0_sees_the_checkpoint(tmp_path):
     assert all(torch.equal(resumed["model"][name], weight) for name, weight in whole["model"].items())
 
 
-def test_running_notebook_06_again_keeps_the_readers_script(tmp_path, monkeypatch):
+def test_rerunning_notebook_06_keeps_the_readers_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cells = write_train_script(tmp_path)
     [clears] = [cell for cell in cells if "rmtree" in cell]
@@ -327,7 +327,7 @@ def marked(mark):
     return found
 
 
-def test_ranks_that_wait_are_told_so_and_nothing_is_left_of_them(tmp_path, monkeypatch):
+def test_waiting_ranks_are_reported_and_terminated(tmp_path, monkeypatch):
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     with Torchrun(tmp_path / "sleeps.py", 2, "on", folder=tmp_path) as run:
         assert run.wait(lambda printed: printed.count("\n") == 2) is None
@@ -341,7 +341,7 @@ def test_ranks_that_wait_are_told_so_and_nothing_is_left_of_them(tmp_path, monke
     assert marked(run.mark) == []
 
 
-def test_an_error_is_told_with_its_line_and_a_run_without_end_is_ended(tmp_path, monkeypatch):
+def test_an_error_is_shown_with_its_line_and_an_endless_run_is_aborted(tmp_path, monkeypatch):
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     with Torchrun(tmp_path / "sleeps.py", 2, "raise", folder=tmp_path) as run:
         assert run.wait() == 1
@@ -355,7 +355,7 @@ def test_an_error_is_told_with_its_line_and_a_run_without_end_is_ended(tmp_path,
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: PR_SET_PDEATHSIG")
-def test_ranks_end_when_the_process_that_checks_is_killed(tmp_path):
+def test_ranks_exit_if_the_checking_process_is_killed(tmp_path):
     (tmp_path / "sleeps.py").write_text(SLEEPS.replace("worker =", "0 and"))
     command = "import sys; from pathlib import Path; from ddp_tutorial.exercises.torchrun import Torchrun\n"
     command += "run = Torchrun(Path(sys.argv[1]), 2, 'on', folder=Path(sys.argv[1]).parent)\n"

@@ -70,7 +70,7 @@ def log_of(run: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------- the same work for every world size
 
 
-def test_loss_and_evaluation_do_not_depend_on_how_a_batch_is_cut_and_shared_out() -> None:
+def test_loss_and_evaluation_do_not_depend_on_the_split_of_a_batch() -> None:
     found = {
         (parts, size): run_on(size, changed(QUICK, batch_size=7, steps=6, accumulation=parts))
         for parts, size in [(1, 1), (2, 1), (9, 1), (1, 2), (3, 2), (2, 3)]
@@ -106,7 +106,7 @@ def losses_by_hand(config: TaskConfig) -> list[float]:
     return losses
 
 
-def test_one_process_two_and_three_ranks_agree_on_the_first_20_losses() -> None:
+def test_one_two_and_three_ranks_agree_on_the_first_20_losses() -> None:
     model = ModelConfig(layers=2, heads=4, width=64, context=64)
     config = TaskConfig(model=model, device="cpu", steps=20, batch_size=16, learning_rate=1e-3, eval_samples=37)
     wanted = losses_by_hand(config)
@@ -126,7 +126,7 @@ def train_each(world: World, configs: list[TaskConfig]) -> list[TrainResult]:
     return [train(world, config) for config in configs]
 
 
-def test_the_same_config_and_world_size_give_the_same_bits_with_dropout_too() -> None:
+def test_the_same_config_and_world_size_are_bitwise_reproducible() -> None:
     dropout = ModelConfig(**(TINY.model_dump() | {"dropout": 0.1}))
     configs = [QUICK, changed(QUICK, model=dropout)]
     for size in (1, 2):
@@ -144,7 +144,7 @@ def train_with_each_variant(world: World, config: TaskConfig) -> dict[str, str]:
     return {variant: train(world, changed(config, ddp={"variant": variant})).weights for variant in variants}
 
 
-def test_on_two_ranks_every_way_to_average_gives_the_same_bits() -> None:
+def test_on_two_ranks_every_averaging_method_is_bitwise_identical() -> None:
     """Of two summands the order does not matter; one that ends in other bits has averaged something else."""
     for weights in launch(train_with_each_variant, 2, changed(QUICK, steps=5), device="cpu", echo=False):
         assert weights == dict.fromkeys(weights, weights["torch"])
@@ -155,7 +155,7 @@ def train_from_each_source(world: World, config: TaskConfig) -> dict[str, list[T
     return {kind: [train(world, changed(config, source={"kind": kind})) for _ in range(2)] for kind in kinds}
 
 
-def test_all_sources_train_and_give_the_same_bits_again_and_dispatched_those_of_sharded() -> None:
+def test_all_sources_train_reproducibly_and_dispatched_equals_sharded() -> None:
     ranks = launch(train_from_each_source, 2, changed(QUICK, steps=6), device="cpu", echo=False)
     for results in ranks:
         for kind, (first, second) in results.items():
@@ -190,7 +190,7 @@ def test_epochs_are_converted_to_steps_and_logged() -> None:
         ({"strategy": "pipeline", "pipeline": {"micro_batches": 2}, "mesh": {"replicate": 2}}, 4, 12),
     ],
 )
-def test_the_batch_size_of_a_device_is_multiplied_to_that_of_a_step(
+def test_the_batch_size_per_device_is_converted_to_that_of_a_step(
     values: dict[str, Any], ranks: int, batch_size: int
 ) -> None:
     given = {"per_device_train_batch_size": 3, **values}
@@ -200,7 +200,7 @@ def test_the_batch_size_of_a_device_is_multiplied_to_that_of_a_step(
     assert f"= {batch_size} samples per step, but 'batch_size' is 100" in message
 
 
-def test_epochs_that_contradict_steps_and_streams_without_length_are_refused() -> None:
+def test_contradictory_epochs_and_streams_without_length_are_rejected() -> None:
     assert with_steps(TrainConfig(num_epochs=2, steps=9), 4.5).steps == 9
     message = error_of(lambda: with_steps(TrainConfig(num_epochs=2, steps=10), 4.5))
     assert "'num_epochs' 2 x 4.5 steps per epoch = 9 steps, but 'steps' is 10" in message
@@ -209,7 +209,7 @@ def test_epochs_that_contradict_steps_and_streams_without_length_are_refused() -
     assert not Path("runs").exists() or not list(Path("runs").glob("stories-*"))
 
 
-def test_a_run_stops_at_the_target_loss_on_all_ranks_and_resumes_as_finished() -> None:
+def test_all_ranks_stop_at_the_target_loss_and_resume_as_finished() -> None:
     config = changed(QUICK, target_loss=5.0, eval_every=2, name="target", resume="auto", learning_rate=0.1)
     first, second = run_on(2, config)
     assert len(first.losses) == len(second.losses) == max(first.evaluations) < QUICK.steps
@@ -220,7 +220,7 @@ def test_a_run_stops_at_the_target_loss_on_all_ranks_and_resumes_as_finished() -
     assert summary["status"] == "finished"
 
 
-def test_evaluation_uses_all_samples_and_its_own_batch_size_if_asked() -> None:
+def test_evaluation_uses_all_samples_and_its_own_batch_size() -> None:
     sizes: list[int] = []
 
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -235,7 +235,7 @@ def test_evaluation_uses_all_samples_and_its_own_batch_size_if_asked() -> None:
     assert sizes == [128, 128, 44]
 
 
-def test_another_seed_is_another_run() -> None:
+def test_a_different_seed_gives_a_different_run() -> None:
     assert train(World(), QUICK).weights != train(World(), changed(QUICK, seed=1)).weights
 
 
@@ -249,7 +249,7 @@ def draw_and_evaluate(world: World, config: TaskConfig) -> dict[str, Any]:
     return said
 
 
-def test_ranks_start_with_equal_weights_and_unequal_dropout_and_evaluate_alike() -> None:
+def test_ranks_start_with_equal_weights_and_different_dropout() -> None:
     config = changed(QUICK, eval_samples=37)
     tokens, context = load_corpus("stories").valid, TINY.context
     torch.manual_seed(config.seed)
@@ -271,7 +271,7 @@ def test_ranks_start_with_equal_weights_and_unequal_dropout_and_evaluate_alike()
         assert len({str(rank["noise"]) for rank in ranks}) == size
 
 
-def test_fewer_held_out_samples_than_ranks_can_be_evaluated() -> None:
+def test_fewer_validation_samples_than_ranks_can_be_evaluated() -> None:
     config = changed(QUICK, eval_samples=1)
     losses = [rank["loss"] for rank in launch(draw_and_evaluate, 2, config, device="cpu", echo=False)]
     assert losses == pytest.approx([draw_and_evaluate(World(), config)["loss"]] * 2, rel=0, abs=1e-5)
@@ -285,7 +285,7 @@ def files_of(run: Path) -> set[str]:
     return {path.name if "tfevents" not in path.name else "events.out.tfevents" for path in run.iterdir()}
 
 
-def test_a_run_leaves_its_config_every_step_the_model_and_its_result() -> None:
+def test_a_run_writes_its_config_every_step_the_model_and_its_result() -> None:
     config = changed(QUICK, name="mine", steps=14, learning_rate=1e-3)
     result = launch_training(config, echo=False)
     run = Path("runs/mine")
@@ -365,7 +365,7 @@ def samples_of_forwards(world: World, ways: list[dict[str, Any]]) -> list[dict[s
     return found
 
 
-def test_a_forward_of_evaluation_has_no_more_samples_than_one_of_training() -> None:
+def test_evaluation_uses_no_larger_forward_passes_than_training() -> None:
     ways = [
         {},
         {"accumulation": 3},
@@ -382,7 +382,7 @@ def test_a_forward_of_evaluation_has_no_more_samples_than_one_of_training() -> N
 @pytest.mark.parametrize(
     ("umask", "private", "mode"), [(0o022, True, 0o700), (0o077, False, 0o700), (0o027, False, 0o750)]
 )
-def test_only_its_owner_can_read_a_run_unless_a_setting_and_the_umask_allow_it(
+def test_only_its_owner_can_read_a_run_by_default(
     umask: int, private: bool, mode: int, resume: str
 ) -> None:
     before = os.umask(umask)
@@ -394,7 +394,7 @@ def test_only_its_owner_can_read_a_run_unless_a_setting_and_the_umask_allow_it(
     assert found == [mode, 0o777 & ~umask, 0o777 & ~umask]
 
 
-def test_a_name_that_is_taken_gets_a_number() -> None:
+def test_a_name_that_exists_gets_a_number() -> None:
     config = changed(QUICK, name="mine", steps=1)
     assert [train(World(), config).run for _ in range(3)] == [
         Path("runs") / name for name in ("mine", "mine-2", "mine-3")
@@ -417,7 +417,7 @@ def train_until_killed(world: World, config: TaskConfig) -> None:
         train(world, config)
 
 
-def test_a_run_that_is_killed_leaves_whole_lines_and_no_result() -> None:
+def test_a_killed_run_leaves_complete_lines_and_no_result() -> None:
     config = changed(QUICK, name="killed", log_every=2, eval_every=100)
     with pytest.raises(RankError, match="SIGKILL"):
         launch(train_until_killed, 2, config, device="cpu", echo=False)
@@ -430,7 +430,7 @@ def test_a_run_that_is_killed_leaves_whole_lines_and_no_result() -> None:
     assert all(math.isfinite(line["loss"]) for line in lines)
 
 
-def test_a_run_that_diverges_is_told_when_and_by_which_weight_on_which_rank() -> None:
+def test_divergence_is_reported_with_step_weight_and_rank() -> None:
     told = r"step \d+: the gradient is not finite\. On rank 0, (parameter|the (loss|gradient)) .*; on rank 1, "
     with pytest.raises(RankError, match=told):
         launch(train, 2, changed(QUICK, name="wild", learning_rate=1e30), device="cpu", echo=False)
@@ -440,7 +440,7 @@ def test_a_run_that_diverges_is_told_when_and_by_which_weight_on_which_rank() ->
 # --------------------------------------------------------------------------------------------------------- one step
 
 
-def test_the_learning_rate_rises_over_the_warm_up_and_falls_like_a_cosine() -> None:
+def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
     factor = learning_rate_factor(TaskConfig(steps=9, warmup_steps=4, final_lr_fraction=0.1))
     # 1/4, 2/4, 3/4, 4/4 of the way up; then from 1 down to 0.1 at the last step, half way between at step 6
     assert [factor(step) for step in (0, 1, 2, 3, 4, 6, 8)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.55, 0.1])
@@ -452,7 +452,7 @@ def test_the_learning_rate_rises_over_the_warm_up_and_falls_like_a_cosine() -> N
 @pytest.mark.parametrize(
     ("schedule", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1.0, 1.0)]
 )
-def test_the_schedule_is_the_one_that_is_named(schedule: str, middle: float, last: float) -> None:
+def test_the_schedule_is_selected_by_name(schedule: str, middle: float, last: float) -> None:
     config = TaskConfig(steps=9, warmup_steps=4, final_lr_fraction=0.1, schedule=schedule)
     factor = learning_rate_factor(config)
     assert [factor(step) for step in (3, 6, 8, 100)] == pytest.approx([1.0, middle, last, last])
@@ -465,7 +465,7 @@ def test_the_schedule_is_the_one_that_is_named(schedule: str, middle: float, las
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
-def test_the_optimizer_is_the_one_that_is_named_and_decays_matrices_only(name: str, kind: type) -> None:
+def test_the_optimizer_is_selected_by_name_and_decays_matrices_only(name: str, kind: type) -> None:
     optimizer = make_optimizer(GPT(**TINY.size), changed(QUICK, optimizer=name, weight_decay=0.25))
     assert type(optimizer) is kind
     assert optimizer.defaults["fused"]
@@ -482,7 +482,7 @@ def test_an_optimizer_of_complex_parameters_is_not_fused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("fixed", 0.001), ("linear", 0.004), ("sqrt", 0.002)])
-def test_the_learning_rate_is_scaled_to_the_batch_by_the_rule_and_says_so(
+def test_the_learning_rate_is_scaled_to_the_batch_and_logged(
     rule: str, rate: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = changed(QUICK, learning_rate=0.001, learning_rate_rule=rule, learning_rate_batch=2, batch_size=8)
@@ -505,7 +505,7 @@ def test_the_schedule_has_no_gap_at_odd_lengths(steps: int, warmup_steps: int) -
     assert all(0 < factor(step) <= 1 for step in range(steps + 2))
 
 
-def test_the_update_uses_the_clipped_gradient_and_the_log_has_the_norm_before() -> None:
+def test_the_update_uses_the_clipped_gradient_and_the_log_the_full_norm() -> None:
     trainer = make_trainer(changed(QUICK, clip=0.01), World())
     # plain descent by the gradient itself, so that the way it went is the gradient that it used
     step = trainer.train_step
@@ -524,7 +524,7 @@ def test_the_update_uses_the_clipped_gradient_and_the_log_has_the_norm_before() 
     trainer.log.close()
 
 
-def test_decay_is_for_matrices_and_every_weight_is_in_one_group() -> None:
+def test_decay_applies_to_matrices_and_every_weight_is_in_one_group() -> None:
     model = GPT(**TINY.size)
     matrices, vectors = make_optimizer(model, changed(QUICK, weight_decay=0.3)).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
@@ -533,7 +533,7 @@ def test_decay_is_for_matrices_and_every_weight_is_in_one_group() -> None:
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
 
 
-def test_evaluation_happens_in_eval_mode_and_counts_no_more_than_there_is() -> None:
+def test_evaluation_uses_eval_mode_and_counts_each_sample_once() -> None:
     model = ModelConfig(**(TINY.model_dump() | {"dropout": 0.5}))
     trainer = make_trainer(changed(QUICK, corpus="stories:20", model=model, eval_samples=10_000), World())
     assert trainer.evaluate() == trainer.evaluate()
@@ -560,7 +560,7 @@ def test_evaluation_happens_in_eval_mode_and_counts_no_more_than_there_is() -> N
         ({"corpus": "text:empty.txt"}, "is empty"),
     ],
 )
-def test_a_start_that_cannot_work_is_told_and_leaves_nothing(values: dict[str, Any], told: str) -> None:
+def test_an_impossible_start_is_reported_and_leaves_nothing(values: dict[str, Any], told: str) -> None:
     Path("short.txt").write_text("a" * 200)  # of which 10 are held out
     Path("empty.txt").touch()
     with pytest.raises(ConfigError, match=told):
@@ -568,13 +568,13 @@ def test_a_start_that_cannot_work_is_told_and_leaves_nothing(values: dict[str, A
     assert not Path("runs").exists()
 
 
-def test_a_batch_smaller_than_the_world_is_refused_on_every_rank() -> None:
+def test_a_batch_smaller_than_the_world_is_rejected_on_every_rank() -> None:
     with pytest.raises(RankError, match="ConfigError: rank 1 of 2 has no samples: "):
         launch_training(changed(QUICK, batch_size=1), echo=False)
     assert not Path("runs").exists()
 
 
-def test_two_ranks_without_a_group_raise_instead_of_training_apart() -> None:
+def test_two_ranks_without_a_group_raise() -> None:
     with pytest.raises(RuntimeError, match="2 ranks but no process group"):
         make_trainer(QUICK, World(0, 2, 0, 2))
     assert not Path("runs").exists()

@@ -47,7 +47,7 @@ def framed(messages):
 
 @given(st.lists(contents, max_size=6), cuts)
 @example([("a",), ("b",)], list(range(60)))  # byte by byte
-def test_any_pieces_of_a_stream_give_the_same_messages(messages, cuts):
+def test_a_stream_split_anywhere_gives_the_same_messages(messages, cuts):
     inbox, taken = bytearray(), []
     for piece in split(framed(messages), cuts):
         inbox += piece
@@ -57,7 +57,7 @@ def test_any_pieces_of_a_stream_give_the_same_messages(messages, cuts):
 
 
 @given(contents, st.integers(min_value=1, max_value=10_000))
-def test_a_message_that_is_not_whole_waits(message, missing):
+def test_an_incomplete_message_is_kept(message, missing):
     data = framed([message])
     inbox = bytearray(data[: -min(missing, len(data))])
     before = bytes(inbox)
@@ -65,7 +65,7 @@ def test_a_message_that_is_not_whole_waits(message, missing):
     assert inbox == before
 
 
-def test_messages_of_several_threads_arrive_whole():
+def test_messages_of_several_threads_arrive_complete():
     """Also where they are larger than the pipe, so that each is written in many pieces."""
     reading, writing = os.pipe()
     send = Sender(writing)
@@ -84,7 +84,7 @@ def test_messages_of_several_threads_arrive_whole():
     assert dict(taken) == bodies
 
 
-def test_calls_and_results_travel_by_value():
+def test_calls_and_results_are_pickled_by_value():
     offset = 3
 
     def add(world, number):
@@ -96,7 +96,7 @@ def test_calls_and_results_travel_by_value():
     assert pickle.loads(dump_result({"a": [1, 2]})) == {"a": [1, 2]}
 
 
-def test_what_cannot_travel_is_named_as_its_author_named_it():
+def test_an_unpicklable_object_is_named_as_in_the_source():
     lock = threading.Lock()
 
     def train(world, first, *rest):
@@ -143,7 +143,7 @@ def fed(pieces):
 
 @given(st.text(alphabet=st.sampled_from("ab\n\r é☃😀")), cuts)
 @example("é\r\n☃\r😀\n", list(range(20)))  # byte by byte
-def test_any_pieces_of_text_give_the_same_lines(text, cuts):
+def test_text_split_anywhere_gives_the_same_lines(text, cuts):
     data = text.encode()
     expected = text.split("\n")
     if expected[-1] == "":
@@ -154,7 +154,7 @@ def test_any_pieces_of_text_give_the_same_lines(text, cuts):
 
 
 @given(st.text(alphabet=st.sampled_from("abcd\n\r é")), cuts)
-def test_any_pieces_of_text_give_the_same_pieces_of_long_lines(text, cuts):
+def test_text_split_anywhere_gives_the_same_pieces_of_long_lines(text, cuts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(console, "LONGEST_LINE", 3)
         data = text.encode()
@@ -179,7 +179,7 @@ def test_lines_of_special_bytes(data, lines):
     assert fed([data]) == fed(split(data, range(len(data)))) == lines
 
 
-def test_an_unfinished_line_is_shown_when_it_ends_or_the_rank_does():
+def test_an_unfinished_line_is_shown_when_it_or_the_rank_ends():
     log = RankLog(0, lambda rank, line: None)
     log.feed(b"half")
     assert list(log.lines) == []
@@ -190,7 +190,7 @@ def test_an_unfinished_line_is_shown_when_it_ends_or_the_rank_does():
     assert list(log.lines) == ["half and half", "rest"]
 
 
-def test_a_runaway_print_keeps_the_last_lines_and_counts_the_rest():
+def test_endless_output_keeps_the_last_lines_and_counts_the_rest():
     log = RankLog(0, lambda rank, line: None)
     log.feed(b"".join(b"%d\n" % number for number in range(KEPT_LINES)))
     assert (len(log.lines), log.dropped) == (KEPT_LINES, 0)
@@ -202,7 +202,7 @@ def test_a_runaway_print_keeps_the_last_lines_and_counts_the_rest():
 
 
 # Were all its states since the last newline kept, and copied at each update, this would take ten seconds.
-def test_a_bar_that_is_redrawn_for_long_costs_little():
+def test_redrawing_a_bar_for_a_long_time_is_cheap():
     log = RankLog(0, lambda rank, line: None)
     start = time.process_time()  # not of the machine, which may be busy
     for step in range(20_000):
@@ -212,7 +212,7 @@ def test_a_bar_that_is_redrawn_for_long_costs_little():
     assert list(log.lines) == [f" 19999 {'=' * 80}"]
 
 
-def test_output_without_a_newline_is_shown_in_pieces_and_costs_no_more_for_being_long():
+def test_output_without_newlines_is_shown_in_pieces_at_linear_cost():
     """Kept whole, and copied with each piece that comes, 32 MB took ten seconds, and stayed in memory."""
     pieces = []
     log = RankLog(0, lambda rank, line: pieces.append(line))
@@ -229,7 +229,7 @@ def test_output_without_a_newline_is_shown_in_pieces_and_costs_no_more_for_being
 # --- consoles ---------------------------------------------------------------------------------------------------
 
 
-def test_a_terminal_marks_lines_with_their_rank_at_once():
+def test_a_terminal_prefixes_lines_with_their_rank_immediately():
     out = io.StringIO()
     terminal = TerminalConsole(out)
     terminal.message("2 ranks on cpu, gloo")
@@ -240,7 +240,7 @@ def test_a_terminal_marks_lines_with_their_rank_at_once():
     assert out.getvalue() == "2 ranks on cpu, gloo\n[rank 1] one\n[rank 0] zero\n"
 
 
-def test_a_terminal_that_is_none_gets_no_bar_but_all_lines(capsys):
+def test_a_redirected_terminal_gets_all_lines_without_a_bar(capsys):
     terminal = TerminalConsole()
     terminal.progress(1, 10, {"loss": 2.0})
     terminal.line(0, "beside the bar")
@@ -249,7 +249,7 @@ def test_a_terminal_that_is_none_gets_no_bar_but_all_lines(capsys):
     assert capsys.readouterr() == ("[rank 0] beside the bar\n", "")
 
 
-def test_a_redirected_terminal_gets_a_line_of_progress_with_the_loss_at_intervals(capsys, monkeypatch):
+def test_a_redirected_terminal_gets_lines_of_progress_at_intervals(capsys, monkeypatch):
     monkeypatch.setattr(console, "PROGRESS_SECONDS", 0.05)
     terminal = TerminalConsole()
     terminal.progress(1, 10, {"loss": 2.0})
@@ -279,7 +279,7 @@ def test_a_notebook_shows_lines_at_the_end_grouped_by_rank(capsys):
     ]
 
 
-def test_a_notebook_says_how_many_lines_it_left_out(capsys, monkeypatch):
+def test_a_notebook_reports_the_number_of_dropped_lines(capsys, monkeypatch):
     monkeypatch.setattr(console, "KEPT_LINES", 2)
     log = RankLog(1, lambda rank, line: None)
     log.feed(b"1\n2\n3\n4\n5\n")
@@ -306,7 +306,7 @@ def test_without_echo_the_console_is_silent(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_outside_a_kernel_the_console_is_the_terminals():
+def test_outside_a_kernel_the_console_is_the_terminal_console():
     assert not in_notebook()
     assert type(make_console(echo=True)) is TerminalConsole
 
@@ -323,13 +323,13 @@ def test_outside_a_kernel_the_console_is_the_terminals():
         ({"loss": 0.0}, "loss 0"),
     ],
 )
-def test_numbers_beside_the_bar(numbers, text):
+def test_numbers_are_formatted_beside_the_bar(numbers, text):
     before = dict(numbers)
     assert describe(numbers) == text
     assert list(numbers) == list(before)  # the caller's own is left alone
 
 
-def test_of_a_view_of_a_large_tensor_only_the_view_is_sent() -> None:
+def test_only_the_elements_of_a_view_are_sent() -> None:
     sent = dump_result(torch.arange(1_000_000)[3:5])
     assert len(sent) < 10_000
     assert torch.equal(pickle.loads(sent), torch.tensor([3, 4]))

@@ -123,7 +123,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         return launch(on_nodes, 2, device="cpu", echo=False, timeout=60)
 
 
-def test_a_save_whose_files_rank_0_does_not_see_is_told_on_all_ranks_and_gets_no_name(told: Any) -> None:
+def test_a_save_that_rank_0_does_not_see_is_reported_on_all_ranks(told: Any) -> None:
     for each in told:
         assert "CheckpointError: rank 0 cannot read rng.rank_1.pt, which rank 1 wrote" in each["save"]
         assert "on a disk that all nodes share" in each["save"]
@@ -131,31 +131,31 @@ def test_a_save_whose_files_rank_0_does_not_see_is_told_on_all_ranks_and_gets_no
 
 
 @pytest.mark.parametrize("resume", ["path", "checkpoint", "auto"])
-def test_a_checkpoint_that_rank_0_alone_sees_is_refused_by_all_ranks(resume: str, told: Any) -> None:
+def test_a_checkpoint_that_only_rank_0_sees_is_rejected_on_all_ranks(resume: str, told: Any) -> None:
     for each in told:
         assert each[resume].startswith("ConfigError: rank 1 does not find mine/checkpoints/step_00000001")
         assert "on a disk that all nodes share" in each[resume]
 
 
-def test_where_no_rank_sees_a_checkpoint_all_are_told(told: Any) -> None:
+def test_a_missing_checkpoint_is_reported_on_all_ranks(told: Any) -> None:
     assert {each["gone"] for each in told} == {
         "ConfigError: 'resume' gone: there is no checkpoint, and no run that has a valid one"
     }
 
 
 @pytest.mark.parametrize("data", ["tokens", "tensors", "arrow"])
-def test_ranks_that_read_other_data_are_told(data: str, told: Any) -> None:
+def test_ranks_with_different_data_are_rejected(data: str, told: Any) -> None:
     for each in told:
         assert each[f"data: {data}"].startswith(
             "ConfigError: rank 1 has the same number of training samples as rank 0, but"
         )
 
 
-def test_rows_that_may_be_drawn_at_random_are_counted_only(told: Any) -> None:
+def test_rows_that_may_be_random_are_only_counted(told: Any) -> None:
     assert {each["data: a list"] for each in told} == {"no error"}
 
 
-def test_ranks_that_hold_out_other_data_are_told_before_there_is_a_folder(told: Any) -> None:
+def test_different_validation_data_are_rejected_before_a_folder_exists(told: Any) -> None:
     for each in told:
         assert each["held out"].startswith(
             "ConfigError: rank 1 has the same number of validation samples as rank 0, but"
@@ -164,7 +164,7 @@ def test_ranks_that_hold_out_other_data_are_told_before_there_is_a_folder(told: 
         assert not each["runs"]
 
 
-def test_a_run_that_is_to_save_is_refused_before_its_first_step_and_leaves_nothing(told: Any) -> None:
+def test_a_run_that_cannot_save_is_rejected_before_its_first_step(told: Any) -> None:
     for each in told:
         assert each["checkpoints"].startswith(
             "ConfigError: rank 1 does not see runs/mine, where checkpoints are to be "
@@ -172,13 +172,13 @@ def test_a_run_that_is_to_save_is_refused_before_its_first_step_and_leaves_nothi
         assert not each["runs"]
 
 
-def test_it_is_also_refused_where_each_node_has_a_folder_of_that_name(told: Any) -> None:
+def test_it_is_also_rejected_if_each_node_has_a_folder_of_that_name(told: Any) -> None:
     for each in told:
         assert each["one each"].startswith("ConfigError: rank 1 does not see runs/mine, where checkpoints are to be ")
         assert each["left in them"] == ["runs/mine", "runs/mine/config.json"]
 
 
-def test_auto_refuses_to_begin_anew_where_there_are_checkpoints_and_none_is_valid() -> None:
+def test_auto_does_not_start_over_if_all_checkpoints_are_invalid() -> None:
     saved(World(), Path("mine/checkpoints"))
     saved_again = Checkpointer(Path("mine/checkpoints"), components(World()), World(), config={"steps": 1})
     saved_again.save(2)
@@ -249,7 +249,7 @@ def undisturbed(world: World) -> dict[str, str]:
     return whole | {"on_one": life(world, "on_one", 4, checkpoint=CheckpointConfig(every=1))}
 
 
-def test_rank_0_keeps_checkpoints_for_nodes_that_share_no_folder_and_runs_go_on_there_and_on_its_node_alone(
+def test_rank_0_saves_for_nodes_without_a_shared_folder_and_runs_resume(
     workdir: Path,
 ) -> None:
     for rank in range(2):

@@ -54,7 +54,7 @@ def config_of(**changed: object) -> TaskConfig:
 # ----------------------------------------------------------------------------------------------- lack of progress
 
 
-def test_evaluations_without_progress_are_counted_from_the_best() -> None:
+def test_evaluations_without_improvement_are_counted_from_the_best() -> None:
     losses = {10: 3.0, 20: 2.0, 30: 2.5, 40: 1.9, 50: 2.0, 60: 1.95}
     assert [without_progress(dict(list(losses.items())[:n])) for n in range(7)] == [0, 0, 0, 1, 0, 1, 2]
     # lower by 0.1 is not lower by more than 0.2, measured from the last one that counted: 2.0
@@ -63,7 +63,7 @@ def test_evaluations_without_progress_are_counted_from_the_best() -> None:
     assert best_step(losses) == 40
 
 
-def test_a_loss_that_is_not_finite_is_no_progress() -> None:
+def test_a_non_finite_loss_is_not_an_improvement() -> None:
     assert without_progress({1: 2.0, 2: math.nan, 3: math.inf}) == 2
     assert best_step({1: math.nan, 2: 5.0, 3: math.inf}) == 2
     assert best_step({1: math.nan}) is None
@@ -77,7 +77,7 @@ def test_the_count_is_the_distance_to_the_first_best(values: list[float]) -> Non
     assert without_progress(losses) == len(values) - 1 - values.index(min(values))
 
 
-def test_all_ranks_stop_at_the_same_step_when_the_loss_falls_no_more() -> None:
+def test_all_ranks_stop_at_the_same_step_when_the_loss_stops_falling() -> None:
     # nothing is as much as 100 lower: the first evaluation is the best, and two others come after it
     stopping = EarlyStoppingConfig(patience=2, minimum_delta=100.0).model_dump()
     config = config_of(early_stopping=stopping, steps=50, name="early", best_model=True)
@@ -93,7 +93,7 @@ def test_all_ranks_stop_at_the_same_step_when_the_loss_falls_no_more() -> None:
     assert told["reason"] == f"no improvement since step {told['metrics']['best_step']}"
 
 
-def test_the_grace_steps_are_not_held_against_a_run() -> None:
+def test_evaluations_in_the_grace_steps_are_not_counted() -> None:
     stopping = EarlyStoppingConfig(patience=1, minimum_delta=100.0, grace_steps=7).model_dump()
     result = train(World(), config_of(early_stopping=stopping, steps=50))
     assert sorted(result.eval_losses) == [2, 4, 6, 8]
@@ -111,7 +111,7 @@ def test_a_resumed_run_stalls_at_the_step_where_the_uninterrupted_one_does() -> 
 # ------------------------------------------------------------------------------------------------- the best model
 
 
-def test_the_best_model_is_the_one_with_the_lowest_held_out_loss() -> None:
+def test_the_best_model_has_the_lowest_validation_loss() -> None:
     # a learning rate that soon does harm
     result = train(World(), config_of(name="best", best_model=True, steps=12, learning_rate=0.3, warmup_steps=6))
     best = best_step(result.eval_losses)
@@ -122,7 +122,7 @@ def test_the_best_model_is_the_one_with_the_lowest_held_out_loss() -> None:
     assert evaluate(result.run)["eval_loss"] == pytest.approx(result.eval_losses[12], rel=1e-6)
 
 
-def test_a_run_that_goes_back_forgets_a_best_model_of_later() -> None:
+def test_a_run_that_rewinds_forgets_a_later_best_model() -> None:
     saving = {"checkpoint": {"every": 2, "keep_last": 10}, "best_model": True, "name": "back", "steps": 6}
     first = train(World(), config_of(**saving))
     assert best_step(first.eval_losses) == 6
@@ -134,7 +134,7 @@ def test_a_run_that_goes_back_forgets_a_best_model_of_later() -> None:
     assert [path.name for path in (first.run / "best").iterdir()] == ["step_00000006"]
 
 
-def test_a_best_model_that_a_killed_run_has_left_behind_is_replaced() -> None:
+def test_a_best_model_left_by_a_killed_run_is_replaced() -> None:
     run, model = RunFolder(Path("runs/left")), nn.Linear(2, 1)
     (run.best / "step_00000002").mkdir(parents=True)  # of a life that ended before its first checkpoint
     (run.best / "step_00000001").mkdir()
@@ -149,14 +149,14 @@ def test_a_best_model_that_a_killed_run_has_left_behind_is_replaced() -> None:
 # ----------------------------------------------------------------------------------------------------- stragglers
 
 
-def test_the_straggler_is_the_rank_whose_own_work_takes_longest() -> None:
+def test_the_straggler_is_the_rank_with_the_longest_own_work() -> None:
     even = {"data": [0.1, 0.1], "forward": [1.0, 1.1], "backward": [2.0, 2.0], "grads": [3.0, 3.1]}
     assert straggler(even) is None
     slow = even | {"forward": [1.0, 3.0], "backward": [4.0, 2.0]}  # backward is where the quick one waits
     assert straggler(slow) == {"rank": 1, "phase": "forward", "times": 3.0, "seconds": 2.0}
 
 
-def test_a_slow_rank_that_costs_next_to_nothing_is_not_told() -> None:
+def test_a_slow_rank_with_a_negligible_cost_is_not_reported() -> None:
     assert straggler({"data": [0.001, 0.004], "grads": [3.0, 3.0]}) is None
     assert straggler({"data": [1.0], "forward": [2.0]}) is None
     assert straggler({}) is None
@@ -169,7 +169,7 @@ def _with_rank_one_slow(world: World, config: TaskConfig) -> TrainResult:
     return trainer.train()
 
 
-def test_a_run_names_its_straggler_and_the_memory_of_each_rank() -> None:
+def test_a_run_records_its_straggler_and_the_memory_of_each_rank() -> None:
     launch(_with_rank_one_slow, 2, config_of(name="slow", eval_every=6), device="cpu", echo=False)
     run = load_run("runs/slow")
     assert run.result is not None
@@ -221,7 +221,7 @@ def _with_much_memory_on_rank_one(world: World, config: TaskConfig) -> None:
 # ------------------------------------------------------------------------------------------- what each rank says
 
 
-def test_every_rank_has_a_log_and_the_console_shows_what_matters(capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_rank_has_a_log_and_the_console_shows_important_messages(capfd: pytest.CaptureFixture[str]) -> None:
     launch(train, 2, config_of(name="mine", memory_limit_mb=1.0, learning_rate_rule="sqrt"), device="cpu")
     shown = capfd.readouterr().out
     assert "rank 1 needs " not in shown
@@ -238,7 +238,7 @@ def test_every_rank_has_a_log_and_the_console_shows_what_matters(capfd: pytest.C
     assert "held out" not in shown, "details are for the file"
 
 
-def test_the_logger_is_left_as_it_was() -> None:
+def test_the_logger_is_restored() -> None:
     before = LOG.level, LOG.propagate, list(LOG.handlers), list(logging.getLogger("py.warnings").handlers)
     train(World(), QUICK)
     assert (LOG.level, LOG.propagate, list(LOG.handlers), list(logging.getLogger("py.warnings").handlers)) == before
@@ -255,7 +255,7 @@ def _failing(world: World, config: TaskConfig) -> TrainResult:
         return train(world, config)
 
 
-def test_the_first_rank_to_fail_leaves_a_note_and_each_its_traceback() -> None:
+def test_the_first_failure_is_recorded_and_each_rank_logs_its_traceback() -> None:
     with pytest.raises(RankError, match="rank 1 raised ValueError: the third update"):
         launch(_failing, 2, config_of(name="bad"), device="cpu", echo=False)
     note = json.loads(Path("runs/bad/failed.json").read_text())
@@ -266,7 +266,7 @@ def test_the_first_rank_to_fail_leaves_a_note_and_each_its_traceback() -> None:
     assert not Path("runs/bad/result.json").exists()
 
 
-def test_a_run_that_goes_on_is_not_a_failed_one_any_more() -> None:
+def test_a_resumed_run_no_longer_counts_as_failed() -> None:
     with pytest.raises(RankError):
         launch(_failing, 2, config_of(name="bad", checkpoint={"every": 2}), device="cpu", echo=False)
     launch(train, 2, config_of(name="bad", checkpoint={"every": 2}, resume="auto"), device="cpu", echo=False)
@@ -306,7 +306,7 @@ def test_tensorboard_gets_the_numbers_of_the_log() -> None:
     assert {"learning_rate", "grad_norm", "tokens_per_second"} <= {tag for tag, _, _ in found}
 
 
-def test_tensorboard_can_be_left_out() -> None:
+def test_tensorboard_can_be_disabled() -> None:
     assert not list(train(World(), config_of(tensorboard=False)).run.glob("events*"))
 
 
@@ -329,12 +329,12 @@ def test_profiled_steps_leave_a_trace_of_each_rank_and_their_timeline() -> None:
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_profile_that_the_run_does_not_reach_is_left_out() -> None:
+def test_a_profile_that_the_run_does_not_reach_is_omitted() -> None:
     result = train(World(), config_of(profile={"first_step": 7, "steps": 3}))
     assert not (result.run / "profile").exists()
 
 
-def test_in_a_notebook_what_is_told_is_no_alarm(
+def test_log_lines_in_a_notebook_do_not_look_like_errors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(learning_rate_rule="sqrt", tensorboard=False)

@@ -58,25 +58,25 @@ def test_losses_rate_memory_and_phases_are_those_of_the_log(tmp_path: Path) -> N
     plt.close(figure)
 
 
-def test_a_run_that_has_just_begun_is_shown_without_numbers(tmp_path: Path) -> None:
+def test_a_run_that_just_started_is_shown_without_numbers(tmp_path: Path) -> None:
     figure = dashboard(a_run(tmp_path / "new", []))
     assert [axes.texts[0].get_text() for axes in figure.axes] == ["no data yet"] * 4
     plt.close(figure)
 
 
-def test_a_loss_that_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
+def test_a_non_finite_loss_leaves_a_gap(tmp_path: Path) -> None:
     figure = dashboard(a_run(tmp_path / "odd", [*ROWS[:2], {"step": 3, "loss": None, "elapsed": 3}, ROWS[3]]))
     assert list(figure.axes[0].lines[0].get_xdata()) == [1, 2, 4]
     plt.close(figure)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run folder"):
         watch(tmp_path)
 
 
 @pytest.mark.timeout(90)
-def test_a_run_of_another_process_is_watched_to_its_end(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_a_different_process_is_watched_until_its_end(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown(monkeypatch)
     command = [sys.executable, "-m", "ddp_tutorial", "train", "tiny", "nprocs=2", "device=cpu", "name=it", "steps=600"]
     run = Path("runs/it")
@@ -94,7 +94,7 @@ def test_a_run_of_another_process_is_watched_to_its_end(workdir: Path, monkeypat
     assert plt.get_fignums() == before
 
 
-def test_who_watches_for_a_time_goes_on_after_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_stops_after_the_timeout(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown(monkeypatch)
     monkeypatch.setattr("ddp_tutorial.runs.summaries.is_locked", lambda folder: True)
     began = time.monotonic()

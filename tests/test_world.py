@@ -126,12 +126,12 @@ def test_the_variables_of_each_launcher_give_its_world(environ, expected):
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, r"='2\(x4\)' specifies 8 tasks, but the step has 7"),
     ],
 )
-def test_variables_that_contradict_one_another_are_refused_by_name(environ, advice):
+def test_contradictory_variables_are_rejected_by_name(environ, advice):
     with pytest.raises(ValueError, match=advice):
         World.detect(environ, device="cpu")
 
 
-def test_a_slurm_node_beyond_the_list_of_tasks_is_refused_by_name():
+def test_a_slurm_node_outside_the_list_of_tasks_is_rejected_by_name():
     with pytest.raises(ValueError, match="SLURM_NODEID"):
         World.detect(SLURM | {"SLURM_NODEID": "4"}, device="cpu")
 
@@ -139,7 +139,7 @@ def test_a_slurm_node_beyond_the_list_of_tasks_is_refused_by_name():
 @pytest.mark.parametrize(
     ("text", "tasks"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2),3", [1, 2, 2, 3]), ("16(x1)", [16])]
 )
-def test_tasks_per_node_reads_slurms_short_form(text, tasks):
+def test_tasks_per_node_supports_slurms_short_form(text, tasks):
     assert tasks_per_node(text) == tasks
 
 
@@ -156,7 +156,7 @@ def test_tasks_per_node_reads_slurms_short_form(text, tasks):
         ("n[9-11]", ["n9", "n10", "n11"]),
     ],
 )
-def test_the_hosts_of_a_node_list(nodes, names):
+def test_a_node_list_is_expanded_to_hosts(nodes, names):
     assert node_names(nodes) == names
 
 
@@ -172,7 +172,7 @@ def test_the_hosts_of_a_node_list(nodes, names):
         ("n[a-b]", "a node list must have the form"),
     ],
 )
-def test_a_node_list_that_contradicts_itself_is_refused(nodes, advice):
+def test_a_contradictory_node_list_is_rejected(nodes, advice):
     with pytest.raises(ConfigError, match=advice):
         node_names(nodes)
 
@@ -181,20 +181,20 @@ def test_a_node_list_that_contradicts_itself_is_refused(nodes, advice):
     ("gpus", "devices"),
     [(0, ["cpu", "cpu"]), (1, ["cpu", "cpu"]), (2, ["cuda:0", "cuda:1"]), (3, ["cuda:0", "cuda:1"])],
 )
-def test_auto_gives_each_local_rank_a_gpu_or_none_of_them(gpus, devices):
+def test_auto_gives_every_local_rank_a_gpu_or_none(gpus, devices):
     two = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     worlds = [World.detect(two | {"RANK": str(rank)}, "auto", gpus=gpus) for rank in range(2)]
     assert [str(world.device) for world in worlds] == devices
     assert [world.backend for world in worlds] == ["nccl" if "cuda" in device else "gloo" for device in devices]
 
 
-def test_gpus_are_shared_by_the_ranks_of_a_machine_not_of_the_world():
+def test_gpus_are_divided_between_the_ranks_of_a_machine():
     world = World.detect(TORCHRUN, "cuda", gpus=4)
     assert world.device == torch.device("cuda", 1)  # the local rank
     assert str(world) == "rank 5 of 8 on cuda:1, nccl"
 
 
-def test_too_few_gpus_and_unknown_devices_are_refused():
+def test_too_few_gpus_and_unknown_devices_are_rejected():
     with pytest.raises(ValueError, match=r"requires one GPU for each of the 4 ranks on this machine, got 3\. Use"):
         World.detect(TORCHRUN, "cuda", gpus=3)
     with pytest.raises(ValueError, match=r"device must be 'auto', 'cpu' or 'cuda', got 'tpu'"):
@@ -232,17 +232,17 @@ EACH_SEES_ONE = FOUR_TASKS | {"SLURM_GPUS_ON_NODE": "4"}
         pytest.param(TORCHRUN | EACH_SEES_ONE | {"SLURM_GPUS_PER_TASK": "1"}, 1, "cpu", id="torchrun, too few"),
     ],
 )
-def test_which_gpu_a_rank_has_goes_by_what_it_sees(environ, visible, device):
+def test_the_gpu_of_a_rank_depends_on_the_visible_gpus(environ, visible, device):
     assert str(World.detect(environ, "auto", gpus=visible).device) == device
 
 
-def test_steps_and_starts_of_a_slurm_job_meet_at_different_addresses():
+def test_steps_and_restarts_of_a_slurm_job_use_different_addresses():
     starts = [{"SLURM_STEP_ID": "0"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}]
     starts += [{"SLURM_JOB_ID": "7"}, {"SLURM_CLUSTER_NAME": "east"}]
     assert len({World.detect(SLURM | start, "cpu").init_method for start in starts}) == len(starts)
 
 
-def test_device_and_backend_are_two_choices_and_with_gloo_ranks_may_share_a_gpu():
+def test_device_and_backend_are_independent_and_gloo_shares_gpus():
     def found(device, backend, gpus):
         world = World.detect(TORCHRUN | {"LOCAL_RANK": "3"}, device, gpus=gpus, backend=backend)
         return str(world.device), world.backend
@@ -265,7 +265,7 @@ def test_device_and_backend_are_two_choices_and_with_gloo_ranks_may_share_a_gpu(
         found("cpu", "mpi", 0)
 
 
-def test_a_rank_that_fails_does_not_wait_for_its_nccl_work_to_end(monkeypatch):
+def test_a_rank_that_fails_does_not_wait_for_its_nccl_work(monkeypatch):
     """It cannot end. What NCCL itself does then takes two GPUs to see."""
     done = []
     for name in ("init_process_group", "destroy_process_group"):
@@ -287,7 +287,7 @@ def test_only_rank_0_is_main():
     assert [World(rank, 3, rank, 3).is_main for rank in range(3)] == [True, False, False]
 
 
-def test_ranks_without_a_group_are_refused():
+def test_ranks_without_a_group_are_rejected():
     require_group(World())  # one process needs none
     with pytest.raises(RuntimeError, match=r"2 ranks but no process group.*'with process_group\(world\):'"):
         require_group(World(1, 2, 1, 2))
@@ -301,7 +301,7 @@ def test_one_process_gets_no_group():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_group_that_somebody_else_has_started_is_used_and_left_as_it_is(monkeypatch, fails):
+def test_an_existing_group_is_used_and_not_destroyed(monkeypatch, fails):
     """As the workers of Ray Train find one. It must be the one that the environment describes."""
     found = {"is_initialized": True, "get_world_size": 3, "get_rank": 1, "get_backend": "gloo"}
     for name, value in found.items():
@@ -331,18 +331,18 @@ def test_a_group_that_somebody_else_has_started_is_used_and_left_as_it_is(monkey
 
 
 @pytest.mark.parametrize("local_size", [1, 2], ids=["two hosts", "one host"])
-def test_an_interface_that_the_host_does_not_have_is_refused_by_name(monkeypatch, local_size):
+def test_a_nonexistent_interface_is_rejected_by_name(monkeypatch, local_size):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo77")
     monkeypatch.setattr(dist, "init_process_group", lambda **_: pytest.fail("a group was started"))
     with pytest.raises(ConfigError, match="has no interface called 'lo77'"), process_group(World(0, 2, 0, local_size)):
         pytest.fail("the block was entered")
 
 
-def test_a_detected_world_has_the_timeout_that_was_given():
+def test_a_detected_world_has_the_given_timeout():
     assert World.detect({}, "cpu", timeout=timedelta(seconds=3)).timeout == timedelta(seconds=3)
 
 
-def test_ranks_meet_at_the_host_of_rank_0(monkeypatch):
+def test_ranks_rendezvous_at_the_host_of_rank_0(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node1")
     assert _meeting_place(World()) == "node1"
     assert _meeting_place(World(init_method="tcp://node2:4000")) == "node2"
@@ -353,7 +353,7 @@ def test_ranks_meet_at_the_host_of_rank_0(monkeypatch):
 @pytest.mark.parametrize(
     ("limit", "found"), [("4096\n", 4096), ("max\n", None), (str(2**60), None), (OSError(), None)], ids=str
 )
-def test_memory_is_the_machines_or_the_containers_limit(monkeypatch, limit, found):
+def test_memory_is_the_limit_of_the_machine_or_the_container(monkeypatch, limit, found):
     def read(path):
         assert path == Path("/sys/fs/cgroup/memory.max")
         if isinstance(limit, OSError):
@@ -374,7 +374,7 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch):
     assert cores() == 1
 
 
-def test_the_description_of_a_machine_is_json_and_says_how_many_threads_compute():
+def test_the_description_of_a_machine_is_json_with_the_thread_count():
     described = json.loads(json.dumps(describe_environment()))
     assert (described["torch"], described["cores"]) == (torch.__version__, cores())
     assert (described["threads"], len(described["gpus"])) == (torch.get_num_threads(), torch.cuda.device_count())
@@ -427,7 +427,7 @@ print("done", flush=True)
 
 # The group of one rank could be up, and gone again, while another is still connecting to it. That one would fail with
 # "Gloo connectFullMesh failed with Connection closed by peer".
-def test_a_group_is_there_inside_the_block_only_also_for_ranks_that_leave_at_once(tmp_path):
+def test_a_group_exists_only_inside_the_block(tmp_path):
     interface = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})
     ranks = [
         subprocess.Popen(

@@ -53,7 +53,7 @@ KINDS = ("zero1", "zero2", "zero3")
 
 
 @given(st.integers(0, 40), st.integers(1, 6))
-def test_pieces_have_each_element_once_and_are_those_of_torch_chunk(count: int, size: int) -> None:
+def test_pieces_contain_each_element_once_as_in_torch_chunk(count: int, size: int) -> None:
     elements = torch.arange(count)
     pieces = [elements[piece_of(count, rank, size)] for rank in range(size)]
     assert torch.cat(pieces).tolist() == elements.tolist()
@@ -64,9 +64,7 @@ def test_pieces_have_each_element_once_and_are_those_of_torch_chunk(count: int, 
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=4), st.integers(1, 5))
-def test_what_is_packed_into_rows_is_unpacked_and_the_pieces_are_views_of_it(
-    shapes: list[list[int]], size: int
-) -> None:
+def test_unpacking_rows_restores_tensors_and_pieces_are_views(shapes: list[list[int]], size: int) -> None:
     layout = Layout([torch.Size(shape) for shape in shapes], size)
     tensors = [torch.randn(shape) for shape in shapes]
     rows = torch.zeros(size, layout.length)
@@ -263,7 +261,7 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_stage_on_every_rank_equals_one_process_on_the_union_batch(size: int) -> None:
+def test_every_stage_equals_one_process_on_all_batches(size: int) -> None:
     for rank in trained(size):
         for kind, optimizer, parts in (case for case in FP32 if case in rank):
             expected = alone(optimizer, size, parts, 1.0)
@@ -274,7 +272,7 @@ def test_every_stage_on_every_rank_equals_one_process_on_the_union_batch(size: i
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_in_bfloat16_with_masters_in_float32_they_go_where_one_process_goes(size: int) -> None:
+def test_bfloat16_with_float32_masters_follows_one_process(size: int) -> None:
     for rank in trained(size):
         for case in BF16:
             expected = alone("sgd", size, 1, 1.0, "cast" if case[0] == "zero3" else "autocast")
@@ -284,7 +282,7 @@ def test_in_bfloat16_with_masters_in_float32_they_go_where_one_process_goes(size
             assert distance(found, alone("sgd", size, 1, 1.0)) > 1e-4  # it has been computed in bfloat16
 
 
-def test_on_two_ranks_each_stage_has_the_very_bits_of_data_parallelism() -> None:
+def test_on_two_ranks_each_stage_is_bitwise_identical_to_ddp() -> None:
     """Of two numbers there is one sum; and no stage changes what is computed for an element."""
     for rank in trained(2):
         for kind, optimizer, parts, clip in UNCLIPPED:
@@ -294,12 +292,12 @@ def test_on_two_ranks_each_stage_has_the_very_bits_of_data_parallelism() -> None
             assert not any(other.values()), (kind, optimizer, other)
 
 
-def test_pieces_are_not_taken_for_replicas_that_have_drifted_apart() -> None:
+def test_pieces_are_not_reported_as_drifted_replicas() -> None:
     assert all(rank[case]["drift"] == [] for rank in trained(2) for case in UNCLIPPED)
 
 
 @pytest.mark.parametrize(("size", "cases"), [(4, HYBRID), (2, COPIES)])
-def test_with_copies_of_the_model_every_stage_on_every_rank_equals_one_process(size: int, cases: list[Any]) -> None:
+def test_with_model_copies_every_stage_equals_one_process(size: int, cases: list[Any]) -> None:
     first = trained(size)[0]
     for rank in trained(size):
         for case in cases:
@@ -312,7 +310,7 @@ def test_with_copies_of_the_model_every_stage_on_every_rank_equals_one_process(s
                 assert rank[case]["norms"] == pytest.approx(rank[kind, optimizer, parts]["norms"], rel=1e-4), case
 
 
-def test_a_hybrid_is_where_torchs_fully_shard_on_a_mesh_of_two_dimensions_is() -> None:
+def test_a_hybrid_equals_torchs_fully_shard_on_a_2d_mesh() -> None:
     for rank in trained(4):
         for optimizer, parts in [("adamw", 1), ("sgd", 1), ("sgd", 2)]:
             ours, torchs = (rank[kind, optimizer, parts, 1.0, "fp32", 2, True] for kind in ("zero3", "fsdp"))
@@ -321,7 +319,7 @@ def test_a_hybrid_is_where_torchs_fully_shard_on_a_mesh_of_two_dimensions_is() -
                 assert torch.allclose(ours["weights"][name], tensor, rtol=1e-4, atol=2e-5), (optimizer, parts, name)
 
 
-def test_in_a_hybrid_each_rank_holds_its_part_of_one_copy_and_each_copy_is_there_once() -> None:
+def test_in_a_hybrid_each_copy_is_split_once_between_its_ranks() -> None:
     ranks = trained(4)
     for case in HYBRID:
         kind, optimizer, _, _, _, copies, plain = case
@@ -343,7 +341,7 @@ def test_in_a_hybrid_each_rank_holds_its_part_of_one_copy_and_each_copy_is_there
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_norm_of_the_whole_gradient_is_the_same_for_every_stage_and_rank(size: int) -> None:
+def test_the_norm_of_the_full_gradient_is_equal_for_every_stage_and_rank(size: int) -> None:
     ranks = trained(size)
     for optimizer in OPTIMIZERS:
         norms = [rank[kind, optimizer, 1]["norms"] for rank in ranks for kind in KINDS]
@@ -352,7 +350,7 @@ def test_the_norm_of_the_whole_gradient_is_the_same_for_every_stage_and_rank(siz
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_no_rank_holds_more_than_its_part(size: int) -> None:
+def test_no_rank_stores_more_than_its_part(size: int) -> None:
     model = make_toy()
     of_all = [p.numel() for p in model.parameters()]
     of_trained = [p.numel() for p in model.parameters() if p.requires_grad and p is not model.spare]
@@ -372,7 +370,7 @@ def test_no_rank_holds_more_than_its_part(size: int) -> None:
             assert sum(each["parameters"] for each in held) == sum(of_all)
 
 
-def test_units_are_blocks_that_share_nothing_and_the_rest() -> None:
+def test_units_are_blocks_that_share_no_parameters_and_the_rest() -> None:
     assert list(units_of(make_toy())) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]
     tied = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 3))
     tied[3].weight = tied[0].weight
@@ -428,7 +426,7 @@ def wrapped(world: World) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def test_any_optimizer_can_be_sharded_and_has_the_bits_and_the_state_dict_of_the_unsharded_one() -> None:
+def test_any_sharded_optimizer_is_bitwise_identical_to_the_unsharded_one() -> None:
     for rank in launch(wrapped, 3, device="cpu", threads=1, echo=False, timeout=60):
         for name, (found, expected) in rank.items():
             assert all(map(torch.equal, found["weights"], expected["weights"])), name
@@ -440,7 +438,7 @@ def test_any_optimizer_can_be_sharded_and_has_the_bits_and_the_state_dict_of_the
                 )
 
 
-def test_an_optimizer_that_has_been_stepped_is_refused() -> None:
+def test_an_optimizer_that_has_been_stepped_is_rejected() -> None:
     for make in (torch.optim.AdamW, torch.optim.Adagrad, partial(torch.optim.SGD, momentum=0.9)):
         p = nn.Parameter(torch.ones(2))
         optimizer = make([p])
@@ -450,7 +448,7 @@ def test_an_optimizer_that_has_been_stepped_is_refused() -> None:
             ShardedOptimizer(optimizer, World())
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+def test_an_optimizer_that_requires_a_closure_is_rejected() -> None:
     with pytest.raises(ConfigError, match="LBFGS requires a closure"):
         ShardedOptimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), World())
 
@@ -461,7 +459,7 @@ ELEMENTWISE = {
 }
 
 
-def test_a_trial_tells_which_of_torchs_optimizers_are_elementwise() -> None:
+def test_a_trial_detects_which_optimizers_are_elementwise() -> None:
     every = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name, None), type)}
     assert every - {"Optimizer"} == set(" ".join(ELEMENTWISE).split())  # of a new one, somebody has to decide
     weight, state = nn.Parameter(torch.ones(8, 8)), torch.get_rng_state()
@@ -671,14 +669,14 @@ def at_the_rim() -> list[dict[str, Any]]:
     return launch(rims, 2, device="cpu", threads=1, echo=False, timeout=100)
 
 
-def test_gradients_that_come_late_again_or_on_some_ranks_are_summed() -> None:
+def test_late_repeated_and_partial_gradients_are_summed() -> None:
     for rank in at_the_rim():
         assert len(rank["errors"]) == 2 * len(LOOPS)
         for case, error in rank["errors"].items():
             assert error < 1e-12, case
 
 
-def test_an_optimizer_with_a_state_from_the_beginning_can_be_sharded() -> None:
+def test_an_optimizer_with_initial_state_can_be_sharded() -> None:
     torch.manual_seed(0)
     model = Answers()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
@@ -692,7 +690,7 @@ def test_an_optimizer_with_a_state_from_the_beginning_can_be_sharded() -> None:
                 torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5, msg=f"{kind}, {name}")
 
 
-def test_fsdp_names_the_modules_in_which_ranks_differ_and_zero3_trains() -> None:
+def test_fsdp_names_the_modules_that_differ_and_zero3_trains() -> None:
     for rank in at_the_rim():
         assert rank["zero3"] == "no error"
         assert "DifferentPathsError: in the first forward pass, rank 0 used module 'blocks." in rank["first step"]
@@ -824,22 +822,20 @@ def all_lives(folder: Path, flavours: list[str], over: list[str]) -> dict[Any, A
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_run_that_was_killed_and_resumed_has_the_bits_of_one_that_was_not(
-    lives: dict[Any, Any], flavour: str
-) -> None:
+def test_a_killed_and_resumed_run_is_bitwise_identical(lives: dict[Any, Any], flavour: str) -> None:
     first, *others = [of_run for rank in lives[2] for of_run in rank[flavour]]
     for other in others:
         assert {**other, "shapes": {}} == {**first, "shapes": {}}
 
 
-def test_each_stage_learns_what_the_others_learn(lives: dict[Any, Any]) -> None:
+def test_all_stages_have_the_same_losses(lives: dict[Any, Any]) -> None:
     expected = lives[2][0]["zero1"][0]
     assert lives[2][0]["zero3"][0]["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert lives[2][0]["zero3"][0]["eval"] == pytest.approx(expected["eval"], rel=1e-4)
 
 
 @pytest.mark.parametrize("flavour", RESHARDED)
-def test_a_checkpoint_of_2_ranks_goes_on_on_4_and_that_of_4_on_1(lives: dict[Any, Any], flavour: str) -> None:
+def test_checkpoints_of_2_and_4_ranks_resume_on_4_and_1(lives: dict[Any, Any], flavour: str) -> None:
     expected = lives[2][0][flavour][0]
     for size in (4, 1):
         assert len(lives[size]) == size
@@ -849,7 +845,7 @@ def test_a_checkpoint_of_2_ranks_goes_on_on_4_and_that_of_4_on_1(lives: dict[Any
             assert rank[flavour]["weights"] == lives[size][0][flavour]["weights"]
 
 
-def test_the_model_of_a_run_is_whole_and_so_is_one_that_is_loaded_from_pieces(lives: dict[Any, Any]) -> None:
+def test_an_exported_or_loaded_model_has_full_tensors(lives: dict[Any, Any]) -> None:
     shapes = [of_run["shapes"] for runs in lives[2][0].values() for of_run in runs]
     assert shapes[0]["head.weight"] == (256, 16)
     assert "tokens.weight" not in shapes[0]  # it is tied, and written once
@@ -858,7 +854,7 @@ def test_the_model_of_a_run_is_whole_and_so_is_one_that_is_loaded_from_pieces(li
 
 
 @pytest.mark.timeout(300)
-def test_a_hybrid_is_resumed_with_the_same_bits_goes_on_in_another_mesh_and_is_exported(
+def test_a_hybrid_resumes_bitwise_identically_and_on_a_different_mesh(
     lives: dict[Any, Any], hybrids: dict[Any, Any]
 ) -> None:
     expected = lives[2][0]["zero3"][0]
@@ -874,18 +870,18 @@ def test_a_hybrid_is_resumed_with_the_same_bits_goes_on_in_another_mesh_and_is_e
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3"])
-def test_an_option_that_the_strategy_cannot_have_is_refused(kind: str) -> None:
+def test_an_option_that_the_strategy_lacks_is_rejected(kind: str) -> None:
     with pytest.raises(ValueError, match=f"'ddp.hook' is an option of strategies ddp and zero1, not of {kind}"):
         TrainConfig.model_validate({"strategy": kind, "ddp": {"hook": "fp16"}})
 
 
-def test_parameters_of_several_types_in_one_unit_are_refused() -> None:
+def test_different_types_of_parameters_in_one_unit_are_rejected() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).bfloat16()})
     with pytest.raises(ConfigError, match=r"'a\.bias' with torch\.float32 and 'b\.bias' with torch\.bfloat16"):
         ShardedModel(model, World())
 
 
-def test_torchs_own_goes_the_same_way_is_resumed_with_the_same_bits_and_resharded(
+def test_fsdp_trains_equally_resumes_bitwise_and_is_resharded(
     lives: dict[Any, Any], lives_of_torch: dict[Any, Any]
 ) -> None:
     ours, first = lives[2][0]["zero3"][0], lives_of_torch[2][0]["fsdp"][0]
@@ -902,7 +898,7 @@ def test_torchs_own_goes_the_same_way_is_resumed_with_the_same_bits_and_resharde
 # -------------------------------------------------------------------------------------------------- what it comes to
 
 
-def test_each_stage_divides_one_more_by_the_number_of_ranks() -> None:
+def test_each_stage_divides_one_more_part_by_the_number_of_ranks() -> None:
     """7.5 billion parameters on 64 ranks, as in the paper's first figure, but in float32: 16 bytes a parameter."""
     psi, ranks = 7_500_000_000, 64
     found = {name: sum(model_state_bytes(name, psi, ranks).values()) / 1e9 for name in DIVIDED}
@@ -970,14 +966,14 @@ def sent_in_a_step(world: World) -> dict[tuple[str, int, int], tuple[int, int]]:
     return found
 
 
-def test_the_bytes_that_are_sent_are_those_that_are_told() -> None:
+def test_reported_traffic_equals_the_bytes_sent() -> None:
     """But for a few: of losses, counts, and which parameters are in use."""
     for rank in launch(sent_in_a_step, 4, device="cpu", threads=1, echo=False, timeout=60):
         for case, (sent, told) in rank.items():
             assert told <= sent <= 1.01 * told + 200, (case, sent, told)
 
 
-def test_a_world_that_a_mesh_does_not_fit_is_refused_before_any_rank_starts(
+def test_a_world_that_does_not_fit_the_mesh_is_rejected_before_start(
     workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("ddp_tutorial.processes.starting", "ddp_tutorial.training.tasks"):
@@ -999,7 +995,7 @@ def test_a_world_that_a_mesh_does_not_fit_is_refused_before_any_rank_starts(
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
-def test_a_mesh_has_each_rank_once_in_a_row_and_once_in_a_column(copies: int, span: int) -> None:
+def test_a_mesh_contains_each_rank_once_in_a_row_and_once_in_a_column(copies: int, span: int) -> None:
     mesh, ranks = make_mesh(MeshConfig(replicate=copies, shard=span), copies * span, "shard"), range(copies * span)
     assert mesh == make_mesh(MeshConfig(shard=span), copies * span, "shard")
     assert mesh == make_mesh(MeshConfig(replicate=copies), copies * span, "shard")
@@ -1030,7 +1026,7 @@ def recorded_in_a_step(world: World) -> dict[str, tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_step_sends_the_bytes_that_the_formula_says(size: int) -> None:
+def test_a_step_sends_the_bytes_of_the_formula(size: int) -> None:
     """On gloo too, whose own reduce-scatter would send those of an all-reduce."""
     for rank in launch(recorded_in_a_step, size, device="cpu", threads=1, echo=False):
         for kind, (parameters, rest, sent) in rank.items():
@@ -1040,7 +1036,7 @@ def test_a_step_sends_the_bytes_that_the_formula_says(size: int) -> None:
             assert sent == pytest.approx(expected, rel=0.03), kind
 
 
-def test_a_dry_run_says_what_the_strategy_keeps_and_sends() -> None:
+def test_a_dry_run_reports_the_memory_and_traffic_of_the_strategy() -> None:
     config = TaskConfig.model_validate(BASE | {"strategy": "zero3"})
     one, four = memory(config, 1), memory(config, 1, ranks=4)
     assert one["gathered"] == 0
