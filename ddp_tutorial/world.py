@@ -146,7 +146,7 @@ def choose_device(
     if device == "cuda":
         sharing = ", or use backend='gloo', which allows ranks to share a GPU" if gpus else ""
         raise ConfigError(
-            f"device='cuda' requires one GPU for each of the {local_size} ranks on this machine, got {gpus}.  "
+            f"device='cuda' requires one GPU for each of the {local_size} ranks on this machine, got {gpus}. "
             f"Use device='cpu', or start at most one rank per GPU{sharing}."
         )
     return torch.device("cpu")

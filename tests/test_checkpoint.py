@@ -209,7 +209,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.write_bytes((data := path.read_bytes())[:50] + bytes([data[50] ^ 1]) + data[51:]),
         "is damaged",
     ),
-    "missing": (lambda path: path.unlink(), "is missing|is no checkpoint"),
+    "missing": (lambda path: path.unlink(), "is missing|is not a checkpoint"),
     "a pickle that executes": (lambda path: path.write_bytes(pickle.dumps(bomb())), "must have .* bytes|is damaged"),
 }
 

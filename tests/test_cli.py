@@ -130,7 +130,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str], told: str
         (("train", "tiny", "--check", "strategy=zero2"), "must be ddp, invariant or accelerate, got zero2"),
         (("train", "tiny", "--check", "strategy=diloco"), "must be ddp, invariant or accelerate, got diloco"),
         (("train", "tiny", "strategy=local_sgd", "local.round=999"), "'local.round' 999 must end within 'steps' "),
-        (("stories", "10", "."), "is there already; choose a new folder"),
+        (("stories", "10", "."), "already exists; choose a new folder"),
         (("evaluate", "runs/gone"), "no run is called 'runs/gone'"),
         (("sample", "tests", "--prompt", "x"), "no run is called 'tests'"),
         (("export", "runs/gone", "out"), "no run is called 'runs/gone'"),

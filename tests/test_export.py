@@ -63,7 +63,7 @@ def test_an_exported_model_gives_the_same_logits_when_loaded(result: TrainResult
 
 def test_an_export_never_replaces_a_folder(result: TrainResult, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already; choose a new folder"):
+    with pytest.raises(ConfigError, match="already exists; choose a new folder"):
         export(result.run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 

@@ -208,13 +208,13 @@ def test_a_fault_is_parsed_from_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode", "'action' should be"),
-        ("", "'action' should be"),
+        ("explode", "'action' must be"),
+        ("", "'action' must be"),
         ("kill 3", "a setting must have the form name=value, got '3'"),
         ("kill rnk=1", "rnk"),
-        ("kill step=soon", "'step' should be"),
-        ("kill step=0", "'step' should be"),
-        ("kill phase=updat", "'phase' should be 'load', 'data', 'grads', 'forward',"),
+        ("kill step=soon", "'step' must be"),
+        ("kill step=0", "'step' must be"),
+        ("kill phase=updat", "'phase' must be 'load', 'data', 'grads', 'forward',"),
     ],
 )
 def test_an_invalid_fault_is_reported_in_one_line(text: str, message: str) -> None:
@@ -245,11 +245,11 @@ def test_a_config_lists_faults_as_text_or_mappings_outside_its_identity() -> Non
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("kil rank=1", "my.yaml: fault 'kil rank=1': 'action' should be"),
+        ("kil rank=1", "my.yaml: fault 'kil rank=1': 'action' must be"),
         ({"action": "kill", "rnk": 1}, "my.yaml: unknown key 'faults.0.rnk'. Did you mean 'rank'?"),
         ({"action": "kill", "step": 0}, "my.yaml: 'faults.0.step' must be greater than or equal to 1, got 0"),
-        ({"action": "kill", "phase": "fwd"}, "my.yaml: 'faults.0.phase' should be 'load', 'data', 'grads', 'forward',"),
-        ("kill phase=fwd", "my.yaml: fault 'kill phase=fwd': 'phase' should be 'load', 'data', 'grads', 'forward',"),
+        ({"action": "kill", "phase": "fwd"}, "my.yaml: 'faults.0.phase' must be 'load', 'data', 'grads', 'forward',"),
+        ("kill phase=fwd", "my.yaml: fault 'kill phase=fwd': 'phase' must be 'load', 'data', 'grads', 'forward',"),
         ({"action": "kill", "rank": 2}, "fault 'kill on rank 2 in step 1, at grads': 'rank' must be below"),
     ],
 )

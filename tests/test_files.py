@@ -193,7 +193,7 @@ def test_an_existing_directory_is_not_changed(tmp_path):
     path = tmp_path / "step-5"
     path.mkdir()
     (path / "kept").write_bytes(b"k")
-    with pytest.raises(FileExistsError, match="step-5 is there already"), directory_written_atomically(path):
+    with pytest.raises(FileExistsError, match="step-5 already exists"), directory_written_atomically(path):
         pytest.fail("the block was entered")
     assert names(path) == ["kept"]
     assert names(tmp_path) == ["step-5"]

@@ -106,10 +106,10 @@ def test_anything_but_one_optimizer_and_one_schedule_is_rejected() -> None:
 
 
 WRONG: list[tuple[tuple[str, ...], str]] = [
-    (("optimizer=adam",), "'optimizer' should be 'adamw', 'sgd', or the import path of a class and its arguments"),
-    (("optimizer.args.momentum=0.9",), "'optimizer' should be 'adamw', 'sgd', or the import path of a class"),
-    (("optimizer.class=SGD",), "'optimizer' should be 'adamw', 'sgd', or the import path of a class"),
-    (("scheduler=cosine",), "'scheduler' should be the import path of a class and its arguments"),
+    (("optimizer=adam",), "'optimizer' must be 'adamw', 'sgd', or the import path of a class and its arguments"),
+    (("optimizer.args.momentum=0.9",), "'optimizer' must be 'adamw', 'sgd', or the import path of a class"),
+    (("optimizer.class=SGD",), "'optimizer' must be 'adamw', 'sgd', or the import path of a class"),
+    (("scheduler=cosine",), "'scheduler' must be the import path of a class and its arguments"),
     (("optimizer.class=torch.optim.SDG",), "does not contain 'SDG'. Did you mean 'SGD'?"),
     (("optimizer.class=torch.optimizer.SGD",), "the module 'torch.optimizer' cannot be imported: ModuleNotFoundError"),
     (("optimizer.class=exits.Mine",), "the module 'exits' cannot be imported: SystemExit: 3"),

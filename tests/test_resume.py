@@ -236,9 +236,7 @@ def test_an_impossible_resume_is_rejected_at_the_start() -> None:
 
 
 def test_a_path_without_a_checkpoint_is_rejected() -> None:
-    with pytest.raises(
-        ConfigError, match="'resume' runs/nothing: there is no checkpoint, and no run that has a valid one"
-    ):
+    with pytest.raises(ConfigError, match="'resume' runs/nothing: the path is neither a checkpoint nor a run with"):
         train(World(), config_of(resume="runs/nothing"))
 
 
@@ -259,7 +257,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(capsys: pyte
     assert train(World(), config).weights == first.weights
     said = capsys.readouterr().err
     assert said.count("skipped checkpoint: ") == 2
-    assert f"{checkpoint_name(STEPS)}/optimizer.pt has 0 bytes" in said
+    assert f"{checkpoint_name(STEPS)}/optimizer.pt must have " in said
     assert f"resuming after step {STEPS - 2}" in said
 
 

@@ -215,14 +215,14 @@ def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -
         (["nodes=2", "nodelist='n1,n1'"], "contains 'n1' twice"),
         (["partition=a b"], "'slurm.partition' must be one word, got 'a b'"),
         (["options=[mem=3]"], "'slurm.options' must contain options of sbatch, such as --mem=32G, got 'mem=3'"),
-        (["starter=mpirun"], "'slurm.starter' should be 'srun' or 'torchrun'"),
+        (["starter=mpirun"], "'slurm.starter' must be 'srun' or 'torchrun'"),
         (["slurm.node=2"], "unknown key 'slurm.node'. Did you mean 'nodes'"),
         (["resume=runs/other", "name=mine"], "'resume' must be never or auto for a Slurm job, got runs/other"),
         (
             ["strategy=invariant", "nprocs=3", "micro_batches=4"],
             "must be a power of two and at most 'micro_batches' 4, got 3",
         ),
-        (["steps=0"], "'steps' should be greater than or equal to 1"),
+        (["steps=0"], "'steps' must be greater than or equal to 1"),
     ],
 )
 def test_an_impossible_job_is_rejected_in_one_line(words: list[str], advice: str, workdir: Path) -> None:

@@ -226,7 +226,7 @@ def test_a_mistake_in_the_grid_is_reported_in_one_line(notebook: Path, settings:
     [
         (["stepz=3"], "unknown parameter 'stepz'. Did you mean 'steps'?"),
         (["steps=3,many"], "'steps' must be a valid integer, got 'many'"),
-        (["ddp.variant=nave"], "'ddp.variant' should be 'naive', 'flat', 'bucket' or 'torch'"),
+        (["ddp.variant=nave"], "'ddp.variant' must be 'naive', 'flat', 'bucket' or 'torch'"),
         (["extends=gone"], "no config is called 'gone'"),
     ],
 )

@@ -102,11 +102,11 @@ def test_the_variables_of_each_launcher_give_its_world(environ, expected):
 @pytest.mark.parametrize(
     ("environ", "advice"),
     [
-        ({"RANK": "0"}, r"RANK is set but WORLD_SIZE is not\. Set both .*, or neither"),
-        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE is set but RANK is not\. Set both .*, or neither"),
+        ({"RANK": "0"}, r"RANK is set but WORLD_SIZE is not\. Set both, .*, or neither"),
+        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE is set but RANK is not\. Set both, .*, or neither"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"},
-            r"WORLD_SIZE=2 but MASTER_ADDR is not set, .*Start them with torchrun",
+            r"WORLD_SIZE=2 but MASTER_ADDR is not set, .*Start the ranks with torchrun",
         ),
         ({"RANK": "0", "WORLD_SIZE": "2"}, r"MASTER_ADDR and MASTER_PORT is not set"),
         (TORCHRUN | {"WORLD_SIZE": "2"}, r"rank must be from 0 to 1, got 5 \(world size 2\)"),
@@ -334,7 +334,7 @@ def test_an_existing_group_is_used_and_not_destroyed(monkeypatch, fails):
 def test_a_nonexistent_interface_is_rejected_by_name(monkeypatch, local_size):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo77")
     monkeypatch.setattr(dist, "init_process_group", lambda **_: pytest.fail("a group was started"))
-    with pytest.raises(ConfigError, match="has no interface called 'lo77'"), process_group(World(0, 2, 0, local_size)):
+    with pytest.raises(ConfigError, match="has no interface 'lo77'"), process_group(World(0, 2, 0, local_size)):
         pytest.fail("the block was entered")
 
 
