@@ -1,7 +1,4 @@
-"""A JupyterLab, started as `make lab` does, and notebooks that are open in it, in a real browser.
-
-What a person does is done with mouse and keyboard; how far a notebook is, the application itself is asked.
-"""
+"""Run JupyterLab as `make lab` does, and operate notebooks in a real browser with mouse and keyboard."""
 
 import json
 import os
@@ -30,8 +27,10 @@ READY = "kernel.session?.kernel?.status === 'idle' && nb.widgets.every(cell => !
 
 @contextmanager
 def jupyterlab(folder: Path) -> Iterator[str]:
-    """JupyterLab over `folder`, with settings of its own; the address of its pages, up to the path. All that it has
-    started ends with the block."""
+    """Run JupyterLab in `folder` with its own settings. Yield the address of its pages.
+
+    All of its processes end with the block.
+    """
     own = Path(tempfile.mkdtemp(prefix="lab"))
     places = {name: own / name.lower() for name in ("CONFIG_DIR", "RUNTIME_DIR")}
     environment = os.environ | {f"JUPYTER_{name}": str(path) for name, path in places.items()}
@@ -58,7 +57,7 @@ def jupyterlab(folder: Path) -> Iterator[str]:
 
 
 def _end(lab: "subprocess.Popen[bytes]") -> None:
-    """As Ctrl-C, answered with yes, would; whatever is left is killed."""
+    """Interrupt JupyterLab and confirm, then kill remaining processes."""
     started = psutil.Process(lab.pid).children(recursive=True)
     lab.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
@@ -80,7 +79,7 @@ def chromium() -> Iterator[Browser]:
 
 
 class Notebook:
-    """One that is open in a page. Cells are counted from 0, texts too."""
+    """A notebook that is open in a page. Cells and their texts are counted from 0."""
 
     def __init__(self, page: Page, address: str, name: str) -> None:
         self.page = page
@@ -92,14 +91,14 @@ class Notebook:
         return self.page.evaluate(f"async () => {{ {here} return {script}; }}")
 
     def until(self, script: str, what: str, seconds: float = 120, *, here: str = HERE) -> None:
-        """Wait until the application says so."""
+        """Wait until the application reports the condition."""
         deadline = time.monotonic() + seconds
         while not self.ask(script, here=here):
             assert time.monotonic() < deadline, f"{what}: not within {seconds} s; {self.outputs()}"
             self.page.wait_for_timeout(100)
 
     def cell(self, start: str) -> int:
-        """The cell whose source begins like this."""
+        """Return the cell whose source starts with this text."""
         return next(
             i
             for i, text in enumerate(self.ask("nb.widgets.map(cell => cell.model.sharedModel.getSource())"))
@@ -107,12 +106,12 @@ class Notebook:
         )
 
     def outputs(self, cell: int | None = None) -> list[dict[str, Any]]:
-        """Of a cell, or of all."""
+        """Return the outputs of a cell, or of all cells."""
         found = self.ask("nb.widgets.map(cell => cell.model.outputs ? cell.model.outputs.toJSON() : [])")
         return found[cell] if cell is not None else [output for each in found for output in each]
 
     def text(self, cell: int) -> str:
-        """What the cell's outputs say: streams, results, the name and message of an error."""
+        """Return the text of the cell's outputs: streams, results, and the name and message of an error."""
         return "\n".join(map(_text, self.outputs(cell)))
 
     def menu(self, *path: str) -> None:
@@ -120,11 +119,11 @@ class Notebook:
             self.page.locator(kind, has_text=label).filter(visible=True).first.click()
 
     def show(self, cell: int) -> None:
-        """Make it the active one, in view: a cell out of view is not in the page."""
+        """Select the cell and scroll to it, because a cell out of view is not in the page."""
         self.ask(f"(nb.activeCellIndex = {cell}, await nb.scrollToItem({cell}, 'center'), true)")
 
     def start(self, cell: int) -> None:
-        """Run it, and do not wait."""
+        """Run the cell without waiting."""
         self.show(cell)
         self.page.locator(".jp-Notebook-cell.jp-mod-active .cm-content").click()
         self.page.keyboard.press("Control+Enter")
@@ -135,13 +134,13 @@ class Notebook:
         return self.text(cell)
 
     def run(self, cell: int, seconds: float = 120) -> str:
-        """What it says."""
+        """Run the cell and return its text."""
         self.ask(f"(nb.widgets[{cell}].model.executionCount = null, true)")
         self.start(cell)
         return self.wait_for(cell, seconds)
 
     def write(self, cell: int, source: str) -> None:
-        """Type it in place of what is there."""
+        """Replace the source of the cell by typing."""
         self.show(cell)
         self.page.locator(".jp-Notebook-cell.jp-mod-active .cm-content").click()
         self.page.keyboard.press("Control+A")
@@ -149,7 +148,7 @@ class Notebook:
         assert self.ask(f"nb.widgets[{cell}].model.sharedModel.getSource()") == source
 
     def run_all(self) -> int:
-        """Start all cells; the last one with code."""
+        """Start all cells. Return the last cell with code."""
         self.menu("Run", "Run All Cells")
         return max(i for i, kind in enumerate(self.ask("nb.widgets.map(cell => cell.model.type)")) if kind == "code")
 

@@ -1,7 +1,7 @@
-"""The command line, called in this process: a new one needs two seconds to import torch before it does anything.
+"""Call the command line in this process, because a new process needs two seconds to import torch.
 
-What only a process can show is left to tests that start one: that `python -m ddp_tutorial` finds its commands, that
-they import what they need, that nothing is said when Python ends.
+Tests that start a process check what only a process shows: `python -m ddp_tutorial` finds its commands, the commands
+import their dependencies, and Python exits without a message.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from ddp_tutorial.__main__ import main
 
 
 def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m ddp_tutorial ARGUMENTS` prints, and its exit code."""
+    """Return the output of `python -m ddp_tutorial ARGUMENTS`, and its exit code."""
     out, err, code = StringIO(), StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "path", sys.path[:])

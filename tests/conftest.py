@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 import signal
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ SPAWN = torch.multiprocessing.spawn
 
 @pytest.fixture(autouse=True, scope="module")
 def ranks_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start ranks in tenths of a second. A test, or a module, about how ranks start and exit is marked `spawned`."""
+    """Fork ranks, which takes tenths of a second. Tests of how ranks start and exit are marked `spawned`."""
     with pytest.MonkeyPatch.context() as patch:
         if not request.node.get_closest_marker("spawned"):
             patch.setattr(torch.multiprocessing, "spawn", forked.spawn)
@@ -49,13 +49,13 @@ def gpus_are_there(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def root() -> Path:
-    """The root of the repository, for a test that runs elsewhere."""
+    """The root of the repository, for a test that runs in a different directory."""
     return ROOT
 
 
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to run in: what a run leaves behind, also one of another process, goes there."""
+    """An empty working directory, for files of runs and their processes."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)

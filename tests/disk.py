@@ -1,4 +1,4 @@
-"""A disk that fails on purpose, for tests: see `files.observe_disk`."""
+"""Disks that fail on purpose, for tests; see `files.observe_disk`."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ Point = tuple[Operation, str]  # what is done, and to what: the name that a file
 
 
 def failing(at: Point, number: int, before: int = 0) -> DiskObserver:
-    """An observer that fails this operation with the error of this number, after it has succeeded `before` times."""
+    """Return an observer that fails this operation with this error number, after `before` successes."""
     left = before
 
     def fail(operation: Operation, path: Path) -> None:
@@ -23,5 +23,5 @@ def failing(at: Point, number: int, before: int = 0) -> DiskObserver:
 
 
 def noting(points: list[Point]) -> DiskObserver:
-    """An observer that writes down what is done."""
+    """Return an observer that records the operations."""
     return lambda operation, path: points.append((operation, final_name(path)))

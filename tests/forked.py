@@ -1,18 +1,16 @@
-"""Ranks that are forked from servers which have imported torch, so that a test's `launch` takes tenths of a second.
+"""Fork ranks from servers that have imported torch, so that `launch` takes tenths of a second.
 
-`torch.multiprocessing.spawn` starts a new interpreter for each rank, and two seconds of each launch go to importing
-torch. Here a rank is forked from a process that has imported torch, what modules of tests import and what every rank
-of this package runs, and has done nothing else (`multiprocessing`'s forkserver). It has an environment, a folder and a
-path of its own, imports the rest itself, and ends like any other. There are two servers, each with a seed of its own
-for Python's hashes, and a launch takes another one for each rank than the launch before: ranks which rely on the order
-of a set would differ, as they do when they are spawned.
+`torch.multiprocessing.spawn` starts a new interpreter for each rank, and importing torch takes two seconds. Here, a
+rank is a fork of a process that has imported torch, the imports of test modules, and the common modules of this package
+(`multiprocessing`'s forkserver). A rank has its own environment, folder and path, and exits like any other rank.
 
-What cannot be had this way is left to the tests marked `spawned` and to the notebooks: a rank's
-parent is the server, which the kernel tells it of when it dies, and the environment that other processes see is the
-server's.
+There are two servers with different hash seeds, and a launch assigns each rank to a different server than the launch
+before. Ranks that rely on the order of a set would differ, as spawned ranks do.
 
-The process that starts the servers may lend them to others, by an environment variable (`lent`): the kernels of all
-notebooks that nbval runs have those of its tests.
+Two properties differ from spawned ranks, and are tested with the marker `spawned` and in the notebooks: a rank's parent
+is the server, and other processes see the server's environment. The process that starts the servers can share them with
+other processes through an environment variable (`lent`). The kernels of all notebooks under nbval share servers in this
+way.
 """
 
 import itertools
@@ -49,7 +47,7 @@ _launches = itertools.count()
 
 
 def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True) -> Any:
-    """In place of `torch.multiprocessing.spawn`: the same processes, started sooner."""
+    """Replace `torch.multiprocessing.spawn`: start the same processes faster."""
     turn = next(_launches)
     contexts = []
     for rank in range(nprocs):
@@ -66,7 +64,7 @@ def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, j
 
 
 def _run(_: int, rank: int, environ: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """In the new process: be what a spawned one would be, then do as told."""
+    """Set up the new process like a spawned process, then run its function."""
     assert set(PRELOADED) <= sys.modules.keys(), "the server goes on where it cannot import, and every rank is slow"
     _become(environ)
     torch.distributed.set_debug_level_from_env()  # torch does this when it is imported
@@ -78,7 +76,10 @@ def _run(_: int, rank: int, environ: dict[str, str], fn: Callable[..., Any], arg
 
 
 def _server(index: int) -> forkserver.ForkServer:
-    """All are started at the first call, where none are lent; until one has imported what it should, its ranks wait."""
+    """Return a server.
+
+    The first call starts all servers unless they are shared; ranks wait until a server has imported its modules.
+    """
     if not _servers and LENT in os.environ:
         _servers.extend(_Borrowed(*each) for each in json.loads(os.environ[LENT]))
     while len(_servers) < SERVERS:
@@ -91,7 +92,7 @@ def _server(index: int) -> forkserver.ForkServer:
 
 
 class _Borrowed(forkserver.ForkServer):
-    """A server that another process has started; it ends with that one."""
+    """A server that a different process has started. It exits with that process."""
 
     def __init__(self, address: str, key: str) -> None:
         super().__init__()
@@ -103,14 +104,14 @@ class _Borrowed(forkserver.ForkServer):
 
 
 def lent() -> str:
-    """The value of `LENT` with which another process uses the servers of this one."""
+    """Return the value of `LENT` with which a different process can use the servers of this process."""
     _server(0)  # starts all
     keys = [getattr(server, "_forkserver_authkey", b"") for server in _servers]  # Python has them from 3.14 on
     return json.dumps([(server._forkserver_address, key.hex()) for server, key in zip(_servers, keys, strict=True)])
 
 
 def servers() -> list[int]:
-    """The process numbers of those that have been started; they live as long as this process."""
+    """Return the process IDs of the servers. They run as long as this process."""
     return [server._forkserver_pid for server in _servers]
 
 

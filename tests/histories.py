@@ -76,7 +76,7 @@ def unwrapped(output: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """A residual block: its layer, its parameters' dtype, for which samples it is used, and what it returns."""
+    """A residual block with its layer, its dtype, the samples that use it, and the type of its output."""
 
     kind: str
     dtype: str = "float64"
@@ -116,7 +116,7 @@ def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Twice(nn.Module):
-    """One layer that is used twice in a forward pass."""
+    """A layer that is used twice in a forward pass."""
 
     def __init__(self, call: Callable[..., torch.Tensor] = call) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Views(nn.Module):
 
 
 class Scale(nn.Module):
-    """A parameter that is one number, or no number."""
+    """A parameter with one element or no element."""
 
     def __init__(self, value: torch.Tensor) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Residual(nn.Module):
 
 
 class PlannedError(Exception):
-    """The error that a history raises in the middle of a forward or backward pass, and catches."""
+    """An error that a history raises in the middle of a forward or backward pass, and catches."""
 
 
 class FailInBackward(torch.autograd.Function):
@@ -243,7 +243,7 @@ class FailInBackward(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Blocks between two linear layers. `fails` is the pass in which the next call fails, between its blocks."""
+    """Blocks between two linear layers. `fails` names the pass in which the next call fails, between its blocks."""
 
     fails = ""
 
@@ -272,7 +272,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class History:
-    """A model, how it is trained, and the events of the training, in order."""
+    """A model, the settings of its training, and the events of the training, in order."""
 
     blocks: tuple[Block, ...]
     events: tuple[str, ...]
@@ -282,7 +282,7 @@ class History:
     bucket_bytes: int = 300
 
     def features(self) -> set[str]:
-        """What the table of refusals can refer to."""
+        """Return the features to which the table of rejections can refer."""
         blocks = {each for block in self.blocks for each in (block.kind, block.dtype, f"used {block.used}")}
         options = {self.optimizer, "find_unused"} if self.find_unused else {self.optimizer}
         outputs = {f"block returns {block.returns}" for block in self.blocks} | {f"model returns {self.returns}"}
@@ -294,7 +294,7 @@ class History:
         return blocks | options | outputs | both | events
 
     def _events(self) -> set[str]:
-        """Each event, whether it comes before or after the wrapping, and what events of one step amount to."""
+        """Yield each event, its position relative to the wrapping, and the combined effect of the events of a step."""
         wrapped = self.events.index("wrap")
         before, after = set(self.events[:wrapped]), set(self.events[wrapped + 1 :])
         features = before | after | {f"{each} before wrapping" for each in before}
@@ -315,7 +315,7 @@ class History:
         return features
 
     def is_valid(self) -> bool:
-        """Whether each step follows a backward pass of the wrapped model, and the history ends with a step."""
+        """Return whether each step follows a backward pass of the wrapped model, and the history ends with a step."""
         if "wrap" not in self.events or self.events[-1] not in STEPS or not self.blocks:
             return False
         pending = wrapped = False
@@ -330,7 +330,7 @@ class History:
         return True
 
     def smaller(self) -> Iterator["History"]:
-        """Simpler histories: without one event, block or option."""
+        """Yield simpler histories: without one event, block or option."""
         for number in range(len(self.events)):
             yield replace(self, events=self.events[:number] + self.events[number + 1 :])
         for number, block in enumerate(self.blocks):
@@ -355,14 +355,14 @@ RARE = (*HOOKS, "freeze", "unfreeze", "evaluate", "inference", "copy")
 
 
 class Draw(random.Random):
-    """Random histories, the same for the same seed."""
+    """A generator of random histories, the same for the same seed."""
 
     def sometimes(self, probability: float, *events: str) -> list[str]:
-        """One of the events, or none."""
+        """Return one of the events, or none."""
         return [self.choice(events)] if self.random() < probability else []
 
     def history(self, kind: str) -> History:
-        """A history whose first block is of this kind."""
+        """Return a history whose first block is of this kind."""
         kinds = [kind, *self.choices(list(KINDS), k=self.choice([0, 1, 1, 2]))]
         # A BatchNorm cancels most of the gradient of a bias before it, which leaves rounding errors in 16 bits.
         small = ["float32"] if any("sync" in each for each in kinds) else ["float32", "bfloat16"]
@@ -378,20 +378,23 @@ class Draw(random.Random):
         )
 
     def block(self, kind: str, dtypes: Sequence[str]) -> Block:
-        """A block of this kind. It is used on all ranks if its forward pass is collective, or if a backward pass may
-        refuse it: an error on one rank makes the others wait."""
+        """Return a block of this kind.
+
+        All ranks use the block if its forward pass is collective, or if a backward pass may reject it: an error on one
+        rank would make the other ranks wait.
+        """
         used = ["always"] if "sync" in kind or "reentrant" in kind else [*["always"] * 4, "never", "on rank 0"]
         return Block(kind, self.choice(dtypes), self.choice(used), self.choice(list(WRAPPED)))
 
     def start(self) -> list[str]:
-        """What happens to the model before it is wrapped, and the wrapping."""
+        """Return the events before the wrapping, and the wrapping."""
         before = self.sometimes(0.4, *HOOKS, "freeze", "backward")
         if before == ["backward"]:
             before += self.sometimes(0.7, "module.zero_grad to None", "module.zero_grad to zero")
         return [*before, "wrap", *self.sometimes(0.1, "wrap")]
 
     def step(self, number: int) -> list[str]:
-        """The events of one optimizer step."""
+        """Return the events of one optimizer step."""
         events = [*self.sometimes(0.9, *ZEROED), *self.sometimes(0.1, "rewrap")] if number else []
         events += self.sometimes(0.3, *RARE) + self.sometimes(0.3, *RARE)
         if dropped := self.sometimes(0.3, "failing forward", "failing backward", "no_sync backward"):
@@ -414,7 +417,7 @@ WHOLE = {"lbfgs"}
 
 
 class Plain:
-    """One process, plain torch, the samples of all ranks in one batch."""
+    """One process with plain torch and the samples of all ranks in one batch."""
 
     times = 1.0  # the factor of the loss: the world size where gradients are averaged, 1 where they are summed
     shares = 1  # the ranks whose gradients are summed without being averaged
@@ -434,7 +437,7 @@ class Plain:
         self.optimizer = OPTIMIZERS[self.history.optimizer](self.parameters())
 
     def unwrap(self) -> None:
-        """Let go of all wrappers."""
+        """Release all wrappers."""
         self.made.clear()
         self.model: Any = None
 
@@ -455,7 +458,7 @@ class Plain:
         self.optimizer.step(*([lambda: loss] if self.history.optimizer in WHOLE else []))
 
     def evaluated(self, *batch: torch.Tensor) -> torch.Tensor | None:
-        """The raw model's output."""
+        """Return the output of the raw model."""
         return unwrapped(self.module(*batch))
 
     def evaluates_alone(self) -> bool:
@@ -465,7 +468,7 @@ class Plain:
         return {name: parameter.grad for name, parameter in self.module.named_parameters()}
 
     def stepped(self) -> list[torch.Tensor]:
-        """The parameters of the optimizer."""
+        """Return the parameters of the optimizer."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -476,7 +479,7 @@ class Plain:
         yield self.module
 
     def mine(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """This arm's part of a gradient."""
+        """Return this arm's part of a gradient."""
         return gradient
 
 
@@ -633,7 +636,10 @@ ARMS: dict[str, Callable[[History, World], Plain]] = {
 
 
 def samples(moment: int, ranks: Sequence[int]) -> list[torch.Tensor]:
-    """Inputs, the ranks that they belong to, ids for embeddings, and targets: ragged over ranks and moments."""
+    """Return inputs, the ranks that they belong to, ids for embeddings, and targets.
+
+    Ranks have different numbers of samples.
+    """
     parts = []
     for rank in ranks:
         count = count_of(moment, rank)
@@ -683,7 +689,7 @@ def replay(arm: Plain) -> Iterator[tuple[str, Tensors]]:
 
 
 def backward(arm: Plain, moment: int, *, twice: bool = False) -> torch.Tensor:
-    """Compute the gradient of the mean over all ranks' samples of this moment. Return the union's loss, or a part."""
+    """Compute the gradient of the mean over all ranks' samples. Return the loss, or this rank's part of it."""
     *inputs, y = samples(moment, arm.ranks)
     count = sum(count_of(moment, rank) for rank in range(arm.world.size))
     errors = (arm.forward(*inputs) - y).square().sum(0) * (arm.times / count)
@@ -715,7 +721,7 @@ def scale_gradients(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def add_hooks(arm: Plain, event: str) -> None:
-    """Register hooks that change each gradient. A share of a sum gets a share of the added constant."""
+    """Register hooks that change each gradient. A part of a sum gets the same part of the added constant."""
     constant = 0.01 / arm.shares
     for residual in arm.module.blocks:
         for parameter in residual.parameters() if residual.block.used == "always" else ():
@@ -726,7 +732,7 @@ def add_hooks(arm: Plain, event: str) -> None:
 
 
 def evaluate(arm: Plain, event: str, moment: int) -> torch.Tensor | None:
-    """The output of the raw model in evaluation mode, for one set of samples; None on a rank that does not compute."""
+    """Return the output of the raw model in evaluation mode; None on a rank that does not compute."""
     modes = {each: each.training for each in arm.module.modules()}
     inputs = samples(moment, [0])[:-1]
     arm.module.eval()
@@ -743,7 +749,10 @@ def evaluate(arm: Plain, event: str, moment: int) -> torch.Tensor | None:
 
 
 def evaluate_copies(arm: Plain, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Output of a deep copy that was saved and loaded. A backward pass of the copy must not disturb the model."""
+    """Return the output of a deep copy that was saved and loaded.
+
+    A backward pass of the copy must not affect the model.
+    """
     with arm.whole() as module:
         file = io.BytesIO()
         torch.save(copy.deepcopy(module), file)
@@ -767,7 +776,7 @@ FLOOR = 1e-2  # the tolerance is absolute for a tensor whose norm is smaller
 
 
 def difference(found: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float) -> str:
-    """How `found` differs from `expected`; empty if it does not."""
+    """Describe how `found` differs from `expected`; empty if it does not."""
     if found is None or expected is None:
         return "" if found is expected else f"is {'None' if found is None else 'not None'}, unlike in one process"
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -778,7 +787,7 @@ def difference(found: torch.Tensor | None, expected: torch.Tensor | None, tolera
 
 
 def by_one_process(history: History, world: World) -> Trace | str:
-    """What plain torch observes, or the error that it raises."""
+    """Return the observations of plain torch, or the error that it raises."""
     trace: Trace = []
     raised = error_of(lambda: trace.extend(replay(Plain(history, world))))
     return trace if raised == "no error" else raised
@@ -819,7 +828,7 @@ def compare(arm: Plain, what: str, found: Tensors, expected: Tensors) -> Iterato
 
 
 class Group:
-    """The process group of the ranks, made anew after an error, and a store by which they compare outcomes."""
+    """The process group of the ranks, created again after an error, and a store for comparing outcomes."""
 
     def __init__(self, world: World, file: str) -> None:
         self.world, self.made = world, 0
@@ -827,7 +836,7 @@ class Group:
         self.store.set_timeout(timedelta(seconds=3 * COLLECTIVE_TIMEOUT))
 
     def gather(self, name: str, mine: str) -> list[str]:
-        """Every rank's text, without the process group, which may be in disorder."""
+        """Return every rank's text without using the process group, which may be out of step."""
         self.store.set(f"{name} {self.world.rank}", pickle.dumps(mine))
         return [pickle.loads(self.store.get(f"{name} {rank}")) for rank in range(self.world.size)]
 
@@ -855,7 +864,7 @@ def record_outcomes(world: World, cases: Sequence[tuple[str, History]], folder: 
 
 
 def run(cases: Sequence[tuple[str, History]], size: int, timeout: float = 550) -> list[list[str]]:
-    """Every rank's outcome of each case on `size` ranks. A case in which a rank dies has that as its outcome."""
+    """Return every rank's outcome of each case on `size` ranks. If a rank dies, this is the outcome of its case."""
     found: list[list[str]] = []
     while len(found) < len(cases):
         with TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A Jupyter kernel, as JupyterLab runs one, and all that a cell leaves in it."""
+"""A Jupyter kernel as JupyterLab runs it, and the outputs of its cells."""
 
 import os
 import re
@@ -18,12 +18,12 @@ class Kernel:
         self.children = psutil.Process(self.manager.provisioner.process.pid).children
 
     def run(self, code: str, timeout: float = 60, *, person: bool = False) -> dict[str, Any]:
-        """Execute a cell: what it printed, its rich outputs, its result, its error's traceback without colours, and its
-        number in the notebook. With `person`, as a front end does that can ask its user; otherwise as nbval and
-        papermill do.
+        """Execute a cell. Return its printed text, rich outputs, result, traceback without colors, and number.
 
-        Returns when the kernel is idle. Who goes by its reply alone, that a cell has failed, may be too quick: what
-        comes before the kernel has noted the failure is not executed, and answered with "aborted"."""
+        With `person`, the front end can ask its user, as JupyterLab does; otherwise it cannot, as with nbval and
+        papermill. The function returns when the kernel is idle. The reply alone is not sufficient: a request that
+        arrives before the kernel has handled a failure is answered with "aborted".
+        """
         found: dict[str, Any] = {"printed": "", "shown": [], "updates": [], "result": "", "error": ""}
 
         def hear(message: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Kernel:
         return found | {"number": reply["content"]["execution_count"]}
 
     def interrupted(self, code: str, when: Callable[[], object]) -> dict[str, Any]:
-        """As `run`, and the kernel is interrupted as soon as `when()` has returned, which may wait for the cell."""
+        """Call `run`, and interrupt the kernel as soon as `when()` has returned, which may wait for the cell."""
         group = self.manager.provisioner.pgid
 
         def interrupt() -> None:

@@ -1,8 +1,8 @@
-"""Kernels whose ranks are forked, not spawned, for notebooks under nbval: `python -m pytest -p tests.kernels --nbval`.
+"""Fork the ranks of notebooks under nbval: `python -m pytest -p tests.kernels --nbval`.
 
-More than half of a notebook's processor time is spent importing torch, in every rank of every launch. `forked`
-describes how a forked rank differs from a spawned one. Ranks are spawned, as they are for users, in the notebooks that
-a browser executes (test_browser.py) and in two that papermill executes (test_notebooks.py).
+Importing torch in every rank of every launch takes more than half of a notebook's CPU time. `forked` describes how a
+forked rank differs from a spawned rank. Ranks are spawned, as for users, in the notebooks that a browser executes
+(test_browser.py) and in two notebooks that papermill executes (test_notebooks.py).
 """
 
 import sys
@@ -48,7 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """nbval starts a notebook's kernel when its first cell is set up; the kernel inherits the environment."""
+    """Start the kernel with the environment of the profile.
+
+    nbval starts it when the first cell of a notebook is set up.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if item.path.suffix == ".ipynb":
             for name, value in forking_profile(Path(item.config.stash[FOLDER])).items():

@@ -1,4 +1,4 @@
-"""What several tests do on a rank."""
+"""Helpers that several tests run on a rank."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def error_of(function: Callable[[], object]) -> str:
-    """What it raises, as text; a rank reports it rather than end all of them."""
+    """Return the error that a function raises, as text, so that a rank reports it instead of failing."""
     try:
         function()
     except Exception as error:
@@ -39,7 +39,7 @@ def is_gone(pid: int) -> bool:
 
 
 def watched(link: Any) -> list[Transfer]:
-    """What the link will have carried, from now on."""
+    """Return a list that receives the future transfers of the link."""
     transfers: list[Transfer] = []
     link.observer = transfers.append
     return transfers

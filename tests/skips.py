@@ -1,7 +1,7 @@
 """With CI=true, a test may skip only for a reason in this file. Any other skip is a failure.
 
-A permitted reason is a fact about the machine, such as the number of GPUs. A feature that is broken, or a package that
-`make setup` did not install, is not a fact about the machine.
+An allowed reason is a fact about the machine, such as the number of GPUs. A broken feature, or a package that `make
+setup` did not install, is not a fact about the machine.
 """
 
 import os

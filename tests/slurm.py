@@ -1,8 +1,8 @@
-"""A Slurm of two nodes, for tests: its own daemons, on networks of their own, gone when it is closed.
+"""A Slurm cluster of two nodes for tests: its own daemons on its own network, which disappear when it is closed.
 
-Everything is in one box of Linux namespaces: processes, mounts, a host's name and a network which nothing outside can
-reach. In it are munged, slurmctld, and a bridge; on the bridge two slurmd, each a host with its own name and address.
-When the process that made the box ends, however it ends, the kernel ends all that is in it.
+Everything runs in one set of Linux namespaces: processes, mounts, host names, and a network that is not reachable from
+outside. It contains munged, slurmctld, a bridge, and two slurmd, each with its own host name and address. When the
+process that created the namespaces exits, the kernel kills all processes in them.
 """
 
 import os
@@ -93,7 +93,7 @@ wait
 
 
 def missing() -> str:
-    """Why there can be no such Slurm here; "" if there can."""
+    """Return the reason why this machine cannot run Slurm, or ""."""
     without = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
     if without:
         return f"{', '.join(without)} not installed (Debian: slurm-wlm, munge, iproute2)"
@@ -107,7 +107,7 @@ def missing() -> str:
 
 
 class Slurm:
-    """Two nodes with one core each, up for the length of a block. Commands run on the host `control`."""
+    """Two nodes with one core each, for the duration of a block. Commands run on the host `control`."""
 
     def __enter__(self) -> "Slurm":
         # a short name: sockets are made in it, whose paths have at most 107 characters
@@ -146,7 +146,7 @@ class Slurm:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __call__(self, *command: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> Text:
-        """Run a command in the box."""
+        """Run a command in the namespaces."""
         enter = ["nsenter", f"--target={self.first}", *USERS, *NAMESPACES, f"--wd={cwd or Path.cwd()}", "--", *NOBODY]
         return subprocess.run(
             [*enter, *command],
@@ -158,7 +158,7 @@ class Slurm:
         )
 
     def until(self, holds: Callable[[], object], what: str, seconds: float = 150) -> None:
-        """Wait; where it takes too long, what the daemons have to say is in the error."""
+        """Wait for a condition. The timeout error contains the logs of the daemons."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline or self.box.poll() is not None:
@@ -167,18 +167,17 @@ class Slurm:
             time.sleep(0.05)
 
     def job(self, number: int) -> dict[str, str]:
-        """What Slurm knows of a job: JobState, Restarts, ..."""
+        """Return Slurm's fields of a job: JobState, Restarts, ..."""
         return dict(re.findall(r"(\S+?)=(\S*)", self("scontrol", "show", "job", str(number)).stdout))
 
     def until_state(self, number: int, state: str) -> None:
         self.until(lambda: self.job(number).get("JobState") == state, f"job {number} {state}")
 
     def start_again(self, number: int, life: int) -> None:
-        """A job that was queued again waits for two minutes; this one waits for two seconds, and until Slurm looks for
-        jobs that may start, which it does each second here (each minute by default). `life` counts from 0.
+        """Start a requeued job after two seconds instead of two minutes. `life` counts attempts from 0.
 
-        It has to wait: slurmd counts in whole seconds which permissions of the last life are void, and one that is
-        given in the same second is void, too ("Job credential revoked").
+        The wait is necessary because slurmd revokes the credentials of the last attempt with a resolution of one
+        second: a credential that is issued in the same second is void ("Job credential revoked").
         """
         self.until(lambda: self.job(number).get("JobState") == "PENDING", f"job {number} is queued again")
         self("scontrol", "update", f"JobId={number}", "StartTime=now+2")
@@ -191,12 +190,12 @@ class Slurm:
 
 
 def namespace_of(process: int | str) -> Path:
-    """The namespace that a process lives in, by a name of the kernel's."""
+    """Return the kernel's name of the namespace of a process."""
     return Path(f"/proc/{process}/ns/pid").readlink()
 
 
 def inside(namespace: Path) -> list[str]:
-    """The processes that live there, by their command lines."""
+    """Return the processes in the namespace, by their command lines."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -206,7 +205,7 @@ def inside(namespace: Path) -> list[str]:
 
 
 def wait_until_empty(namespace: Path, seconds: float = 10) -> None:
-    """Processes that were killed need a moment to end."""
+    """Wait until killed processes have exited."""
     deadline = time.monotonic() + seconds
     while inside(namespace) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Accelerate as a strategy: the weights of strategy ddp, and all that a run of the trainer has."""
+"""Accelerate as a strategy: the weights of strategy ddp, and all features of a run."""
 
 import importlib.util
 import os
@@ -29,7 +29,7 @@ needs_accelerate = pytest.mark.skipif(
 
 
 class Toy(nn.Module):
-    """With tied and frozen parameters, one that only rank 0 uses, dropout, and BatchNorm's buffers."""
+    """A model with tied and frozen parameters, one that only rank 0 uses, dropout, and BatchNorm's buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +45,16 @@ class Toy(nn.Module):
 
 
 def batches_of(step: int, rank: int, parts: int) -> list[Any]:
-    """Ragged: 2 to 6 samples in each micro-batch."""
+    """Return ragged micro-batches of 2 to 6 samples."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     sizes = [2 + (step + rank + part) % 5 for part in range(parts)]
     return [(*torch.randn(2, size, 7, generator=generator), rank == 0) for size in sizes]
 
 
 def steps_of(world: World, kind: str, parts: int, dtype: str) -> tuple[list[Any], list[Any]]:
-    """Totals and digests of the weights after each of five steps, and in which micro-batches DDP was to reduce."""
+    """Return totals and digests of the weights after each of five steps, and the micro-batches in which DDP
+    synchronizes.
+    """
     torch.manual_seed(0)
     model, talks = Toy(), []
     ddp = {"find_unused_parameters": True}

@@ -1,4 +1,4 @@
-"""One optimiser step from many micro-batches: the same answer however it is cut, and one conversation between ranks."""
+"""One optimizer step from many micro-batches: the same result for any split, and one synchronization between ranks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """The invariant strategy computes with one thread; leave the others to the next test."""
+    """Restore the number of threads after tests of the invariant strategy, which uses one thread."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -105,7 +105,7 @@ def tokens_of(rank: int, number: int, count: int) -> torch.Tensor:
 
 
 def counts_of(rank: int, size: int, parts: int) -> list[int]:
-    """How many samples each micro-batch has: ragged, and for some there are none."""
+    """Return the number of samples in each micro-batch: ragged, and sometimes zero."""
     return [(3 * rank + 5 * number + size) % 5 for number in range(parts)]
 
 
@@ -140,7 +140,7 @@ def step(world: World, variant: str, parts: int) -> dict[str, Any]:
 
 
 class Failing(nn.Module):
-    """A model that raises at its second forward, once."""
+    """A model that raises an error in its second forward pass, once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Failing(nn.Module):
 
 
 def after_an_error(world: World, variant: str) -> torch.Tensor:
-    """The gradient of a step that comes after one that failed inside `no_sync`."""
+    """Return the gradient of a step after a step that failed inside `no_sync`."""
     model = data_parallel(Failing(), world, DDPConfig.model_validate({"variant": variant}))
     batches, loss = batches_of(world.rank, world.size, 4), StepLoss(next_token_loss, world)
     with pytest.raises(ValueError, match="out of luck"):
@@ -165,21 +165,21 @@ def after_an_error(world: World, variant: str) -> torch.Tensor:
 
 
 def unequal_numbers(world: World) -> torch.Tensor:
-    """The gradient where rank r has 1 + r micro-batches."""
+    """Return the gradient if rank r has 1 + r micro-batches."""
     model = data_parallel(make_model(), world, DDPConfig(variant="bucket"))
     accumulate(model, StepLoss(next_token_loss, world), batches_of(world.rank, world.size, 1 + world.rank))
     return gradient_of(model.module)
 
 
 def nothing_counted(world: World) -> str:
-    """All targets are padding, on every rank."""
+    """Return the error if all targets are padding, on every rank."""
     model = data_parallel(make_model(), world)
     tokens = {"tokens": torch.zeros(0, CONTEXT + 1, dtype=torch.int64)}
     return error_of(lambda: accumulate(model, StepLoss(next_token_loss, world), [tokens, tokens]))
 
 
 def large_numbers(world: World, config: DDPConfig) -> list[Totals]:
-    """The totals of three steps. Float32 would round the counts and the metric."""
+    """Return the totals of three steps. Float32 would round the counts and the metric."""
 
     def loss(model: Any, number: int) -> tuple[Any, ...]:
         return model(torch.ones(1, 2)).sum(), 2**24 + 1 + world.rank + number, {"large": (2.0**25 + 1, 7)}
@@ -356,7 +356,7 @@ def test_seeding_depends_on_seed_step_and_number_and_is_local() -> None:
 
 @pytest.mark.timeout(150)
 def test_weights_after_50_steps_are_bitwise_identical_on_1_2_and_4_ranks(workdir: object) -> None:
-    """Through the trainer, on real text; one process has two threads, as on a machine of two cores."""
+    """Train on real text with dropout. The single process has two threads."""
     model = ModelConfig(layers=2, heads=2, width=32, context=32, dropout=0.1)
     config = TaskConfig(corpus="python", strategy="invariant", micro_batches=4, steps=50, model=model)
     weights, losses = {}, {}
@@ -370,7 +370,7 @@ def test_weights_after_50_steps_are_bitwise_identical_on_1_2_and_4_ranks(workdir
 
 
 def test_a_plain_sum_would_not_be_bitwise_identical() -> None:
-    """Else the tree would be for nothing."""
+    """Otherwise, the tree would not be necessary."""
     generator = torch.Generator().manual_seed(0)
     a, b, c, d = torch.randn(4, 1000, generator=generator)
     assert not torch.equal(((a + b) + c) + d, (a + c) + (b + d))

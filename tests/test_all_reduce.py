@@ -1,7 +1,6 @@
-"""An all-reduce from send and receive is `dist.all_reduce`, and costs what its formula says; so does a link.
+"""The all-reduces made of send and receive equal `dist.all_reduce` and have the cost of their formulas; so has a link.
 
-The cases are drawn by hypothesis in this process and sent as a list: ranks are started once for each world size, and
-all of them work on the same cases.
+Hypothesis draws the cases in this process. Ranks are started once for each world size, and run all cases.
 """
 
 import math
@@ -35,7 +34,7 @@ INTEGERS = [torch.int32, torch.int64, torch.uint8]
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor to be summed: a view of another one, so that it may have gaps, or its dimensions in another order."""
+    """A tensor to sum: a view of a different tensor, so that it may have gaps or permuted dimensions."""
 
     shape: tuple[int, ...]
     layout: str
@@ -43,8 +42,11 @@ class Case:
     seed: int
 
     def on(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor of `rank`, and the one that it is a view of. Whole numbers, so that sums are exact: in floats
-        small ones, in integers also such as overflow."""
+        """Return the tensor of `rank` and the tensor that it is a view of.
+
+        The values are integers, so that sums are exact: small in floating-point tensors, and large enough to overflow
+        in integer tensors.
+        """
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)
         low, high = (-8, 9) if self.dtype.is_floating_point else (0, 256)
         whole = torch.randint(low, high, [2 * length + 1 for length in self.shape], generator=generator).to(self.dtype)
@@ -57,7 +59,7 @@ class Case:
 
 
 def a_case() -> st.SearchStrategy[Case]:
-    """Lengths from 0, so also shorter than the ring, and mostly not a multiple of it."""
+    """Draw a case. Lengths start at 0, may be shorter than the ring, and are mostly not a multiple of its size."""
     shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.integers(0, 300).map(lambda length: (length,))
     layouts = st.sampled_from(["contiguous", "transposed", "with gaps"])
     return st.builds(Case, shapes, layouts, st.sampled_from(FLOATS + INTEGERS), st.integers(0, 99))
@@ -69,7 +71,7 @@ DTYPES = [Case((11,), layout, dtype, 2) for dtype in FLOATS + INTEGERS for layou
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Some for certain, the rest drawn. Drawn here, and not by each rank, for these would draw other ones."""
+    """Return fixed and drawn cases. They are drawn here, because each rank would draw different cases."""
     found = [*LENGTHS, *DTYPES, Case((), "contiguous", torch.int64, 3)]
 
     @settings(max_examples=60, phases=[Phase.generate])
@@ -95,7 +97,7 @@ def test_the_cases_cover_every_kind(cases: list[Case]) -> None:
 
 @dataclass
 class Seen:
-    """What one rank saw of one case and algorithm."""
+    """The observations of one rank for one case and algorithm."""
 
     right: bool
     beside_untouched: bool
@@ -121,7 +123,7 @@ def sum_one(world: World, case: Case, all_reduce: Callable[[World, torch.Tensor]
 
 
 def sum_floats(world: World, name: str) -> dict[str, Any]:
-    """Numbers whose sum depends on the order of adding them up."""
+    """Sum numbers whose sum depends on the order of addition."""
     mine = torch.randn(1001, generator=torch.Generator().manual_seed(world.rank))
     everyones = [
         torch.randn(1001, generator=torch.Generator().manual_seed(rank)).double() for rank in range(world.size)
@@ -137,7 +139,7 @@ def nprocs(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def heard(nprocs: int, cases: list[Case]) -> list[dict[str, Any]]:
-    """What each rank saw; the ranks are started once for all tests."""
+    """Return the observations of each rank. The ranks are started once for all tests."""
     return launch(sum_everything, nprocs, cases, device="cpu", threads=1, echo=False, timeout=150)
 
 
@@ -164,7 +166,7 @@ def test_elements_between_those_of_a_view_are_unchanged(
 
 @algorithm
 def test_results_are_bitwise_identical_on_all_ranks(heard: list[dict[str, Any]], name: str) -> None:
-    """Each element is added up on one path, and then copied: all ranks round alike."""
+    """Each element is summed along one path and then copied, so all ranks round in the same way."""
     assert len({each["random floats"][name]["digest"] for each in heard}) == 1
     assert max(each["random floats"][name]["error"] for each in heard) < 2e-6
 
@@ -192,7 +194,9 @@ def test_messages_record_their_sender_in_the_order_of_rounds(heard: list[dict[st
 def test_each_rank_of_a_ring_sends_every_chunk_twice_except_for_two(
     heard: list[dict[str, Any]], cases: list[Case], nprocs: int
 ) -> None:
-    """The one that it completes is not sent in the reduce-scatter, the one that it gets last not in the all-gather."""
+    """A rank does not send the chunk that it completes in the reduce-scatter, and not the last chunk that it receives
+    in the all-gather.
+    """
     for rank, each in enumerate(heard):
         for case, seen in zip(cases, each["whole numbers"]["ring"], strict=True):
             chunks = [chunk.nbytes for chunk in case.on(0)[0].contiguous().reshape(-1).tensor_split(nprocs)]
@@ -266,7 +270,7 @@ def test_a_fit_of_exact_times_recovers_the_link(latency: float, bandwidth: float
     noise=st.lists(st.floats(-0.05, 0.05), min_size=9, max_size=9),
 )
 def test_a_fit_of_noisy_times_is_close_to_the_link(latency: float, bandwidth: float, noise: list[float]) -> None:
-    """Times off by up to 5 %, at sizes from where latency is nearly all to where it is nearly nothing."""
+    """Times have errors of up to 5 %. Sizes range from latency-bound to bandwidth-bound."""
     link = LinkModel(latency, bandwidth)
     sizes = [latency * bandwidth * 10.0**power for power in np.linspace(-2, 2, 9)]
     seconds = [link.seconds(size) * (1 + off) for size, off in zip(sizes, noise, strict=True)]
@@ -276,7 +280,7 @@ def test_a_fit_of_noisy_times_is_close_to_the_link(latency: float, bandwidth: fl
 
 
 def test_a_fit_weights_small_and_large_messages_equally() -> None:
-    """Least squares of the absolute error would follow the largest, and might find a latency below zero."""
+    """Least squares of the absolute error would follow the largest message, and could give a negative latency."""
     sizes = [1e3, 1e4, 1e5, 1e6, 1e7, 1e8]
     off = [1, 1, 1, 1, 1, 1.05]  # the largest took 5 % longer: 50 ms, 500 latencies
     seconds = [ETHERNET.seconds(size) * factor for size, factor in zip(sizes, off, strict=True)]
@@ -316,7 +320,9 @@ def test_invalid_measurements_are_rejected(nbytes: list[float], seconds: list[fl
 
 @given(size=st.integers(2, 64), nbytes=st.floats(1, 1e9))
 def test_the_ring_is_faster_above_a_single_size(size: int, nbytes: float) -> None:
-    """Both are straight lines: 2 (N - 1) rounds against 2 log2 N, and 2 (N - 1) / N of the bytes against 2 log2 N."""
+    """Both times are linear in the size: 2 (N - 1) rounds and 2 (N - 1) / N of the bytes, and 2 log2 N rounds with all
+    bytes.
+    """
     ring, tree = 2 * (size - 1), 2 * math.ceil(math.log2(size))
     crossover = (ring - tree) * ETHERNET.latency * ETHERNET.bandwidth / (tree - ring / size)
     assume(not math.isclose(nbytes, crossover, rel_tol=1e-3))

@@ -1,4 +1,4 @@
-"""Data as people have it: any dataset and any collate_fn fit a source as they are; what does not fit is told."""
+"""Any dataset and any `collate_fn` work with a source without changes. Unsuitable data are reported."""
 
 import random
 import time
@@ -46,7 +46,7 @@ STEPS = 5  # an epoch, as `exact` cuts it: 5, 5, 5, 5, 2: too few for three rank
 
 
 class Nested(Dataset[Any]):
-    """Rows are tuples in dicts in tuples. There is no more to it than torch asks for."""
+    """A dataset whose rows are tuples in dicts in tuples, with only the methods that torch requires."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -56,7 +56,7 @@ class Nested(Dataset[Any]):
 
 
 class Batched(Nested):
-    """Reads many rows at once, where torch asks for them so."""
+    """A dataset that reads many rows at once if torch requests them."""
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:
         return [self[number] for number in numbers]
@@ -66,16 +66,16 @@ class Batched(Nested):
 
 
 def text(number: int) -> dict[str, Any]:
-    """As a tokenizer leaves it: between 1 and 7 tokens."""
+    """Return a text as a tokenizer returns it: between 1 and 7 tokens."""
     return {"input_ids": [number] * (1 + number * 5 % 7), "label": number % 2}
 
 
 class Encoding(UserDict[str, Any]):
-    """As the `BatchEncoding` of transformers, which is no dict."""
+    """A mapping that is not a dict, like the `BatchEncoding` of transformers."""
 
 
 def pad(rows: list[dict[str, Any]]) -> Encoding:
-    """As a collator of transformers: a list of dicts -> a mapping of tensors."""
+    """Collate like transformers: a list of dicts -> a mapping of tensors."""
     ids = [torch.tensor(row["input_ids"]) for row in rows]
     padded = pad_sequence(ids, batch_first=True, padding_value=-1)
     return Encoding(input_ids=padded, attention_mask=padded >= 0, labels=torch.tensor([row["label"] for row in rows]))
@@ -86,7 +86,7 @@ def table() -> datasets.Dataset:
 
 
 class Case(NamedTuple):
-    """A dataset, what puts its rows together, and where the number of a sample stands in a batch."""
+    """A dataset, its `collate_fn`, and the location of a sample's number in a batch."""
 
     dataset: Callable[[], Any]
     ids: Callable[[Any], torch.Tensor]
@@ -118,7 +118,7 @@ CASES = {
 
 
 class Followed(IterableDataset[Any]):
-    """A torch IterableDataset that divides its rows by the workers, as torch's documentation shows it."""
+    """A torch IterableDataset that splits its rows between the workers, as in torch's documentation."""
 
     def __iter__(self) -> Iterator[dict[str, int]]:
         info = get_worker_info()
@@ -154,7 +154,7 @@ STREAMS = {
 
 
 def content(tree: Any) -> Any:
-    """All there is in a batch, to be compared. What torch's pytree does not know is told apart from a dict."""
+    """Return the full content of a batch for comparison. Types that torch's pytree does not know differ from dicts."""
     leaves, form = tree_flatten(tree)
     return str(form), [(leaf.dtype, leaf.tolist()) if torch.is_tensor(leaf) else repr(leaf) for leaf in leaves]
 
@@ -231,14 +231,14 @@ def test_arrow_files_can_be_read_in_all_four_ways(tmp_path: Any) -> None:
 
 
 class FollowedNoise(IterableDataset[Any]):
-    """Samples that can only be followed, to be augmented."""
+    """A stream of samples to augment."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(torch.zeros(100, 3))
 
 
 class Augmented(Dataset[Any]):
-    """Each row draws random numbers, as augmentation does."""
+    """A dataset whose rows draw random numbers, like augmentation."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -248,7 +248,7 @@ class Augmented(Dataset[Any]):
 
 
 def masked(rows: list[Any]) -> Any:
-    """Draws, too, as the collators that mask words do."""
+    """Collate and draw random numbers, like collators that mask words."""
     return {"row": torch.stack(rows), "mask": torch.rand(len(rows))}
 
 
@@ -334,7 +334,7 @@ BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
 
 
 class Read(NamedTuple):
-    """What a rank got of each step: numbers of samples, all there is in them; and the state after each."""
+    """The observations of a rank in each step: sample numbers, contents, and the state after the step."""
 
     numbers: list[list[int]]
     contents: list[Any]
@@ -415,13 +415,13 @@ def test_resuming_at_any_step_gives_the_same_batch_on_every_rank(ranks: list[Any
 
 
 def drawing(batch: Any) -> Any:
-    """What augments a batch: it takes its time, in which others draw random numbers, too."""
+    """Augment a batch slowly, while other code draws random numbers."""
     time.sleep(0.05)
     return batch, torch.tensor([[torch.rand(()).item(), random.random(), float(np.random.rand())]] * len(batch))
 
 
 def drawn(world: World, kind: str, workers: int, begin: int = 0) -> tuple[list[Any], list[Any]]:
-    """What the data draw in six steps, and what the training draws beside them: first whole, then resumed."""
+    """Return the random numbers of the data and of the training in six steps, first without and then with a resume."""
     data: Any = FollowedNoise() if kind == "streamed" else Augmented()
     config = SourceConfig(kind=kind, workers=workers, prefetch=1)  # type: ignore[arg-type]
     source = make_source(data, 4, world, config=config, transform=drawing)
@@ -440,7 +440,7 @@ def drawn(world: World, kind: str, workers: int, begin: int = 0) -> tuple[list[A
 
 
 def refusals(world: World) -> dict[str, str]:
-    """What is told on this rank, of everything that should be refused."""
+    """Return this rank's error messages for all unsuitable data."""
 
     def made(data: Any, batch_size: int = 4, kind: str = "sharded", remainder: str = "carry", **options: Any) -> Source:
         config = SourceConfig.model_validate({"kind": kind, "remainder": remainder})

@@ -1,4 +1,4 @@
-"""Any model, data and loss: trained by the Trainer as torch alone would train them, on any number of ranks."""
+"""Any model, data and loss: the Trainer gives the result of plain torch on any number of ranks."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def trainer_of(world: World, config: TrainConfig, **others: Any) -> Trainer:
 
 
 def by_hand(dtype: str) -> tuple[list[float], torch.Tensor]:
-    """What torch alone makes of the same samples, in one process."""
+    """Return the result of plain torch on the same samples in one process."""
     model, data, config = make_model(), dataset(), config_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     order, losses = Permutation(len(data), 0), []
@@ -133,7 +133,7 @@ def test_an_ordinary_model_trains_as_in_plain_torch(
 
 
 class Two(nn.Module):
-    """Tied, frozen and shared: a table that is used twice, a layer that is not trained, BatchNorm, and two heads."""
+    """A model with a table that is used twice, a frozen layer, BatchNorm, and two heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Two(nn.Module):
 
 
 class Sentences:
-    """Rows of different lengths, each a nest of dicts and tuples."""
+    """Rows of different lengths, each a nested structure of dicts and tuples."""
 
     def __len__(self) -> int:
         return 40
@@ -169,7 +169,7 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def two_losses(model: nn.Module, batch: Any) -> tuple[Any, ...]:
-    """Two losses in one sum over tokens; each is reported, and so is an accuracy, with a count of its own."""
+    """Return two losses in one sum over tokens. Both losses and an accuracy with its own count are reported."""
     text, (_, lengths) = batch["text"], batch["labels"]
     mask = (text > 0).float()
     logits, length = model(text, mask)
@@ -183,7 +183,7 @@ def two_losses(model: nn.Module, batch: Any) -> tuple[Any, ...]:
 
 
 def groups(model: Two) -> torch.optim.Optimizer:
-    """Parameter groups of the user's own, each tensor once."""
+    """Return custom parameter groups that contain each tensor once."""
     norm, others = list(model.norm.parameters()), [model.table.weight, *model.length.parameters()]
     return torch.optim.AdamW([{"params": norm, "lr": 0.02}, {"params": others, "weight_decay": 0.1}], lr=0.01)
 
@@ -232,19 +232,19 @@ def resumed(world: World, name: str, path: str) -> tuple[TrainResult, str]:
 
 
 class Followed(IterableDataset[Any]):
-    """The same rows, which can only be followed."""
+    """The same rows as a stream."""
 
     def __iter__(self) -> Iterator[Any]:
         return map(Sentences().__getitem__, range(40))
 
 
 def noisy(batch: Any) -> Any:
-    """An augmentation that draws random numbers."""
+    """Augment with random numbers."""
     return {"text": batch["text"], "scale": 1 + torch.rand(len(batch["text"]))}
 
 
 def padding_counts(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-    """The loss of all tokens, padding included. `view` needs contiguous targets."""
+    """Return the loss of all tokens, including padding. `view` requires contiguous targets."""
     logits = model(batch["text"]) * batch["scale"][:, None, None]
     targets = batch["text"].view(-1)
     return F.cross_entropy(logits.view(-1, 11), targets, reduction="sum"), targets.numel()
@@ -368,7 +368,7 @@ def start(
 
 
 def past_the_wrapper(world: World, **settings: Any) -> Any:
-    """The loss uses the model that it closes over, not the one that it is given."""
+    """A loss that uses the model of its closure instead of its argument."""
     model = make_model()
     return start(world, lambda _, batch: squared_error(model, batch), model, **settings)
 

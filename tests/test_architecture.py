@@ -1,4 +1,6 @@
-"""The rooms of the package, and the direction of imports: downward only, so that a room reads with those below it."""
+"""The subpackages and the direction of their imports: downward only, so that a subpackage can be read with those below
+it.
+"""
 
 import ast
 import graphlib
@@ -54,7 +56,7 @@ FRONT_DOOR = "__init__"  # of the package; it hands names on, each imported when
 
 
 def name_of(path: Path) -> str:
-    """`benches/launch.py` -> `benches.launch`; a folder's `__init__.py` is the folder."""
+    """Return a module's name: `benches/launch.py` -> `benches.launch`. A folder's `__init__.py` is the folder."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -69,7 +71,7 @@ def room_of(module: str) -> str:
 
 
 def handed_on(module: str) -> dict[str, str]:
-    """What a package hands on, by its stub: name -> the module where it lives."""
+    """Return the names that a package exports, according to its stub: name -> its module."""
     package = "" if module == FRONT_DOOR else f"{module}."
     tree = ast.parse(MODULES[module].with_suffix(".pyi").read_text())
     nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -78,7 +80,7 @@ def handed_on(module: str) -> dict[str, str]:
 
 
 def imports_of(module: str) -> Iterator[tuple[str, int]]:
-    """The modules of the package that `module` imports, anywhere in it, and the line where it does."""
+    """Return the modules of the package that `module` imports anywhere, and the line of each import."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}, line {node.lineno}: write imports out in full, from ddp_tutorial"
@@ -90,7 +92,7 @@ def imports_of(module: str) -> Iterator[tuple[str, int]]:
 
 
 def resolve(target: str, line: int) -> Iterator[tuple[str, int]]:
-    """The module that a dotted name is, or is in; a name that is handed on stands for the module it comes from."""
+    """Return the module of a dotted name. An exported name stands for the module that defines it."""
     first, _, rest = target.partition(".")
     if first != TOP:
         return
@@ -217,7 +219,7 @@ def test_a_reexported_name_is_the_same_object_as_in_its_module(module: str) -> N
 
 
 def test_no_exported_name_is_the_name_of_a_module() -> None:
-    """Importing a module sets it on the package, over a function of the same name."""
+    """Importing a module sets an attribute of the package, which would replace a function of the same name."""
     assert set(ddp_tutorial.__all__).isdisjoint(name.partition(".")[0] for name in MODULES)
 
 
@@ -246,7 +248,7 @@ def test_modules_that_read_logs_and_configs_do_not_load_torch() -> None:
 
 
 def test_training_with_ddp_does_not_load_sharded_state() -> None:
-    """Half a second, in the process that starts the ranks."""
+    """Loading it would take half a second in the process that starts the ranks."""
     heavy = {"torch.distributed.tensor", "ddp_tutorial.zero.state", "sympy"}
     assert python(f"import sys, ddp_tutorial.training.tasks; print(sorted({heavy} & set(sys.modules)))") == "[]"
 

@@ -1,4 +1,4 @@
-"""Arms that take turns: the steps of the trainer, and where their time goes."""
+"""Arms that alternate: the steps of the trainer, and the time of each part."""
 
 import time
 from functools import partial
@@ -30,7 +30,10 @@ class Step(NamedTuple):
 
 
 def compared(world: World) -> tuple[list[Step], dict[str, Any], bool]:
-    """All arms in one world: their steps, turns of theirs, and whether they and the trainer have the same weights."""
+    """Run all arms in one world.
+
+    Return their steps, their turns, and whether they and the trainer have the same weights.
+    """
     kinds = ("sharded", "dispatched", "streamed", "fast_stream")
     ddp = DDPConfig(variant="bucket")
     arms: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The book: built once, as `make book` does. It is complete, its links have targets, and it works offline."""
+"""The book: built once, as by `make book`. It is complete, its links have targets, and it works offline."""
 
 import ast
 import base64

@@ -1,4 +1,4 @@
-"""The notebooks in JupyterLab, as a learner has them: run, interrupted, answered, with sliders and live ranks."""
+"""The notebooks in JupyterLab, as a learner uses them: running, interrupting, answering, sliders and live ranks."""
 
 import re
 import shutil
@@ -72,7 +72,7 @@ def opener(folder: Path) -> Iterator[Callable[[str], "browser.Notebook"]]:
 def opened(
     opener: Callable[[str], "browser.Notebook"], request: pytest.FixtureRequest, root: Path
 ) -> Iterator[Callable[[str], "browser.Notebook"]]:
-    """Opens a notebook; of a test that fails there is a picture at its end."""
+    """Open a notebook. If a test fails, it saves a screenshot."""
     notebooks = []
     failed = request.session.testsfailed
     yield lambda name: notebooks.append(opener(name)) or notebooks[-1]
@@ -85,7 +85,7 @@ def opened(
 
 
 def ranks_of(folder: Path, count: int = 2) -> list[psutil.Process]:
-    """Those that have written down who they are, once they all have."""
+    """Return the ranks that have written their process IDs, once all have."""
     deadline = time.monotonic() + 60
     while len(found := [path.read_text() for path in folder.glob("*.pid")]) < count or not all(found):
         assert time.monotonic() < deadline, found
@@ -126,7 +126,7 @@ def test_the_quickstart_runs_shows_progress_and_checks_an_answer(opened) -> None
 
 @pytest.mark.timeout(180)
 def test_moving_a_slider_of_a_notebook_changes_its_figure(opened) -> None:
-    """Of the notebook only what its sliders need: all of it runs under nbval."""
+    """Run only the cells that the sliders need. nbval runs the whole notebook."""
     notebook = opened(WITH_WIDGETS)
     for start in ("repeats: int", "import time", "SAMPLES, BATCH, SEED", "def dealt(", "explore("):
         notebook.run(notebook.cell(start))
@@ -142,7 +142,7 @@ def test_moving_a_slider_of_a_notebook_changes_its_figure(opened) -> None:
 
 @pytest.mark.timeout(180)
 def test_saved_sliders_appear_with_their_figure_in_a_reopened_notebook(opened) -> None:
-    """With the settings of `make lab`; without them, JupyterLab shows "Error displaying widget" in their place."""
+    """This requires the settings of `make lab`. Without them, JupyterLab shows "Error displaying widget"."""
     notebook = opened("sliders")
     notebook.run(0)
     before = notebook.page.locator("img.widget-image").get_attribute("src")

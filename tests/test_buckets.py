@@ -1,4 +1,4 @@
-"""Which gradients travel together is pure arithmetic, and the same as torch's; a bucket's views are its gradients."""
+"""The assignment of gradients to buckets is pure arithmetic and equals torch's. A bucket's views are its gradients."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ KINDS = {"f": torch.float32, "d": torch.float64, "h": torch.float16}
 
 @st.composite
 def gradients(draw: st.DrawFn, kinds: str = "fdh") -> list[tuple[int, str]]:
-    """The elements and the kind of each gradient; some of them empty."""
+    """Draw the number of elements and the kind of each gradient; some are empty."""
     return draw(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(kinds)), max_size=30))
 
 
@@ -74,7 +74,7 @@ def test_buckets_are_ordered_by_completion_and_incomplete_ones_come_last(
 
 
 def torchs(sizes: list[tuple[int, str]], caps: list[int]) -> list[list[int]]:
-    """torch's layout for gradients that become ready in this order."""
+    """Return torch's layout for gradients that become ready in this order."""
     tensors = [torch.empty(elements, dtype=KINDS[kind]) for elements, kind in sizes]
     buckets, _ = dist._compute_bucket_assignment_by_size(
         tensors, caps, [False] * len(tensors), list(range(len(tensors)))
@@ -91,7 +91,7 @@ def test_the_layout_equals_that_of_torch(sizes: list[tuple[int, str]], cap: int,
 def test_the_layout_of_several_kinds_equals_that_of_torch_up_to_order(
     sizes: list[tuple[int, str]], cap: int, first_cap: int
 ) -> None:
-    """torch leaves those in the order of a hash table."""
+    """torch keeps incomplete buckets in the order of a hash table."""
     expected = torchs(sizes, [first_cap, cap]) if sizes else []
     assert sorted(assign(sizes, cap, first_cap)) == sorted(expected)
 

@@ -1,6 +1,6 @@
-"""Ranks that are killed, disks that fail or are full, nodes apart: whatever happens, no run loses anything.
+"""Killed ranks, failing and full disks, separate nodes: no run loses anything.
 
-And the bench that does so, which has to notice where a law is broken.
+The benchmark that tests this detects violations.
 """
 
 import ast
@@ -60,7 +60,7 @@ def test_runs_are_unaffected_by_kills_and_failing_or_full_disks(found: Any) -> N
 
 
 def test_no_process_is_left_after_the_chaos_benchmark() -> None:
-    """In a process of its own, as this one has a server for its other tests."""
+    """The benchmark runs in a separate process, because this process has a server for other tests."""
     script = "import psutil; from ddp_tutorial.benches.chaos import measure_chaos; measure_chaos(1, fills=0, apart=0); "
     script += "print([' '.join(each.cmdline()[-2:]) for each in psutil.Process().children(recursive=True)])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
@@ -148,13 +148,13 @@ def test_an_unreached_point_is_retried_and_each_point_is_used_once() -> None:
 
 
 def in_a_process(fn: Any, folder: Path) -> Any:
-    """Forked from a server that has no threads."""
+    """Call a function in a fork of a server without threads."""
     with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
         return pool.submit(fn, folder).result()
 
 
 def filled(folder: Path) -> Any:
-    """What is written to a small disk, how much more goes on it when it is full, and whether it is free afterwards."""
+    """Return the writes to a small disk, the writes beyond its capacity, and whether the disk is free afterward."""
     if why_not := mount_small_disk(folder, 2 * MB):
         return why_not
     fill_up(folder, 8192)

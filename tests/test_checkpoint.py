@@ -1,4 +1,4 @@
-"""What is saved can be trusted: whole or not there, equal on the ranks that share it, checked before it is used."""
+"""A checkpoint can be trusted: complete or absent, equal on the ranks that share it, and verified before use."""
 
 import errno
 import math
@@ -68,7 +68,7 @@ def components(seed: int = 0) -> dict[str, Component]:
 
 
 def value(state: Mapping[str, Any], shared: str = "replicated", span: int = 1) -> tuple[Component, dict[str, Any]]:
-    """A component of plain values, and what it was given when it was loaded."""
+    """Return a component of plain values, and the values that it loads."""
     given: dict[str, Any] = {}
     return Component(FunctionState(lambda: dict(state), given.update), shared, span), given  # type: ignore[arg-type]
 
@@ -163,7 +163,7 @@ def test_only_the_latest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_metric_is_saved_and_is_never_the_best(metric: float, tmp_path: Path) -> None:
-    """JSON has no NaN; and of all moments, a run that goes wrong should not lose its checkpoint."""
+    """JSON does not support NaN, and a diverging run must not lose its checkpoints."""
     checkpointer = Checkpointer(tmp_path, components(), World(), keep_last=1, keep_best=1)
     for number, loss in enumerate([0.5, metric, 0.7], start=1):
         checkpointer.save(number, {"eval_loss": loss})
@@ -451,7 +451,7 @@ def shared_in_every_way(world: World, folder: Path, shared: bool = True) -> dict
 
 
 def diverged(world: World, folder: Path) -> dict[str, str]:
-    """One element of the optimizer's state is another one on the last rank."""
+    """Change one element of the optimizer's state on the last rank."""
     found = {}
     for check in ("none", "quick", "tensor", "full"):
         parts = components()
@@ -469,14 +469,14 @@ def diverged(world: World, folder: Path) -> dict[str, str]:
 
 
 def faults_of(world: World) -> list[tuple[int, Point]]:
-    """A rank whose disk fails, and where."""
+    """Return a rank whose disk fails, and the operation that fails."""
     last = world.size - 1
     own = f"rng.rank_{last}.pt"
     return [(last, ("write", own)), (last, ("fsync", own)), (0, ("fsync", "model.safetensors")), (0, ("rename", TWO))]
 
 
 def one_fails(world: World, folder: Path, background: bool) -> list[dict[str, Any]]:
-    """The disk of one rank fails; then it does not."""
+    """Fail the disk of one rank, and then repair it."""
     checkpointer = Checkpointer(
         folder, components() | {"rng": Component(RandomState(world.device), "per_rank")}, world, background=background
     )
@@ -616,7 +616,7 @@ def check_not_given(folder: Path, size: int) -> None:
 
 
 class Sharded:
-    """Two tensors of which each rank has some rows; `start` is in their first places."""
+    """A component with two tensors of which each rank has some rows; `start` is in their first elements."""
 
     def __init__(self, world: World, start: float) -> None:
         mesh = init_device_mesh("cpu", (world.size,))
@@ -634,7 +634,7 @@ class Sharded:
 
 
 def reshard(world: World, folder: Path, step: int, start: float | None) -> dict[str, Any]:
-    """Take up what the world before has saved, unless this is the first, and save it again."""
+    """Load the checkpoint of the previous world, except in the first world, and save it again."""
     shards = Sharded(world, 0.0 if start is None else start)
     checkpointer = Checkpointer(folder, {"shards": Component(shards, "sharded")}, world)
     if start is None:
@@ -679,7 +679,7 @@ def test_sharded_tensors_load_on_4_2_and_3_ranks_without_a_pickle(tmp_path: Path
 
 
 class EmptyAtFirst:
-    """Has no tensors until it has loaded some, like the state of an optimizer before its first step."""
+    """A component without tensors until it has loaded some, like an optimizer before its first step."""
 
     def __init__(self) -> None:
         self.state: dict[str, torch.Tensor] = {}
@@ -708,7 +708,7 @@ def test_two_ranks_without_a_group_raise(tmp_path: Path) -> None:
 
 
 def uneven(world: World, folder: Path) -> str:
-    """As on two machines, one of which has two of the three ranks."""
+    """Simulate two machines, one of which has two of the three ranks."""
     here = replace(world, local_rank=world.rank % 2, local_size=2 if world.rank < 2 else 1)
     part = Component(FunctionState(lambda: {"x": 1}, lambda state: None), "per_node")
     Checkpointer(folder, {"part": replace(part, shared="replicated")}, here)

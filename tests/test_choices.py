@@ -1,4 +1,4 @@
-"""Which strategy? What is computed of each is what one computes by hand, and near what ranks that sleep measure."""
+"""Computed costs of strategies equal values computed by hand, and are close to measurements of sleeping ranks."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -170,7 +170,7 @@ def test_with_a_fitted_model_one_rank_is_plain_and_efficiency_is_at_most_1(kind:
 
 
 def test_data_parallelism_agrees_with_the_fitted_model() -> None:
-    """But for the last bucket, behind which there is nothing to hide."""
+    """The last bucket is an exception, because no computation can hide it."""
     for network in NETWORKS.values():
         step = FITTED.on(network)
         for ranks in (2, 64, 1024):
@@ -199,7 +199,7 @@ PARTS = 4  # micro-batches of a pipeline, and its stages sleep for a quarter as 
 
 
 def sleepy(parts: int) -> nn.Sequential:
-    """Units of weights, that sleep where they would compute."""
+    """Return units of weights that sleep instead of computing."""
     torch.manual_seed(0)
     units = []
     for _ in range(UNITS):
@@ -228,7 +228,7 @@ CASES: dict[str, tuple[dict[str, Any], Choice]] = {
 
 
 def measured(world: World) -> dict[str, float]:
-    """Seconds of a step of each case, and of an empty all-reduce; the median of three, after one."""
+    """Return the seconds of a step of each case and of an empty all-reduce: the median of three after a warm-up."""
     calls: dict[str, Callable[[], object]] = {}
     for name, (values, choice) in CASES.items():
         pipelined = choice.kind == "pipeline"
@@ -267,7 +267,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_ranks_that_sleep_take_the_predicted_time_on_a_slow_network(slow: Cluster) -> None:
-    """Four hosts at 200 Mbit/s. The network is told by its rate and by what an empty all-reduce takes there."""
+    """The network has four hosts at 200 Mbit/s. The prediction uses its rate and the time of an empty all-reduce."""
     found = slow.launch(measured, timeout=120)[0]
     network = Network(4, LinkModel(found["empty"] / 6, slow.bytes_per_second), scatter=2)
     work = Work(UNITS * WIDTH * (WIDTH + 2), per_sample=UNITS * (FORWARD + BACKWARD) / SAMPLES, units=UNITS)

@@ -1,4 +1,4 @@
-"""The command line, as a process of its own where that matters."""
+"""The command line, in a separate process where this matters."""
 
 import json
 import os
@@ -180,7 +180,7 @@ class LaunchError(ConfigError):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str | None]]:
-    """The number of ranks and the visible GPUs of each launch, on a machine with four GPUs."""
+    """Record the number of ranks and the visible GPUs of each launch, on a machine with four GPUs."""
     launches: list[tuple[int, str | None]] = []
 
     def launch(*_: object, nprocs: int, **options: object) -> None:

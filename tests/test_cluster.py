@@ -1,4 +1,6 @@
-"""Law: two hosts are as one, to the bit; what is lost is named in time; of a cluster nothing is left."""
+"""Law: training on two hosts is bitwise identical to one host, losses are reported in time, and nothing is left of a
+cluster.
+"""
 
 import errno
 import os
@@ -59,7 +61,7 @@ def cluster(allowed: None, folder: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def two(allowed: None, tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster to break."""
+    """A cluster that tests may break."""
     with Cluster(2, "1gbit", folder=tmp_path) as cluster:
         yield cluster
 
@@ -134,7 +136,7 @@ def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, mo
 
 
 class NetlinkError(Exception):
-    """As pyroute2 has it: no `OSError`, and the error number is `code`."""
+    """An error like pyroute2's: not an `OSError`, with the error number in `code`."""
 
     code = errno.EOPNOTSUPP
 
@@ -176,7 +178,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
 def test_an_invalid_command_is_rejected_in_one_line_and_writes_nothing(
     name: str, tmp_path: Path, workdir: Path
 ) -> None:
-    """A rate without a unit is below."""
+    """A rate without a unit is tested below."""
     unshare = tmp_path / "bin" / "unshare"
     unshare.parent.mkdir()
     unshare.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
@@ -279,7 +281,7 @@ def test_a_cluster_whose_owner_is_killed_leaves_nothing_behind(allowed: None, tm
 
 @contextmanager
 def interrupted(cluster: Cluster) -> Iterator[None]:
-    """The process that holds the cluster sleeps, and half a second after an interrupt it goes on."""
+    """Stop the process that holds the cluster until half a second after an interrupt."""
     [box] = psutil.Process(cluster._box.pid).children()
 
     def act() -> None:
@@ -332,7 +334,7 @@ def test_a_failed_request_does_not_stop_the_cluster(two: Cluster) -> None:
 
 
 def test_requests_have_no_size_limit(two: Cluster) -> None:
-    """A packet has room for 128 KiB. Linux allows as much for one argument, and some megabytes for all together."""
+    """A packet holds 128 KiB. Linux allows 128 KiB for one argument, and several megabytes for all arguments."""
     many = {f"BIG{i}": "x" * 100_000 for i in range(4)}
     told = two.run("sh", "-c", "echo ${#BIG0} ${#BIG3} $#", "sh", *["y" * 100_000] * 4, env=many)
     assert [each.output for each in told] == ["100000 100000 4\n"] * 2
@@ -364,7 +366,7 @@ def test_if_one_node_rejects_a_command_no_node_runs_it(two: Cluster) -> None:
 
 
 def look(world: World, sizes: tuple[int, ...] = (2**10, 2**14, 2**18, 2**22)) -> dict[str, Any]:
-    """What a rank finds on its host."""
+    """Return the observations of a rank on its host."""
     seconds = {}
     for nbytes in sizes:
         tensor, taken = torch.zeros(nbytes // 4), []
@@ -394,7 +396,7 @@ def test_ranks_communicate_at_the_rate_of_the_link(cluster: Cluster) -> None:
 
 
 def test_a_delay_applies_in_each_direction_and_the_rate_is_unchanged(allowed: None, tmp_path: Path) -> None:
-    """Two ranks send to one another at once, in two rounds."""
+    """Two ranks send to each other at the same time, in two rounds."""
     late, small, large, sizes = 0.02, 4, 2**20, (2**10, 2**18, 2**20, 5 * 2**20)
     with Cluster(3, "100mbit", f"{late * 1e3:.0f}ms", folder=tmp_path) as cluster:
         told = cluster.launch(look, (small, *sizes), nodes=2)
@@ -421,12 +423,12 @@ def test_a_delay_applies_in_each_direction_and_the_rate_is_unchanged(allowed: No
     ("nbytes", "ranks", "delays"), [(2**10, 2, 4), (2**22, 2, 4), (2**24, 2, 16), (2**10, 3, 8), (2**10, 4, 12)]
 )
 def test_an_all_reduce_has_one_delay_per_piece_that_a_rank_sends(nbytes: int, ranks: int, delays: int) -> None:
-    """As measured with 1 and 5 ms at 1 Gbit/s: 16 MiB over two hosts take 12 delays more than 4 MiB."""
+    """Measured with 1 and 5 ms at 1 Gbit/s: on two hosts, 16 MiB take 12 more delays than 4 MiB."""
     assert delays_in(nbytes, ranks) == delays
 
 
 def test_the_hold_time_of_a_frame_excludes_its_transit_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 us, as measured. Too little for a test that measures it."""
+    """The measured transit time of 50 us is too short for a test that measures it."""
 
     class WaitsError(Exception):
         pass
@@ -457,7 +459,7 @@ def test_a_delay_without_tap_devices_is_rejected_in_one_line(monkeypatch: pytest
 
 
 def test_the_command_line_rejects_a_delay_without_tap_devices(allowed: None, tmp_path: Path) -> None:
-    """As in many containers: here in a mount namespace in which /dev/net is empty."""
+    """In this mount namespace, /dev/net is empty, as in many containers."""
     whom = () if os.geteuid() == 0 else ("-U", "-r")
     hide = ["unshare", *whom, "--mount", "sh", "-c", 'mount -t tmpfs none /dev/net && exec "$@"', "sh"]
     line = [sys.executable, "-m", "ddp_tutorial", "cluster", "run", "--rate", "1gbit", "--delay", "1ms", "--", "true"]
@@ -471,13 +473,13 @@ def test_the_command_line_rejects_a_delay_without_tap_devices(allowed: None, tmp
 
 
 def boxes() -> set[int]:
-    """The processes that hold clusters, and what they have forked."""
+    """Return the processes that hold clusters, and their forks."""
     found = psutil.process_iter(["cmdline"])
     return {each.pid for each in found if "ddp_tutorial.cluster.box" in (each.info["cmdline"] or [])}
 
 
 def who_delays() -> psutil.Process:
-    """The process that has the TAP device open."""
+    """Return the process that has opened the TAP device."""
 
     def has_it(process: psutil.Process) -> bool:
         with suppress(OSError):  # others open and close files meanwhile, or end
@@ -526,7 +528,7 @@ def weights(folder: Path, name: str) -> bytes:
 def test_one_host_resumes_a_run_of_two_hosts_bitwise_identically(
     shared: bool, allowed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a folder for each host, the first one has the checkpoints."""
+    """Each host has its own folder, and the first host has the checkpoints."""
     saving = ("checkpoint.every=3", f"checkpoint.shared={str(shared).lower()}", "schedule_steps=6", "warmup_steps=2")
     with Cluster(2, "1gbit", folder=tmp_path, shared_folder=shared) as two:
         two.launch(trained, settings("name=two", "steps=3", *saving))
@@ -556,7 +558,10 @@ def talk_on(world: World) -> None:
 
 
 def talk_and_say_when(world: World, folder: str) -> None:
-    """As `talk_on`. The pipe of this rank is told when the last all-reduce began, and closed when the process ends."""
+    """Run `talk_on`.
+
+    The pipe of this rank reports the start of the last all-reduce, and is closed when the process exits.
+    """
     pipe, began = os.open(f"{folder}/{world.rank}", os.O_WRONLY), 0.0
     try:
         while True:
@@ -569,7 +574,7 @@ def talk_and_say_when(world: World, folder: str) -> None:
 
 @contextmanager
 def seconds_at_the_end(folder: Path, ranks: int) -> Iterator[dict[str, float]]:
-    """By rank: from the beginning of its last all-reduce to the end of its process. Known after the block."""
+    """Yield, for each rank, the seconds from the start of its last all-reduce to its exit. Known after the block."""
     seconds: dict[str, float] = {}
 
     def listen(pipe: Path) -> None:
@@ -587,7 +592,7 @@ def seconds_at_the_end(folder: Path, ranks: int) -> Iterator[dict[str, float]]:
 
 
 def test_a_cut_link_stops_all_ranks_in_time_and_the_lost_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    """A rank waits for `limit`, asks for 1.5 s who is there, and ends, also with eight loops beside it on two cores."""
+    """A rank waits for `limit`, probes hosts for 1.5 s, and exits, even if eight busy loops run on two cores."""
     limit = 2.0
 
     def cut_soon() -> None:
@@ -607,7 +612,7 @@ def test_a_cut_link_stops_all_ranks_in_time_and_the_lost_host_is_named(cluster: 
 
 
 def slow_step(world: World) -> float:
-    """The longest of many all-reduces, in seconds."""
+    """Return the longest of many all-reduces, in seconds."""
     longest, ends = 0.0, time.monotonic() + 2.5
     while True:
         began = time.monotonic()
@@ -684,7 +689,7 @@ def test_the_interface_leads_to_the_other_hosts_and_must_exist(
 def test_a_loopback_name_is_not_used_to_reach_other_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """/etc/hosts has 127.0.1.1 for the host's own name on many systems."""
+    """On many systems, /etc/hosts maps the host's own name to 127.0.1.1."""
     up = type("State", (), {"isup": True})()
     looped = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 9))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: looped)

@@ -1,4 +1,4 @@
-"""What ranks do together, and numbers that mean the same whatever the number of ranks."""
+"""Collectives, and numbers that mean the same for any number of ranks."""
 
 import json
 import math
@@ -40,7 +40,7 @@ from ranks import error_of
 
 
 def talk(world: World) -> dict[str, Any]:
-    """Each helper once, as a rank sees it."""
+    """Call each helper once, and return the result on this rank."""
     rank = world.rank
     mine = torch.tensor([[1.0, rank]])
     said: dict[str, Any] = {
@@ -78,7 +78,7 @@ def folder(nprocs: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def heard(nprocs: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank has to say; the ranks are started once for all tests."""
+    """Return the results of each rank. The ranks are started once for all tests."""
     return launch(everything, nprocs, folder, device="cpu", threads=1, echo=False)
 
 
@@ -102,7 +102,7 @@ def test_every_rank_gets_the_same_correct_result(heard: list[dict[str, Any]], np
 
 
 def run_together(world: World) -> dict[str, Any]:
-    """Call `run_on_all_ranks` with functions that succeed, and that raise on one rank or on all."""
+    """Call `run_on_all_ranks` with functions that succeed, and with functions that raise on one rank or on all ranks."""
 
     def fail(*ranks: int, error: Exception) -> Any:
         if world.rank in ranks:
@@ -132,7 +132,7 @@ def test_a_function_that_fails_on_one_rank_fails_on_all_ranks(heard: list[dict[s
 
 
 def take_turns(world: World) -> dict[str, Any]:
-    """Blocks under `rank_zero_first`: one that goes well, one that fails on rank 0, one that fails on the last."""
+    """Run blocks under `rank_zero_first`: one succeeds, one fails on rank 0, and one fails on the last rank."""
     said: dict[str, Any] = {}
     with rank_zero_first(world):
         began = time.monotonic()
@@ -171,7 +171,7 @@ def test_rank_zero_runs_first_and_its_failure_reaches_the_other_ranks(heard: lis
 
 
 def compare(world: World) -> dict[str, str]:
-    """What `assert_same` says of tensors that differ on the last rank in one way or another."""
+    """Return the errors of `assert_same` for tensors that differ on the last rank in various ways."""
     last = world.rank == world.size - 1
     same = {"a": torch.arange(4.0), "b": torch.ones(2, 2)}
     element, missing, extra = dict(same), dict(same), dict(same)
@@ -261,7 +261,7 @@ def _raise(error: Exception) -> None:
 
 
 def follow(world: World) -> dict[str, Any]:
-    """What the ranks get from rank 0, and rank 0 from them."""
+    """Return the values that ranks receive from rank 0, and that rank 0 receives from them."""
     tensors = [torch.full((2, 3), world.rank), torch.tensor(world.rank + 0.5), torch.full((3, 2), world.rank + 7).t()]
     broadcast_tensors(world, tensors)
 
@@ -398,7 +398,7 @@ def test_sums_and_counts_are_added() -> None:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """All lines of a log; strict JSON, and each whole."""
+    """Return all lines of a log, each complete and strict JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -491,7 +491,7 @@ def test_closing_twice_writes_nothing_twice(log: StepLog, tmp_path: Path) -> Non
 
 
 def test_a_line_truncated_by_a_full_disk_raises_an_error(log: StepLog, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: like it, it lets a write end half way, without an error."""
+    """A file size limit simulates the disk: a write is truncated without an error."""
     add(log, 1)
     log.flush()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

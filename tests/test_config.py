@@ -1,4 +1,4 @@
-"""Configs: what is read, in which order, and what is said about a bad one."""
+"""Configs: the files that are read, their order, and the errors for invalid files."""
 
 import re
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def write(name: str, text: str) -> Path:
 
 
 def message_of(source: str | Path, *overrides: str) -> str:
-    """What is said when it is loaded, after checking that it is one line."""
+    """Return the error of loading a config, after checking that it is one line."""
     with pytest.raises(ConfigError) as caught:
         load(source, TaskConfig, overrides)
     message = str(caught.value)
@@ -405,7 +405,7 @@ def test_examples_use_the_syntax_of_their_source() -> None:
 
 
 def settings_of(cls: type[Config], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Every setting, as a path, and whether it holds others."""
+    """Return every setting as a path, and whether it contains other settings."""
     for name, field in cls.model_fields.items():
         group = group_of(field)
         yield (*prefix, name), group is not None

@@ -1,4 +1,4 @@
-"""Every config that comes with the package: loads, trains, serves papermill as parameters, and does what it says."""
+"""Every config of the package loads, trains, works as a papermill parameter file, and does what its description states."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_config_is_a_papermill_parameter_file(name: str) -> None:
 
 
 def test_a_notebook_parameter_out_of_range_is_reported_as_a_parameter() -> None:
-    """What papermill makes of such an error: test_notebooks.py."""
+    """test_notebooks.py tests how papermill handles such an error."""
     with pytest.raises(ConfigError, match="parameters: 'nprocs' must be greater than or equal to 1, got 0"):
         read_parameters(TaskConfig, {"nprocs": 0})
 

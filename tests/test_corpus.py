@@ -1,4 +1,4 @@
-"""The texts to learn from."""
+"""Training text."""
 
 import json
 import os

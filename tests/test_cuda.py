@@ -1,6 +1,6 @@
-"""What only a GPU can show: `pytest -m cuda`. Two ranks share one GPU over gloo, so one is enough for most of it.
+"""Tests that require a GPU: `pytest -m cuda`. Two ranks share one GPU over gloo, so one GPU is enough for most of them.
 
-These tests were written on machines without a GPU, and have yet to run on one.
+These tests were written on machines without a GPU, and have not run on a GPU yet.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Samples by number: what is read is what was written, and what cannot be read is named."""
+"""Samples by index: reading returns the written samples, and unreadable samples are named."""
 
 import os
 import pickle
@@ -77,7 +77,7 @@ def test_rows_of_a_dataset_equal_those_of_the_same_list() -> None:
 
 @pytest.mark.parametrize("as_dataset", [False, True])
 def test_zero_rows_have_the_same_structure_as_some_rows(as_dataset: bool) -> None:
-    """A rank may have none of a step, and goes through the same code as the others."""
+    """A rank may have no samples in a step, and runs the same code as the others."""
     table: list[Any] = [{"x": torch.ones(2, 3)}] * 2
     rows = Rows(datasets.Dataset.from_dict({"x": [[[1.0] * 3] * 2] * 2}).with_format("torch") if as_dataset else table)
     assert rows.fetch(at())["x"].shape == (0, 2, 3)
@@ -131,7 +131,7 @@ def test_select_rows_returns_some_rows_of_a_tree() -> None:
 
 
 class Encoding(UserDict[str, Any]):
-    """As `BatchEncoding` of transformers: a mapping that torch's pytree does not know."""
+    """A mapping that torch's pytree does not know, like `BatchEncoding` of transformers."""
 
 
 def test_any_nested_mapping_becomes_a_dict() -> None:
@@ -238,7 +238,7 @@ def test_pickling_sends_paths_instead_of_data(tmp_path: Path) -> None:
 
 
 def test_a_sliced_table_is_read_from_its_offset(tmp_path: Path) -> None:
-    """Arrow keeps the offset of a slice apart from its values, also of the values inside lists."""
+    """Arrow stores the offset of a slice separately from its values, also inside lists."""
     lists = pa.FixedSizeListArray.from_arrays(pa.array(range(12), pa.int64()), 2)
     table = pa.table({"x": lists, "y": pa.array(range(6))}).slice(2, 3)
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
@@ -257,7 +257,7 @@ def truncate(path: Path) -> None:
 
 
 def truncate_between_batches(path: Path) -> None:
-    """Arrow itself would take the rows that are left for all there are."""
+    """Truncate a file so that Arrow would read the remaining rows without an error."""
     os.truncate(path, path.stat().st_size - 8)
 
 
@@ -335,7 +335,7 @@ def test_an_empty_list_of_files_is_rejected() -> None:
 def test_a_file_with_one_wrong_byte_is_read_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
 ) -> None:
-    """There is no checksum in it, so a wrong number passes; a wrong description must not end in a crash."""
+    """The file has no checksum, so a wrong number is not detected. A wrong description must not cause a crash."""
     path = tmp_path_factory.mktemp("shard") / "a.arrow"
     write_arrow(path, {"x": np.arange(8), "y": np.ones((8, 2), dtype=np.float32)}, rows_a_batch=4)
     content = bytearray(path.read_bytes())

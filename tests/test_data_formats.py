@@ -1,4 +1,4 @@
-"""Data in files as people have them: each format trains on two ranks, and a run resumes exactly."""
+"""Data in common file formats: each format trains on two ranks, and a run resumes exactly."""
 
 import io
 import json

@@ -1,6 +1,6 @@
-"""Law: whatever the variant, all ranks train as one process would on all their samples together.
+"""Law: with every variant, all ranks train as one process would on all of their samples.
 
-The ranks are started once for each world size and work through all cases; each test looks at what all of them report.
+The ranks are started once for each world size and run all cases. Each test checks a part of their results.
 """
 
 import copy
@@ -58,8 +58,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Tied, frozen and nested parameters of sizes from 4 to 768 bytes; one kind of buffer that is changed in place, and
-    one that is replaced."""
+    """Tied, frozen and nested parameters of 4 to 768 bytes, one buffer that changes in place, and one that is replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class Toy(nn.Module):
 
 
 class WithUnused(Toy):
-    """Two layers that no loss depends on; the second is used on rank 0 only."""
+    """A model with two layers that no loss depends on; the second is used on rank 0 only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +91,7 @@ class WithUnused(Toy):
 
 
 class Normed(Toy):
-    """The statistics of each rank's batch go into its output, so no single process does the same."""
+    """A model whose output depends on the statistics of each rank's batch, so no single process computes the same."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.watch(x)
@@ -112,7 +111,7 @@ MODELS: dict[str, type[Toy]] = {each.__name__: each for each in (Toy, WithUnused
 
 
 def count_of(step: int, rank: int, micro: int) -> int:
-    """How many samples: ragged over steps, ranks and micro-batches."""
+    """Return a number of samples that varies between steps, ranks and micro-batches."""
     return 2 + (3 * step + 5 * rank + 2 * micro) % 7
 
 
@@ -208,7 +207,7 @@ def train(world: World, case: Case) -> dict[str, Any]:
 
 @cache
 def by_one_process(model: str, micros: int, size: int) -> dict[str, torch.Tensor]:
-    """The weights after the same steps in plain torch, on the samples of all ranks in one batch."""
+    """Return the weights after the same steps in plain torch, on the samples of all ranks in one batch."""
     torch.manual_seed(0)
     module = MODELS[model]()
     optimizer = optimizer_of(module)
@@ -236,7 +235,7 @@ SCENARIOS: list[Callable[[World], Any]] = []
 
 
 def scenario(function: Callable[[World], Any]) -> Callable[[World], Any]:
-    """Something that two and three ranks do while they are there."""
+    """Register a function that two and three ranks run."""
     SCENARIOS.append(function)
     return function
 
@@ -245,7 +244,7 @@ HEARD: dict[int, list[dict[str, Any]]] = {}
 
 
 def heard_of(size: int) -> list[dict[str, Any]]:
-    """What each of `size` ranks reports."""
+    """Return the results of each of `size` ranks."""
     if size not in HEARD:
         HEARD[size] = launch(everything, size, device="cpu", threads=1, echo=False, timeout=TIMEOUT)
     return HEARD[size]
@@ -253,7 +252,7 @@ def heard_of(size: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Here as in the ranks; and what they reported is forgotten at the end."""
+    """Use one thread, as the ranks do. The results of the ranks are discarded at the end."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -308,7 +307,7 @@ def test_every_rank_has_the_weights_of_one_process_on_all_batches(size: int, cas
 
 @any_case
 def test_on_two_ranks_every_variant_is_bitwise_identical_to_torch(case: Case) -> None:
-    """Two numbers have one sum, in whatever order; and 1/2 is exact."""
+    """Two numbers have the same sum in any order, and 1/2 is exact."""
     for each in heard_of(2):
         reference = each[str(Case("torch", case.model, case.micros))]
         assert digest(each[str(case)]["parameters"]) == digest(reference["parameters"])
@@ -345,7 +344,7 @@ def test_an_unused_parameter_never_gets_a_gradient(size: int, case: Case) -> Non
 
 
 class Fork(nn.Module):
-    """Two layers; an input goes through those that it is told."""
+    """Two layers. An input passes through the given layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,14 +372,14 @@ def gradients_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def backward(model: DataParallel, *passes: tuple[str, ...]) -> None:
-    """A micro-batch for each of `passes`, the last of them with everybody."""
+    """Run one micro-batch for each of `passes`, and synchronize in the last one."""
     for micro, layers in enumerate(passes):
         with nullcontext() if micro == len(passes) - 1 else model.no_sync():
             model(inputs_of(model.world.rank, micro), *layers).sum().backward()
 
 
 def mean_by_hand(model: DataParallel, *passes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The mean over ranks of what plain torch gives this one; without a gradient counts as zero."""
+    """Return the mean over ranks of plain torch's gradients. A missing gradient counts as zero."""
     module = Fork()
     module.load_state_dict(model.module.state_dict())
     for micro, layers in enumerate(passes):
@@ -482,7 +481,7 @@ def test_gradients_stay_views_of_the_buckets(size: int, variant: str, step: int)
 
 
 class _Slow(torch.autograd.Function):
-    """Nothing, but backward waits in it for the first transfer to have arrived, for at most so many seconds."""
+    """An identity whose backward pass waits until the first transfer has arrived, up to a number of seconds."""
 
     arrived = threading.Event()
     seconds = 0.0
@@ -561,13 +560,16 @@ def test_naive_and_flat_wait_for_the_backward_pass(size: int, kind: str) -> None
 
 
 def started(transfers: list[Transfer]) -> list[str]:
-    """In the order in which they were; gloo carries two at a time, so a small one may arrive before a large one."""
+    """Return the transfers in the order of their start.
+
+    gloo runs two at a time, so a small one may arrive before a large one.
+    """
     return [transfer.name for transfer in sorted(transfers, key=lambda transfer: transfer.issued)]
 
 
 @scenario
 def disagree_about_the_order(world: World) -> dict[str, Any]:
-    """Rank 1 goes through the layers the other way round, so its gradients become ready in the opposite order."""
+    """Use the layers in reverse order on rank 1, so that its gradients become ready in the reverse order."""
     model: Any = forked(world, "bucket")
     transfers: list[Transfer] = []
     model.link.observer = transfers.append
@@ -608,7 +610,7 @@ def test_all_ranks_reduce_buckets_in_the_same_order(size: int, step: int) -> Non
 
 @scenario
 def leave_parameters_unused(world: World) -> dict[str, Any]:
-    """Unused on all ranks, then on rank 1 only; each time, the wrapper is used as if nothing had been afterwards."""
+    """Leave parameters unused on all ranks, then on rank 1 only. After each error, the wrapper works again."""
     heard: dict[Any, Any] = {}
     for variant in OURS:
         model = forked(world, variant)
@@ -654,7 +656,7 @@ def test_the_wrapper_works_again_after_an_unused_parameter_error(size: int, vari
 
 @scenario
 def fail_while_buckets_are_under_way(world: World) -> dict[str, Any]:
-    """A slow link still carries the buckets of a step when its error is raised; the next step finds them empty."""
+    """Raise an error while a slow link still carries buckets. The next step must find the buckets empty."""
     link = LinkConfig(latency_ms=20, megabytes_per_second=1000)
     model: Any = forked(world, "bucket", simulated_link=link)
     backward(model, ("right",))
@@ -741,7 +743,7 @@ def misuse(world: World) -> dict[str, Any]:
     model = forked(world, "bucket")
 
     def recover(name: str) -> None:
-        """Whatever was wrong, after `finish` and `zero_grad` all is well."""
+        """Check that the wrapper works after `finish` and `zero_grad`, whatever went wrong before."""
         model.finish()
         model.module.zero_grad()
         backward(model, ("left", "right"))
@@ -822,7 +824,7 @@ def test_two_ranks_without_a_group_raise(variant: str, link: LinkConfig | None) 
 
 @scenario
 def wrap_again(world: World) -> dict[str, Any]:
-    """One module in two wrappers of every pair of variants; the older wrapper is alive or garbage."""
+    """Wrap one module with every pair of variants; the older wrapper is alive or garbage."""
     heard: dict[Any, Any] = {}
     for before, variant, is_kept in product(VARIANTS, VARIANTS, (True, False)):
         older: DataParallel | None = forked(world, before)
@@ -865,7 +867,7 @@ def test_a_replaced_wrapper_raises_if_either_reduces_in_backward(size: int, befo
 
 @scenario
 def change_gradients_in_late_hooks(world: World) -> dict[str, Any]:
-    """A hook that is registered after wrapping changes each gradient before it is averaged."""
+    """Change each gradient in a hook that is registered after wrapping, before the gradient is averaged."""
     heard = {}
     for variant in VARIANTS:
         model = forked(world, variant)
@@ -900,7 +902,7 @@ def test_a_hook_registered_after_wrapping_affects_the_average(size: int, variant
 
 
 class TwoLayouts(nn.Module):
-    """A layer used on rank 0 only and one used elsewhere only, in channels_last, beside a transposed parameter."""
+    """A layer that only rank 0 uses and one that the others use, in channels_last, beside a transposed parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1246,7 +1248,7 @@ def test_device_ids_are_passed_to_torchs_ddp_which_rejects_them_on_cpus(size: in
 
 @scenario
 def join_unevenly(world: World) -> dict[str, Any]:
-    """Rank r has r + 1 batches. A rank that has none left answers the others' all-reduces with nothing."""
+    """Run r + 1 batches on rank r. A rank without batches joins the all-reduces of the others with zeros."""
     model = data_parallel(Toy(), world, DDPConfig(variant="torch"))
     assert isinstance(model, TorchDDP)
     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)

@@ -1,5 +1,6 @@
-"""Law: what goes wrong is found by its detector, with step, rank and name, the same on all ranks; a correct program is
-left alone."""
+"""Law: detectors find problems with step, rank and name, the same on all ranks, and report nothing for a correct
+program.
+"""
 
 import json
 import time
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("workdir")
 
 
 class Net(nn.Module):
-    """Something with BatchNorm, dropout, and a part that can be left out."""
+    """A model with BatchNorm, dropout, and an optional part."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Net(nn.Module):
 
 
 class Job:
-    """A program in plain torch; a scenario replaces what it wants to be otherwise."""
+    """A program in plain torch. A scenario overrides parts of it."""
 
     steps = 12
     micro_batches = 1
@@ -75,14 +76,14 @@ class Job:
         self.data = torch.randn(4000, 8, generator=torch.Generator().manual_seed(1))
 
     def batch(self, number: int) -> torch.Tensor:
-        """This rank's share [8, 8] of a batch."""
+        """Return this rank's part [8, 8] of a batch."""
         return self.data[8 * (number * self.world.size + self.rank) :][:8]
 
     def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
         return (self.model(x) - x.sum(1, keepdim=True)).pow(2).mean()
 
     def spoil(self, step: int) -> None:
-        """After backward, before the update."""
+        """Change gradients after the backward pass and before the update."""
 
     def update(self, step: int) -> None:
         self.optimizer.step()
@@ -99,7 +100,7 @@ class Job:
 
 
 def run_job(world: World, kind: type[Job], detectors: list[Detector] | None, every: int = 1) -> list[Finding] | str:
-    """All that was found; an error of the program's own as text."""
+    """Return all findings, and an error of the program as text."""
     job = kind(world)
     checks = None
     try:
@@ -128,7 +129,7 @@ class OwnRate(Job):
 
 
 class OwnState(Job):
-    """The state of the optimizer differs, the parameters do not yet."""
+    """The optimizer state differs between ranks, but the parameters do not yet."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -145,7 +146,7 @@ class OwnBuffers(Job):
 
 
 class SkippedStep(Job):
-    """One rank goes by its own loss."""
+    """One rank decides by its own loss."""
 
     def update(self, step: int) -> None:
         if step == 4 and self.rank == self.last:
@@ -169,7 +170,7 @@ class NaNLoss(Job):
 
 
 class NaNGradient(Job):
-    """The root of 0 has a value, but no slope."""
+    """The square root has a value at 0, but no finite gradient."""
 
     def loss(self, step: int, x: torch.Tensor) -> torch.Tensor:
         if step == 3 and self.rank == self.last:
@@ -211,7 +212,7 @@ class SameShard(Job):
 
 
 class OwnPermutation(Job):
-    """Each rank goes through all the data in an order of its own."""
+    """Each rank reads all data in its own order."""
 
     steps = 20
 
@@ -317,7 +318,7 @@ def run_all(world: World, jobs: dict[type[Job], list[Detector] | None]) -> dict[
 
 @cache
 def found_by_ranks(nprocs: int) -> list[dict[str, Any]]:
-    """Each step is judged at once."""
+    """Return the findings if each step is evaluated immediately."""
     return launch(run_all, nprocs, WRONG, device="cpu", threads=1, echo=False, timeout=120)
 
 
@@ -370,7 +371,7 @@ class Clipped(Job):
 
 
 class Epochs(Job):
-    """Few samples, shuffled anew each epoch, padded to a multiple of the ranks; the last batch is shorter."""
+    """Few samples, reshuffled in each epoch and padded to a multiple of the ranks; the last batch is smaller."""
 
     steps = 60
 
@@ -393,7 +394,7 @@ class Epochs(Job):
 
 
 class Overflowing(Job):
-    """Its scale is too high at first, so steps are left out, on all ranks alike."""
+    """The initial loss scale is too high, so that all ranks skip steps."""
 
     steps = 30
 
@@ -410,7 +411,7 @@ class Overflowing(Job):
 
 
 class Masked(Job):
-    """Infinities on the way that reach no gradient."""
+    """Intermediate infinities that reach no gradient."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -421,7 +422,7 @@ class Masked(Job):
 
 
 class UsedInTurn(Job):
-    """Each rank leaves a part out now and then, which DDP has been told of."""
+    """Each rank occasionally skips a part of the model, which DDP allows."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -444,7 +445,7 @@ class Sharded(Job):
 
 
 class Replaced(Job):
-    """Samples drawn with replacement, the same on all ranks now and then."""
+    """Samples drawn with replacement, which are occasionally the same on all ranks."""
 
     steps = 25
 
@@ -471,7 +472,7 @@ RIGHT = [Job, Accumulated, Clipped, Epochs, Overflowing, Masked, UsedInTurn, Sha
 
 
 def always() -> list[Detector]:
-    """The default set, with those that look now and then looking at each step, and no tolerance for a busy machine."""
+    """Return the default detectors, with periodic checks in each step and without tolerance for a busy machine."""
     timed = (Straggler, DataStarvation)
     others = [each for each in default_detectors() if not isinstance(each, (ReplicaDrift, DataOverlap, *timed))]
     return [*others, ReplicaDrift(every=1), DataOverlap()]
@@ -540,7 +541,7 @@ def test_the_trainer_is_checked_without_changes() -> None:
 
 
 class AtTheEnd(Detector):
-    """Something is wrong with the last step, which only the numbers of all ranks show."""
+    """A problem in the last step that only the numbers of all ranks show."""
 
     name: ClassVar[str] = "at_the_end"
     size: ClassVar[int] = 1
@@ -577,7 +578,7 @@ def test_alarms_of_the_last_steps_precede_the_result_and_are_recorded() -> None:
 
 
 class CorruptLater(Corrupt):
-    """A tensor in the middle; by the time that all are told, all tensors differ."""
+    """A corrupted tensor in the middle of the model; when the ranks report it, all tensors differ."""
 
     def spoil(self, step: int) -> None:
         if step == 5 and self.rank == self.last:
@@ -610,7 +611,7 @@ class UnusedOnce(Job):
 
 
 class OnOneRankOnly(Job):
-    """The gradient of one rank spoils after it was averaged: the others know nothing of it."""
+    """One rank's gradient is corrupted after averaging, which the other ranks do not notice."""
 
     steps, at = 12, 5
 
@@ -637,7 +638,7 @@ LATER: dict[type[Job], tuple[int, int, str, str]] = {
 
 
 class Kept(NamedTuple):
-    """What a rank has found in a program, whether its weights are finite then, and the steps that moved them."""
+    """The findings of a rank, whether its weights are finite, and the steps that changed the weights."""
 
     findings: list[Finding] | str
     is_finite: bool
@@ -691,8 +692,7 @@ def test_a_delayed_report_has_its_own_step_and_no_weight_is_corrupted() -> None:
 
 
 def skips_an_update(world: World) -> list[str]:
-    """What a rank that leaves an update out, while it counts the step, makes the others hear, in the block or at its
-    end."""
+    """Return the errors of other ranks if a rank skips an update but counts the step, inside the block or at its end."""
     told = []
     for steps in (10, 8):
         job, taken = Job(world), [0]
@@ -719,7 +719,7 @@ def test_a_rank_that_skips_an_update_is_reported_on_all_ranks() -> None:
 
 
 def ends_late(world: World) -> list[Any]:
-    """One rank comes to the end of the block when the others no longer wait."""
+    """Let one rank reach the end of the block after the others have stopped waiting."""
     from ddp_tutorial.debug import checks as module
 
     module._PATIENCE_AT_THE_END = 0.2
@@ -769,7 +769,7 @@ class InStepTen(AtTheEnd):
 
 
 def fails_in_step_eleven(world: World, which: tuple[int, ...]) -> str:
-    """What is wrong with step 10 is on its way to all ranks then."""
+    """Fail in step 11 while the report of step 10 is in transit."""
     job = Job(world)
 
     def loss(step: int, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What detectors decide by numbers alone: slopes, spikes, divergence, who is slow, what overlaps."""
+"""Numeric decisions of detectors: slopes, spikes, divergence, stragglers, overlap."""
 
 import gc
 import math
@@ -83,7 +83,7 @@ def test_reshuffled_epochs_do_not_overlap_but_separate_permutations_do() -> None
 def test_values_of_two_ranks_arrive_in_order_for_any_capacity(
     steps: list[tuple[int, int]], every: int, room: int
 ) -> None:
-    """Samples of any number in a step, exchanged once in some steps, with too little room at first."""
+    """Steps have any number of samples, some steps have an exchange, and the first capacity is too small."""
     ranks = [DataOverlap(), DataOverlap()]
     heard: list[list[Any]] = [[], []]
     for rank, detector in enumerate(ranks):
@@ -192,7 +192,7 @@ def test_a_forward_pass_is_repeated_exactly_and_without_side_effects() -> None:
 
 
 def drift_of_two(other: int) -> ReplicaDrift:
-    """One of two ranks, the other of which has checksums that are larger by `other`."""
+    """Return the detector of one of two ranks; the checksums of the other rank are larger by `other`."""
     module = nn.Linear(2, 1)
     program = Program(World(), module, torch.optim.SGD(module.parameters()), after=lambda: program.taken + 1)
     program.gather_numbers = lambda numbers: torch.stack([numbers, numbers + other])  # type: ignore
@@ -204,7 +204,7 @@ def drift_of_two(other: int) -> ReplicaDrift:
 
 
 def one_step(detector: ReplicaDrift, norms: list[float]) -> list[Finding]:
-    """Judged in its own step."""
+    """Evaluate the detector in its own step."""
     detector.program.taken += 1
     step = detector.program.step
     return detector.check(step, [[0.0, norm, 0.0] for norm in norms]) + detector.after_update(step)
@@ -235,7 +235,7 @@ def test_equal_weights_with_different_gradients_are_compared_occasionally() -> N
 
 @given(columns=st.integers(1, 3000), offset=st.integers(0, 3))
 def test_fast_hashes_equal_the_slow_hash(columns: int, offset: int) -> None:
-    """Whichever way a rank takes, by the type or the place of its tensors, it has to say the same as the others."""
+    """Ranks may use different code paths, depending on type and device of their tensors, and must agree."""
     values = torch.randn(16 * columns + offset, generator=torch.Generator().manual_seed(columns))[offset:]
     assert checksums({"it": values}) == checksums({"it": values.view(torch.int32)})
     tokens = torch.randint(1 << 62, (3, columns + offset), generator=torch.Generator().manual_seed(columns))[:, offset:]
@@ -266,7 +266,9 @@ def test_steps_without_checks_are_neither_checked_nor_counted() -> None:
 
 
 def test_the_overhead_counts_periodic_checks_fully_and_slowdowns_not() -> None:
-    """In ms: 45 without checks, 0.3 more with them, and 4 more at one place of twenty; slower and slower, all of it."""
+    """In ms: 45 without checks, 0.3 more with them, and 4 more at one of twenty positions, on a machine that slows
+    down.
+    """
     triples = []
     for number in range(200):
         begin, is_backwards = 45.0 + 0.03 * number, number % 2

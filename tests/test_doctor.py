@@ -1,4 +1,4 @@
-"""The doctor looks rather than guesses, and says what to do; the shell completes what there is."""
+"""The doctor performs actual checks and gives advice; the shell completes commands and settings."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The examples do what they say: the same on one process and two ranks, the same after a kill, and as plain torch."""
+"""The examples do what they claim: equal on one process and two ranks, after a kill, and in plain torch."""
 
 import ast
 import hashlib
@@ -36,7 +36,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs of all tests of this file are."""
+    """The folder of the runs of all tests in this file."""
     return tmp_path_factory.mktemp("examples")
 
 
@@ -46,14 +46,14 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finished(*command: str) -> str:
-    """What a command prints, with rank 0's share, when it has ended well."""
+    """Return rank 0's output of a command that has succeeded."""
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def killed(*command: str, when: Callable[[], bool]) -> None:
-    """Start a command, and end it and all that it has started with SIGKILL as soon as `when` says so."""
+    """Start a command, and kill all of its processes with SIGKILL when `when` returns true."""
     process = psutil.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
@@ -69,7 +69,7 @@ def killed(*command: str, when: Callable[[], bool]) -> None:
 
 
 def apart(one: Sequence[float], other: Sequence[float], steps: int) -> float:
-    """The largest distance between the first losses of two runs."""
+    """Return the largest difference of the first losses of two runs."""
     assert min(len(one), len(other)) >= steps
     return max(abs(a - b) for a, b in zip(one[:steps], other[:steps], strict=True))
 
@@ -126,7 +126,7 @@ SHORT = ["steps=40", "schedule_steps=200", "eval_every=40", *QUIET]
 
 
 def trained(nprocs: int, *arguments: str) -> TrainResult:
-    """Train the digits on ranks of `launch`; the result of rank 0, once all are known to have the same."""
+    """Train the digits with `launch`, check that all ranks agree, and return rank 0's result."""
     options = from_arguments(digits.Options, arguments)
     results: list[TrainResult] = launch(digits.main, nprocs, options, threads=1, echo=False, timeout=170)
     assert all(each.losses == results[0].losses and each.weights == results[0].weights for each in results)
@@ -176,7 +176,7 @@ PLAIN_STEPS = 40  # of 22 an epoch, so that all shuffle twice; a checkpoint is s
 
 
 class TorchOrder(Permutation):
-    """Samples in the order of torch's DistributedSampler. Its ranks take them in turn, as ours do."""
+    """Samples in the order of torch's DistributedSampler, whose ranks take them in turn, as this package's ranks do."""
 
     def __call__(self, epoch: int, positions: Any) -> Any:
         generator = torch.Generator().manual_seed((self.seed or 0) + epoch)
@@ -184,7 +184,7 @@ class TorchOrder(Permutation):
 
 
 def train_like_plain(world: World, accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The digits once more, with the samples in the order in which `plain` has them."""
+    """Train the digits on the samples in the order of `plain`."""
     torch.manual_seed(0)
     samples = as_samples(digits.images("train"))
     trainer = Trainer(
@@ -221,8 +221,9 @@ def plain(folder: Path) -> Callable[[int, int], Path]:
 def test_plain_torch_and_the_package_give_bitwise_identical_weights(
     nprocs: int, plain: Callable[[int, int], Path]
 ) -> None:
-    """Sums over samples divided by 64, a power of two, round alike whoever divides first, and the sum of two ranks has
-    no order. So there is no tolerance here: the library does what plain torch does, to the last bit."""
+    """Sums over samples are divided by 64, a power of two, so the order of division does not affect rounding, and the
+    sum of two ranks has one order. Therefore, no tolerance is needed.
+    """
     for results in launch(train_both_ways, nprocs, threads=1, echo=False, timeout=170):
         for accumulate, (losses, weights) in zip((1, 2), results, strict=True):
             plain_losses, plain_weights, *_ = torch.load(plain(nprocs, accumulate))

@@ -48,7 +48,7 @@ def unanswered(*args):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """An answer that ends is given the time for it, however busy the machine: the limit is for those that do not."""
+    """Return an answer without a time limit, because a machine may be busy. The limit is for answers that never return."""
 
     def launch_patiently(*args, timeout, **options):
         return launch(*args, timeout=max(timeout, 90), **options)
@@ -76,7 +76,7 @@ def test_the_packages_own_buckets_pass_the_learners_check():
 
 @pytest.mark.usefixtures("patient")
 def test_memory_that_a_torch_thread_releases_late_is_tolerated():
-    """Gloo's thread may hold what was gathered after the all-gather has ended; here a thread of ours always does."""
+    """Gloo's thread may hold gathered memory after the all-gather has completed. Here, a thread always does."""
     exercise = EXERCISES["sharded_state.sharded_module"]
 
     def slow_to_let_go(module, world):
@@ -109,7 +109,7 @@ def test_a_wrong_answer_is_rejected_with_a_reason(name, mistake, request):
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", ["quickstart.deal_samples", "quickstart.mean_loss"], ids=["here", "on ranks"])
 def test_an_unfilled_skeleton_prints_the_task(name):
-    """nbval holds every other exercise to it: each notebook is committed with its skeletons unfilled."""
+    """nbval checks this for every other exercise, because notebooks are committed with unfilled skeletons."""
     right, said = EXERCISES[name].verdict(unanswered)
     assert not right
     assert said == f"Your turn. {EXERCISES[name].task}"
@@ -153,7 +153,7 @@ def test_a_solution_is_shown_without_types_and_with_comments(capsys):
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_a_solution_as_shown_can_be_pasted_into_its_notebook(name, capsys, monkeypatch):
-    """It needs nothing that the notebook has not imported: neither to be defined nor when it is called."""
+    """The solution needs nothing that the notebook has not imported, neither when it is defined nor when it is called."""
     module = name.partition(".")[0]
     chapters = [path for path in find_notebooks() if path.parent.name != "experiments"]
     [path] = [path for path in chapters if re.fullmatch(rf"(\d\d_)?{module}", path.stem)]

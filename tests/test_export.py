@@ -1,4 +1,4 @@
-"""A run's model after the run: judged, asked to write, exported, and the same when it is loaded again."""
+"""A run's model after the run: evaluated, sampled, exported, and equal when loaded again."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Law: a fault strikes the rank, the step and the phase that it names, and no other."""
+"""Law: a fault occurs on the rank, step and phase that it names, and nowhere else."""
 
 import errno
 import json
@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid() -> None:
 
 
 def steps(world: World, *faults: Fault) -> list[str]:
-    """Three steps of two phases; what has struck, and when."""
+    """Run three steps of two phases. Return the faults that occurred, with their steps."""
     struck = []
     with inject_faults(world, *faults):
         for number in range(1, 4):
@@ -263,7 +263,7 @@ def test_a_config_with_an_impossible_fault_is_rejected_in_one_line(fault: Any, t
 
 @pytest.mark.timeout(200)
 def test_an_injected_kill_recurs_after_each_restart() -> None:
-    """It saves every 2 steps, and is killed in its third: after step 2, then after step 4."""
+    """The run saves every 2 steps and is killed in its third step: after step 2, then after step 4."""
     saving = {"checkpoint": {"every": 2}, "resume": "auto", "steps": 6}
     assert call("train", written(**saving, name="plain")).returncode == 0
     config = written(**saving, faults=["kill rank=1 step=3"])

@@ -1,4 +1,4 @@
-"""Law: at any moment a file is the old one, whole, or the new one, whole; nothing else is left beside it."""
+"""Law: at any moment, a file is the complete old or the complete new file, and no other files are left."""
 
 import errno
 import json
@@ -102,7 +102,7 @@ def test_json_rejects_invalid_values_and_keeps_the_old_file(tmp_path, number):
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
 def test_only_folders_may_not_support_flushing(tmp_path, monkeypatch, number):
-    """9p, CIFS and some file systems of FUSE answer EINVAL or ENOTSUP for folders."""
+    """9p, CIFS and some FUSE file systems return EINVAL or ENOTSUP for folders."""
     refused = {"folders": False, "files": False}
     fsync = os.fsync
 

@@ -1,4 +1,4 @@
-"""Collectives are compared before they run: real ranks, and what torch and gloo would have let through."""
+"""Collectives are compared before they run, on real ranks, in cases that torch and gloo would accept."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The servers from which ranks of tests are forked: what a rank gets of them, and who may have them."""
+"""The servers that fork the ranks of tests: the state of a rank, and who may use the servers."""
 
 import json
 import os

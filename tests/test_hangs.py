@@ -1,4 +1,6 @@
-"""Law: ranks that wait for one another for ever are ended, and told who waits where; all others are left alone."""
+"""Law: ranks that wait for each other forever are terminated and reported with their lines; other ranks are
+undisturbed.
+"""
 
 import inspect
 import re
@@ -44,7 +46,7 @@ def test_matching_ranks_get_no_verdict() -> None:
 
 
 def test_a_collective_that_all_ranks_have_entered_is_not_a_hang() -> None:
-    """Those that DDP starts in C++ are of this kind."""
+    """Collectives that DDP starts in C++ behave like this."""
     assert diagnose({0: numbered(WAITS, REDUCE), 1: numbered(WAITS, REDUCE)}).kind == "none"
 
 
@@ -97,14 +99,14 @@ def test_an_unresponsive_rank_and_a_rank_that_left_are_distinguished() -> None:
 
 
 def test_a_collective_that_lost_its_connection_has_failed() -> None:
-    """Its connections are gone, and it has raised an error."""
+    """The connections of the exited rank are closed, and this rank has raised an error."""
     left = replace(numbered(REDUCE), left="well")
     found = diagnose({0: numbered(REDUCE, REDUCE), 1: left})
     assert "Rank 0 was in all_reduce [3]" in found.verdict
 
 
 def test_only_the_marked_row_reports_waiting_ranks() -> None:
-    """torch may mark a collective as done a moment after it has returned, and some never."""
+    """torch may mark a collective as completed late or never."""
     found = diagnose({0: numbered(WAITS, WAITS), 1: replace(numbered(WAITS), left="well")})
     before, marked = found.table.splitlines()[1:]
     assert "waiting" not in before
@@ -213,7 +215,7 @@ def watched(world: World, function, seconds: float) -> object:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
 def test_a_hang_is_reported_with_rank_collective_and_line(hang) -> None:
-    """On three ranks, of which two may stand in the same place. The notebook and the benchmark have two ranks."""
+    """Two of the three ranks may wait at the same place. The notebook and the benchmark have two ranks."""
     with pytest.raises(RankError) as caught:
         launch(watched, 3, hang, SECONDS, device="cpu", echo=False, timeout=60)
     assert not isinstance(caught.value, RankTimeoutError)
@@ -226,7 +228,7 @@ def test_a_hang_is_reported_with_rank_collective_and_line(hang) -> None:
 
 @pytest.mark.timeout(120)
 def test_the_hang_benchmark_distinguishes_correct_and_wrong_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One hang, which has two lines to name; then the report of a verdict that names none."""
+    """One hang names two lines. A second report has a verdict that names none."""
     monkeypatch.setattr(bench, "HANGS", {"rank_zero_only": bench.HANGS["rank_zero_only"]})
     lines = []
     found = bench.measure_hangs(2, report=lines.append)

@@ -1,4 +1,4 @@
-"""What a hook saves on the wire, and the error that it brings: in 16 bits, or as two thin matrices."""
+"""The bytes that a hook saves, and the error that it causes: in 16 bits, or as two low-rank matrices."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 
 def average(world: World, hook: Any, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One bucket with these gradients of this rank, there and back."""
+    """Average one bucket with these gradients of this rank."""
     parameters = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
     bucket = Bucket.of("bucket 0", list(parameters.items()))
     for place, (name, parameter) in enumerate(parameters.items()):
@@ -47,7 +47,7 @@ def net() -> nn.Module:
 
 
 def gradients_of_steps(world: World, model: Any, steps: int = 3) -> list[dict[str, torch.Tensor]]:
-    """The loss is large, so that no gradient is so small that float16 keeps less than its 11 bits of it."""
+    """Return gradients of a large loss, so that float16 keeps 11 bits of each."""
     gradients = []
     module = model.module
     for step in range(steps):
@@ -111,7 +111,7 @@ SHAPES = {"weight": (12, 20), "bias": (20,), "conv": (8, 4, 3, 3), "small": (2, 
 
 
 def low_rank(rank: int, step: int) -> dict[str, torch.Tensor]:
-    """Matrices of rank 1, so that their sum over N ranks has rank N; and things that are not matrices."""
+    """Return matrices of rank 1, whose sum over N ranks has rank N, and tensors that are not matrices."""
     seed = 1000 * step + 10 * rank
     return {
         "weight": torch.outer(random(12, seed=seed), random(20, seed=seed + 1)),
@@ -123,7 +123,7 @@ def low_rank(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 
 def send_low_rank(world: World) -> dict[str, Any]:
-    """Three steps with gradients that have nothing to do with one another, all within PowerSGD's rank."""
+    """Run three steps with unrelated gradients, all within PowerSGD's rank."""
     link = DirectLink(world)
     hook = PowerSGD(link, world.size, rank=world.size)
     transfers = watched(link)
@@ -138,7 +138,7 @@ FEEDBACK_STEPS = 60
 
 
 def feed_errors_back(world: World) -> dict[str, Any]:
-    """Gradients of full rank: a part that stays and noise, as in training."""
+    """Run steps with gradients of full rank: a constant part and noise, as in training."""
     hook = PowerSGD(DirectLink(world), world.size, rank=1)
     delivered, true = torch.zeros(12, 20), torch.zeros(12, 20)
     behind, digests = [], []
@@ -159,7 +159,7 @@ def feed_errors_back(world: World) -> dict[str, Any]:
 
 
 class Backwards(nn.Module):
-    """Registered from the last to the first, so that the buckets of the first step are in the wrong order."""
+    """A model that registers its layers in reverse order, so that the buckets of the first step have the wrong order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,9 @@ class Backwards(nn.Module):
 
 
 def train_low_rank(world: World) -> dict[str, Any]:
-    """One sample a rank and step makes gradients of rank N at most, in many buckets, before and after rebuilding."""
+    """Train with one sample per rank and step, so gradients have at most rank N, in many buckets, before and after a
+    rebuild.
+    """
     heard = {}
     for name, options in {
         "none": {},
@@ -194,7 +196,7 @@ def train_low_rank(world: World) -> dict[str, Any]:
 
 
 def regress(world: World) -> dict[str, Any]:
-    """Find a matrix of full rank from noisy samples, with a hook that sends rank 1."""
+    """Fit a matrix of full rank to noisy samples, with a hook of rank 1."""
     heard: dict[str, Any] = {}
     wanted = random(24, 16, seed=1)
     for hook in ("none", "powersgd"):
@@ -242,7 +244,7 @@ def send_complex_numbers(world: World) -> dict[str, Any]:
 
 
 def fail_inside(world: World) -> dict[str, str]:
-    """Whoever watches the link raises, in another thread."""
+    """Raise an error in the observer of the link, in a different thread."""
 
     def watch(transfer: Transfer) -> None:
         raise ValueError("no more paper")
@@ -265,7 +267,7 @@ def fail_inside(world: World) -> dict[str, str]:
 
 
 def lose_the_others(world: World) -> dict[str, str] | None:
-    """Last of all: everybody but rank 0 leaves."""
+    """Let all ranks except rank 0 exit. Runs last."""
     links = {"direct": DirectLink(world), "simulated": SimulatedLink(world, LinkModel(0.0, 1e9))}
     all_reduce_mean(world, torch.zeros(1))
     if world.rank > 0:
@@ -311,7 +313,7 @@ def nprocs(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def heard(nprocs: int) -> list[dict[str, Any]]:
-    """What each rank has to say; the ranks are started once for all tests."""
+    """Return the results of each rank. The ranks are started once for all tests."""
     return launch(everything, nprocs, device="cpu", threads=1, echo=False, timeout=120)
 
 
@@ -319,7 +321,7 @@ def heard(nprocs: int) -> list[dict[str, Any]]:
 
 
 def test_fp16_is_bitwise_identical_to_torchs_hook_on_two_ranks(heard: list[dict[str, Any]], nprocs: int) -> None:
-    """With three, it is as close as 11 bits are: a third is rounded before or after the cast."""
+    """On three ranks, the difference is within 11 bits, because a third is rounded before or after the cast."""
     for each in heard:
         said = dict(each["compare_with_torchs_fp16"])
         theirs = said.pop("torch, its own hook")
@@ -342,8 +344,10 @@ def test_fp16_gives_bitwise_identical_results_on_all_ranks(heard: list[dict[str,
 def test_16_bits_are_within_their_precision_of_the_exact_mean(
     heard: list[dict[str, Any]], nprocs: int, hook: str, bits: int
 ) -> None:
-    """Each share is rounded once, and each of the N - 1 sums: N times half a unit in the last place, at most, of all
-    the shares' sizes together."""
+    """Each part is rounded once, as is each of the N - 1 sums.
+
+    The error is at most N times half a unit in the last place of the sum of the absolute values.
+    """
     for each in heard:
         said = each["average_in_16_bits"]
         for name, exact in said["exact"].items():
@@ -397,7 +401,7 @@ def test_vectors_and_small_matrices_are_sent_exactly(heard: list[dict[str, Any]]
 
 
 def test_powersgd_sends_the_number_of_bytes_of_the_formula(heard: list[dict[str, Any]], nprocs: int) -> None:
-    """P is n x rank, Q is m x rank, for the matrices of 12 x 20 and 8 x 36; with P goes what is not compressed."""
+    """P is n x rank and Q is m x rank, for matrices of 12 x 20 and 8 x 36. Uncompressed gradients are sent with P."""
     rank = nprocs
     first = 4 * (rank * (12 + 8) + 20 + 4 + 1)
     second = 4 * rank * (20 + 36)
@@ -420,7 +424,7 @@ def test_delivered_gradients_and_errors_of_powersgd_sum_to_all_gradients(heard: 
 
 
 def test_the_errors_of_powersgd_do_not_grow(heard: list[dict[str, Any]]) -> None:
-    """Rank 1 of 12 each step; without feedback, it would fall behind by most of each gradient for ever."""
+    """Each step sends rank 1 of 12. Without error feedback, most of each gradient would be lost."""
     for each in heard:
         behind = each["feed_errors_back"]["behind"]
         assert behind[0] > 0
@@ -532,7 +536,7 @@ def test_a_matrix_is_compressed_only_if_this_saves_bytes(rank: int, shape: tuple
 
 
 def test_variants_support_the_documented_hooks() -> None:
-    """One process compresses nothing, whatever it is told; the config says which go together."""
+    """A single process never compresses. The config rejects unsupported combinations."""
     model = data_parallel(net(), World(), DDPConfig(variant="bucket", hook="bf16"))
     assert isinstance(model, BucketDDP)
     assert isinstance(model.hook, AllReduceHook)

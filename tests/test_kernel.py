@@ -1,4 +1,4 @@
-"""`launch` in a Jupyter kernel, as JupyterLab runs it: cells, interrupts, the kernel's end."""
+"""`launch` in a Jupyter kernel, as JupyterLab runs it: cells, interrupts, and the kernel's exit."""
 
 import base64
 import io
@@ -31,7 +31,7 @@ def kernel(tmp_path):
 
 
 def pids_in(folder, count=2):
-    """The process ids that the ranks have written, once they all have."""
+    """Return the process IDs of the ranks, once all have written them."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         found = [path.read_text() for path in folder.iterdir()]
@@ -131,7 +131,7 @@ def test_an_error_names_the_rank_and_shows_the_line_of_the_cell(kernel):
 
 
 def test_warnings_of_a_rank_name_the_line_of_the_cell(kernel):
-    """A warning about a slow rank does, and so do stacks."""
+    """Warnings about a slow rank and stacks do so, too."""
     kernel.run("from ddp_tutorial import launch")
     said = kernel.run(
         "def work(world):\n    import traceback\n    traceback.print_stack()\nlaunch(work, 1, device='cpu')"

@@ -1,6 +1,6 @@
-"""Law: a launch gives every rank's result, or says which rank failed and why; either way no process is left.
+"""Law: a launch returns every rank's result, or names the rank that failed and why; no process is left in either case.
 
-The ranks here are real. Functions are defined inside the tests, so that they travel by value, as those of a cell do.
+The ranks are real. Functions are defined inside the tests, so that they are pickled by value, like those of a cell.
 """
 
 import gc
@@ -56,7 +56,7 @@ def _nothing_is_left_behind():
 
 @pytest.fixture
 def start_python(_nothing_is_left_behind):
-    """Start another Python, which ends with the test at the latest."""
+    """Start a new Python, which is killed at the end of the test."""
     started = []
 
     def start(*arguments, **options):
@@ -180,7 +180,7 @@ def test_launches_leave_no_file_descriptor_open():
 
 
 def test_the_package_exports_the_function_launch(start_python):
-    """Also when the module of that name has been imported before, or between."""
+    """Also if the module of that name has been imported before or in between."""
     code = """
         from ddp_tutorial import launch
         assert callable(launch), launch
@@ -217,9 +217,9 @@ print("total", launch(total, 2, 1, device="cpu"))
 
 
 def test_functions_of_a_script_run_and_a_missing_guard_is_reported(tmp_path, start_python):
-    """Both at the same time: two launches on one machine do not race for a port either.
+    """Two launches run at the same time and do not compete for a port.
 
-    A command has no file that ranks could import. A script has, and every rank would start ranks again.
+    `python -c` has no file that ranks could import. A script has a file, and every rank would start ranks again.
     """
     script = tmp_path / "unguarded.py"
     script.write_text(SMALL_LAUNCH)
@@ -340,7 +340,7 @@ def test_progress_outside_a_launch_has_no_effect(capfd):
 
 
 def fail_on_rank_1(how, **options):
-    """Rank 1 fails while rank 0 waits for it; whoever is at fault, both have said hello."""
+    """Fail on rank 1 while rank 0 waits for it. Both ranks have printed a line before."""
 
     def fail(world):
         print("hello from", world.rank)
@@ -359,7 +359,7 @@ def fail_on_rank_1(how, **options):
 
 
 def test_rank_0_is_named_if_it_fails_while_others_wait():
-    """The others hear of it, raise too, and have ended long before rank 0 has closed its files."""
+    """The other ranks learn of the failure, raise too, and exit long before rank 0 has closed its files."""
 
     def prepare(world):
         with rank_zero_first(world):
@@ -425,7 +425,7 @@ def test_a_rank_that_raises_is_named_with_its_source_line_and_output():
 
 
 def test_a_rank_that_raises_is_named_with_the_line_of_a_cell():
-    """A cell's source is in no file; linecache has it under a made-up name."""
+    """The source of a cell is in no file; linecache stores it under a made-up name."""
     import linecache
 
     source = "def cell(world):\n    x = 1\n    raise ValueError('from a cell')\n"
@@ -501,7 +501,7 @@ def test_a_function_without_a_world_parameter_is_rejected_before_start():
 
 
 def test_after_a_timeout_every_rank_reports_its_stack():
-    """Three ranks: one waits in a collective, one sleeps, one is stopped and cannot answer."""
+    """One rank waits in a collective, one sleeps, and one is stopped and cannot respond."""
 
     def hang(world):
         dist.barrier()
@@ -544,7 +544,7 @@ def test_a_flood_of_output_does_not_delay_the_timeout():
 
 
 def test_without_a_pidfd_the_sentinel_detects_an_exit():
-    """A rank on a node of a cluster has no number if it exits before it is looked for."""
+    """A rank on a cluster node has no process ID if it exits early."""
     sentinel, theirs = os.pipe()
     descriptor = exit_descriptor(SimpleNamespace(pid=None, sentinel=sentinel))
     assert not connection.wait([descriptor], 0)
@@ -555,7 +555,7 @@ def test_without_a_pidfd_the_sentinel_detects_an_exit():
 
 
 def start_a_program_and_fork(world):
-    """Both inherit the descriptors of the rank, among them the one by which `multiprocessing` notices its exit."""
+    """Start a program and a fork that inherit the rank's descriptors, including the one that signals its exit."""
     os.system("sleep 1000 & echo pid $!")
     if (child := os.fork()) == 0:
         time.sleep(1000)
@@ -574,9 +574,10 @@ def start_a_program_and_fork(world):
     ],
 )
 def test_processes_started_by_a_rank_are_killed_with_it(how, reason):
-    """Rank 1 fails; rank 0 has started some, too. When a rank is dead, its children are no longer known as such.
+    """Rank 1 fails after both ranks started processes. The children of a dead rank are no longer known as such.
 
-    The launch notices at once that rank 1 is gone: at the time limit, the reason would be a different one."""
+    The launch detects the exit of rank 1 immediately; a timeout would report a different reason.
+    """
 
     def work(world, how, start):
         start(world)
@@ -623,7 +624,7 @@ def test_a_rank_exits_cleanly_while_torchs_threads_hold_tensors(capfd):
 
 
 def test_a_rank_error_survives_pickling():
-    """A pool of processes, such as one that sweeps over settings, sends errors that way."""
+    """A pool of processes, such as a sweep, sends errors in this way."""
     for kind in (RankError, RankTimeoutError):
         raised = Raised.of(ValueError("no"))
         error = pickle.loads(pickle.dumps(kind(1, "raised ValueError: no", "trace", "log", "others", raised)))
@@ -664,7 +665,7 @@ launch(hang, 2, device="cpu")
 
 
 def start_hanging_launch(start_python, *arguments):
-    """The process of a script that is about to launch two ranks, in a session of its own."""
+    """Start a script that launches two ranks, in its own session."""
     process = start_python("-c", HANGING_LAUNCH, *arguments, start_new_session=True)
     assert process.stdout.readline() == "ready\n", process.communicate()
     return process
@@ -676,7 +677,7 @@ def hanging(start_python):
 
 
 def pids_of_ranks(process):
-    """The two ranks, once both have reached the function."""
+    """Return the process IDs of two ranks, once both have reached the function."""
     lines = [process.stdout.readline() for _ in range(2)]
     assert all(lines), process.communicate()
     time.sleep(0.3)  # the parent may still be inside print, which, interrupted there, writes its line twice
@@ -726,7 +727,7 @@ def test_ranks_do_not_outlive_a_killed_parent(hanging):
 
 
 def test_a_rank_exits_if_its_parent_died_before_it_could_ask():
-    """The kernel kills a rank when its parent dies, but only if the rank has asked for that in time."""
+    """The kernel kills a rank when its parent dies only if the rank has already requested it."""
     origin = SimpleNamespace(parent=os.getppid(), dies_with_thread=False)  # not the parent of the child
     if (child := os.fork()) == 0:
         _never_outlive_the_parent(origin)
@@ -751,7 +752,7 @@ def test_processes_that_start_during_a_kill_are_killed_too(monkeypatch):
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    """No process may be started in this test."""
+    """Fail if the test starts a process."""
 
     def start(*_args, **_options):
         pytest.fail("a process was started")
@@ -842,7 +843,7 @@ def test_invalid_arguments_are_rejected_with_advice(monkeypatch, given, error, a
 @pytest.mark.spawned
 @pytest.mark.parametrize("pipes", [5, 100])
 def test_a_launch_that_cannot_start_leaves_no_descriptor_open(pipes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Because there are no more pipes, or else no more processes."""
+    """Pipes or processes are exhausted."""
     left, pipe = [0], os.pipe
 
     def scarce() -> tuple[int, int]:

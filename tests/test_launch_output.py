@@ -1,4 +1,4 @@
-"""What comes home from ranks beside their results: what they log, the figures that they show; and who starts them."""
+"""Output of ranks other than results: log lines and figures; and concurrent launches."""
 
 import base64
 import logging
@@ -18,7 +18,10 @@ from ddp_tutorial.processes.spawn import oversubscription_warning
 
 
 def without_pytests_logging(monkeypatch):
-    """Inside a test, as it sets its handlers when the test begins: Python's logging as it is in a fresh process."""
+    """Reset Python's logging to that of a fresh process.
+
+    Used inside a test, because pytest sets its handlers when a test starts.
+    """
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
 
@@ -78,8 +81,10 @@ def test_a_figure_of_a_rank_appears_under_its_number(capsys, monkeypatch):
 
 
 def test_concurrent_launches_get_their_own_results_and_leave_no_trace():
-    """What children inherit there is once in a process: ranks had the port and the mark of another thread's launch,
-    joined its group, and were killed when it ended."""
+    """Children inherit process-wide state.
+
+    Ranks once had the port and the mark of a different thread's launch, joined its group, and were killed with it.
+    """
 
     def add_up(world, mine):
         everyones = torch.tensor(mine + world.rank)
@@ -127,7 +132,7 @@ def test_many_ranks_per_core_cause_a_warning_about_the_cost(ranks, device, cores
 
 
 def test_a_rank_that_cannot_be_killed_is_named_and_not_waited_for(monkeypatch):
-    """As if the kernel never let go of them. `launch` returns, and the error names both."""
+    """The ranks appear to stay in the kernel. `launch` returns, and the error names both ranks."""
     monkeypatch.setattr(spawn, "END_SECONDS", 0.1)
     monkeypatch.setattr(spawn, "has_exited", lambda process: False)
 

@@ -1,6 +1,6 @@
-"""A simulated link takes the time that its model says, beside the computing; both links tell what they carried.
+"""A simulated link takes the time of its model while the ranks compute; both kinds of links report their transfers.
 
-Nothing here asks a busy machine to be quick: times have a lower bound that is exact, and an upper one that is generous.
+No test requires a busy machine to be fast: times have an exact lower bound and a generous upper bound.
 """
 
 import time
@@ -68,7 +68,7 @@ def sum_three(world: World) -> list[Transfer]:
 
 
 def join_late(world: World) -> dict[str, Any]:
-    """The last rank joins in 0.3 s after the others."""
+    """Let the last rank join 0.3 s after the others."""
     link = SimulatedLink(world, MODEL)
     transfers = watched(link)
     together(world)
@@ -141,7 +141,7 @@ def sum_directly(world: World) -> dict[str, Any]:
 
 
 def use_both_at_once(world: World) -> list[float]:
-    """The main thread's collectives and the link's do not meet, in whatever order each rank comes to them."""
+    """Use the main thread's collectives and the link in different orders on each rank. They do not interfere."""
     link, direct = SimulatedLink(world, LinkModel(0.01, 1e9)), DirectLink(world)
     slow, quick = torch.ones(1000), torch.ones(1000) * 10
     if world.rank == 0:
@@ -155,7 +155,7 @@ def use_both_at_once(world: World) -> list[float]:
 
 
 def make_many(world: World) -> dict[str, int]:
-    """How many files and threads ten more of each thing that needs a process group leave behind."""
+    """Return the number of files and threads that ten more objects of each kind leave behind."""
 
     def make_link() -> None:
         SimulatedLink(world, LinkModel(0.0, 1e12)).all_reduce(torch.ones(4)).wait()
@@ -185,7 +185,7 @@ def make_many(world: World) -> dict[str, int]:
 
 
 def lose_the_others(world: World) -> dict[str, str] | None:
-    """Last of all: everybody but rank 0 leaves."""
+    """Let all ranks except rank 0 exit. Runs last."""
     links = {"direct": DirectLink(world), "simulated": SimulatedLink(world, LinkModel(0.0, 1e9))}
     observed = {name: watched(link) for name, link in links.items()}
     together(world)
@@ -224,7 +224,7 @@ def nprocs(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def heard(nprocs: int) -> Iterator[list[dict[str, Any]]]:
-    """What each rank has to say; the ranks are started once for all tests."""
+    """Return the results of each rank. The ranks are started once for all tests."""
     return launch(everything, nprocs, device="cpu", threads=1, echo=False, timeout=90)
 
 

@@ -1,4 +1,4 @@
-"""Widgets show the figure that they name, and leave none behind."""
+"""Widgets show the figure of their values, and leave no other figures."""
 
 import base64
 

@@ -1,5 +1,6 @@
-"""Live ranks on hosts of their own: they talk through a link of a known rate, outlive what those of one host do, and of
-their network nothing is left."""
+"""Live ranks on emulated hosts: they use a link of a known rate, survive the same failures as local ranks, and leave no
+network.
+"""
 
 import os
 import re
@@ -53,7 +54,7 @@ def one_pool(cluster: Cluster) -> Iterator[Ranks]:
 
 @pytest.fixture
 def ranks(one_pool: Ranks) -> Ranks:
-    """Alive, whatever the test before has done to them."""
+    """Return working ranks, whatever the previous test did to them."""
     if any(each["state"] != "ready" for each in one_pool.status()):
         one_pool.restart()
     one_pool.execute(IMPORTS)
@@ -122,7 +123,7 @@ def test_ranks_rendezvous_inside_their_network_without_outside_listeners(ranks: 
 
 
 def seconds_of_an_all_reduce(ranks: Ranks) -> float:
-    """The longest of both: who starts last may find all of the other's data there already."""
+    """Return the longer time of both ranks, because the data may already be there for the rank that starts last."""
     ranks.execute(f"x = torch.full(({NUMBERS},), 1.0 + world.rank)\ndist.barrier()")
     ranks.execute("began = time.perf_counter()\ndist.all_reduce(x)\nseconds = time.perf_counter() - began")
     assert all(x.equal(torch.full((NUMBERS,), 3.0)) for x in ranks.get("x"))
@@ -130,7 +131,7 @@ def seconds_of_an_all_reduce(ranks: Ranks) -> float:
 
 
 def test_an_all_reduce_takes_at_least_the_time_of_the_link(cluster: Cluster, ranks: Ranks) -> None:
-    """In a ring of two, each rank receives as many bytes as the tensor has: half of them added up, half as the sum."""
+    """In a ring of two, each rank receives as many bytes as the tensor has: half to sum, and half as the sum."""
     on_the_wire = (
         4 * NUMBERS * 8 / (MBIT * 1e6)
     )  # 80 ms; a little less may come, as a bucket of tokens is full at first

@@ -1,4 +1,4 @@
-"""Ranks that stay: they keep what they have, and outlive errors, hangs, interrupts; none outlives its parent."""
+"""Persistent ranks keep their variables, survive errors, hangs and interrupts, and never outlive their parent."""
 
 import array
 import ast
@@ -50,7 +50,7 @@ def one_pool(ranks_are_forked):
 
 @pytest.fixture
 def ranks(one_pool):
-    """Alive, whatever the test before has done to them."""
+    """Return working ranks, whatever the previous test did to them."""
     if any(each["state"] != "ready" for each in one_pool.status()):
         one_pool.restart()
     one_pool.execute(IMPORTS)
@@ -338,7 +338,7 @@ def test_a_hundred_random_actions_leave_a_working_pool_and_no_process(ranks):
 
 
 def test_a_ranks_death_is_detected_despite_its_child_processes(monkeypatch):
-    """With ranks that are spawned: their sentinel leaks into what they start, and that of forked ranks does not."""
+    """The ranks are spawned, because only a spawned rank's sentinel leaks into its child processes."""
     monkeypatch.setattr(torch.multiprocessing, "spawn", sys.modules["torch.multiprocessing.spawn"].spawn)
     with Ranks(2, threads=1, device="cpu", echo=False) as pool:
         pool.execute(IMPORTS)
@@ -353,7 +353,7 @@ def test_a_ranks_death_is_detected_despite_its_child_processes(monkeypatch):
 
 
 def test_waking_a_rank_keeps_its_other_connections_open(ranks):
-    """Such as one to a database on this machine."""
+    """An example is a connection to a database on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as database, ExitStack() as stack:
         ranks.put(port=database.getsockname()[1])
         ranks.execute("import socket; database = socket.create_connection(('127.0.0.1', port))")
@@ -369,14 +369,14 @@ def test_waking_a_rank_keeps_its_other_connections_open(ranks):
 
 
 def unread(sender):
-    """The bytes in a pipe that its reader has not read."""
+    """Return the number of unread bytes in a pipe."""
     found = array.array("i", [0])
     fcntl.ioctl(sender._fd, termios.FIONREAD, found)
     return found[0]
 
 
 def test_a_stopped_rank_does_not_block_the_pool(ranks, monkeypatch):
-    """Not in a call of 400 looks, not where its pipes are full, and not in a request that is larger than a pipe."""
+    """Not during 400 progress checks, not with full pipes, and not with a request that is larger than a pipe."""
     monkeypatch.setattr(controller, "LOOK_SECONDS", 0.005)
     control, pid, waiting = ranks._workers[1]._control, ranks.status()[1]["pid"], []
 
@@ -404,7 +404,7 @@ def test_a_stopped_rank_does_not_block_the_pool(ranks, monkeypatch):
 
 @pytest.mark.parametrize("what", ["wake", "interrupt"])
 def test_messages_for_an_earlier_call_do_not_affect_a_later_call(ranks, what):
-    """As where a rank is so slow that it reads it only when the next call has begun."""
+    """A slow rank may read a message only after the next call has started."""
     late = threading.Timer(0.3, lambda: ranks._workers[0].control(what, ranks._number - 1))
     late.start()
     ranks.execute("time.sleep(0.6)")
@@ -544,7 +544,7 @@ def test_magics_leave_no_ranks_after_the_kernel(notebook, tmp_path):
 
 
 def test_a_call_is_faster_than_a_launch():
-    """Much quicker: `python -m ddp_tutorial bench ranks` measures by how much, with ranks that are spawned."""
+    """`python -m ddp_tutorial bench ranks` measures the difference with spawned ranks."""
     found = measure(repeats=2)
     assert found["ratios"]["pool_call_vs_launch"] < 0.5
     assert "pool_cell" in as_text(found)

@@ -1,4 +1,4 @@
-"""Ranks that step by themselves for a round, and then average their weights: is it what its definition says?"""
+"""Ranks that take local steps for a round, and then average their weights, match the definition."""
 
 import math
 import shutil
@@ -98,7 +98,7 @@ def test_an_invalid_option_is_rejected_in_one_line(values: dict[str, Any], said:
 
 
 class Toy(nn.Module):
-    """With tied, frozen and unused parameters, one that only rank 0 uses, and a buffer that each rank changes."""
+    """A model with tied, frozen and unused parameters, one that only rank 0 uses, and a buffer that each rank changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
 
 
 def batches_of(step: int, rank: int, parts: int = 1, alike: bool = False) -> list[Any]:
-    """Ragged, and only rank 0 uses `shift`, or all if they are `alike`."""
+    """Return ragged batches. Only rank 0 uses `shift`, or all ranks if the batches are `alike`."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     counts = [1 + (2 * rank + number + step) % 4 for number in range(parts)]
     draw = [torch.randn(2, count, WIDTH, generator=generator) for count in counts]
@@ -147,8 +147,10 @@ def trained_of(model: nn.Module) -> list[nn.Parameter]:
 def definition(
     size: int, optimizer: str, length: int, begin: int = 0, outer: tuple[float, float] = (1.0, 0.0), parts: int = 1
 ) -> tuple[list[list[Weights]], Weights]:
-    """In one process, in plain torch: `size` replicas, each with an optimizer of its own. The weights of each after
-    each step, and the mean after the last."""
+    """Return the weights of `size` replicas in plain torch after each step, and their mean after the last.
+
+    Runs in one process.
+    """
     models = [make_toy() for _ in range(size)]
     optimizers = [MAKE[optimizer](trained_of(model)) for model in models]
     start, velocity = deepcopy(trained_of(models[0])), [torch.zeros_like(p) for p in trained_of(models[0])]
@@ -238,8 +240,11 @@ def train(world: World, case: Case, alike: bool = False) -> dict[str, Any]:
 
 
 def torchs_own(world: World, optimizer: str, length: int, begin: int) -> list[Weights]:
-    """The same with torch's averager; with `begin`, its hook and its optimizer too. All ranks use the same parameters:
-    torch averages those that have a gradient, and where these are not the same on all ranks it aborts."""
+    """Run the same steps with torch's averager, and with its hook and optimizer if `begin` is given.
+
+    All ranks use the same parameters: torch averages parameters with a gradient, and aborts if these differ between
+    ranks.
+    """
     model, history = make_toy(), []
     made = MAKE[optimizer](trained_of(model))
     averager = PeriodicModelAverager(period=length, warmup_steps=begin + length - 1)
@@ -265,7 +270,7 @@ def torchs_own(world: World, optimizer: str, length: int, begin: int) -> list[We
 
 
 def not_finite(world: World) -> list[float]:
-    """Only the last rank's gradient is not finite."""
+    """Make only the last rank's gradient non-finite."""
     config = TrainConfig(strategy="local_sgd")
     strategy = make_strategy(config, make_toy(), world, loss_sum)
     return [
@@ -307,7 +312,7 @@ def far(found: Weights, expected: Weights) -> float:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_rank_has_the_weights_of_the_definition_in_each_step(size: int) -> None:
-    """Those of replicas in one process: the same sums, for four ranks in another order."""
+    """The definition runs replicas in one process: the same sums, in a different order for four ranks."""
     for case in CASES:
         _, optimizer, length, begin, outer, parts = case
         history, mean = definition(size, optimizer, length, begin, outer, parts)
@@ -330,7 +335,7 @@ def test_ranks_are_bitwise_identical_only_after_a_round(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_rounds_of_one_plain_sgd_step_are_data_parallelism(size: int) -> None:
-    """One process on the union of all batches, within 2e-5: the mean of steps is the step of the mean."""
+    """The reference is one process on all batches, within 2e-5: the mean of the steps is the step of the mean."""
     model = make_toy()
     optimizer = MAKE["plain"](trained_of(model))
     for step in range(STEPS):
@@ -353,7 +358,10 @@ def test_diloco_with_rate_1_and_no_momentum_is_local_sgd(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_results_equal_torchs_averager_and_post_local_optimizer(size: int) -> None:
-    """A mean to the bit; steps within 1e-5, for a loss is divided by its count in another order."""
+    """Means are bitwise identical.
+
+    Steps are within 1e-5, because the loss is divided by its count in a different order.
+    """
     for rank in trained(size):
         ours, theirs = rank["averaged"]
         assert torch.equal(ours, theirs)
@@ -448,7 +456,7 @@ def run(world: World, flavour: str, **values: Any) -> dict[str, Any]:
 
 
 def lives_of_two(world: World) -> dict[tuple[str, Any], dict[str, Any]]:
-    """Of each flavour the whole run, one that is judged and saved at other steps, and those that were killed."""
+    """Return, for each variant, the full run, a run that is evaluated and saved at other steps, and the killed runs."""
     found: dict[tuple[str, Any], dict[str, Any]] = {}
     for flavour in FLAVOURS | OVERFLOWING:
         found[flavour, "whole"] = run(world, flavour, name=flavour)
@@ -466,7 +474,7 @@ def lives_of_two(world: World) -> dict[tuple[str, Any], dict[str, Any]]:
 
 
 def on_three(world: World) -> dict[Any, Any]:
-    """From checkpoints of two ranks: at the end of a round it goes on, within one it does not."""
+    """Resume checkpoints of two ranks on three: possible at the end of a round, rejected within a round."""
     found: dict[Any, Any] = {}
     for flavour in FLAVOURS:
         ends = next(step for step in (3, 5) if Rounds(3, 2 if "post" in flavour else 0).local_steps(step) == 0)

@@ -1,4 +1,4 @@
-"""Reading what runs have written: whichever way they ended, whatever is missing, and without torch."""
+"""Read the files of runs that ended in any way or are incomplete, without importing torch."""
 
 import csv
 import errno
@@ -78,7 +78,7 @@ RESULT: dict[str, Any] = {"schema": 1, "status": "finished", "step": 4, "world_s
 
 
 def made(name: str, rows: list[dict[str, Any]] = ROWS, result: dict[str, Any] | None = RESULT, **settings: Any) -> Path:
-    """A folder as a run would have left it."""
+    """Create a folder as a run would have left it."""
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"name": name} | settings))
@@ -341,7 +341,7 @@ RESULT_KEYS = ("status", "step", "world_size", "metrics", "ranks", "reason", "ra
 
 
 def odd(keys: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with the keys that are read, and anything for values."""
+    """Draw objects with the known keys and arbitrary values."""
     return st.dictionaries(st.sampled_from(keys), ANYTHING | st.dictionaries(st.sampled_from(keys), ANYTHING))
 
 
@@ -864,7 +864,7 @@ def test_commands_about_logs_load_no_large_module(arguments: list[str], without:
 
 
 def test_commands_about_logs_start_fast() -> None:
-    """0.2 s where nothing else runs, and several times that on a busy machine; torch alone would take longer."""
+    """They start in 0.2 s on an idle machine, and several times that on a busy one. torch alone would take longer."""
     made("mine")
 
     def seconds(*arguments: str) -> float:

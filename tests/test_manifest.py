@@ -1,4 +1,4 @@
-"""Checkpoints on the disk, seen without torch: which is the newest, is it whole, which can go."""
+"""Checkpoints on disk, without torch: which one is the newest, which are intact, which can be removed."""
 
 import errno
 import hashlib
@@ -130,7 +130,7 @@ def test_a_manifest_cannot_name_a_file_outside_its_folder(path: str, tmp_path: P
 
 
 def test_a_manifest_may_name_files_in_its_folder_through_links(tmp_path: Path) -> None:
-    """The counterpart of the test above: these names are all good."""
+    """In contrast to the test above, these names are all valid."""
     real = made(tmp_path / "elsewhere", 3, **listing("part one/x..pt"))
     (real / "part one").mkdir()
     (real / "part one" / "file").write_bytes(b"secret")

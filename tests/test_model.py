@@ -1,4 +1,4 @@
-"""The model that learns."""
+"""The GPT."""
 
 import json
 import math

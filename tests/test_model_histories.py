@@ -1,8 +1,8 @@
-"""Every DDP variant and ZeRO stage trains any model through any history as one process does, or refuses clearly.
+"""Every DDP variant and ZeRO stage trains any model like one process, or rejects it clearly.
 
-`histories.py` defines models and histories as data. Two and three ranks replay random histories, and the histories of
-past bugs, on every arm. Each rank compares its gradients, weights and outputs with plain torch on the
-union of all ranks' samples. Set HISTORIES=2000 to search longer. A failure is reduced to a small history.
+`histories.py` defines models and training histories as data. Two and three ranks replay random histories, and the
+histories of past bugs, on every arm. Each rank compares its gradients, weights and outputs with plain torch on all
+ranks' samples. Set HISTORIES=2000 to search longer. A failure is reduced to a small history.
 """
 
 import os
@@ -44,7 +44,7 @@ TORCH = ("torch", "torch, shared memory")
 
 
 def one(*events: str, block: Block | None = None, **options: Any) -> History:
-    """A history of a model with one block."""
+    """Return a history of a model with one block."""
     return History((block or Block("linear"),), events, **options)
 
 
@@ -52,7 +52,7 @@ STEP = ("wrap", "backward", "step")
 
 
 class Pair(NamedTuple):
-    """Arms and a feature of histories that do not go together."""
+    """Arms and a feature of histories that are incompatible."""
 
     arms: tuple[str, ...]
     feature: str
@@ -207,7 +207,7 @@ def is_run(arm: str, history: History) -> bool:
 
 
 def is_right(arm: str, history: History, ranks: Sequence[str]) -> bool:
-    """Whether all ranks equal one process and each other, or all of them raise a documented error."""
+    """Return whether all ranks agree with one process and each other, or all raise a documented error."""
     if ranks[0].startswith("equal"):
         return len(set(ranks)) == 1
     return any(is_refused(pair, ranks) for pair in REFUSALS if matches(pair, arm, history))
@@ -219,14 +219,14 @@ def is_refused(pair: Pair, ranks: Sequence[str]) -> bool:
 
 @cache
 def drawn(size: int) -> list[History]:
-    """Random histories, the same in every run. Each kind of block is the first one of some of them."""
+    """Return random histories, the same in every run. Each kind of block is first in some of them."""
     kinds = list(KINDS)
     return [Draw(1000 * size + number).history(kinds[number % len(kinds)]) for number in range(DRAWN[size])]
 
 
 @cache
 def outcomes(size: int) -> dict[tuple[str, History], list[str]]:
-    """Every rank's outcome of each case on so many ranks, from one launch."""
+    """Return every rank's outcome of each case on this number of ranks, from one launch."""
     cases = [(arm, each) for each in drawn(size) for arm in ARMS if is_run(arm, each)]
     if size == 2:
         cases += [(arm, each) for each in PAST.values() for arm in ARMS if is_run(arm, each)]
@@ -236,7 +236,7 @@ def outcomes(size: int) -> dict[tuple[str, History], list[str]]:
 
 
 def smallest(history: History, fails: Callable[[list[History]], list[bool]], seconds: float = 60) -> History:
-    """The history without the events, blocks and options that a failure does not need. `fails` judges candidates."""
+    """Return the history without the events, blocks and options that a failure does not need. `fails` decides."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         candidates = [each for each in history.smaller() if each != history and each.is_valid()]
@@ -248,7 +248,7 @@ def smallest(history: History, fails: Callable[[list[History]], list[bool]], sec
 
 
 def kinds_of(ranks: Sequence[str]) -> list[str]:
-    """What is wrong on each rank, in two words, such as "raises RuntimeError:"."""
+    """Return the kind of problem on each rank in two words, such as "raises RuntimeError:"."""
     return [" ".join(rank.split()[:2]) for rank in ranks]
 
 

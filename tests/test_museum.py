@@ -1,4 +1,4 @@
-"""The museum of bugs: each is caught by a law that knows nothing of it, and no program that is right is blamed."""
+"""The museum of bugs: each bug is caught by a general law, and no correct program raises an alarm."""
 
 import inspect
 from functools import partial

@@ -56,7 +56,7 @@ OF_LIVE_RANKS = r"%%ranks( --raises)?( \d)?|%%rank0"
 
 
 def python_of(cell):
-    """What is Python in a cell: all of it, or what `%%writefile` makes a file of, or ranks run; `%ranks` has none."""
+    """Return the Python code of a cell: the whole cell, the file that `%%writefile` writes, or the code for ranks."""
     first, _, rest = cell.source.partition("\n")
     if re.fullmatch(f"{MAGICS}|{OF_LIVE_RANKS}", first):
         return rest
@@ -86,9 +86,10 @@ def test_every_notebook_is_found_and_experiments_have_small_parameters():
 
 @each_notebook
 def test_cells_are_plain_python(path):
-    """Where outputs are not compared, nbval takes a magic or a shell command that fails for one that succeeds, as no
-    error message comes of it; it goes on after a kernel that was told to leave; and it skips what is tagged so. Let
-    through are `%%writefile`, which raises where it fails, and those of live ranks, where papermill is asked too."""
+    """nbval accepts a failing magic or shell command if its output is not compared, because it raises no error; it
+    continues after a kernel exit, and skips tagged cells. Allowed are `%%writefile`, which raises on failure, and the
+    magics of live ranks, which papermill checks.
+    """
     for cell in code_cells(path):
         assert "%ranks" not in cell.source or path.stem in SMALL
         tree = ast.parse(python_of(cell))  # another magic, `!command` and `name?` are no Python
@@ -99,7 +100,7 @@ def test_cells_are_plain_python(path):
 
 @each_notebook
 def test_every_parameter_is_used_in_a_later_cell(path):
-    """One that nothing reads can be set to anything, by papermill too."""
+    """An unused parameter could be set to anything, also by papermill."""
     cells = [cell for cell in code_cells(path) if "parameters" not in cell.metadata.get("tags", [])]
     nodes = [node for cell in cells for node in ast.walk(ast.parse(python_of(cell)))]
     read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -138,10 +139,10 @@ def test_outputs_belong_to_their_source(path):
 
 
 def shown_sources(path):
-    """Cells that print the source of what the package has, as (cell, what it would print now).
+    """Return the cells that print source code, as (cell, current source).
 
-    Of those cells the statements are run that work with `getsource`, and of all cells what they need for that: imports
-    from here, and a name that is made of nothing but these.
+    The test runs only the statements of those cells that use `getsource`, and their prerequisites from all cells:
+    imports and simple names.
     """
     trees = [(cell, ast.parse(python_of(cell))) for cell in code_cells(path)]
     statements = [statement for _, tree in trees for statement in tree.body]
@@ -171,7 +172,7 @@ def _run(statement, names):
 
 
 def stale_sources(path):
-    """The cells whose output is not the source as it is."""
+    """Return the cells whose output is not the current source."""
     return [
         cell.source
         for cell, printed in shown_sources(path)
@@ -181,7 +182,7 @@ def stale_sources(path):
 
 @each_notebook
 def test_a_displayed_source_is_current(path):
-    """A cell that prints a function of the package does not change when that function does."""
+    """A cell that prints a function of the package does not change with that function."""
     calls = [cell for cell in code_cells(path) if re.search(r"^\w.*\bgetsource\(", cell.source, re.MULTILINE)]
     assert len(list(shown_sources(path))) == len(calls), "a cell was passed over"
     assert stale_sources(path) == [], "execute it again: touch a cell's source, or `refresh([path], everything=True)`"
@@ -224,7 +225,7 @@ def test_errors_are_stored_only_in_tagged_cells(path):
 
 @each_notebook
 def test_no_output_contains_stderr(path):
-    """A warning in a committed output is a question that the reader cannot answer."""
+    """A reader cannot interpret a warning in a committed output."""
     for cell in code_cells(path):
         assert not [out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stderr"]
 
@@ -292,8 +293,10 @@ def bare_assertions(path):
 
 @each_notebook
 def test_an_assertion_has_a_message(path):
-    """It fails in front of a learner who has changed a parameter, or whose machine is busy. Without a message all that
-    is read there is `AssertionError:`."""
+    """An assertion may fail for a learner who changed a parameter or has a busy machine.
+
+    Without a message, only `AssertionError:` appears.
+    """
     assert bare_assertions(path) == []
 
 
@@ -310,7 +313,7 @@ AT_MOST = 12
 
 
 def names_of_ours(path):
-    """What a notebook takes from the package, but for what is in all of them."""
+    """Return the package's names that a notebook uses, except those that all notebooks use."""
     statements = [node for cell in code_cells(path) for node in ast.walk(ast.parse(python_of(cell)))]
     assert not [node for node in statements if isinstance(node, ast.Import) and "ddp_tutorial" in ast.unparse(node)]
     taken = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module.startswith("ddp_tutorial")]

@@ -73,7 +73,7 @@ if __name__ == "__main__":
 
 
 def as_nobody(attack: Callable[[], Any]) -> Any:
-    """Call `attack` in a child process of the user `nobody`. Returns its result, or the `OSError` that it raises."""
+    """Call `attack` in a child process of the user `nobody`. Return its result, or the `OSError` that it raises."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -101,7 +101,7 @@ def as_nobody(attack: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[SimpleNamespace]:
-    """A running job of root in a folder that every user may enter: what the ranks say of themselves, and the folder."""
+    """Start a job of root in a folder that every user may enter. Yield the output of the ranks and the folder."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -125,7 +125,7 @@ def job() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def results(job: SimpleNamespace) -> Path:
-    """The run folder, when the job has ended. The tests of the running job come before those that use it."""
+    """Return the run folder after the job. The tests of the running job precede those that use it."""
     (job.folder / "go").touch()
     assert job.process.wait(timeout=120) == 0
     losses = json.loads((job.folder / "losses.json").read_text())
@@ -138,7 +138,7 @@ def results(job: SimpleNamespace) -> Path:
 
 
 def test_a_second_user_can_join_the_store_of_a_launch(job: SimpleNamespace) -> None:
-    """TCPStore has no authentication. The threat model says so, and how to isolate a job."""
+    """TCPStore has no authentication. The threat model states this, and how to isolate a job."""
 
     def join() -> tuple[list[str], bytes]:
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=30))

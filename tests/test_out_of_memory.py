@@ -1,5 +1,7 @@
-"""Law: a rank that runs out of memory in forward costs all ranks that batch, and nothing else; what cannot be agreed on
-ends the run and says why. A data worker that dies costs nothing."""
+"""Law: a rank that runs out of memory in the forward pass costs all ranks this batch and nothing else.
+
+If ranks cannot agree, the run is aborted with a reason. A data worker that dies has no effect on the result.
+"""
 
 import json
 from pathlib import Path
@@ -45,7 +47,7 @@ def train_with(world: World, config: TaskConfig, *faults: Fault) -> dict[str, An
 
 
 def without_a_batch(world: World, config: TaskConfig, left_out: int) -> list[float]:
-    """The losses of a run that never sees the batch of one step."""
+    """Return the losses of a run that never sees the batch of one step."""
     trainer, losses = make_trainer(config, world), []
     step: TrainStep = trainer.train_step
     for number in range(1, config.steps + 1):

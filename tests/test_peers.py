@@ -1,4 +1,4 @@
-"""The trainers that people use, on the same work, in the same ranks."""
+"""Popular trainers on the same work, in the same ranks."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +23,7 @@ def on_ranks(count: int, names: list[str], work: Work) -> Outcomes:
 
 
 def one_process(work: Work, batch_size: int) -> Outcome:
-    """The same training without ranks, all samples of a step in one batch."""
+    """Train without ranks, with all samples of a step in one batch."""
     model = work.model()
     optimizer = work.optimizer(model)
     scheduler = work.scheduler(optimizer)
@@ -90,7 +90,7 @@ def ranks() -> list[dict[str, Runs]]:
 
 
 def exact(ranks: list[dict[str, Runs]], situation: str) -> set[str]:
-    """The trainers that come to the bits of an undisturbed run, on both ranks."""
+    """Return the trainers whose resumed runs are bitwise identical on both ranks."""
     return {name for name in NAMES if all(again.distance(whole) == 0 for whole, again in both(ranks, situation, name))}
 
 
@@ -99,7 +99,7 @@ def both(ranks: list[dict[str, Runs]], situation: str, name: str) -> list[tuple[
 
 
 def rest_of_the_epoch(ranks: list[dict[str, Runs]], situation: str, name: str) -> Counter[int]:
-    """How often each of the 64 samples is seen in the second epoch, half of it before the checkpoint, half after it."""
+    """Return how often each of the 64 samples is used in the second epoch, half before and half after the checkpoint."""
     seen: Counter[int] = Counter()
     for whole, again in both(ranks, situation, name):
         for step in whole.seen[8:12] + again.seen[:4]:

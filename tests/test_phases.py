@@ -1,4 +1,4 @@
-"""Law: every phase that is entered is left, in the eyes of every observer, whatever happens inside."""
+"""Law: every observer sees the end of every phase that it saw start, whatever happens inside."""
 
 import json
 import threading
@@ -73,7 +73,7 @@ def test_several_observers_see_the_same_events_independently():
 
 
 def test_an_observer_that_raises_on_entry_prevents_the_phase():
-    """That is how faults are injected."""
+    """Faults are injected in this way."""
 
     def fault(edge):
         if edge.entered and edge.name == "update":
@@ -136,7 +136,7 @@ def test_a_stopwatch_sums_the_seconds_of_each_phase_and_restarts():
 
 
 def test_a_stopwatch_sums_a_phase_that_overlaps_in_several_threads():
-    """Thread number n is in the phase from n to n + 10 + n: all are in it at the same time."""
+    """Thread n is in the phase from n to n + 10 + n, so all threads overlap."""
     watch, everyone_is_in, count = Stopwatch(), threading.Barrier(5), 5
 
     def work(number):
@@ -182,7 +182,7 @@ def test_a_phase_appears_in_a_profiler_trace_only_while_recording(tmp_path):
 
 
 class FakeEvent:
-    """A CUDA event whose time is its turn, in milliseconds."""
+    """A CUDA event whose time is its position, in milliseconds."""
 
     turn = 0.0
 

@@ -1,4 +1,6 @@
-"""A pipeline of any schedule comes to the gradient of one process and of torch's own, and keeps what it says."""
+"""A pipeline with any schedule gives the gradient of one process and of torch's pipelining, and stores the planned
+activations.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ CLOSE = {"rtol": 0.0, "atol": 1e-6}
 
 
 class Extra(nn.Module):
-    """A layer with a parameter that nothing uses, and a whole number that it counts up."""
+    """A layer with an unused parameter, and an integer counter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class Extra(nn.Module):
 
 
 def toy() -> nn.Sequential:
-    """Eight modules of uneven sizes; the first is frozen, as is one in the middle."""
+    """Return eight modules of different sizes; the first and one in the middle are frozen."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 7),
@@ -78,7 +80,7 @@ def squares(model: Any, batch: Any) -> tuple[Any, ...]:
 
 
 def ragged(step: int, count: int = MICRO_BATCHES) -> list[Any]:
-    """Micro-batches of 2 to 5 samples, of which some do not count."""
+    """Return micro-batches of 2 to 5 samples, of which some do not count."""
     draw = torch.Generator().manual_seed(step)
     sizes = torch.randint(2, 6, (count,), generator=draw).tolist()
     return [(torch.randn(n, 3, generator=draw), torch.randn(n, 2, generator=draw)) for n in sizes]
@@ -121,7 +123,7 @@ def far_from_one_process(
     dtype: str,
     accumulation: int = 1,
 ) -> dict[str, float]:
-    """By name, how far what this rank has is from one process after five steps; and its losses."""
+    """Return the difference from one process after five steps by name, and the losses."""
     config = PrecisionConfig(dtype=dtype)
     alone, precision = World(), Precision(config, World())
     reference = DDPStrategy(one := copy.deepcopy(model), alone, loss, accumulation=MICRO_BATCHES, precision=precision)
@@ -160,7 +162,9 @@ def all_of_them(world: World) -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_five_steps_of_every_schedule_equal_those_of_one_process(size: int) -> None:
-    """Bit for bit, but for tied parameters: their gradients are added up over micro-batches first, then over uses."""
+    """Results are bitwise identical except for tied parameters, whose gradients are summed over micro-batches first and
+    then over uses.
+    """
     of_ranks = launch(all_of_them, size, device="cpu", threads=1, echo=False, timeout=150)
     seen: dict[str, set[str]] = {}
     for far in of_ranks:
@@ -191,7 +195,7 @@ def _sum_of_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def beside_torch(world: World) -> dict[str, tuple[float, bool]]:
-    """How far our gradients are from torch's, and whether torch has the same order, where it has a table."""
+    """Return the difference from torch's gradients, and whether torch has the same order if it has a table."""
     far = {}
     draw = torch.Generator().manual_seed(7)
     x, y = torch.randn(16, 6, generator=draw), torch.randn(16, 6, generator=draw)
@@ -240,7 +244,7 @@ def test_gradients_equal_those_of_torchs_pipelining(size: int) -> None:
 
 
 class _Held:
-    """A tensor that autograd keeps for backward; how many there are, and were at most."""
+    """A counter of tensors that autograd keeps for the backward pass, with its peak."""
 
     now = most = made = 0
 
@@ -273,7 +277,7 @@ def two_by_two(world: World) -> dict[str, Any]:
 
 
 def kept_and_drawn(world: World) -> tuple[list[int], dict[str, dict[str, torch.Tensor]]]:
-    """The peak of what autograd kept, in micro-batches, of GPipe and 1F1B; and gradients with dropout."""
+    """Return the peak number of micro-batches that autograd kept for GPipe and 1F1B, and gradients with dropout."""
     measured, drawn = [], {}
     for schedule in ("gpipe", "1f1b"):
         config = PipelineConfig(ranks=2, schedule=schedule, micro_batches=MICRO_BATCHES)

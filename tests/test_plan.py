@@ -1,4 +1,4 @@
-"""A dry run says what a run would do; and the run does that."""
+"""A dry run describes the run, and the run agrees."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Figures that could mislead: what is compared stands on one axis, and nothing is drawn that was not given."""
+"""Figures that could mislead: comparisons share an axis, and no value is invented."""
 
 import matplotlib.pyplot as plt
 import pytest

@@ -1,4 +1,4 @@
-"""Half precision on several ranks: a scale that all agree on, one norm, and an error for what no scale explains."""
+"""Half precision on several ranks: a common scale, one norm, and an error if no scale helps."""
 
 import math
 from typing import Any
@@ -183,7 +183,7 @@ def test_a_scale_below_one_is_rejected() -> None:
 
 
 def break_gradient(trainer: Trainer, steps: set[int], value: float) -> None:
-    """From backward through the last block; the loss is fine."""
+    """Break the gradient in the backward pass of the last block, while the loss stays finite."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         return torch.full_like(gradient, value) if trainer.step_count in steps else gradient

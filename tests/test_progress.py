@@ -1,4 +1,4 @@
-"""Exercises that a person has passed are remembered and shown; those that a program has passed are not."""
+"""Exercises that a person has passed are recorded and shown; those that a program has passed are not."""
 
 import subprocess
 import sys
@@ -16,13 +16,13 @@ ALL = progress()  # in the repository, where nobody has passed anything, or some
 
 @pytest.fixture
 def person(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> Path:
-    """A person runs the cells. Returns the file of what they have passed, which is not there yet."""
+    """Simulate a person. Return the file of passed exercises, which does not exist yet."""
     monkeypatch.setattr(passed, "a_person_is_there", lambda: True)
     return workdir / passed.FILE
 
 
 def of(name: str) -> bool:
-    """Does the table say that the exercise is passed?"""
+    """Return whether the table marks the exercise as passed."""
     module, _, exercise = name.partition(".")
     [chapter] = [each for each in progress().chapters if each.name.endswith(module)]
     return chapter.exercises[exercise]
@@ -137,7 +137,7 @@ def test_links_of_the_table_are_relative_to_the_current_folder(
 
 
 def test_exercises_and_parameters_do_not_import_notebook_tools() -> None:
-    """A second and a half in the first cell."""
+    """Importing them would take 1.5 s in the first cell."""
     code = "import sys, ddp_tutorial.exercises.quickstart, ddp_tutorial.experiments.execute as execute"
     code += "; assert execute.read_parameters; print({'nbformat', 'nbclient'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

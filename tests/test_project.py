@@ -1,4 +1,4 @@
-"""The files around the package say the same as each other."""
+"""The files around the package are consistent with each other."""
 
 import re
 import tomllib
@@ -32,7 +32,7 @@ def conda(root: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def pins(root: Path) -> dict[str, Version]:
-    """Package -> its version; nothing but `name==version` is in the file."""
+    """Return the version of each package. The file contains only `name==version`."""
     lines = (root / "constraints.txt").read_text().splitlines()
     found = [re.fullmatch(r"([\w.-]+)==(\S+)", line) for line in lines if line and not line.startswith("#")]
     assert None not in found
@@ -42,7 +42,7 @@ def pins(root: Path) -> dict[str, Version]:
 
 
 def parsed(requirements: list[str]) -> set[tuple[str, SpecifierSet, str]]:
-    """Name, versions, and where it is wanted."""
+    """Return the name, the versions, and the platforms of a requirement."""
     each = [Requirement(text) for text in requirements]
     assert not any(one.extras or one.url for one in each)
     return {(canonicalize_name(one.name), one.specifier, str(one.marker or "")) for one in each}

@@ -1,4 +1,4 @@
-"""The trainer runs in Ray Train: on a Ray of its own, with a worker that is killed, and with the bits of `launch`."""
+"""The trainer in Ray Train, with a private Ray instance and a killed worker: bitwise identical to `launch`."""
 
 import ast
 import importlib.util
@@ -104,7 +104,7 @@ def test_the_example_is_short_and_describes_how_to_run_it() -> None:
 
 @pytest.fixture
 def folder_of_ray() -> Iterator[Path]:
-    """A short path, since the names of Ray's sockets begin with it."""
+    """A short path, because the names of Ray's sockets start with it."""
     folder = Path(tempfile.mkdtemp(prefix="ray"))
     yield folder
     for process in below(folder):  # where the test has failed
@@ -113,14 +113,14 @@ def folder_of_ray() -> Iterator[Path]:
 
 
 def logs_of(folder: Path) -> str:
-    """The ends of what Ray's own processes have logged."""
+    """Return the ends of the logs of Ray's processes."""
     logs = sorted(folder.glob("ray/session_2*/logs/*.*"))
     ends = {path.name: path.read_text(errors="replace")[-1500:] for path in logs if path.is_file()}
     return "".join(f"\n---- {name}\n{end}" for name, end in ends.items() if end)
 
 
 def below(folder: Path) -> list[psutil.Process]:
-    """The processes that have been started for a Ray in `folder`."""
+    """Return the processes of a Ray instance in `folder`."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -134,7 +134,7 @@ def below(folder: Path) -> list[psutil.Process]:
 @needs_ray
 @pytest.mark.timeout(420)
 def test_a_ray_run_that_loses_a_worker_is_bitwise_identical(workdir: Path, folder_of_ray: Path) -> None:
-    """One Ray for all that there is to see, for it takes half a minute."""
+    """One Ray instance serves all checks, because it takes half a minute."""
     (workdir / "on_ray.py").write_text(SCRIPT)
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{workdir}",

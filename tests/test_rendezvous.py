@@ -1,6 +1,6 @@
-"""How torchrun's agents meet, statically and by c10d's rendezvous: a node that is late, or never comes, a port in use.
+"""The rendezvous of torchrun's agents, static and c10d: a node that is late or never joins, and a port in use.
 
-What becomes of agents on hosts of their own is in test_cluster.py, of ranks that are started again in test_restarts.py.
+Agents on separate hosts are tested in test_cluster.py, and restarted ranks in test_restarts.py.
 """
 
 import json
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def meeting(how: str, port: int, node: int, **options: float) -> list[str]:
-    """How the agents of two nodes meet: at the first one, named by number; or by c10d, where the first is the host."""
+    """Return the rendezvous options of two nodes: static at the first node, or c10d with the first node as host."""
     conf = ",".join(f"{name}={value:g}" for name, value in options.items())
     if how == "static":
         place = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -63,7 +63,7 @@ def agent(folder: Path, nodes: int, where: list[str], script: str = "never_start
 
 
 def failed(agents: dict[str, "subprocess.Popen[str]"]) -> dict[str, str]:
-    """What each has to say, all of which end by themselves without having started a rank."""
+    """Return the errors of the agents, which exit by themselves without having started a rank."""
     said = {}
     try:
         for how, each in agents.items():
@@ -109,7 +109,7 @@ open(f"{os.environ['TORCHELASTIC_RUN_ID']}.{told[0]}", "w").write(json.dumps(tol
 
 
 def test_a_late_node_is_waited_for_and_all_ranks_see_the_same_world(workdir: Path) -> None:
-    """The second node's agent starts when the first one's store has been up, and its agent waiting, for a while."""
+    """The second agent starts some time after the first agent and its store."""
     (workdir / "told.py").write_text(TOLD)
     ports = {"static": free_port(), "c10d": free_port()}
     agents = {}
@@ -133,7 +133,7 @@ def test_a_late_node_is_waited_for_and_all_ranks_see_the_same_world(workdir: Pat
 
 
 def wait_for(port: int) -> None:
-    """Until somebody listens there."""
+    """Wait until a process listens at the port."""
     deadline = time.monotonic() + 60
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Law: what torchrun starts again ends with the same bits; a folder has one world at a time; no rank is left over."""
+"""Law: a run restarted by torchrun is bitwise identical, a folder has one world at a time, and no rank is left."""
 
 import json
 import os
@@ -29,7 +29,10 @@ def server() -> dist.TCPStore:
 
 
 def one_life(port: int, size: int, late: int = 0) -> list[dist.Store]:
-    """All ranks of a life meet in the agent's store, rank `late` after the others; what each of them gets."""
+    """Let all ranks of an attempt meet in the agent's store, rank `late` after the others.
+
+    Return the result of each rank.
+    """
     found: dict[int, dist.Store] = {}
 
     def meet(rank: int) -> None:
@@ -68,7 +71,7 @@ def test_a_rank_that_never_joins_is_named_after_the_timeout() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_run_restarted_by_torchrun_is_bitwise_identical() -> None:
-    """Without the switch that keeps torchrun from sharing its store: most restarts failed with it shared."""
+    """torchrun shares its store, with which most restarts would fail without the prefix."""
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
     found = measure_restarts(2, seed=3)
     assert found["kills"] >= 2
@@ -104,7 +107,7 @@ run(main, device="cpu")
 
 
 def agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
-    """torchrun, with one rank; as long as another one has the place, it waits as a spare. Its patience is short."""
+    """Start torchrun with one rank. While a different agent has the slot, it waits as a spare. Its timeout is short."""
     (folder / "slow.py").write_text(SLOW)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", "--max-restarts=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one", "--local-addr=127.0.0.1"]
@@ -132,8 +135,10 @@ def workers(folder: Path) -> list[int]:
 
 @pytest.mark.timeout(200)
 def test_two_disconnected_agents_never_write_one_folder_concurrently(workdir: Path) -> None:
-    """The first agent is stopped, so that the second takes it for dead and starts a rank; that of the first trains on.
-    The second's has to refuse. Killed, an agent takes its rank along, and the folder is free."""
+    """The first agent is stopped, so that the second considers it dead and starts a rank, while the rank of the first
+    still trains. The second rank must reject the folder. After the first agent is killed with its rank, the folder is
+    free.
+    """
     store = server()
     first = agent(workdir, store.port, "first.log")
     agents = [first]
@@ -183,7 +188,7 @@ run(main, device="cpu")
 
 
 def elastic_agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
-    """torchrun for one node or two, as the README has it: with a store for each life."""
+    """Start torchrun for one or two nodes, as in the user guide, with a new store for each attempt."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=one", "--local-addr=127.0.0.1"]
     command += ["--rdzv-conf=is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"]
@@ -197,7 +202,7 @@ def elastic_agent(folder: Path, port: int, log: str) -> "subprocess.Popen[Any]":
 
 @pytest.mark.timeout(200)
 def test_an_elastic_run_grows_and_shrinks_by_a_node(workdir: Path) -> None:
-    """Every step is taken once, each rank knows the world that it is in, and one that was asked to stop ends well."""
+    """Every step is taken once, each rank knows its world, and an agent that is asked to stop exits cleanly."""
     (workdir / "elastic.py").write_text(ELASTIC)
     run, store, agents = workdir / "runs" / "mine", server(), []
 
@@ -206,7 +211,7 @@ def test_an_elastic_run_grows_and_shrinks_by_a_node(workdir: Path) -> None:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def trains_with(size: int, lives: int) -> bool:
-        """Has rank 0 of such a world taken steps, after so many ranks have begun?"""
+        """Return whether rank 0 of such a world has taken steps after this number of ranks have started."""
         assert agents[0].poll() is None, (workdir / "first.log").read_text()[-3000:]
         now = told()
         if len(now) < lives or now[-1]["size"] != size:

@@ -1,4 +1,4 @@
-"""A run that was interrupted ends with the bits of one that was not: law 3, through the trainer."""
+"""Law 3: an interrupted and resumed run is bitwise identical to an uninterrupted run, with the trainer."""
 
 import json
 import os
@@ -82,7 +82,7 @@ VARYING = {"seconds", "tokens_per_second", "elapsed", "ranks"}
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """What has to be the same of each step, so all but times."""
+    """Return the fields that must be equal in each step: all except times."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in VARYING} for line in lines]
 
@@ -107,7 +107,7 @@ def outcome(config: TaskConfig, world: World) -> dict[str, Any]:
 
 
 def all_flavours(world: World, flavours: list[str], resumed_at: int) -> dict[str, Any]:
-    """Uninterrupted, or from the checkpoint of a step of the run that was, in a copy of its folder."""
+    """Run without interruption, or from the checkpoint of a step in a copy of the run's folder."""
     found = {}
     for flavour in flavours:
         name = flavour.replace(" ", "-").replace(",", "")
@@ -155,7 +155,7 @@ def test_a_run_resumed_after_any_step_is_bitwise_identical(flavour: str, step: i
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("flavour", ["plain", "bucket and sgd"])
 def test_a_run_of_any_world_size_resumes_bitwise_identically(flavour: str, size: int, folder: Path) -> None:
-    """Three and four add up in an order that depends on the buckets, and DDP cuts these anew after its first step."""
+    """On three and four ranks, sums depend on the buckets, which DDP rebuilds after its first step."""
     flavours = ("plain", "bucket and sgd")
     for whole, resumed in zip(lives(folder, size, flavours, 0), lives(folder, size, flavours, 3), strict=True):
         assert resumed[flavour] == whole[flavour]
@@ -196,7 +196,7 @@ def random_state_of(world: World, config: TaskConfig) -> str:
 
 
 def stop_at(world: World, step: int, config: TaskConfig) -> Any:
-    """Train, and be told to save and stop at a step."""
+    """Train, with a request to save and stop at a step."""
     trainer = make_trainer(config, world)
     answer = trainer.stopping.decide
     trainer.stopping.decide = lambda votes: "save" if trainer.step_count == step < STEPS else answer(votes)  # type: ignore[method-assign]
@@ -367,7 +367,7 @@ def test_a_request_is_never_partially_written(workdir: Path) -> None:
 
 
 def asking(run: RunFolder, request: Any) -> AbstractContextManager[None]:
-    """Asks the run as soon as it is one, which is in its first step: so the second is the last."""
+    """Request a stop during the first step, so that the second step is the last."""
     asked: list[bool] = []
 
     def ask(_: PhaseEvent) -> None:
@@ -412,7 +412,7 @@ ENDLESS = ["name=mine", "resume=auto", "steps=3000", "checkpoint.every=1000", "e
 
 
 def started(*command: str, **environment: str) -> subprocess.Popen[str]:
-    """A process with a process group of its own, so that a signal can be sent to all that belong to it."""
+    """Start a process in its own process group, so that a signal can be sent to the whole group."""
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **options)
 
@@ -426,7 +426,7 @@ def wait_until(running: subprocess.Popen[str], moment: Callable[[], Any], second
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, "stop"])
 def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> None:
-    """SIGTERM as a cluster sends it: to all processes of the job, also those that read ahead for a rank."""
+    """SIGTERM is sent to all processes of the job, including data loading workers, as a cluster does."""
     command = [sys.executable, "-m", "ddp_tutorial"]
     settings = [*ENDLESS, f"source.workers={int(how == signal.SIGTERM)}"]
     run = Path("runs/mine")
@@ -449,7 +449,7 @@ def test_a_signaled_run_saves_and_resumes_with_the_same_command(how: Any) -> Non
 
 
 def ranks_are_starting(parent: int) -> bool:
-    """Two of its processes are on their way into torch: too early for them to handle a signal."""
+    """Return whether two of its processes are importing torch, too early to handle a signal."""
     return sum("spawn_main" in " ".join(process.cmdline()) for process in psutil.Process(parent).children()) == 2
 
 
@@ -469,7 +469,7 @@ def test_a_signal_during_startup_stops_the_run_without_a_failure(what: str) -> N
 
 
 def test_a_signal_is_not_swallowed_by_broad_exception_handlers() -> None:
-    """As in much of torch while it is imported."""
+    """torch has many such handlers in code that runs at import."""
 
     @stopped_by_signals()
     def signalled() -> None:

@@ -1,4 +1,4 @@
-"""Settings that may differ where a run goes on: the new ones hold, and what the optimizer has learnt stays."""
+"""Settings that may differ on resume: the new settings apply, and the optimizer's state is kept."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def rates_of(run: Path) -> list[float]:
 
 
 def resumed(*, of: str = "first", options: dict[str, Any] | None = None, **values: Any) -> Trainer:
-    """A trainer that has gone on from the first run's middle with other settings, and taken no step yet."""
+    """Return a trainer that resumed from the middle of the first run with other settings, before its first step."""
     start = f"runs/{of}/checkpoints/step_{HALF:08d}"
     trainer = trainer_of(config_of("second", resume=start, resume_allow=list(values), **values), **(options or {}))
     trainer.resume()

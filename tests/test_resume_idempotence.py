@@ -1,7 +1,4 @@
-"""The same command again, or another one, where a run has been.
-
-What is refused changes nothing, and what is there is kept.
-"""
+"""Rerun a command, or run a different one, in the folder of a run. A rejected command changes nothing."""
 
 import json
 from pathlib import Path
@@ -42,7 +39,7 @@ def config_of(**values: Any) -> TaskConfig:
 
 
 def tree_of(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file: its bytes, and when it was written."""
+    """Return the bytes and the modification time of every file."""
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
@@ -116,11 +113,11 @@ def test_an_unreadable_line_of_the_log_is_dropped_on_resume() -> None:
 
 
 class KilledError(BaseException):
-    """Ends a life as a signal would: nothing is noted, nothing cleared away."""
+    """Abort an attempt like a signal: nothing is recorded or cleaned up."""
 
 
 def train_until_it_has_evaluated(config: TaskConfig) -> None:
-    """A life that ends in the step after its first evaluation."""
+    """Abort an attempt in the step after its first evaluation."""
     has_evaluated = False
 
     def kill(edge: PhaseEvent) -> None:

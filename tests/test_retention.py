@@ -1,4 +1,4 @@
-"""Nothing valid is removed before something newer is valid, and what is damaged is left for somebody to look at."""
+"""Nothing valid is removed before something newer is valid, and damaged checkpoints are kept."""
 
 import errno
 import shutil
@@ -22,7 +22,7 @@ PART = Component(FunctionState(lambda: {"x": 1}, lambda _: None))
 
 
 def saved(folder: Path, *steps: int, **options: Any) -> list[int]:
-    """Save these steps in one life; returns those that are there afterwards."""
+    """Save these steps in one attempt. Return the steps that exist afterward."""
     checkpointer = Checkpointer(folder, {"part": PART}, World(), **options)
     for number in steps:
         checkpointer.save(number, {"eval_loss": float(number)})
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_logged(tmp_path: Path, caplog: p
 
 
 class Counting:
-    """A state that tells how often it was saved."""
+    """A state that counts how often it was saved."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -107,7 +107,7 @@ class Counting:
 
 
 def as_kills_would_leave_it(folder: Path, copies: Path, work: Callable[[], object]) -> list[Path]:
-    """Copies of `folder`: as it would be if the process were killed before each operation on the disk, and after."""
+    """Yield copies of `folder`, as a kill before or after each disk operation would leave it."""
     found: list[Path] = []
 
     def copy(*_: object) -> None:
@@ -121,7 +121,7 @@ def as_kills_would_leave_it(folder: Path, copies: Path, work: Callable[[], objec
 
 
 def newest(folder: Path) -> int:
-    """Which save the newest valid checkpoint is from; 0 where there is none."""
+    """Return the number of the save of the newest valid checkpoint, or 0."""
     found, problems = latest_valid(World(), folder)
     return 0 if found is None or problems else read_state(found / "part.pt")["times"]
 

@@ -1,6 +1,6 @@
-"""Random numbers: a seeded block depends on its entropy alone and has no effect outside; so have runs and evaluations.
+"""Random numbers: a seeded block depends only on its entropy and has no effect outside, as do runs and evaluations.
 
-Every claim is made of all three generators: Python's, NumPy's and torch's.
+Every test covers the generators of Python, NumPy and torch.
 """
 
 import random

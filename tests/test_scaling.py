@@ -1,4 +1,4 @@
-"""The model of a step gives what one computes by hand, and the arms of the benchmark do the same work."""
+"""The step model gives values computed by hand, and the arms of the benchmark do equal work."""
 
 import json
 import statistics
@@ -127,7 +127,7 @@ def test_the_fit_recovers_the_model_of_the_measurements(model: StepModel, slow: 
 
 
 def test_noise_does_not_make_a_fit_impossible() -> None:
-    """Two ranks that were quicker than one, as happens on a busy machine: no sharing, and all is hidden."""
+    """Two ranks were faster than one, as happens on a busy machine: no sharing, and full overlap."""
     found = fit_step({8: 1.0, 32: 4.0}, (32, 1.5), {1000: 0.1, 10**6: 0.2}, (32, 1.5), nbytes=10**6)
     assert (found.sharing, found.overlap) == (1.0, 1.0)
 
@@ -178,7 +178,7 @@ def test_a_sleeping_rank_takes_the_requested_time_and_has_all_gradients() -> Non
 
 
 def sent_in(arm: Arm, times: int) -> list[str]:
-    """The collectives of `times` steps on this rank, as torch's flight recorder has them."""
+    """Return the collectives of `times` steps on this rank, from torch's flight recorder."""
 
     def recorded() -> list[str]:
         entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
@@ -196,7 +196,7 @@ def flat(arm: Arm) -> torch.Tensor:
 
 
 class Noting:
-    """A source that notes the bytes of the samples that it gives."""
+    """A source that records the bytes of its samples."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.read, self.shares = inner, [], []
@@ -209,7 +209,7 @@ class Noting:
 
 
 def work_of(world: World, setups: dict[str, Setup], steps: int) -> dict[str, Any]:
-    """Of each arm: this rank's steps, samples, bytes of each sample, collectives; and where its weights went."""
+    """Return for each arm this rank's steps, samples, bytes of each sample, collectives, and final weights."""
     found: dict[str, Any] = {}
     for name, setup in setups.items():
         arm = arm_of(setup, world)

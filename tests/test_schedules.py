@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: for all sizes complete, in order, and without waiting for ever."""
+"""Pipeline schedules of all sizes: complete, ordered, and without deadlock."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ each_size = pytest.mark.parametrize("ranks", range(1, 7))
 
 
 def tables(ranks: int, micro_batches: int) -> dict[str, tuple[Table, int]]:
-    """Each schedule of so many ranks, and its number of stages."""
+    """Return each schedule for this number of ranks, and its number of stages."""
     return {
         "gpipe": (gpipe(ranks, micro_batches), ranks),
         "1f1b": (one_f_one_b(ranks, micro_batches), ranks),
@@ -105,8 +105,10 @@ def test_1f1b_stores_fewer_micro_batches_than_gpipe(ranks: int, micro_batches: i
 
 
 def test_schedules_that_support_plain_sends() -> None:
-    """With sends that wait for their receiver: GPipe ends; 1F1B does if a send and the next receive go together;
-    interleaved ends for sure only if sends wait for nobody."""
+    """With blocking sends, GPipe terminates. 1F1B terminates if a send and the next receive are combined.
+
+    Interleaved terminates reliably only with buffered sends.
+    """
     for ranks, micro_batches in SIZES:
         assert not deadlocks(gpipe(ranks, micro_batches), "blocking")
         assert not deadlocks(one_f_one_b(ranks, micro_batches), "batched")

@@ -1,4 +1,4 @@
-"""Which rank sees which sample when: for all sizes."""
+"""The assignment of samples to ranks and steps, for all sizes."""
 
 import tracemalloc
 from collections import Counter
@@ -62,7 +62,7 @@ def test_the_order_depends_on_epoch_and_seed(window: int | None, seed: int, epoc
 
 @pytest.mark.parametrize(("samples", "window"), [(2, None), (3, None), (7, None), (16, None), (100, None), (64, 16)])
 def test_a_sample_is_equally_likely_at_any_position(samples: int, window: int | None) -> None:
-    """Pearson's chi-squared over many epochs: for a fair shuffle about its degrees of freedom, give or take."""
+    """Pearson's chi-squared statistic over many epochs is close to its degrees of freedom for a fair shuffle."""
     epochs = 4000
     found = np.zeros((samples, samples))
     for epoch in range(epochs):
@@ -78,7 +78,7 @@ def test_the_order_of_a_seed_is_the_same_in_every_version() -> None:
 
 
 def test_neighbors_are_separated() -> None:
-    """Were the hash a poor one, samples that lie side by side would often be taken side by side."""
+    """With a poor hash, neighboring samples would often stay neighbors."""
     order = Permutation(10_000, 0)(0, np.arange(10_000))
     assert np.sum(np.abs(np.diff(order)) == 1) < 15  # 2 of 10,000 pairs by chance, times 10,000: two, more or less
 
@@ -180,7 +180,7 @@ def test_a_dropped_remainder_is_less_than_a_batch_and_varies_by_epoch(
 def test_padding_equals_that_of_distributed_sampler(
     samples: int, each: int, size: int, epoch: int, shuffle: bool
 ) -> None:
-    """Rank by rank and batch by batch, given the same order."""
+    """The comparison is by rank and batch, with the same order."""
     order = Permutation(samples, 0 if shuffle else None)
     places = order(epoch, np.arange(samples)).tolist()
     for rank in range(size):

@@ -1,4 +1,4 @@
-"""Two ranks that add up gradients in memory, in place of a ring: the same bits, and the same errors."""
+"""Two ranks sum gradients in shared memory instead of a ring: bitwise identical results, and the same errors."""
 
 import gc
 import os
@@ -49,7 +49,7 @@ def loss(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, 
 
 
 def steps_of(world: World, cap: float | None = None, accumulation: int = 1, *, shared: bool = True) -> dict[str, Any]:
-    """Weights and totals after each of four steps on ragged batches, and what the link has carried."""
+    """Return weights and totals after each of four steps on ragged batches, and the transfers of the link."""
     config = DDPConfig(shared_memory=shared, bucket_cap_mb=cap)
     strategy = DDPStrategy(net(), world, loss, config, accumulation=accumulation)
     optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.01, momentum=0.9)
@@ -113,7 +113,7 @@ def test_other_world_sizes_do_not_use_shared_memory(size: int) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Each of its two halves has a backward of its own within backward."""
+    """A model whose two halves run their own backward passes inside the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class OfTwoTypes(nn.Module):
 
 
 def gradients_of(world: World, make: Callable[[], nn.Module], *, shared: bool) -> list[str]:
-    """Of two models that take steps in turn."""
+    """Return the gradients of two models that alternate."""
     torch.manual_seed(0)
     config = DDPConfig(shared_memory=shared, bucket_cap_mb=SMALL)
     models = [data_parallel(make(), world, config) for _ in range(2)]
@@ -166,7 +166,7 @@ def test_many_kinds_of_models_have_the_gradients_of_a_ring() -> None:
 
 
 def nan_of(world: World) -> list[int]:
-    """The bits of a gradient that is another NaN on each rank."""
+    """Return the bits of a gradient that is a different NaN on each rank."""
     model = data_parallel(nn.Linear(1, 1, bias=False), world, DDPConfig(shared_memory=True))
     nan = torch.tensor([0x7FC00001 + world.rank], dtype=torch.int32).view(torch.float32)
     (model(torch.ones(1, 1)) * nan).sum().backward()
@@ -189,7 +189,7 @@ def test_a_sparse_gradient_is_rejected_with_advice() -> None:
 
 
 class _Breaks(torch.autograd.Function):
-    """Raises in backward, where it is told to."""
+    """A function that raises an error in the backward pass on request."""
 
     broken = False
 
@@ -228,8 +228,10 @@ def test_an_error_in_backward_is_raised_unchanged() -> None:
 
 
 def be_late(world: World, patience: float, steps: int) -> tuple[int, int, int]:
-    """Ranks that are late by about as much as they wait, before a backward and in the middle of it. How many sums were
-    wrong, how many were gloo's, and how many there were in all."""
+    """Delay ranks by about the fallback time, before and during a backward pass.
+
+    Return the number of wrong sums, of sums by gloo, and of all sums.
+    """
     shared_memory.PATIENCE = patience
     dist.all_reduce = Mock(wraps=dist.all_reduce)
     chance = random.Random(world.rank)
@@ -287,7 +289,7 @@ def test_a_rank_that_waits_is_reported_as_waiting_in_an_all_reduce() -> None:
 
 
 def open_files(world: World) -> list[set[str]]:
-    """What is open after each of three models, of the kinds that memory and bells are."""
+    """Return the open shared-memory and eventfd files after each of three models."""
     found = []
     for _ in range(3):
         model = data_parallel(net(), world, DDPConfig(shared_memory=True))
@@ -313,7 +315,7 @@ def short_memory(nbytes: int) -> list[int]:
 
 
 def unsealed_memory(nbytes: int) -> list[int]:
-    """Memory that its owner can truncate later."""
+    """Return memory that its owner can truncate later."""
     memory = os.memfd_create("gradients")
     os.ftruncate(memory, nbytes)
     return [memory, os.eventfd(0)]
@@ -327,7 +329,7 @@ memory_and_bell = shared_memory._memory_and_bell
 
 
 def unusable_memory(world: World) -> list[tuple[str, set[str]]]:
-    """The link, and what memory is left, for each kind of memory that rank 1 offers."""
+    """Return the link and the remaining memory for each kind of memory that rank 1 offers."""
     found = []
     for make in (short_memory, unsealed_memory, two_bells, None):
         if world.rank == 1 and make is None:
@@ -345,7 +347,7 @@ def test_memory_that_one_rank_cannot_share_safely_is_not_used() -> None:
 
 
 def refuses_nobody(path: str) -> bool:
-    """Whether a process of another user is refused when it sends to the socket `path`."""
+    """Return whether the socket `path` rejects a process of a different user."""
     if (pid := os.fork()) == 0:
         try:
             os.setgroups([])
@@ -361,7 +363,7 @@ def refuses_nobody(path: str) -> bool:
 
 
 def connect_beside_another_user(world: World) -> tuple[list[bool], bool]:
-    """Another user tries to reach both sockets while the ranks connect."""
+    """Let a different user try to reach both sockets while the ranks connect."""
     refused: list[bool] = []
 
     def gathered(world: World, thing: Any) -> list[Any]:

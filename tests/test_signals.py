@@ -1,4 +1,4 @@
-"""Signal handlers are as they were after a block that has set its own, also those that only the kernel knows."""
+"""Signal handlers are restored after a block that has set its own, including handlers that only the kernel knows."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""In CI a test may skip only for a permitted reason."""
+"""In CI, a test may skip only for an allowed reason."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Law: a run that Slurm preempts, and queues again, ends with the bits of one that nobody disturbed."""
+"""Law: a run that Slurm preempts and requeues is bitwise identical to an undisturbed run."""
 
 import json
 import os
@@ -241,7 +241,7 @@ def test_without_slurm_submission_is_rejected_and_leaves_nothing(
 
 
 def test_job_settings_are_not_settings_of_the_run() -> None:
-    """A checkpoint does not hold on to it: a job may go on with another time limit, on other nodes."""
+    """A checkpoint does not contain them, so a job may resume with a different time limit or on different nodes."""
     assert "slurm" not in TaskConfig().model_dump()
     assert not set(SlurmConfig.model_fields) & set(TaskConfig.model_fields)
 
@@ -253,7 +253,7 @@ STEP |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID"
 
 
 def meet(environ: dict[str, str], rank: int) -> Iterator[tuple[dist.Store, int, int]]:
-    """What `init_process_group` does with the address that a rank's environment gives."""
+    """Call the rendezvous of `init_process_group` with the address in the rank's environment."""
     address = World.detect(environ, "cpu").init_method
     return dist.rendezvous(address, rank, 2, timeout=timedelta(seconds=20))
 
@@ -350,13 +350,13 @@ def until_trained(cluster: slurm.Slurm, number: int, run: Path, steps: int) -> N
 
 
 def preempt(cluster: slurm.Slurm, number: int) -> None:
-    """Submit a job of a higher tier that wants both nodes, and wait for its end."""
+    """Submit a job of a higher tier that requires both nodes, and wait for its end."""
     urgent = int(cluster("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--wrap=true").stdout)
     cluster.until_state(urgent, "COMPLETED")
 
 
 def signal_it(cluster: slurm.Slurm, number: int) -> None:
-    """To all ranks, as when the time is nearly up."""
+    """Send the signal to all ranks, as near the time limit."""
     cluster("scancel", "--signal=USR1", str(number))
 
 
@@ -439,7 +439,7 @@ time.sleep(60)
 
 @pytest.mark.slurm
 def test_a_job_of_any_program_is_requeued_after_saving_unless_canceled(cluster: slurm.Slurm, workdir: Path) -> None:
-    """KillOnBadExit and a trap in the script would both spoil it: see `slurm.job`."""
+    """KillOnBadExit or a trap in the script would prevent this; see `slurm.job`."""
     (workdir / "task.py").write_text(textwrap.dedent(TASK))
 
     def start(how: str) -> int:

@@ -1,4 +1,4 @@
-"""Every sample once, from any source, on any number of ranks; resumed anywhere; and what fails is told on all."""
+"""Every source yields every sample once on any number of ranks, resumes anywhere, and reports failures on all ranks."""
 
 import multiprocessing
 import os
@@ -45,7 +45,7 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 def blocks_of(samples: int) -> TokenBlocks:
-    """Tokens 0, 1, 2 ..., so that the first token of a sample tells its number."""
+    """Return samples of tokens 0, 1, 2 ..., so that the first token of a sample identifies it."""
     return TokenBlocks(torch.arange(samples * CONTEXT + 1), CONTEXT)
 
 
@@ -65,7 +65,7 @@ def ranks_of(data: Data, sharding: GlobalBatchSampler, size: int) -> list[Sharde
 
 
 def step_of(ranks: list[ShardedSource]) -> Counter[int]:
-    """What all ranks together get of the next step."""
+    """Return the next step of all ranks together."""
     shares = [next(rank) for rank in ranks]
     found = [numbers(share.samples) for share in shares]
     assert [len(each) for each in found] == [share.count for share in shares]
@@ -253,7 +253,7 @@ def test_a_failed_step_can_be_retried_and_is_not_counted() -> None:
 
 
 def stream_of(*lengths: int) -> Any:
-    """A shard for each length; samples are numbered through."""
+    """Return a stream with one shard per length; samples are numbered."""
     ends = np.cumsum((0, *lengths)).tolist()
 
     def rows(shards: list[tuple[int, int]]) -> Iterator[dict[str, int]]:
@@ -294,7 +294,7 @@ def test_streams_contain_every_sample_once_and_resume_at_every_step(
 
 
 def test_a_corpus_is_written_to_four_files_by_default(tmp_path: Path) -> None:
-    """The number of files decides the order of a stream, so a saved run needs the same number."""
+    """The number of files determines the order of a stream, so a saved run requires the same number."""
     assert len(as_shards(blocks_of(SAMPLES), tmp_path)) == 4
 
 
@@ -458,7 +458,7 @@ STEPS = SAMPLES // BATCH
 
 
 class Read(NamedTuple):
-    """What one rank got: the numbers of its samples at each step, counts of the world, and the state after each."""
+    """The samples of one rank in each step, the global counts, and the state after each step."""
 
     steps: list[list[int]]
     counts: list[int]
@@ -485,7 +485,7 @@ def made(world: World, kind: str, samples: int = SAMPLES, batch: int = BATCH, **
 
 
 def left_behind() -> tuple[list[str], list[int]]:
-    """Threads that read ahead, and processes."""
+    """Return threads that read ahead, and processes."""
     threads = [thread.name for thread in threading.enumerate() if thread.name == "dispatch"]
     return threads, [child.pid for child in psutil.Process().children()]
 
@@ -510,7 +510,7 @@ def tour(world: World, folder: Path) -> dict[str, Any]:
 
 
 def all_of(ranks: list[dict[str, Any]], key: Any) -> list[Counter[int]]:
-    """Step by step, what the world had."""
+    """Return the samples of all ranks, step by step."""
     return [
         Counter(x for step in steps for x in step) for steps in zip(*(rank[key].steps for rank in ranks), strict=True)
     ]
@@ -563,7 +563,7 @@ def test_dispatched_gives_each_rank_the_samples_of_sharded(key: str, two: list[d
 
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_the_last_batch_of_25_samples_in_batches_of_8(kind: str, two: list[dict[str, Any]]) -> None:
-    """25 = 3 x 8 + 1: the last sample is rank 0's alone, or there are two of it, or none."""
+    """25 = 3 x 8 + 1: the last sample is on rank 0 only, duplicated, or dropped."""
     for epoch in (slice(0, 4), slice(4, 8)):
         assert total(all_of(two, (kind, "exact"))[epoch]) == Counter(range(25))
         assert (total(all_of(two, (kind, "pad"))[epoch]) - Counter(range(25))).total() == 1
@@ -578,7 +578,7 @@ def test_the_last_batch_of_25_samples_in_batches_of_8(kind: str, two: list[dict[
 
 
 def test_streams_of_unequal_length_end_together(two: list[dict[str, Any]]) -> None:
-    """101 samples in 4 files of 26, 25, 25 and 25."""
+    """101 samples are in 4 files of 26, 25, 25 and 25."""
     steps = all_of(two, "streamed, ragged")
     assert total(steps) == Counter(range(SAMPLES - 3))
     for rank in two:
@@ -637,25 +637,25 @@ forking = pytest.mark.filterwarnings(
 
 
 def noisy(tree: Tree) -> Tree:
-    """Adds what torch, Python and NumPy draw."""
+    """Add random numbers of torch, Python and NumPy."""
     drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]
     return tree | {"noise": torch.tensor([drawn] * len(next(iter(tree.values()))), dtype=torch.float64)}
 
 
 def noise_of(source: Source) -> list[tuple[float, ...]]:
-    """What was drawn for the first two steps, so by both of two workers."""
+    """Return the random numbers of the first two steps, one from each of two workers."""
     rows = [row for _ in range(2) for row in next(source).samples["noise"].tolist()]
     source.close()
     return list(dict.fromkeys(map(tuple, rows)))
 
 
 def all_differ(drawn: list[tuple[float, ...]]) -> bool:
-    """Torch's, Python's and NumPy's: with equal ones, augmentation would be the same on all."""
+    """Check that torch's, Python's and NumPy's numbers differ. With equal numbers, augmentation would be the same."""
     return all(len({each[library] for each in drawn}) == len(drawn) for library in range(3))
 
 
 def with_workers(world: World) -> dict[str, Any]:
-    """Workers of a rank are processes started anew, which take functions by value."""
+    """Run a rank with workers, which are new processes and receive functions by value."""
     secret = 100
 
     def transform(tree: Tree) -> Tree:
@@ -740,7 +740,7 @@ def test_a_transform_of_streams_may_query_its_worker() -> None:
 
 
 def error_of(source: Source, steps: int = 20) -> tuple[str, str, float, SourceState]:
-    """What is raised within so many steps, after how many seconds, and where the source then stands."""
+    """Return the error within this number of steps, the seconds until then, and the position of the source."""
     start = time.monotonic()
     try:
         for _ in range(steps):
@@ -751,7 +751,7 @@ def error_of(source: Source, steps: int = 20) -> tuple[str, str, float, SourceSt
 
 
 def in_worker(number: int, do: Callable[[], object]) -> Callable[[Tree], Tree]:
-    """Worker `number` does something, and all others are slow meanwhile."""
+    """Run a function in worker `number`, while all other workers are slow."""
 
     def transform(tree: Tree) -> Tree:
         info = get_worker_info()
@@ -807,7 +807,7 @@ def troubles(world: World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trouble(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """With ranks that are spawned: a forked rank starts a server for its workers, which would be left behind."""
+    """Use spawned ranks, because a forked rank would leave behind a server for its workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.multiprocessing, "spawn", spawn)
         patch.chdir(tmp_path_factory.mktemp("trouble"))
@@ -887,7 +887,7 @@ def test_a_worker_that_hangs_is_named_after_the_timeout(monkeypatch: pytest.Monk
 
 
 def read_while_a_worker_is_stuck(ending: str, told: Any) -> None:
-    """In a process of its own, that ends in some way while one worker waits for work and one reads for ever."""
+    """Run a process that exits while one worker waits for work and one reads forever."""
     source = ShardedSource(
         blocks_of(SAMPLES),
         GlobalBatchSampler(Permutation(SAMPLES, None), BATCH),
@@ -985,7 +985,7 @@ def test_no_thread_and_no_worker_is_left_afterward(trouble: list[dict[str, Any]]
 
 
 def train_on(world: World, kind: str) -> None:
-    """Each step ends with the ranks waiting for one another, as those of training do."""
+    """Run steps at whose end the ranks wait for each other, as in training."""
     options: dict[str, Any] = {"transform": in_worker(0, die), "workers": 1} if world.rank == 1 else {}
     sharding = GlobalBatchSampler(Permutation(SAMPLES, 0), BATCH)
     source: Source = (
@@ -1009,7 +1009,7 @@ def test_a_killed_worker_stops_all_ranks_quickly_with_one_error(kind: str) -> No
 
 
 def leave(world: World) -> int:
-    """Without a word to the others: the source is not closed."""
+    """Exit without notifying the others and without closing the source."""
     sharding = GlobalBatchSampler(Permutation(SAMPLES, 0), BATCH)
     source = DispatchedSource(lambda: ShardedSource(blocks_of(SAMPLES), sharding, SINGLE_PROCESS), world)
     return next(source).count
@@ -1022,7 +1022,7 @@ def test_an_unclosed_dispatched_source_does_not_block_the_ranks() -> None:
 
 
 def send_beside_a_dispatched_source(world: World) -> tuple[list[list[int]], int]:
-    """Rank 1 takes a step more than rank 0 has sent, so its thread waits for rank 0 while rank 0's queue is full."""
+    """Take one more step on rank 1 than rank 0 has sent, so that its thread waits while rank 0's queue is full."""
     sharding = GlobalBatchSampler(Permutation(SAMPLES, None), BATCH)
     source = DispatchedSource(lambda: ShardedSource(blocks_of(SAMPLES), sharding, SINGLE_PROCESS), world, prefetch=1)
     taken = [numbers(next(source).samples) for _ in range(1 + world.rank)]
@@ -1045,7 +1045,7 @@ def test_ranks_communicate_while_a_dispatched_source_waits() -> None:
 
 
 def uneven(world: World) -> dict[str, Any]:
-    """Rank 0's stream has 3 samples, rank 1's 17."""
+    """Return a stream with 3 samples on rank 0 and 17 on rank 1."""
 
     def fresh() -> StreamedSource:
         return StreamedSource(stream_of(3, 17), 4, world, seed=None)

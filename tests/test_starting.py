@@ -1,4 +1,4 @@
-"""Law: the same script trains on the ranks that torchrun or Slurm started, or else on ranks that it starts itself."""
+"""Law: a script trains on the ranks that torchrun or Slurm started, or otherwise on ranks that it starts itself."""
 
 import os
 import re
@@ -73,12 +73,12 @@ def python(*command: str | Path, cwd: Path | None = None, **environment: str) ->
 
 
 def facts(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What `main` has seen on each rank."""
+    """Return the observations of `main` on each rank."""
     return sorted(re.findall(r"rank \d: .*", done.stdout))
 
 
 def test_a_script_behaves_the_same_under_python_and_torchrun(script: Path) -> None:
-    """Every rank runs the top level: seeds, default types, globals, options of other modules, the environment."""
+    """Every rank runs the top level: seeds, default dtypes, globals, options of other modules, the environment."""
     started = [python(sys.executable, *how, cwd=script.parent) for how in ([script], ["-m", "train"])]
     joined = python(*TORCHRUN, script)
     for done in started:
@@ -95,7 +95,7 @@ def test_a_script_behaves_the_same_under_python_and_torchrun(script: Path) -> No
 
 
 def test_under_slurm_each_task_is_one_rank(script: Path) -> None:
-    """As `srun --ntasks 2` sets the variables."""
+    """The variables are those of `srun --ntasks 2`."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     loopback = next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"})
@@ -130,7 +130,7 @@ def test_a_single_rank_under_torchrun_has_no_group(script: Path) -> None:
 
 
 def shown(error: BaseException) -> str:
-    """What Python prints of an error that nobody catches."""
+    """Return the text that Python prints for an uncaught error."""
     return "".join(traceback.format_exception(error))
 
 

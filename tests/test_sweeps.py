@@ -1,4 +1,4 @@
-"""Sweeps: a grid, its keys, the points in processes of their own, and the table that comes of them."""
+"""Sweeps: a grid, its keys, points in separate processes, and the resulting table."""
 
 import json
 import os
@@ -301,7 +301,7 @@ def test_the_command_rejects_a_mistake_with_exit_code_2(notebook: Path) -> None:
 
 
 def test_a_changed_config_file_creates_new_points(workdir: Path) -> None:
-    """It is named by a parameter, which stays the same."""
+    """A parameter names the file and stays the same."""
     train = NOTEBOOKS / "experiments" / "train.ipynb"
     shutil.copy(CONFIGS / "base.yaml", "mine.yaml")
     [before] = plan_sweep(train, ["extends=mine.yaml"]).points
@@ -429,7 +429,7 @@ def test_leftover_processes_of_a_killed_sweep_are_killed(workdir: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> None:
-    """The whole way, as a person goes it: interrupt the second of two points, carry on, ask once more."""
+    """Interrupt the second of two points, resume, and rerun the command once more."""
     command = [*COMMAND, "tiny.ipynb", "how=well,late", "number=2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     end = time.monotonic() + 120

@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks: as one process would, on the union of their batches."""
+"""Batch normalization over all ranks equals one process with all batches."""
 
 import copy
 import io
@@ -91,13 +91,13 @@ def on_rank(world: World, variant: str, momentum: float | None, synchronised: bo
 
 
 def one_value(world: World) -> str:
-    """The error of one value per channel on rank 0, and none on the other ranks."""
+    """Return the error of one value per channel on rank 0 and none on the other ranks."""
     net = synchronise_batch_norm(nn.BatchNorm1d(3), world)
     return error_of(lambda: net(torch.ones(1 if world.is_main else 0, 3)))
 
 
 def half_precision(world: World, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Outputs, gradients and statistics of a 16-bit layer; the sums exceed float16's range."""
+    """Return outputs, gradients and statistics of a 16-bit layer; the sums exceed float16's range."""
     net = synchronise_batch_norm(nn.BatchNorm1d(1), world).to(dtype)
     x = wide_range(world.size)[world.rank].to(dtype).requires_grad_()
     out = net(x)
@@ -116,7 +116,7 @@ def factors_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def copied(world: World) -> list[torch.Tensor]:
-    """Outputs of a layer, of its deep copy, and of what was saved and loaded again, all in training."""
+    """Return the training outputs of a layer, of its deep copy, and of a saved and loaded layer."""
     net = synchronise_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), world)
     file = io.BytesIO()
     torch.save(net, file)
@@ -126,13 +126,13 @@ def copied(world: World) -> list[torch.Tensor]:
 
 
 def evaluated_alone(world: World) -> torch.Tensor | None:
-    """Rank 0 evaluates a layer without running statistics; the other ranks do not take part."""
+    """Evaluate a layer without running statistics on rank 0 only."""
     net = synchronise_batch_norm(nn.BatchNorm1d(3, track_running_stats=False), world).eval()
     return net(torch.arange(6.0).reshape(2, 3)).detach() if world.is_main else None
 
 
 def groups_made(world: World) -> int:
-    """How many sockets and other files ten more models open."""
+    """Return the number of sockets and other files that ten more models open."""
 
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,4 +1,4 @@
-"""The table of a sweep, and what is read off it."""
+"""The table of a sweep, and values derived from it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Timelines: what is recorded is what happened, on one clock, and the hidden part is computed right."""
+"""Timelines: recorded spans are on one clock, and the overlap is computed correctly."""
 
 import json
 import time
@@ -263,7 +263,7 @@ def test_labels_at_the_ends_of_curves_do_not_overlap() -> None:
 
 
 def test_phases_of_other_threads_do_not_affect_the_profiler_clock() -> None:
-    """A checkpoint is written by a thread of its own, which the profiler does not record."""
+    """A separate thread writes checkpoints, which the profiler does not record."""
     seen = SimpleNamespace(name="forward", time_range=SimpleNamespace(start=1e6, end=2e6))
     spans = [Span("phases", "forward", 11.0, 12.0), Span("phases", "save: write", 11.2, 11.4)]
     recorder = Recorder("torch's own")

@@ -1,7 +1,7 @@
-"""The check of `train_script`: what it says of a script's runs, and that torchrun leaves no process behind.
+"""The check of `train_script`: its verdicts on a script's runs, and torchrun leaves no process behind.
 
-Most runs here are played: one prints the lines and writes the checkpoint that a mistake would have left. Real ones, of
-the solution and of the wrong answers, are in `test_exercises`.
+Most runs are simulated: a fake run prints the lines and writes the checkpoint of a mistake. Real runs of the solution
+and of the wrong answers are in `test_exercises`.
 """
 
 import shutil
@@ -30,7 +30,7 @@ SAVED, STOP = 17, 37  # steps, of the checkpoint that the kill leaves and of the
 
 
 class Played:
-    """What `Torchrun` is to the check, of a run that was not made: it printed `lines`, and has ended with `code`."""
+    """A replacement of `Torchrun` for a simulated run, which printed `lines` and exited with `code`."""
 
     def __init__(self, lines, code, checkpoint):
         self.lines, self.code, self.checkpoint, self.killed = lines, code, checkpoint, []
@@ -62,8 +62,10 @@ def state(steps, **more):
 
 
 def play(monkeypatch, lines=lambda lines, run: lines, code=lambda run: 0, state=lambda saved, run: saved, **options):
-    """Let the check play its four runs: "first", "resumed", "two" and "one"; each as it should be, but for what the
-    functions make of its lines, its exit code and its checkpoint. Returns its verdict."""
+    """Run the check on four simulated runs: "first", "resumed", "two" and "one".
+
+    The arguments change lines, exit codes and checkpoints. Return the verdict.
+    """
     numbers = count()
 
     def played(script, nprocs, folder, name, steps):
@@ -84,7 +86,7 @@ def play(monkeypatch, lines=lambda lines, run: lines, code=lambda run: 0, state=
 
 
 def only(of, change):
-    """`change`, in the run of that name."""
+    """Return a function that applies `change` in the run of that name."""
     return lambda value, run: change(value) if run == of else value
 
 
@@ -93,7 +95,7 @@ def renumbered(lines, begin):
 
 
 def order_of(epoch, taken):
-    """What a resumed run prints which reads on from there; the losses are of no weight where the letters are wrong."""
+    """Return the lines of a resumed run in this order. Losses do not matter if the letters are wrong."""
     made = words.course((epoch + 3) * words.STEPS_AN_EPOCH).lines[epoch * words.STEPS_AN_EPOCH + taken :]
     return renumbered(made[: STOP - SAVED], SAVED + 1)
 
@@ -253,7 +255,7 @@ def test_an_invalid_script_is_rejected_before_anything_starts(text, said, tmp_pa
 
 
 def write_train_script(folder):
-    """Write the `train.py` that the cells of 06_plain_torch write; returns the notebook's other code cells."""
+    """Write the `train.py` of the cells of 06_plain_torch. Return the notebook's other code cells."""
     notebook = nbformat.read(NOTEBOOKS / "06_plain_torch.ipynb", as_version=4)
     code = [cell.source.partition("\n") for cell in notebook.cells if cell.cell_type == "code"]
     parts = [body for first, _, body in code if first.startswith("%%writefile") and first.endswith("06/train.py")]
@@ -263,7 +265,7 @@ def write_train_script(folder):
 
 
 def train_in_parts(world, folder):
-    """One run of 6 steps, and one that resumes after step 3 while only rank 0 sees the checkpoint."""
+    """Run 6 steps, and a run that resumes after step 3 while only rank 0 sees the checkpoint."""
     sys.path.insert(0, str(folder))
     import train
 

@@ -1,4 +1,4 @@
-"""Training: the same work on one process and on many, and what a run leaves behind."""
+"""Training: equal results on one and many processes, and the files of a run."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ def changed(config: TaskConfig, **values: Any) -> TaskConfig:
 
 
 def run_on(size: int, config: TaskConfig) -> list[TrainResult]:
-    """The results of all ranks; one process runs right here."""
+    """Return the results of all ranks. A single process runs in this process."""
     return [train(World(), config)] if size == 1 else launch(train, size, config, device="cpu", echo=False)
 
 
@@ -83,7 +83,7 @@ def test_loss_and_evaluation_do_not_depend_on_the_split_of_a_batch() -> None:
 
 
 def losses_by_hand(config: TaskConfig) -> list[float]:
-    """What torch alone makes of the same samples, without anything of the trainer's but its optimiser's settings."""
+    """Return the losses of plain torch on the same samples, with the trainer's optimizer settings."""
     tokens = load_corpus(config.corpus).train
     context = config.model.context
     torch.manual_seed(config.seed)
@@ -145,7 +145,7 @@ def train_with_each_variant(world: World, config: TaskConfig) -> dict[str, str]:
 
 
 def test_on_two_ranks_every_averaging_method_is_bitwise_identical() -> None:
-    """Of two summands the order does not matter; one that ends in other bits has averaged something else."""
+    """The order of two summands does not matter, so a different result would be a different average."""
     for weights in launch(train_with_each_variant, 2, changed(QUICK, steps=5), device="cpu", echo=False):
         assert weights == dict.fromkeys(weights, weights["torch"])
 
@@ -240,7 +240,7 @@ def test_a_different_seed_gives_a_different_run() -> None:
 
 
 def draw_and_evaluate(world: World, config: TaskConfig) -> dict[str, Any]:
-    """A trainer that has not trained: its weights, its next random numbers, its evaluation."""
+    """Return the weights, the next random numbers and the evaluation of an untrained trainer."""
     trainer = make_trainer(config, world)
     weights = digest(trainer.model.state_dict())
     noise = F.dropout(torch.ones(64), 0.5).tolist()
@@ -281,7 +281,7 @@ def test_fewer_validation_samples_than_ranks_can_be_evaluated() -> None:
 
 
 def files_of(run: Path) -> set[str]:
-    """TensorBoard's file has the time and the host in its name, too."""
+    """Return the files of a run. TensorBoard's file name contains the time and the host."""
     return {path.name if "tfevents" not in path.name else "events.out.tfevents" for path in run.iterdir()}
 
 
@@ -332,7 +332,9 @@ def test_a_run_writes_its_config_every_step_the_model_and_its_result() -> None:
 
 
 def finish(world: World, config: TaskConfig) -> dict[str, Any]:
-    """Is the result there when a rank returns, if rank 0's disk is slow? What is raised if that disk is full?"""
+    """Return whether the result exists when a rank returns while rank 0's disk is slow, and the error if that disk is
+    full.
+    """
 
     def slow(operation: Operation, path: Path) -> None:
         if final_name(path) == "result.json":
@@ -350,7 +352,7 @@ def test_no_rank_returns_before_rank_0_has_written_the_result() -> None:
 
 
 def samples_of_forwards(world: World, ways: list[dict[str, Any]]) -> list[dict[str, set[int]]]:
-    """For each way to train, the numbers of samples of a forward pass in training and in evaluation."""
+    """Return the numbers of samples in forward passes of training and evaluation for each strategy."""
     found: list[dict[str, set[int]]] = []
 
     def loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
@@ -404,7 +406,7 @@ def test_a_name_that_exists_gets_a_number() -> None:
 
 
 def train_until_killed(world: World, config: TaskConfig) -> None:
-    """A machine that loses power in the middle of step 8."""
+    """Simulate a power failure in the middle of step 8."""
     steps = 0
 
     def kill(edge: PhaseEvent) -> None:

@@ -1,4 +1,4 @@
-"""Laws: bytes in any pieces give the same messages and the same lines; what is shown is grouped and marked by rank."""
+"""Laws: bytes split anywhere give the same messages and lines; output is grouped and prefixed by rank."""
 
 import io
 import os
@@ -66,7 +66,7 @@ def test_an_incomplete_message_is_kept(message, missing):
 
 
 def test_messages_of_several_threads_arrive_complete():
-    """Also where they are larger than the pipe, so that each is written in many pieces."""
+    """This includes messages that are larger than the pipe, which are written in many pieces."""
     reading, writing = os.pipe()
     send = Sender(writing)
     bodies = {number: bytes([number]) * 300_000 for number in range(4)}
@@ -213,7 +213,7 @@ def test_redrawing_a_bar_for_a_long_time_is_cheap():
 
 
 def test_output_without_newlines_is_shown_in_pieces_at_linear_cost():
-    """Kept whole, and copied with each piece that comes, 32 MB took ten seconds, and stayed in memory."""
+    """Keeping and copying all pieces would take ten seconds and much memory for 32 MB."""
     pieces = []
     log = RankLog(0, lambda rank, line: pieces.append(line))
     start = time.process_time()

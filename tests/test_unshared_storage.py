@@ -1,4 +1,4 @@
-"""Nodes that share no folder, as ranks with a working directory each: rank 0's disk is not everybody's."""
+"""Nodes without a shared folder, simulated by ranks with separate working directories."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ SAVING = TASK.model_copy(update={"corpus": "stories:40", "checkpoint": Checkpoin
 
 
 def components(world: World) -> dict[str, Component]:
-    """One that rank 0 writes for all, and one of which each rank writes its own."""
+    """Return one component that rank 0 writes for all ranks, and one of which each rank writes its own state."""
     return {
         "model": Component(nn.Linear(2, 1)),
         "rng": Component(FunctionState(lambda: {"rank": world.rank}, lambda state: None), "per_rank"),
@@ -59,7 +59,7 @@ def saved(world: World, folder: Path) -> None:
 
 
 def on_nodes(world: World) -> dict[str, Any]:
-    """What each rank is told; both in one folder first, then each in its own."""
+    """Return each rank's errors, first in one folder and then in separate folders."""
     saved(world, Path("shared/checkpoints"))
     all_gather(world, None)
     here = Path.cwd()
@@ -222,7 +222,7 @@ def contents() -> set[str]:
 
 
 def kept(world: World) -> dict[str, Any]:
-    """What each rank is told in a folder of its own; then both change places."""
+    """Return each rank's errors in a separate folder, before and after the ranks swap folders."""
     os.chdir(f"node{world.rank}")
     told: dict[str, Any] = {}
     for name, other in KINDS.items():

@@ -1,4 +1,4 @@
-"""Who uses how much memory and time, what each rank says, and when a run ends for lack of progress."""
+"""Memory and time of each rank, rank logs, and stopping for lack of improvement."""
 
 import gzip
 import json
@@ -281,7 +281,10 @@ def test_a_resumed_run_no_longer_counts_as_failed() -> None:
 
 
 def events_of(folder: Path) -> list[tuple[str, int, float]]:
-    """Tag, step and value of the scalars, in the order of the files. A record: length, checksum, protobuf, checksum."""
+    """Return tag, step and value of the scalars, in file order.
+
+    A record has a length, a checksum, a protobuf and a checksum.
+    """
     from tensorboardX.proto.event_pb2 import Event
 
     found = []

@@ -1,4 +1,4 @@
-"""A run that goes on is seen from its folder alone."""
+"""A running run can be watched through its folder alone."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from ddp_tutorial.runs.folder import RunFolder
 
 
 class Shown:
-    """In place of a notebook's display handle: all pictures that were shown."""
+    """A fake display handle of a notebook that records all pictures."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pictures: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Law: the same environment variables give the same world everywhere; ranks that are not connected never train."""
+"""Law: the same environment variables give the same world everywhere, and ranks without connections never train."""
 
 import json
 import os
@@ -266,7 +266,7 @@ def test_device_and_backend_are_independent_and_gloo_shares_gpus():
 
 
 def test_a_rank_that_fails_does_not_wait_for_its_nccl_work(monkeypatch):
-    """It cannot end. What NCCL itself does then takes two GPUs to see."""
+    """The work cannot complete. Observing NCCL itself would require two GPUs."""
     done = []
     for name in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda name=name, **_: done.append(name))
@@ -302,7 +302,7 @@ def test_one_process_gets_no_group():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_existing_group_is_used_and_not_destroyed(monkeypatch, fails):
-    """As the workers of Ray Train find one. It must be the one that the environment describes."""
+    """Workers of Ray Train have an existing group, which must match the environment."""
     found = {"is_initialized": True, "get_world_size": 3, "get_rank": 1, "get_backend": "gloo"}
     for name, value in found.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)

@@ -1,4 +1,4 @@
-"""Sharded state: whose memory is it, and is it the same training?"""
+"""Sharded state: the memory of each rank, and the equality of training."""
 
 import shutil
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def test_unpacking_rows_restores_tensors_and_pieces_are_views(shapes: list[list[
 
 
 class Block(nn.Module):
-    """An uneven one, the first layer of which may be frozen."""
+    """A block of uneven size whose first layer may be frozen."""
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """With tied, frozen and unused parameters, one that only some ranks use, and a unit that all is frozen in."""
+    """A model with tied, frozen and unused parameters, one that only some ranks use, and a frozen unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Toy(nn.Module):
 
 
 class Plain(Toy):
-    """Without a parameter that is one number, which torch's own cannot cut."""
+    """A model without scalar parameters, which torch cannot shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
 
 
 def batches_of(step: int, rank: int, size: int, parts: int) -> list[Any]:
-    """Ragged, and only rank 0 uses `shift`."""
+    """Return ragged batches of which only rank 0 uses `shift`."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     counts = [1 + (2 * rank + number + step) % 4 for number in range(parts)]
     draw = [torch.randn(2, count, WIDTH, generator=generator) for count in counts]
@@ -161,7 +161,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def alone(
     optimizer: str, size: int, parts: int, clip: float, bf16: str = "", plain: bool = False
 ) -> dict[str, torch.Tensor]:
-    """One process on the union of all batches, in plain torch. `bf16`: autocast, or weights that are cast."""
+    """Train one process on all batches in plain torch. `bf16` selects autocast or cast weights."""
     master = make_toy(plain)
     stepped = MAKE[optimizer](groups_of(master))
     for step in range(STEPS):
@@ -195,7 +195,7 @@ def train(
     copies: int = 0,
     plain: bool = False,
 ) -> Any:
-    """The weights after some steps, and what this rank holds then. `copies` of the model, by default as is usual."""
+    """Return the weights after some steps, and the tensors of this rank. `copies` is the number of model copies."""
     config = TrainConfig.model_validate(
         {"strategy": kind, "accumulation": parts, "precision": {"dtype": dtype}}
         | ({"mesh": {"replicate": copies, "shard": world.size // copies}} if copies else {})
@@ -253,7 +253,7 @@ def trained(size: int) -> list[dict[tuple[Any, ...], Any]]:
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """How far apart, as a part of how far the weights have moved."""
+    """Return the difference relative to the change of the weights."""
     start = make_toy().state_dict()
     apart = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
     moved = sum(float((start[name] - expected[name]).square().sum()) for name in expected)
@@ -283,7 +283,7 @@ def test_bfloat16_with_float32_masters_follows_one_process(size: int) -> None:
 
 
 def test_on_two_ranks_each_stage_is_bitwise_identical_to_ddp() -> None:
-    """Of two numbers there is one sum; and no stage changes what is computed for an element."""
+    """Two numbers have one sum, and no stage changes the computation of an element."""
     for rank in trained(2):
         for kind, optimizer, parts, clip in UNCLIPPED:
             ddp = rank["ddp", optimizer, parts, clip]["weights"]
@@ -383,7 +383,7 @@ def test_units_are_blocks_that_share_no_parameters_and_the_rest() -> None:
 
 
 class Sized(torch.optim.Optimizer):
-    """Looks at a parameter as a whole: each step is 0.1 long."""
+    """An optimizer that uses a parameter as a whole: each step has length 0.1."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -397,7 +397,7 @@ class Sized(torch.optim.Optimizer):
 
 
 def with_a_group_later(make: Callable[..., torch.optim.Optimizer], world: World, wrap: bool) -> dict[str, Any]:
-    """Some steps, then a group of its own for what was not there, with a scheduler; saved and loaded on the way."""
+    """Take steps, add a parameter group, and use a scheduler. Save and load in between."""
     torch.manual_seed(0)
     ps = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2), (1,))]
     made = make([{"params": ps[:1]}, {"params": ps[1:2], "lr": 0.01}], lr=0.1)
@@ -483,7 +483,7 @@ def inputs_of(rank: int, step: int = 0) -> torch.Tensor:
 
 
 class Recomputed(nn.Module):
-    """A layer that is used twice, recomputed each time: autograd brings its gradient in two parts."""
+    """A layer that is used twice and recomputed each time, so that autograd delivers its gradient in two parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -532,7 +532,7 @@ class Boom(torch.autograd.Function):
 
 
 class Breaking(nn.Module):
-    """The backward pass of its middle raises when it is told to, after the last block's gradient is on its way."""
+    """A model whose backward pass raises an error on request, after the gradient of the last block was sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -545,7 +545,7 @@ class Breaking(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each rank takes the expert that its first sample chooses; the experts have different sizes."""
+    """A model in which each rank uses the expert of its first sample; experts have different sizes."""
 
     def __init__(self, widths: tuple[int, int]) -> None:
         super().__init__()
@@ -572,7 +572,7 @@ def twice(model: nn.Module, rank: int) -> None:
 
 
 def broken_before(model: nn.Module, rank: int) -> None:
-    """A loop that catches the error of one batch, and takes the next."""
+    """Run a loop that catches the error of one batch and continues with the next batch."""
     model.breaks = True
     with pytest.raises(ValueError, match="boom"):
         square(model, inputs_of(rank, 1)).backward()
@@ -591,7 +591,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop, Loop]] = {  # what a rank 
 
 
 def wrong_by(world: World, make: Callable[[], nn.Module], loop: Loop, expected_of: Loop, kind: type[Any]) -> float:
-    """The largest error of this rank's pieces of the gradient, in a second step, which does not release gradients."""
+    """Return the largest error of this rank's pieces of the gradient in a second step, which keeps gradients."""
     torch.manual_seed(0)
     model = make().double()
     alone = deepcopy(model)
@@ -618,7 +618,7 @@ def wrong_by(world: World, make: Callable[[], nn.Module], loop: Loop, expected_o
 
 
 def apart(world: World, kind: str, widths: tuple[int, int], steps: int) -> str:
-    """What strategy `kind` raises if the ranks take different experts in the last of the steps."""
+    """Return the error of strategy `kind` if ranks use different experts in the last step."""
     torch.manual_seed(0)
     model = Experts(widths).double()
     config = TrainConfig.model_validate({"strategy": kind})
@@ -740,7 +740,7 @@ def run(world: World, flavour: str, **values: Any) -> dict[str, Any]:
 
 
 def uninterrupted_and_resumed(world: World, flavours: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """To the end; and again from the first checkpoint, in a copy of the folder as a killed run leaves it."""
+    """Run to the end, and again from the first checkpoint in a copy of the folder, as a kill leaves it."""
     found = {}
     for flavour in flavours:
         found[flavour] = [run(world, flavour, name=flavour)]
@@ -756,7 +756,7 @@ def uninterrupted_and_resumed(world: World, flavours: list[str]) -> dict[str, li
 
 
 def resharded(world: World, step: int, source: str, flavours: list[str]) -> dict[str, Any]:
-    """On from a checkpoint of another number of ranks."""
+    """Resume a checkpoint of a different number of ranks."""
     return {
         flavour: run(
             world,
@@ -780,7 +780,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 
 
 def lives_of_hybrids(world: World) -> dict[str, Any]:
-    """On four ranks; and from step 2 in another mesh, of one copy. Then from its step 4 in one of four."""
+    """Run on four ranks; then from step 2 on a mesh with one copy, and from its step 4 on one with four."""
     found = uninterrupted_and_resumed(world, list(HYBRIDS))
     for flavour in ("zero3-2x2", "fsdp-2x2"):
         source, step = flavour, 2
@@ -810,7 +810,7 @@ def lives_of_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 
 
 def all_lives(folder: Path, flavours: list[str], over: list[str]) -> dict[Any, Any]:
-    """Of 2 ranks from the beginning; of 4 from their step 2, and of 1 from the 4 ranks' step 4."""
+    """Run 2 ranks from the start, 4 ranks from their step 2, and 1 rank from the 4 ranks' step 4."""
     options: dict[str, Any] = {"device": "cpu", "threads": 1, "echo": False, "timeout": 200}
     with chdir(folder):
         of_two = launch(uninterrupted_and_resumed, 2, flavours, **options)
@@ -899,7 +899,7 @@ def test_fsdp_trains_equally_resumes_bitwise_and_is_resharded(
 
 
 def test_each_stage_divides_one_more_part_by_the_number_of_ranks() -> None:
-    """7.5 billion parameters on 64 ranks, as in the paper's first figure, but in float32: 16 bytes a parameter."""
+    """7.5 billion parameters on 64 ranks, as in the paper's first figure, but in float32: 16 bytes per parameter."""
     psi, ranks = 7_500_000_000, 64
     found = {name: sum(model_state_bytes(name, psi, ranks).values()) / 1e9 for name in DIVIDED}
     assert found == pytest.approx(
@@ -924,7 +924,7 @@ def test_each_stage_divides_one_more_part_by_the_number_of_ranks() -> None:
 
 
 class Counted:
-    """Bytes that a rank sends in torch's collectives, by the algorithms that send least."""
+    """A counter of the bytes that a rank sends in torch's collectives, for the algorithms that send the least."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
@@ -946,7 +946,7 @@ class Counted:
 
 
 def sent_in_a_step(world: World) -> dict[tuple[str, int, int], tuple[int, int]]:
-    """Bytes that were sent, and that are told."""
+    """Return the bytes that were sent, and the reported bytes."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         counted = Counted(patch)
@@ -967,7 +967,7 @@ def sent_in_a_step(world: World) -> dict[tuple[str, int, int], tuple[int, int]]:
 
 
 def test_reported_traffic_equals_the_bytes_sent() -> None:
-    """But for a few: of losses, counts, and which parameters are in use."""
+    """A few bytes are excluded: losses, counts, and flags of used parameters."""
     for rank in launch(sent_in_a_step, 4, device="cpu", threads=1, echo=False, timeout=60):
         for case, (sent, told) in rank.items():
             assert told <= sent <= 1.01 * told + 200, (case, sent, told)
@@ -1008,8 +1008,11 @@ def test_a_mesh_contains_each_rank_once_in_a_row_and_once_in_a_column(copies: in
 
 
 def recorded_in_a_step(world: World) -> dict[str, tuple[int, float, float]]:
-    """Parameters, those of them outside of blocks, and bytes that this rank sends, by what torch has noted that it
-    entered: of an all-reduce, each byte twice but for its own share; of the others, once."""
+    """Return the number of parameters, of those outside blocks, and of bytes that this rank sends, from torch's flight
+    recorder.
+
+    An all-reduce sends each byte twice except the rank's own part; other collectives send it once.
+    """
     found = {}
     for kind in ("ddp", *KINDS):
         step = random_step(world, 1, ModelConfig(layers=3, heads=2, width=48, context=64), strategy=kind)
@@ -1027,7 +1030,7 @@ def recorded_in_a_step(world: World) -> dict[str, tuple[int, float, float]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_step_sends_the_bytes_of_the_formula(size: int) -> None:
-    """On gloo too, whose own reduce-scatter would send those of an all-reduce."""
+    """On gloo too, whose own reduce-scatter sends the bytes of an all-reduce."""
     for rank in launch(recorded_in_a_step, size, device="cpu", threads=1, echo=False):
         for kind, (parameters, rest, sent) in rank.items():
             expected = bytes_sent(kind, parameters, size)

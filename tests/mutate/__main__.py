@@ -1,8 +1,8 @@
-"""Mutation testing: `python -m tests.mutate ROOM ...` changes one thing in a room's source, and its tests must fail.
+"""Mutation testing: `python -m tests.mutate ROOM ...` changes one thing in a subpackage, and its tests must fail.
 
-mutmut and cosmic-ray do not fit. mutmut leaves decorated functions and the level of modules as they are, and notices
-which tests execute a function in one process only, not in ranks. cosmic-ray starts all tests of the room in a new
-Python for each mutant, which costs minutes where this driver costs seconds.
+mutmut and cosmic-ray are not suitable. mutmut does not change decorated functions and module-level code, and detects
+the tests that execute a function in one process only, not in ranks. cosmic-ray starts all tests in a new Python for
+each mutant, which takes minutes instead of seconds.
 
 A mutant that changes nothing observable is explained in explained.toml, and does not count.
 """
@@ -31,7 +31,7 @@ _copy: Copy  # of a worker
 
 @dataclass(frozen=True)
 class Room:
-    """Source files, as patterns in the package, and the test modules that must notice a change of them."""
+    """Source files, as patterns in the package, and the test modules that must detect a change of them."""
 
     patterns: str
     modules: str
@@ -62,7 +62,7 @@ ROOMS = {
 
 @dataclass(frozen=True)
 class Result:
-    """A mutant is killed (by which test), survived (which tests pass) or explained (why)."""
+    """The result of a mutant: killed (by a test), survived (the tests that pass) or explained (the reason)."""
 
     place: str
     before: str
@@ -74,16 +74,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Recording:
-    """The tests that pass without a mutation: how long each takes, and which tests execute each line."""
+    """The tests that pass without a mutation, their durations, and the tests that execute each line."""
 
     seconds: dict[str, float]
     tests: dict[str, set[str]]
 
     def select(self, mutant: Mutant) -> list[str]:
-        """Return the tests to run, by file: first those that execute the line of a mutant, the quick ones first.
+        """Return the tests to run, by file: first the tests that execute the mutated line, the fastest first.
 
-        Tests of a file may share a result, such as that of a launch; then one executes the line and another checks it.
-        So the other tests of the file follow.
+        Tests of a file may share a result, such as a launch: one test executes the line and a different test checks the
+        result. Therefore, the other tests of the file follow.
         """
         named = self.tests.get(f"{mutant.file}:{mutant.line}", set())
         files = {file_of(test) for test in (self.seconds if ANY in named else named)}
@@ -96,7 +96,7 @@ class Recording:
         )
 
     def limit(self, test: str) -> float:
-        """Return the time limit of a test in seconds. A test may have to set up what an earlier one did before."""
+        """Return the timeout of a test in seconds. A test may have to repeat the setup of an earlier test."""
         slowest = max((each for name, each in self.seconds.items() if file_of(name) == file_of(test)), default=10.0)
         return 20 + 5 * slowest
 
@@ -119,9 +119,9 @@ def run_room(room: Room, count: int, seed: int, jobs: int) -> list[Result]:
 
 
 def sample(sources: dict[str, str], count: int, seed: int) -> list[Mutant]:
-    """Draw at least `count` mutants, from each file in proportion to the number it has.
+    """Draw at least `count` mutants, from each file in proportion to its number of mutants.
 
-    The draw hashes each mutant, so that an edit elsewhere in its file leaves it in the sample.
+    The draw hashes each mutant, so that an edit elsewhere in its file does not change the sample.
     """
     found = [mutants(file, source) for file, source in sources.items()]
     total, drawn = sum(map(len, found)), []

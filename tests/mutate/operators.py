@@ -1,7 +1,8 @@
-"""Mutation operators: every small change of a source file that its tests should notice.
+"""Mutation operators: every small change of a source file that its tests should detect.
 
-A mutant replaces the text of one node of the syntax tree, so every other line keeps its number and its formatting.
-Documentation, type hints, messages (f-strings, the arguments of `raise`), `if TYPE_CHECKING` and `__repr__` stay.
+A mutant replaces the text of one node of the syntax tree, so every other line keeps its number and format.
+Documentation, type hints, messages (f-strings, the arguments of `raise`), `if TYPE_CHECKING` and `__repr__` are not
+changed.
 """
 
 import ast
@@ -129,7 +130,7 @@ def _in_statement(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Return whether it is text or joins text: an operator other than `+` and `/` raises a TypeError there."""
+    """Return whether the node is text or joins text. An operator other than `+` and `/` raises a TypeError there."""
     match node:
         case ast.BinOp(left=left, right=right):
             return _is_text(left) or _is_text(right)

@@ -1,7 +1,7 @@
-"""Which tests execute which lines, in every process: the test's own, forked and spawned ranks, their workers.
+"""Record which tests execute which lines, in every process: tests, forked and spawned ranks, and workers.
 
-Each source file calls `_hit` before each of its statements. Tracing would not do: it misses processes that are killed,
-and the threads of autograd.
+Each source file calls `_hit` before each of its statements. Tracing would miss processes that are killed, and
+autograd's threads.
 """
 
 import ast
@@ -41,7 +41,7 @@ def _with_hit(statement: ast.stmt) -> list[ast.stmt]:
 
 
 def _must_be_first(statement: ast.stmt) -> bool:
-    """Return whether it is a docstring, or an import from `__future__`."""
+    """Return whether the statement is a docstring, or an import from `__future__`."""
     match statement:
         case ast.Expr(value=ast.Constant()) | ast.ImportFrom(module="__future__"):
             return True

@@ -62,7 +62,7 @@ class Copy:
 
     @contextmanager
     def changed(self, sources: dict[str, str]) -> Iterator[None]:
-        """Change files inside the block. A time of its own keeps Python from using a compiled file of earlier."""
+        """Change files inside the block. A new modification time prevents Python from using an old compiled file."""
         before = {file: ((self.folder / file).read_text(), (self.folder / file).stat().st_mtime) for file in sources}
         for file, source in sources.items():
             _write(self.folder / file, source, next(self._times))
@@ -106,7 +106,7 @@ class Copy:
             _kill_children_except(others)
 
     def _run_pytest(self, tests: list[str], sender: Connection) -> None:
-        """In the forked process, for good."""
+        """Run pytest in the forked process, and exit."""
         try:
             self._enter()
             import pytest
@@ -121,7 +121,7 @@ class Copy:
             os._exit(0)
 
     def _enter(self) -> None:
-        """Become a process of the copy, whatever this one was."""
+        """Turn this process into a process of the copy."""
         os.setsid()  # an interrupt of the driver does not reach the tests
         os.chdir(self.folder)
         output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -139,7 +139,7 @@ class Copy:
 
 
 def _start_server() -> str:
-    """Fork a server of ranks, rather than start a Python that imports torch; return how `forked` reaches it."""
+    """Fork a server of ranks, and return how `forked` connects to it."""
     from forked import PRELOADED, SERVERS
 
     def fork(path: bytes, arguments: list[str], kept: list[int]) -> int:
@@ -192,7 +192,10 @@ def file_of(test: str) -> str:
 
 
 def preload() -> None:
-    """Import what tests import, once for all forked processes. It must start no thread and wake up no GPU."""
+    """Import the dependencies of tests, once for all forked processes.
+
+    The function must not start a thread or initialize a GPU.
+    """
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     for name in _PRELOADED.split():
         import_module(name)
@@ -204,7 +207,7 @@ def _write(path: Path, source: str, modified: float) -> None:
 
 
 def _kill_children_except(others: list[psutil.Process]) -> None:
-    """Kill children and their descendants; orphans among these become children, until none is left."""
+    """Kill children and their descendants until none is left. Orphans among them become children of this process."""
     while children := [child for child in psutil.Process().children() if child not in others]:
         descendants = [process for child in children for process in _tree(child)]
         for process in descendants:
