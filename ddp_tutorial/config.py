@@ -82,7 +82,7 @@ def load(source: str | Path, cls: type[SomeConfig], overrides: Iterable[str] = (
         ConfigError: If the file is missing or malformed, if `extends` is circular, if an override is not of the form
             `key=value`, or if a key is unknown or a value is invalid.
     """
-    return _checked(cls, layers(source, overrides))
+    return _validated(cls, layers(source, overrides))
 
 
 def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfig:
@@ -91,12 +91,12 @@ def from_arguments(cls: type[SomeConfig], arguments: Iterable[str]) -> SomeConfi
     Raises:
         ConfigError: If an argument is invalid; see `load`.
     """
-    return _checked(cls, [(COMMAND_LINE, _override(argument)) for argument in arguments])
+    return _validated(cls, [(COMMAND_LINE, _override(argument)) for argument in arguments])
 
 
 def load_with(source: str | Path, cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> SomeConfig:
     """Read a config file and override it with `values`, like `load`. Error messages about `values` name `origin`."""
-    return _checked(cls, [*layers(source), (origin, dict(values))])
+    return _validated(cls, [*layers(source), (origin, dict(values))])
 
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
@@ -129,10 +129,10 @@ def check(cls: type[SomeConfig], values: Mapping[str, Any], origin: str) -> Some
     Raises:
         ConfigError: If a value is invalid. The message is one line about the first problem, and starts with `origin`.
     """
-    return _checked(cls, [(origin, dict(values))])
+    return _validated(cls, [(origin, dict(values))])
 
 
-def _checked(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
+def _validated(cls: type[SomeConfig], layers: Sequence[Layer]) -> SomeConfig:
     """Validate the merged layers.
 
     Raises:

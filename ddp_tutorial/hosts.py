@@ -124,9 +124,9 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     here = next(peer for peer in peers if peer.rank == rank)
     others = {peer.host: peer.address for peer in peers if peer.host != here.host}
     with ThreadPoolExecutor(max(1, len(others))) as pool:
-        answers = dict(zip(others, pool.map(_answers, others.values()), strict=True))
+        answers = dict(zip(others, pool.map(_responds, others.values()), strict=True))
     lost = [host for host, answered in answers.items() if not answered]
-    named = ", ".join(_described(host, peers) for host in lost or others)
+    named = ", ".join(_describe(host, peers) for host in lost or others)
     if not lost:
         story = f"the other hosts respond ({named}), so a rank on one of them has exited or hangs; see its log"
     elif len(lost) == len(others) > 1:
@@ -136,13 +136,13 @@ def describe_lost_host(error: BaseException, peers: Iterable[Peer], rank: int) -
     return LostHostError(f"rank {rank} on {here.host}: {story}.\n{error}")
 
 
-def _described(host: str, peers: Iterable[Peer]) -> str:
+def _describe(host: str, peers: Iterable[Peer]) -> str:
     on_host = [peer for peer in peers if peer.host == host]
     ranks = ", ".join(str(peer.rank) for peer in on_host)
     return f"{host} at {on_host[0].address} with rank{'s' if len(on_host) > 1 else ''} {ranks}"
 
 
-def _answers(address: str) -> bool:
+def _responds(address: str) -> bool:
     """Return whether the host responds. A refused connection is a response."""
     try:
         socket.create_connection((address, _PROBE_PORT), _PROBE_SECONDS).close()

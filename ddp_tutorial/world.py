@@ -94,8 +94,10 @@ class World:
         torchrun = _torchrun(environ)
         numbers = torchrun or world_of_step(environ) or {}
         world = World(**numbers)
-        dealt = not torchrun and has_gpu_per_task(environ, world.local_size)
-        chosen = choose_device(device, world.local_rank, world.local_size, gpus, backend, one_gpu_per_task=dealt)
+        own_gpu = not torchrun and has_gpu_per_task(environ, world.local_size)
+        chosen = choose_device(
+            device, world.local_rank, world.local_size, gpus, backend, one_gpu_per_task=one_gpu_per_task
+        )
         return replace(world, device=chosen, backend=backend, timeout=timeout)
 
     def __str__(self) -> str:

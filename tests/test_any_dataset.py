@@ -183,7 +183,7 @@ def test_an_object_with_fetch_is_returned_unchanged() -> None:
     assert as_samples(blocks) is blocks
     rows = Rows([1, 2])
     assert as_samples(rows) is rows
-    with pytest.raises(ConfigError, match=r"TokenBlocks gives whole batches \(fetch\): leave out collate_fn"):
+    with pytest.raises(ConfigError, match=r"TokenBlocks returns batches from fetch, so 'collate_fn' must be None"):
         as_samples(blocks, pad)
 
 
@@ -531,20 +531,20 @@ def refused() -> list[dict[str, str]]:
         ("IterableDataset, sharded", "test_any_dataset.Followed has no length or no index access"),
         ("stream, dispatched, few", "'batch_size' must be at least 2, one sample of each stream, got 1"),
         ("stream, dispatched, pad", "'source.remainder' requires a source of known length"),
-        ("no length", "it lacks __len__ or __getitem__. Add both, or follow it as a stream"),
+        ("no length", "it must define __len__ and __getitem__. Define both, or read the dataset as a"),
         ("nothing", "a NoneType has no length"),
         ("DataLoader", "collate_fn=loader.collate_fn)"),
         (
             "splits",
             "a dataset must be a sequence of samples, got a dict with keys 'train', 'test'",
         ),
-        ("splits, streamed", "Choose one of its splits"),
+        ("splits, streamed", "Pass one of its splits"),
         ("list, streamed", "but a list supports indexing. Use source.kind=sharded."),
         ("datasets, streamed", "Use source.kind=sharded, or pass dataset.to_iterable_dataset()"),
         ("list, fast_stream", "source.kind=fast_stream requires Arrow files, got a list. Use source.kind=sharded"),
         ("generator", "a generator can be iterated only once"),
         ("nothing, streamed", "a NoneType cannot be iterated"),
-        ("blocks with collate_fn", "leave out collate_fn"),
+        ("blocks with collate_fn", "'collate_fn' must be None"),
         ("empty", "the dataset is empty"),
         ("empty, dispatched", "the dataset is empty"),
         ("empty, streamed", "the dataset is empty"),

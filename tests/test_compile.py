@@ -243,7 +243,7 @@ def test_a_strategy_that_splits_the_model_rejects_a_compiled_model(strategy: str
 def test_a_missing_compiler_or_backend_is_rejected_before_ranks_start() -> None:
     for setting, message in {
         "compile=true": "'compile' needs a C++ compiler on CPUs, and found none",
-        "compile.backend=aot_egaer": "unknown 'compile.backend' 'aot_egaer'.  Did you mean 'aot_eager'?",
+        "compile.backend=aot_egaer": "unknown 'compile.backend' 'aot_egaer'. Did you mean 'aot_eager'?",
         "compile.fulgraph=true": "unknown key 'compile.fulgraph'. Did you mean 'fullgraph'?",
     }.items():
         refused = call("train", "tiny", "device=cpu", setting, CXX="no-such-compiler")

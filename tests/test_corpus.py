@@ -125,7 +125,7 @@ def test_stories_takes_a_number(argument: str) -> None:
 
 def test_a_missing_story_sample_is_reported_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora, "STORIES", Path("/not/there"))
-    with pytest.raises(ConfigError, match="Elsewhere, use 'stories:3000'"):
+    with pytest.raises(ConfigError, match="Outside the repository, use 'stories:3000'"):
         load_corpus("stories")
 
 
@@ -145,17 +145,17 @@ def test_missing_or_empty_text_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no file or folder ''"):
         load_corpus("text:")
     for empty in ["folder", "empty.txt", ""]:
-        with pytest.raises(ConfigError, match=r"corpus 'text:.*' is empty"):
+        with pytest.raises(ConfigError, match=r"corpus 'text:.*' must contain text, but is empty"):
             load_corpus(f"text:{tmp_path / empty}")
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("pyton", "unknown corpus 'pyton'.  Did you mean 'python'?"),
-        ("story:30", "unknown corpus 'story:30'.  Did you mean 'stories'?"),
-        ("qqq", "unknown corpus 'qqq'.  Known: "),
-        ("", "unknown corpus ''.  Known: "),
+        ("pyton", "unknown corpus 'pyton'. Did you mean 'python'?"),
+        ("story:30", "unknown corpus 'story:30'. Did you mean 'stories'?"),
+        ("qqq", "unknown corpus 'qqq'. Known: "),
+        ("", "unknown corpus ''. Known: "),
     ],
 )
 def test_an_unknown_corpus_is_answered_with_a_similar_name(name: str, told: str) -> None:

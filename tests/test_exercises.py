@@ -48,7 +48,10 @@ def unanswered(*args):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Return an answer without a time limit, because a machine may be busy. The limit is for answers that never return."""
+    """Return an answer without a time limit, because a machine may be busy.
+
+    The limit is for answers that never return.
+    """
 
     def launch_patiently(*args, timeout, **options):
         return launch(*args, timeout=max(timeout, 90), **options)

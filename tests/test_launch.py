@@ -31,7 +31,7 @@ from ddp_tutorial.processes import process_tags
 from ddp_tutorial.processes.console import Console
 from ddp_tutorial.processes.errors import Raised, RankError, RankTimeoutError
 from ddp_tutorial.processes.launcher import GRACE_SECONDS, START_SECONDS, _Ranks, launch
-from ddp_tutorial.processes.rank import _never_outlive_the_parent, progress
+from ddp_tutorial.processes.rank import _exit_with_parent, progress
 from ddp_tutorial.processes.spawn import exit_descriptor
 from ranks import is_gone, wait_until
 
@@ -730,7 +730,7 @@ def test_a_rank_exits_if_its_parent_died_before_it_could_ask():
     """The kernel kills a rank when its parent dies only if the rank has already requested it."""
     origin = SimpleNamespace(parent=os.getppid(), dies_with_thread=False)  # not the parent of the child
     if (child := os.fork()) == 0:
-        _never_outlive_the_parent(origin)
+        _exit_with_parent(origin)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 

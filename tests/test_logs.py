@@ -287,7 +287,7 @@ def test_a_run_is_named_by_its_path_or_its_name_under_runs() -> None:
     [
         ("exp/arn", r"no run is called 'exp/arn'\. Did you mean 'exp/arm'\?"),
         ("zzz", r"no run is called 'zzz'\. Known: exp/arm\."),
-        ("exp", r"'exp' is no run, but the folder of some: runs/exp/arm"),
+        ("exp", r"'exp' is not a run, but a folder that contains runs: runs/exp/arm"),
     ],
 )
 def test_an_unknown_run_is_answered_with_similar_names(name: str, told: str) -> None:
@@ -542,7 +542,7 @@ def test_list_prints_one_line_per_run() -> None:
     os.utime("runs/first/config.json", (1000, 1000))
     made("exp/second", ROWS[:2], result=None)
     head, *lines = printed("list").splitlines()
-    assert head.split() == ["state", "step", "loss", "held", "out", "rate", "ranks", "took", "began", "run"]
+    assert head.split() == ["state", "step", "loss", "validation", "rate", "ranks", "took", "began", "run"]
     assert [line.split()[0] for line in lines] == ["finished", "killed"]
     assert [line.split()[-1] for line in lines] == ["runs/first", "runs/exp/second"]
     assert lines[0].split()[1:7] == ["4/4", "1.500", "2.250", "300", "tokens/s", "2"]
@@ -666,7 +666,10 @@ def test_tail_shows_a_ranks_log_and_the_end_of_the_run() -> None:
     assert run("logs", "tail", "mine", "-n", "1", "--rank", "1").stdout == "10:00:04 info 4 of 1\n"
     assert run("logs", "tail", "mine", "-n", "0").stdout == ""
     rows = run("logs", "tail", "mine", "-n", "2", "--metrics").stdout.splitlines()
-    assert rows == ["step 4: loss 1.500, grad norm 1.000, learning rate 0.001, 400 tokens/s", "step 4: held out 2.250"]
+    assert rows == [
+        "step 4: loss 1.500, grad norm 1.000, learning rate 0.001, 400 tokens/s",
+        "step 4: validation loss 2.250",
+    ]
 
 
 def test_tail_follows_a_run_until_it_has_ended() -> None:

@@ -170,7 +170,7 @@ def test_the_state_of_the_scale_is_saved_and_loaded() -> None:
     assert Precision().state_dict() == {}
     with pytest.raises(ValueError, match="a checkpoint for precision fp32 must contain no loss scale"):
         Precision().load_state_dict(before.state_dict())
-    with pytest.raises(ValueError, match="the state has no loss scale"):
+    with pytest.raises(ValueError, match="a checkpoint for precision fp16 must contain a loss scale"):
         before.load_state_dict({})
 
 

@@ -148,7 +148,7 @@ def gradients_of(world: World, make: Callable[[], nn.Module], *, shared: bool) -
 
 
 def gradients_of_all(world: World) -> dict[str, tuple[Any, Any]]:
-    shared_memory.PATIENCE = 60  # as long as it takes: nothing goes through gloo
+    shared_memory.FALLBACK_SECONDS = 60  # as long as it takes: nothing goes through gloo
     found = {}
     for make in (net, Checkpointed, OfTwoTypes):
         ring = gradients_of(world, make, shared=False)
@@ -232,7 +232,7 @@ def be_late(world: World, patience: float, steps: int) -> tuple[int, int, int]:
 
     Return the number of wrong sums, of sums by gloo, and of all sums.
     """
-    shared_memory.PATIENCE = patience
+    shared_memory.FALLBACK_SECONDS = patience
     dist.all_reduce = Mock(wraps=dist.all_reduce)
     chance = random.Random(world.rank)
 
@@ -325,7 +325,7 @@ def two_bells(nbytes: int) -> list[int]:
     return [os.eventfd(0), os.eventfd(0)]
 
 
-memory_and_bell = shared_memory._memory_and_bell
+memory_and_bell = shared_memory._memfd_and_eventfd
 
 
 def unusable_memory(world: World) -> list[tuple[str, set[str]]]:
@@ -334,7 +334,7 @@ def unusable_memory(world: World) -> list[tuple[str, set[str]]]:
     for make in (short_memory, unsealed_memory, two_bells, None):
         if world.rank == 1 and make is None:
             del os.memfd_create  # as in a Python that was built for an old libc
-        with patch.object(shared_memory, "_memory_and_bell", make if world.rank == 1 and make else memory_and_bell):
+        with patch.object(shared_memory, "_memfd_and_eventfd", make if world.rank == 1 and make else memory_and_bell):
             model = data_parallel(net(), world, DDPConfig(shared_memory=True))
         model(torch.ones(2, 8)).sum().backward()
         found.append((type(model.link).__name__, _memories()))

@@ -367,7 +367,7 @@ def test_a_point_succeeds_by_papermills_exit_code_and_its_result(
     (tmp_path / "papermill.log").write_text("much\nthe last thing it said\n")
     if result is not None:
         (tmp_path / "result.json").write_text(json.dumps(result))
-    judged = sweeps._judged(tmp_path, "gone.ipynb", code, 3.0)
+    judged = sweeps._outcome_of(tmp_path, "gone.ipynb", code, 3.0)
     assert (judged["status"], judged["error"]) == (status, error)
     assert judged["metrics"] == ({"x": 1} if status == "finished" else {})
 

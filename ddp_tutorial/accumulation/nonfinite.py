@@ -25,11 +25,11 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
         with torch.compiler.set_stance("force_eager"), precision.autocast():
             total, _ = call_loss(loss, module, batch)
         gradients = torch.autograd.grad(total, [parameter for _, parameter in parameters], allow_unused=True)
-        first = _first_not_finite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])
+        first = _first_nonfinite([(name, g) for (name, _), g in zip(parameters, gradients, strict=True)])
         where = f"of micro-batch {number}"
         if found:
             continue  # with sharded weights, a forward pass is collective: all ranks run the same number
-        if weight := _first_not_finite(parameters):
+        if weight := _first_nonfinite(parameters):
             found = f"parameter {weight!r} itself"
         elif not bool(total.isfinite()):
             found = f"the loss {where}" + (f", hence the gradient of {first!r} and others" if first else "")
@@ -42,7 +42,7 @@ def locate_nonfinite(world: World, module: nn.Module, loss: Loss, batches: Seque
     )
 
 
-def _first_not_finite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:
+def _first_nonfinite(named: Sequence[tuple[str, torch.Tensor | None]]) -> str | None:
     """Return the name of the first tensor that contains an infinity or a NaN."""
     return next((name for name, tensor in named if tensor is not None and not bool(tensor.isfinite().all())), None)
 

@@ -351,7 +351,7 @@ class FailureInjector:
             limit_files(self.accident.room)
 
     def end(self, code: int) -> None:
-        """Exit this rank without Python's shutdown; see `rank._end_without_finalising`."""
+        """Exit this rank without Python's shutdown; see `rank._exit_without_finalizing`."""
         self.note(f"seen.{self.rank}", json.dumps(self.seen))
         os._exit(code)
 

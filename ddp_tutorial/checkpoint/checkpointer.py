@@ -267,7 +267,7 @@ class Checkpointer:
         Returns:
             The manifest, and the functions that restore the components.
         """
-        manifest = self._seen(lambda: read_manifest(folder))
+        manifest = self._on_reading_rank(lambda: read_manifest(folder))
         known = {**self.components, **manifest.components}
         if unknown := set(exclude) - set(known):
             raise CheckpointError(f"{sorted(unknown)[0]!r} is not a component of this run. Known: {', '.join(known)}")
@@ -281,10 +281,10 @@ class Checkpointer:
                     f"{folder} contains {name!r}, but this run has no such component. To resume without it, exclude "
                     "it by name"
                 )
-        self._seen(lambda: read_verified(folder))  # last, because it takes the longest
+        self._on_reading_rank(lambda: read_verified(folder))  # last, because it takes the longest
         return manifest, [self._restore(folder, manifest, name) for name in wanted]
 
-    def _seen(self, read: Callable[[], Found]) -> Found:
+    def _on_reading_rank(self, read: Callable[[], Found]) -> Found:
         """Return the result of `read` on this rank, or on rank 0 if only rank 0 has the folder (then collective)."""
         return read() if self.shared else decide_on_rank_zero(self.world, read)
 
@@ -321,7 +321,7 @@ class Checkpointer:
         read = [partial(read_state, folder / file.path) for file in stored.files]
         if self.shared:
             return [read[place]() for place in wanted]
-        states = ((place, self._seen(each)) for place, each in enumerate(read))
+        states = ((place, self._on_reading_rank(each)) for place, each in enumerate(read))
         return [state for place, state in states if place in wanted]
 
 

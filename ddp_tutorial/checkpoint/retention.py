@@ -81,7 +81,7 @@ class Retention:
         checkpoints = list_checkpoints(self.folder)
         for path in checkpoints:
             if path not in self._valid and path not in self._damaged:
-                self._look_at(path)
+                self._verify(path)
         metrics = {path: self._valid[path] for path in checkpoints if path in self._valid}
         renamed = []
         for path in checkpoints_to_remove(metrics, self.keep_last, self.keep_best, self.mode, excluded=[written]):
@@ -92,7 +92,7 @@ class Retention:
         for path in renamed:
             remove(path)
 
-    def _look_at(self, path: Path) -> None:
+    def _verify(self, path: Path) -> None:
         try:
             self.record_valid(path, read_verified(path).metrics)
         except CheckpointError as error:

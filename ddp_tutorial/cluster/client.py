@@ -31,7 +31,7 @@ class BoxClient:
         self._channel: socket.socket | None = None
         self._lock = threading.Lock()  # one request at a time
         self._asked = 0  # number of the last request; its reply repeats the number
-        self._nobodys: list[int] = []  # processes whose caller was interrupted before the reply
+        self._orphans: list[int] = []  # processes whose caller was interrupted before the reply
 
     @property
     def is_up(self) -> bool:
@@ -61,7 +61,7 @@ class BoxClient:
             ConfigError: This system does not support a cluster.
             FailedError: The box failed to start.
         """
-        _look_at_the_system()
+        _check_system()
         refused = ""
         for as_whom in ((), ("-U", "-r")) if os.geteuid() == 0 else (("-U", "-r"),):
             if not (refused := self._start(as_whom)):
@@ -137,7 +137,7 @@ class BoxClient:
         answer = self._ask(name, *args, fds=fds)
         with suppress(IndexError):
             while True:
-                self._ask("signal", self._nobodys.pop(), int(signal.SIGKILL))
+                self._ask("signal", self._orphans.pop(), int(signal.SIGKILL))
         return answer
 
     def _ask(self, name: str, *args: Any, fds: Sequence[int] = ()) -> Any:
@@ -149,7 +149,7 @@ class BoxClient:
                 send_request(self._channel, self._asked, name, args, fds)
                 while (reply := receive(self._channel)[0])[0] != self._asked:
                     if reply[2] is not None:  # only `start` and `fork` return an answer, a process ID
-                        self._nobodys.append(reply[2])
+                        self._orphans.append(reply[2])
                 _, error, answer = reply
         except (EOFError, ConnectionError):
             with suppress(subprocess.TimeoutExpired):
@@ -174,7 +174,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(added)}
 
 
-def _look_at_the_system() -> None:
+def _check_system() -> None:
     """Raise `ConfigError` if this system cannot run a cluster."""
     if sys.platform != "linux":
         raise ConfigError(f"needs Linux: a cluster consists of kernel namespaces, and this system is {sys.platform}")

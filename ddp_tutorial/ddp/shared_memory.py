@@ -5,9 +5,9 @@ each rank copies a bucket into memory that both ranks have mapped, and signals a
 pass each rank sums both copies. That takes one copy and one wait. The result is bitwise identical to the ring's,
 because a + b equals b + a.
 
-A rank that has waited longer than `PATIENCE` falls back to gloo's all-reduce, which has torch's timeout, errors and
-flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If it is still
-in its backward pass, it waits for the sum before it continues with the next layers.
+A rank that has waited longer than `FALLBACK_SECONDS` falls back to gloo's all-reduce, which has torch's timeout, errors
+and flight recorder. The other rank detects the fallback when it reaches the same bucket, and also uses gloo. If it is
+still in its backward pass, it waits for the sum before it continues with the next layers.
 
 Steps with 34 kB, 480 kB and 3.3 MB of gradients took 4.5, 15 and 53 ms on two cores, and 6.7, 18 and 58 ms through gloo
 (`bench overhead`).
@@ -36,7 +36,7 @@ from ddp_tutorial.ddp.buckets import check_dense
 from ddp_tutorial.ddp.link import Transfer
 from ddp_tutorial.world import World
 
-PATIENCE = 0.1  # seconds that a rank waits for the other before it falls back to gloo
+FALLBACK_SECONDS = 0.1  # seconds that a rank waits for the other before it falls back to gloo
 
 # A rank's memory starts with three numbers that only this rank writes: the last bucket that it has written, the last
 # one that it has summed, and the last one for which it fell back to gloo.
@@ -103,8 +103,8 @@ class SharedMemory:
         if world.size != 2 or world.local_size != 2 or world.device.type != "cpu":
             return None
         nbytes = _ALIGNED + sum(_aligned(each.nbytes) for each in parameters)
-        mine = _memory_and_bell(nbytes)
-        theirs = _swapped(world, mine)
+        mine = _memfd_and_eventfd(nbytes)
+        theirs = _exchange_files(world, mine)
         is_valid = len(theirs) == len(mine) > 0 and _is_sealed(theirs[0], nbytes)
         if not all(all_gather(world, is_valid)):
             _close([*mine, *theirs])
@@ -182,11 +182,11 @@ class SharedMemory:
         """Wait until the other rank's number `which` has reached `value`.
 
         Returns:
-            False after `PATIENCE` seconds. This rank has then recorded that it falls back to gloo for the bucket
+            False after `FALLBACK_SECONDS`. This rank has then recorded that it falls back to gloo for the bucket
             `number`. It checks and records under the lock. So the other rank has either written that bucket before, or
             detects the fallback when it is about to write it.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + FALLBACK_SECONDS
         while True:
             left = deadline - time.monotonic()
             with self._locked():
@@ -242,7 +242,7 @@ def _try_to_lock(file: int) -> bool:
     return True
 
 
-def _memory_and_bell(nbytes: int) -> list[int]:
+def _memfd_and_eventfd(nbytes: int) -> list[int]:
     """Return the file descriptors of a memfd and an eventfd; empty if the system or this Python does not have them."""
     files: list[int] = []
     try:
@@ -256,7 +256,7 @@ def _memory_and_bell(nbytes: int) -> list[int]:
     return files
 
 
-def _swapped(world: World, mine: Sequence[int]) -> list[int]:
+def _exchange_files(world: World, mine: Sequence[int]) -> list[int]:
     """Return the other rank's files, opened in this process; empty if a rank has none or cannot send them. Collective.
 
     Each rank receives on a socket in a folder that only its user can enter, so another user of the machine cannot send

@@ -66,8 +66,8 @@ from ddp_tutorial.world import World, require_group
 LOG = logging.getLogger(__name__)
 
 _FIRST = 3  # number of initial steps with an exchange in each step, because most bugs appear there
-_PATIENCE = 1.0  # seconds to wait for other ranks at a point that some ranks may never reach
-_PATIENCE_AT_THE_END = 5.0
+_TIMEOUT = 1.0  # seconds to wait for other ranks at a point that some ranks may never reach
+_FINAL_TIMEOUT = 5.0
 
 
 class _Sent(NamedTuple):
@@ -143,7 +143,7 @@ class Checks:
                     timeout=world.timeout, backend="gloo"
                 )  # on GPUs too, because the messages are small
                 self._store = dist.PrefixStore(f"checking {group.group_name}", default_store())
-                stack.push(self._leave)
+                stack.push(self._record_exit)
                 names = self.program.gather([each.name for each in self.detectors])
                 if any(each != names[0] for each in names):
                     raise ValueError(f"the ranks have different detectors: {names}")
@@ -154,12 +154,12 @@ class Checks:
             stack.callback(lambda: self._listening.close())  # noqa: PLW0108
             try:
                 yield
-                self._judge_the_rest()
+                self._evaluate_rest()
             except Exception as error:
-                if self._sent and self._have_all_come(f"failure {self.program.taken}", _PATIENCE):
-                    self._judge()  # all ranks failed in the same step, and the pending numbers may contain the cause
+                if self._sent and self._all_arrive(f"failure {self.program.taken}", _TIMEOUT):
+                    self._evaluate()  # all ranks failed in the same step, and the pending numbers may contain the cause
                 if isinstance(error, RuntimeError):
-                    self._account_for(error)
+                    self._explain_lost_connection(error)
                 raise
 
     def _listen(self) -> None:
@@ -184,7 +184,7 @@ class Checks:
         finally:
             self._listen()
 
-    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+    def _record_exit(self, kind: type[BaseException] | None, *_: object) -> None:
         """Record in the store that this rank has left the block, unless an exception ends the block."""
         if kind is None and self._store is not None:
             with suppress(RuntimeError):  # the store no longer exists, and neither do the other ranks
@@ -193,7 +193,7 @@ class Checks:
         with suppress(RuntimeError, ValueError):
             # destroy_process_group would wait for the all-gather, up to the timeout of a collective.
             if self._sent and self._sent.work:
-                self._sent.work.wait(timedelta(seconds=_PATIENCE))
+                self._sent.work.wait(timedelta(seconds=_TIMEOUT))
             dist.destroy_process_group(group)
 
     def _before_update(self, *_: Any) -> None:
@@ -203,7 +203,7 @@ class Checks:
         non-finite on all ranks.
         """
         if self._sent:
-            self._judge()
+            self._evaluate()
         step, seen = self.program.step, self._taps.take()
         row = [float(step)]
         for each in self._says:
@@ -217,10 +217,10 @@ class Checks:
         if is_first or step % self.every == 0 or len(self._rows) >= self.every:
             self._send()
         if is_first:
-            self._judge()
+            self._evaluate()
         elif any(each.is_urgent() for each in self._says):
-            if self._have_all_come(f"update {self.program.taken}", _PATIENCE):
-                self._judge()
+            if self._all_arrive(f"update {self.program.taken}", _TIMEOUT):
+                self._evaluate()
             else:
                 self._hide_gradients()
 
@@ -234,7 +234,7 @@ class Checks:
             self._report(each.after_update(step))
         self.program.taken += 1
 
-    def _judge(self) -> None:
+    def _evaluate(self) -> None:
         """Evaluate the numbers since the last exchange, and exchange them first if necessary. Collective."""
         if not self._sent:
             self._send()
@@ -243,7 +243,7 @@ class Checks:
         for rows in zip(*of_ranks, strict=True):  # one step, with a row for each rank
             steps = [row[0] for row in rows]
             if len(set(steps)) > 1:
-                self._blame(steps)
+                self._raise_out_of_step(steps)
             place = 1
             for each in self._says:
                 part = slice(place, place + each.size)
@@ -253,7 +253,7 @@ class Checks:
         for each, numbers in on_exchanged:
             self._report(each.on_exchanged(last, numbers))
 
-    def _blame(self, steps: Sequence[float]) -> None:
+    def _raise_out_of_step(self, steps: Sequence[float]) -> None:
         """Raise `CheckError` because the ranks update in different steps.
 
         Args:
@@ -304,18 +304,18 @@ class Checks:
     def _before_result(self, edge: PhaseEvent) -> None:
         """Evaluate the last steps before a `Trainer` writes its result, so that their alarms prevent the result."""
         if edge.name == "result" and edge.entered:
-            self._judge_the_rest()
+            self._evaluate_rest()
 
-    def _judge_the_rest(self) -> None:
+    def _evaluate_rest(self) -> None:
         """Exchange and evaluate the remaining steps, because no further step follows."""
         if not (self._rows or self._sent):
             return
         self._ends += 1
         self._is_over = True
         try:
-            if self._have_all_come(f"end {self._ends}", _PATIENCE_AT_THE_END):
+            if self._all_arrive(f"end {self._ends}", _FINAL_TIMEOUT):
                 while self._sent or self._rows:
-                    self._judge()
+                    self._evaluate()
             elif self.program.world.is_main:
                 rows = [*(self._sent.rows if self._sent else ()), *self._rows]
                 steps = f"{rows[0][0]:.0f} to {rows[-1][0]:.0f}"
@@ -323,7 +323,7 @@ class Checks:
         finally:
             self._is_over = False
 
-    def _have_all_come(self, place: str, seconds: float) -> bool:
+    def _all_arrive(self, place: str, seconds: float) -> bool:
         """Return whether all ranks reach `place` within `seconds`, where a collective might wait forever.
 
         All ranks that reach `place` get the same answer. The other ranks do not have to answer.
@@ -348,7 +348,7 @@ class Checks:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
 
-    def _account_for(self, error: RuntimeError) -> None:
+    def _explain_lost_connection(self, error: RuntimeError) -> None:
         """Raise `CheckError` if a connection was lost because a rank has left the block after fewer steps."""
         if not lost_connection(error):
             return

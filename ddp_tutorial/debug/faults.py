@@ -66,12 +66,12 @@ def inject_faults(world: World, *faults: Fault, model: nn.Module | None = None) 
     with ExitStack() as stack:
         for fault in faults:
             if fault.rank == world.rank:
-                striker = stack.enter_context(observe(_Striker(fault, model, stack)))
-                stack.callback(striker.tell)
+                striker = stack.enter_context(observe(_FaultInjector(fault, model, stack)))
+                stack.callback(striker.warn_if_missed)
         yield
 
 
-class _Striker:
+class _FaultInjector:
     """Observes phases until the fault is due and executes its action."""
 
     def __init__(self, fault: Fault, model: nn.Module | None, stack: ExitStack) -> None:
@@ -91,7 +91,7 @@ class _Striker:
         """Count the phases, and execute the action if it is due."""
         if not edge.entered:
             if edge.name == "result":  # warn while the run's log is still open
-                self.tell()
+                self.warn_if_missed()
             return
         self._data += edge.name == "data"
         self._own += edge.name == self._fault.phase
@@ -103,9 +103,9 @@ class _Striker:
             self._kept.append(torch.ones(int(self._fault.megabytes * MIB / 4)))
         elif step == self._fault.step and not self._has_struck:
             self._has_struck = True
-            self._strike()
+            self._inject()
 
-    def tell(self) -> None:
+    def warn_if_missed(self) -> None:
         """Log a warning, once, if the fault has not occurred."""
         if self._has_struck or self._has_told:
             return
@@ -119,7 +119,7 @@ class _Striker:
             why = f"phase {name!r} was not entered in that step"
         LOG.warning("the fault '%s' did not occur: %s", self._fault, why)
 
-    def _strike(self) -> None:  # one case for each action
+    def _inject(self) -> None:  # one case for each action
         match self._fault.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -138,9 +138,9 @@ class _Striker:
                 spoilt = parameter.register_hook(lambda gradient: gradient * math.nan)
                 self._stack.callback(spoilt.remove)
             case "skip":
-                self._stack.enter_context(_one_all_reduce_left_out())
+                self._stack.enter_context(_skip_next_all_reduce())
             case "oom" if self._fault.phase == "forward":  # after DDP's work at the start of the forward pass
-                self._stack.enter_context(_failing_once(self._model, self._take_all_memory))
+                self._stack.enter_context(_fail_in_next_forward(self._model, self._take_all_memory))
             case "oom":
                 self._take_all_memory()
             case "kill_worker":
@@ -164,7 +164,7 @@ class _Striker:
 
 
 @contextmanager
-def _failing_once(model: nn.Module | None, fail: Callable[[], None]) -> Iterator[None]:
+def _fail_in_next_forward(model: nn.Module | None, fail: Callable[[], None]) -> Iterator[None]:
     """Call `fail` at the end of the model's next forward pass."""
     assert model is not None, "inject has checked it"
 
@@ -180,7 +180,7 @@ def _failing_once(model: nn.Module | None, fail: Callable[[], None]) -> Iterator
 
 
 @contextmanager
-def _one_all_reduce_left_out() -> Iterator[None]:
+def _skip_next_all_reduce() -> Iterator[None]:
     """Make the next call of `dist.all_reduce` in this process return without effect."""
     real: Callable[..., object] = dist.all_reduce
 
@@ -189,7 +189,7 @@ def _one_all_reduce_left_out() -> Iterator[None]:
 
     def skip(*_: object, async_op: bool = False, **__: object) -> object:
         restore()
-        return _Nothing() if async_op else None
+        return _CompletedWork() if async_op else None
 
     dist.all_reduce = skip
     try:
@@ -198,7 +198,7 @@ def _one_all_reduce_left_out() -> Iterator[None]:
         restore()
 
 
-class _Nothing:
+class _CompletedWork:
     """The work of the skipped collective."""
 
     def wait(self) -> bool:

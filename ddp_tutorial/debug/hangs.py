@@ -247,7 +247,7 @@ class Watch(threading.Thread):
         alarm, settled = self._alarm, progress()
         reason = cast("Reason", self._store.get(f"alarm {alarm}").decode())
         self._store.set(f"{alarm} {self.world.rank}", as_json.dump_json(_standing()).decode())
-        standings = {rank: self._heard(alarm, rank) for rank in range(self.world.size)}
+        standings = {rank: self._published_status(alarm, rank) for rank in range(self.world.size)}
         before = self._found.get(alarm - 1)
         found = self._found[alarm] = diagnose(standings)
         was_slow = before is not None and before.kind == "slow" and before.collective == found.collective
@@ -267,7 +267,7 @@ class Watch(threading.Thread):
         if found.kind == "slow" and not was_slow and self.world.rank == speaker:
             LOG.warning("%s", found.verdict)
 
-    def _heard(self, alarm: int, rank: int) -> RankStatus | None:
+    def _published_status(self, alarm: int, rank: int) -> RankStatus | None:
         """Return the state that another rank has published, now or when it left, or None after a timeout."""
         deadline = time.monotonic() + BUSY_SECONDS + ANSWER_SECONDS
         while time.monotonic() < deadline:

@@ -228,9 +228,9 @@ class Instrumentation:
         for hook in hooks:
             stack.callback(hook.remove)
         if "losses" in self.observes:
-            stack.enter_context(_seeing_losses(self._loss))
+            stack.enter_context(_observe_losses(self._loss))
         if "seconds" in self.observes:
-            stack.enter_context(_seeing_loaders(self._waits_for_data))
+            stack.enter_context(_observe_loaders(self._waits_for_data))
             stack.enter_context(observe(self._phase))
 
     def _gradient_hook(self, name: str, parameter: nn.Parameter) -> Any:
@@ -242,7 +242,7 @@ class Instrumentation:
         node: Any = get_gradient_edge(parameter).node
         hook = node.register_prehook(self._gradient(name))
         self._stack.callback(lambda: node)  # PyTorch drops the hook if the node is deleted
-        return _Kept(hook, node)
+        return _GradientHook(hook, node)
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -277,7 +277,7 @@ class Instrumentation:
     def _loss(self, loss: torch.Tensor, factor: float) -> None:
         seen = self._seen
         seen.losses.append(len(seen.trace))
-        seen.trace.append(PhaseMark("loss", "", _at_hand(loss.detach().reshape(())) / factor))
+        seen.trace.append(PhaseMark("loss", "", _read_if_on_cpu(loss.detach().reshape(())) / factor))
 
     def _gradient(self, name: str) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
         """Return the hook of one parameter. It runs for each parameter in each step, so it is optimized for speed."""
@@ -308,7 +308,7 @@ class Instrumentation:
     def _note(self, phase: Phase, name: str, place: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         gradient = gradients[place]
         if gradient is not None:
-            self._seen.trace.append(PhaseMark(phase, name, _at_hand(norm_of(gradient))))
+            self._seen.trace.append(PhaseMark(phase, name, _read_if_on_cpu(norm_of(gradient))))
 
     def _waits_for_data(self, entered: bool) -> None:
         """Add the time of the outermost wait for data in the training thread."""
@@ -331,7 +331,7 @@ class Instrumentation:
                 self._seen.seconds["data"] = self._data_before + now - self._phase_since
 
 
-class _Kept(NamedTuple):
+class _GradientHook(NamedTuple):
     """A hook and the autograd node that must exist as long as the hook."""
 
     hook: Any
@@ -342,7 +342,7 @@ class _Kept(NamedTuple):
         self.hook.remove()
 
 
-def _at_hand(value: torch.Tensor) -> torch.Tensor | float:
+def _read_if_on_cpu(value: torch.Tensor) -> torch.Tensor | float:
     """Return `value` as a number if this does not synchronize with a GPU."""
     return float(value.item()) if value.is_cpu else value
 
@@ -370,7 +370,7 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 @contextmanager
-def _seeing_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
+def _observe_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[None]:
     """Call `see` inside the context with each loss on which `backward()` is called, and its loss scale.
 
     `loss.backward()` looks up `torch.autograd.backward` on each call. If the backward pass starts at several tensors,
@@ -411,7 +411,7 @@ def _seeing_losses(see: Callable[[torch.Tensor, float], object]) -> Iterator[Non
 
 
 @contextmanager
-def _seeing_loaders(see: Callable[[bool], object]) -> Iterator[None]:
+def _observe_loaders(see: Callable[[bool], object]) -> Iterator[None]:
     """Call `see` inside the context at the start (True) and end (False) of each wait for a `DataLoader`."""
     real = DataLoaderIterator.__next__
 

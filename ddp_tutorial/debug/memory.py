@@ -88,7 +88,7 @@ class MemoryGrowth(Detector):
         """Return the findings if the second list of live tensors is due. Collective."""
         self.peak_mb = [max(most, used) for most, (used, _) in zip(self.peak_mb, reports, strict=True)]
         if self._slopes:
-            return self._look_again(step)
+            return self._compare_lists(step)
         slopes = {rank: growth for rank, (_, growth) in enumerate(reports) if growth > self.mb_per_step}
         self._slopes = {rank: growth for rank, growth in slopes.items() if rank not in self._told}
         if self.program.world.rank in self._slopes:
@@ -96,7 +96,7 @@ class MemoryGrowth(Detector):
         self._listed_at = self.program.step
         return []
 
-    def _look_again(self, step: int) -> list[Finding]:
+    def _compare_lists(self, step: int) -> list[Finding]:
         """Compare the lists of live tensors, `_EVERY` steps after the slope was detected. Collective."""
         between = self.program.step - self._listed_at
         if between < _EVERY:

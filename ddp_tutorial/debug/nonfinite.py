@@ -41,7 +41,7 @@ class NonFinite(Detector):
         """Reset the detector for a new block."""
         super().attach(program)
         self._seen, self._is_finite = StepObservation(), True
-        self._noted: dict[int, tuple[str, str] | None] = {}  # step -> phase and name of the first non-finite norm
+        self._first_norms: dict[int, tuple[str, str] | None] = {}  # step -> phase and name of the first non-finite norm
 
     def local_report(self, observation: StepObservation) -> Sequence[float]:
         """Return 1 if the gradient is not finite, otherwise 0."""
@@ -51,7 +51,7 @@ class NonFinite(Detector):
             bool(each.isfinite().all()) for each in self.program.gradients()
         )
         if not (self._is_finite and math.isfinite(sum(observation.norms))):
-            self._noted[self.program.step] = self._spoilt() or observation.first_not_finite()
+            self._first_norms[self.program.step] = self._first_nonfinite_parameter() or observation.first_not_finite()
         return [0.0 if self._is_finite else 1.0]
 
     def is_urgent(self) -> bool:
@@ -65,7 +65,7 @@ class NonFinite(Detector):
 
     def check(self, step: int, reports: LocalReport) -> list[Finding]:
         """Return an error with the origin if the gradient of a rank is not finite. Collective."""
-        noted = self._noted.pop(step, None)
+        noted = self._first_norms.pop(step, None)
         if not any(numbers[0] for numbers in reports):
             return []
         is_now = step == self.program.step
@@ -90,9 +90,11 @@ class NonFinite(Detector):
         """Return phase and name of the first non-finite value on this rank. Collective if the forward pass is."""
         # All ranks repeat the forward pass, because it may contain collectives.
         trace = seen.in_full(self.program.module, self.program.world.device)
-        return self._spoilt() or next(((phase, name) for phase, name, norm in trace if not math.isfinite(norm)), None)
+        return self._first_nonfinite_parameter() or next(
+            ((phase, name) for phase, name, norm in trace if not math.isfinite(norm)), None
+        )
 
-    def _spoilt(self) -> tuple[str, str] | None:
+    def _first_nonfinite_parameter(self) -> tuple[str, str] | None:
         """Return the first parameter that was not finite at the start of the step, due to the previous update."""
         names = self.program.names.items()
         return next((("update", name) for parameter, name in names if not bool(parameter.isfinite().all())), None)

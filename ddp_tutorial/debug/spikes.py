@@ -61,7 +61,7 @@ class GradientSpike(Detector):
         higher, losses_higher = zip(*reports, strict=True)
         mine = self._largest.pop(step, "")
         ranks = tuple(rank for rank, ratio in enumerate(higher) if ratio > self.times)
-        if not ranks or (len(reports) > 1 and _is_another_scale(higher, losses_higher)):
+        if not ranks or (len(reports) > 1 and _scale_has_changed(higher, losses_higher)):
             return []
         largest = self.program.gather(mine)
         description = "; ".join(
@@ -82,7 +82,7 @@ def ratio_to_median(value: float, before: Sequence[float]) -> float:
     return value / median if median > 0 else 0.0
 
 
-def _is_another_scale(higher: Sequence[float], losses_higher: Sequence[float]) -> bool:
+def _scale_has_changed(higher: Sequence[float], losses_higher: Sequence[float]) -> bool:
     """Return whether the gradients and losses of all ranks have jumped by about the same factor."""
     both = [*higher, *losses_higher]
     return min(both) > 0 and max(both) < 2 * min(both)

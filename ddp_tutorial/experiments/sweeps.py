@@ -385,18 +385,18 @@ def _run(notebook: Path, point: Point, timeout: float, look: Callable[[], object
         "parameters": point.parameters,
         "repeat": point.repeat,
         "seconds": seconds,
-    } | _judged(point.folder, notebook.name, code, timeout)
+    } | _outcome_of(point.folder, notebook.name, code, timeout)
     write_json(point.folder / "point.json", record)
     return record
 
 
-def _judged(folder: Path, notebook: str, code: int | None, timeout: float) -> dict[str, Any]:
+def _outcome_of(folder: Path, notebook: str, code: int | None, timeout: float) -> dict[str, Any]:
     """Return the status, metrics and error of an execution.
 
     The execution has finished if papermill's exit code is 0 and the notebook's result reports it. The executed
     notebook's metadata are not sufficient: the status is "completed" even if the kernel has died.
     """
-    cell, error = _where_it_stopped(folder / notebook)
+    cell, error = _failed_cell(folder / notebook)
     try:
         result = json.loads((folder / "result.json").read_bytes())
         status, metrics = result["status"], dict(result["metrics"])
@@ -412,7 +412,7 @@ def _judged(folder: Path, notebook: str, code: int | None, timeout: float) -> di
     return {"status": "failed", "metrics": {}, "cell": cell, "error": error or last_lines(folder, 1)[0]}
 
 
-def _where_it_stopped(executed: Path) -> tuple[str | None, str | None]:
+def _failed_cell(executed: Path) -> tuple[str | None, str | None]:
     """Return the last cell that started, as its number and first line, and its error, from the executed notebook."""
     try:
         cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]

@@ -72,14 +72,14 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
     size = (8 if columns == 1 else 1.0 + 4.6 * columns, 1.2 + 2.2 * len(panels))
     figure, grid = plt.subplots(len(panels), columns, figsize=size, squeeze=False, sharex="col", sharey="row")
     for index, (rows, xs) in enumerate(zip(logs, places, strict=True)):
-        look = _look(index) if compare else _look(0) | {"linewidth": 1.5}
+        look = _line_style(index) if compare else _line_style(0) | {"linewidth": 1.5}
         for row, panel in enumerate(panels):
             axes = grid[row][0 if compare else index]
             _draw(axes, panel, rows, xs, window, look)
             if not compare and not set(_metrics(panel)) & set(metrics_of(rows)):
                 axes.annotate("not logged", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
     for row, panel in enumerate(panels):
-        grid[row][0].set_ylabel(_YLABELS.get(panel) or _spelt(panel))
+        grid[row][0].set_ylabel(_YLABELS.get(panel) or _in_words(panel))
         if panel.endswith("_per_second"):
             grid[row][0].yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     for axes in grid[-1]:
@@ -137,7 +137,7 @@ def _places(rows: Sequence[Row], axis: Axis, summary: Summary) -> list[float]:
     return places
 
 
-def _look(index: int) -> dict[str, Any]:
+def _line_style(index: int) -> dict[str, Any]:
     """Return the line style of a run.
 
     Later lines are thinner and dashed, so that identical curves remain visible.
@@ -222,7 +222,7 @@ def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_lo
         for index, run in enumerate(summaries):
             own = ", ".join(f"{name} {_format_value(values[index])}" for name, values in settings.items())
             label = f"{run.path} ({own})" if 0 < len(settings) <= 2 else run.path
-            handles.append(Line2D([], [], label=label, **_look(index)))
+            handles.append(Line2D([], [], label=label, **_line_style(index)))
     if with_losses:
         handles.append(Line2D([], [], color=FAINT, label="training"))
         handles.append(Line2D([], [], label="validation", **_as_points({"color": FAINT, "linewidth": 1.5})))
@@ -231,6 +231,6 @@ def _legend(figure: Figure, summaries: Sequence[Summary], compare: bool, with_lo
         figure.legend(handles=handles, loc="outside lower left", ncols=max(1, min(len(handles), 100 // (longest + 8))))
 
 
-def _spelt(name: str) -> str:
+def _in_words(name: str) -> str:
     """Return a metric's name in words: `"seconds.data"` becomes `"seconds in data"`."""
     return name.replace(".", " in ", 1).replace("_", " ")

@@ -86,7 +86,7 @@ class Controller:
         for each in workers:
             each.register(self._selector)
 
-    def _up(self) -> None:
+    def _wait_until_started(self) -> None:
         """Wait until all processes have started, then form a process group.
 
         Raises:
@@ -95,7 +95,7 @@ class Controller:
         console = make_console(self.echo)
         for each in self._workers:
             each.attach_console(console)
-        with _interrupts_noted() as noted:
+        with _interrupts_recorded() as noted:
             while not all(each.started or each.death for each in self._workers):
                 self._receive(LOOK_SECONDS)
                 if noted:
@@ -103,9 +103,9 @@ class Controller:
             for each in self._workers:
                 if each.death:
                     raise RankError(each.rank, f"{each.death} before it was ready", log=each.log.tail())
-            self._meet()
+            self._form_group()
 
-    def _meet(self) -> None:
+    def _form_group(self) -> None:
         """Form a new process group of all ranks, in place of the current group.
 
         Raises:
@@ -142,7 +142,7 @@ class Controller:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the ranks are busy with a call from a different thread")
         try:
-            with _interrupts_noted() as noted:
+            with _interrupts_recorded() as noted:
                 return self._call_of(self._chosen(on), noted, kind, *content)
         finally:
             self._busy.release()
@@ -178,7 +178,7 @@ class Controller:
         if not self._has_group and self.n > 1 and on is None:
             if self._place.outage or any(each.death for each in self._workers):
                 raise RankError(ranks[0], "has no process group", others=self._place.outage or self._advice())
-            self._meet()
+            self._form_group()
         return [self._workers[rank] for rank in ranks]
 
     def _advice(self) -> str:
@@ -219,7 +219,7 @@ class Controller:
             someone_ended = len(busy) < len(workers)
             limit = min(ENDED_SECONDS, self.wait_timeout) if someone_ended else self.wait_timeout
             if now > slow_until and any(each.waited_for(now) > limit for each in busy):
-                found = diagnose(self._standings())
+                found = diagnose(self._statuses())
                 if found.kind == "none" and not someone_ended and self._place.outage:
                     found = Diagnosis("absent", f"{self._place.outage}: {found.verdict}, but no data arrives")
                 if found.kind in {"order", "shape", "absent", "failed"} and any(each.is_busy for each in workers):
@@ -327,7 +327,7 @@ class Controller:
             self._has_group = False
             self._quietly("leave", self._workers)
         else:
-            self._meet()
+            self._form_group()
         for each in workers:
             each.outcome = kept[each.rank]
         if not self._has_group:
@@ -359,7 +359,7 @@ class Controller:
         same = all(look.progress == looks[0].progress for look in looks)
         return len(looks) == self.n and same and not any(look.waits for look in looks)
 
-    def _standings(self) -> dict[int, RankStatus | None]:
+    def _statuses(self) -> dict[int, RankStatus | None]:
         answers = self._ask("stand", BUSY_SECONDS + ANSWER_SECONDS)
         return {rank: each if isinstance(each, RankStatus) else None for rank, each in answers.items()}
 
@@ -391,7 +391,7 @@ class Controller:
 
 
 @contextmanager
-def _interrupts_noted() -> Iterator[list[int]]:
+def _interrupts_recorded() -> Iterator[list[int]]:
     """Record interrupts inside the block instead of raising them, so that no message from a rank is truncated.
 
     A caller that handles an interrupt clears the list. Otherwise, the interrupt is raised when the block exits.

@@ -109,7 +109,7 @@ class Ranks(Controller):
                 self._place.open()
                 self._workers = [WorkerHandle(rank) for rank in range(n)]
                 self._start(self._workers)
-            self._up()
+            self._wait_until_started()
         except BaseException:
             self.stop()
             raise
@@ -251,7 +251,7 @@ class Ranks(Controller):
                 self._workers[each.rank] = each
             self._known = set()
             self._start(fresh)
-        self._up()
+        self._wait_until_started()
         return ranks
 
     def stop(self) -> None:

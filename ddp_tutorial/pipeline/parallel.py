@@ -149,9 +149,9 @@ class Pipeline:
         parts = [part for i in range(0, len(batches), count) for part in self.runner.run(batches[i : i + count])]
         with phase("finish"):
             for name, group in self.shared.items():  # sum the gradients of each use of a tied parameter
-                _add_up([self.named[name]], group, self.world.device)
+                _sum_gradients([self.named[name]], group, self.world.device)
             if len(self.mesh) > 1:
-                _add_up([p for p in self.named.values() if p.requires_grad], self.across, self.world.device)
+                _sum_gradients([p for p in self.named.values() if p.requires_grad], self.across, self.world.device)
             totals = self._totals(parts, stop_flags)
             if totals.counts[LOSS] == 0:
                 raise ValueError("the loss counted no elements on any rank in this step, so its mean is undefined")
@@ -199,7 +199,7 @@ class Pipeline:
         return {name: group for name, group in groups.items() if group is not None}
 
 
-def _add_up(parameters: Sequence[nn.Parameter], group: Any, device: torch.device) -> None:
+def _sum_gradients(parameters: Sequence[nn.Parameter], group: Any, device: torch.device) -> None:
     """Replace each `.grad` by the sum over the ranks of the group. Collective.
 
     A parameter that no rank has used keeps `.grad` None.

@@ -237,7 +237,7 @@ def simulate(
                 done[action] = start + seconds[action.kind][action.stage]
                 ran.append(Timed(action, start, done[action]))
         if len(done) == before:
-            raise ScheduleError(f"deadlock: {_who_waits(plan, table, stages)}")
+            raise ScheduleError(f"deadlock: {_describe_deadlock(plan, table, stages)}")
     return Plan(plan)
 
 
@@ -245,7 +245,7 @@ def _each(cost: float | Sequence[float], stages: int) -> Sequence[float]:
     return cost if isinstance(cost, Sequence) else [cost] * stages
 
 
-def _who_waits(plan: Sequence[Sequence[Timed]], table: Table, stages: int) -> str:
+def _describe_deadlock(plan: Sequence[Sequence[Timed]], table: Table, stages: int) -> str:
     stuck = [(rank, table[rank][len(ran)]) for rank, ran in enumerate(plan) if len(ran) < len(table[rank])]
     return "; ".join(f"rank {rank} waits for {dependencies(action, stages)} before {action}" for rank, action in stuck)
 

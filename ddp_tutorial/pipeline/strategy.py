@@ -80,8 +80,8 @@ class PipelineStrategy:
             of_ranks: list[Any] = [batches]
             if self.group is not None and self.config.ranks > 1:
                 of_ranks = [None] * self.config.ranks
-                dist.all_gather_object(of_ranks, _moved(list(batches), torch.device("cpu")), self.group)
-                of_ranks = _moved(of_ranks, self.world.device)
+                dist.all_gather_object(of_ranks, _to_device(list(batches), torch.device("cpu")), self.group)
+                of_ranks = _to_device(of_ranks, self.world.device)
         with self.weights.training():
             return self.pipeline.backward([batch for of_rank in of_ranks for batch in of_rank], stop_flags)
 
@@ -127,7 +127,7 @@ class PipelineStrategy:
         self.pipeline.runner.number = int(state["step"])
 
 
-def _moved(batches: Any, device: torch.device) -> Any:
+def _to_device(batches: Any, device: torch.device) -> Any:
     """Return a nested structure with its tensors on a device: a GPU tensor cannot be unpickled on a different GPU."""
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batches)
 

@@ -59,9 +59,9 @@ class StageWeights:
     def release(self) -> None:
         """Free the weights of other ranks' stages."""
         self._is_free = True
-        self._give_up(self.tensors)
+        self._free(self.tensors)
 
-    def _give_up(self, names: Iterable[str]) -> None:
+    def _free(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self.own and self.tensors[name].numel():
                 self.tensors[name].data = self.tensors[name].new_empty(0)
@@ -87,7 +87,7 @@ class StageWeights:
     def _after(self, names: list[str], *_: Any) -> None:
         """Free the weights of other ranks after a module's forward pass, unless a backward pass will need them."""
         if self._is_free and not (self.is_training or self._is_pinned or torch.is_grad_enabled()):
-            self._give_up(names)
+            self._free(names)
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
@@ -100,13 +100,13 @@ class StageWeights:
         finally:
             self._is_pinned = False
             if self._is_free:
-                self._give_up(self.tensors)
+                self._free(self.tensors)
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Disable gathering for the duration of the block, because a rank calls only its own stages."""
         if self._is_free:
-            self._give_up(self.tensors)
+            self._free(self.tensors)
         self.is_training = True
         try:
             yield

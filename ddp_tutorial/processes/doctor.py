@@ -52,10 +52,10 @@ def examine() -> list[Finding]:
 
     A check that raises an exception returns a failed `Finding` with the error as its text.
     """
-    return [_careful(name, look) for name, look in _PROBES.items()]
+    return [_run_probe(name, look) for name, look in _PROBES.items()]
 
 
-def _careful(name: str, look: Probe) -> Finding:
+def _run_probe(name: str, look: Probe) -> Finding:
     """Run one check, and turn an exception into a failed `Finding`."""
     try:
         return Finding(name, *look())

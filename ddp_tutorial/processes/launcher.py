@@ -412,7 +412,7 @@ class _Ranks:
             self.selector.close()
             self.reading.close()
             self.store = None
-            self._let_go_of_lifeline()
+            self._close_lifeline()
             self.console.close([rank.log for rank in self.ranks])
 
     def _running(self) -> list[_Rank]:
@@ -499,7 +499,7 @@ class _Ranks:
 
     def _timed_out(self, timeout: float | None) -> RankTimeoutError:
         late = self._running()
-        self._let_go_of_lifeline()
+        self._close_lifeline()
         deadline = time.monotonic() + REPORT_SECONDS
         while any(rank.report is None for rank in self._running()) and self._listen_until(deadline):
             pass
@@ -514,7 +514,7 @@ class _Ranks:
         reason = f"did not finish within {timeout:g} s (still running: rank {running})"
         return RankTimeoutError(first.rank, reason, "\n\n".join(stories), first.log.tail())
 
-    def _let_go_of_lifeline(self) -> None:
+    def _close_lifeline(self) -> None:
         if self.lifeline is not None:
             os.close(self.lifeline)
             self.lifeline = None

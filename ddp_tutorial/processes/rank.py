@@ -93,7 +93,7 @@ class RankJob:
 def run_rank(rank: int, job: RankJob) -> None:
     """Run the job in a new process. `torch.multiprocessing.spawn` calls this function."""
     global _exit_code
-    atexit.register(_end_without_finalising)  # registered first, so it is called last
+    atexit.register(_exit_without_finalizing)  # registered first, so it is called last
     send = initialize_rank(rank, job.outputs[rank], job.messages[rank], job)
     for other, (output, messages) in enumerate(zip(job.outputs, job.messages, strict=True)):
         if other != rank:
@@ -152,7 +152,7 @@ def initialize_rank(rank: int, output: Descriptor, messages: Descriptor, origin:
     global _send
     _keep_descriptors_from_children()
     gc.freeze()  # exclude torch and everything else imported so far from garbage collection
-    _never_outlive_the_parent(origin)
+    _exit_with_parent(origin)
     _redirect_output(output.fd)
     local_rank = rank % int(os.environ["LOCAL_WORLD_SIZE"])  # the parent has set the other variables
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
@@ -169,7 +169,7 @@ def register_sources(sources: Mapping[str, list[str]]) -> None:
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
-def _end_without_finalising() -> None:
+def _exit_without_finalizing() -> None:
     """Exit before Python finalizes the interpreter.
 
     torch's threads can outlive the process group (see `process_group`). If such a thread releases a tensor during
@@ -180,7 +180,7 @@ def _end_without_finalising() -> None:
     os._exit(_exit_code)
 
 
-def _never_outlive_the_parent(origin: ParentInfo) -> None:
+def _exit_with_parent(origin: ParentInfo) -> None:
     """Ignore interrupts, which the parent handles, and have this process killed when the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -89,13 +89,13 @@ def _join(main: Callable[..., Result], args: tuple[Any, ...], here: World) -> Re
         try:
             return main(world, *args)
         except BaseException as error:
-            _let_go_of_frames(error)
+            _clear_frames(error)
             raise
         finally:
             gc.collect()  # free objects in reference cycles, such as a Trainer
 
 
-def _let_go_of_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Clear the local variables in the frames of an error's traceback.
 
     A `DistributedDataParallel` among those variables would outlive its process group, and so would gloo's threads,

@@ -51,8 +51,8 @@ def open_folder(
             name. Raised on all ranks. A new folder is removed.
     """
     label = f"{label}-{world.size}x"
-    folder, is_new = decide_on_rank_zero(world, lambda: _made_folder(name, label, resuming, private))
-    others = _not_seeing(world, folder.path) if shared else []
+    folder, is_new = decide_on_rank_zero(world, lambda: _create_folder(name, label, resuming, private))
+    others = _ranks_without(world, folder.path) if shared else []
     if others:
         if is_new and world.is_main:
             shutil.rmtree(folder.path)
@@ -84,7 +84,7 @@ def require_rank_zeros(world: World, name: str) -> None:
     decide_on_rank_zero(world, look)
 
 
-def _not_seeing(world: World, folder: Path) -> list[str]:
+def _ranks_without(world: World, folder: Path) -> list[str]:
     """Return the ranks that do not see a new file that rank 0 creates in `folder`. Collective.
 
     The existence of the folder is not sufficient, because each node may have its own folder of that name from an
@@ -92,7 +92,7 @@ def _not_seeing(world: World, folder: Path) -> list[str]:
     """
     if world.size == 1:
         return []
-    mark = decide_on_rank_zero(world, lambda: _marked(folder))
+    mark = decide_on_rank_zero(world, lambda: _create_marker(folder))
     try:
         return [str(rank) for rank, sees in enumerate(all_gather(world, mark.exists())) if not sees]
     finally:
@@ -100,7 +100,7 @@ def _not_seeing(world: World, folder: Path) -> list[str]:
             remove(mark)
 
 
-def _marked(folder: Path) -> Path:
+def _create_marker(folder: Path) -> Path:
     """Create an empty file with a unique name in `folder`, and return its path."""
     mark = temporary_path(folder / _MARK)
     notify_observers("write", mark)
@@ -108,7 +108,7 @@ def _marked(folder: Path) -> Path:
     return mark
 
 
-def _made_folder(name: str, label: str, again: bool, private: bool) -> tuple[RunFolder, bool]:
+def _create_folder(name: str, label: str, again: bool, private: bool) -> tuple[RunFolder, bool]:
     """Create the folder of a run (see `open_folder`). Return the folder and whether it is new."""
     path = RUNS / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{label}")
     folder = RunFolder(path, mode=0o700 if private else 0o777)

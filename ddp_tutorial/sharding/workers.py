@@ -99,18 +99,18 @@ class WorkerRestart:
         """Start without any restart."""
         self._place: object = None  # the step of the last restart
 
-    def is_due(self, batches: object, place: object, told: str) -> bool:
+    def is_due(self, batches: object, place: object, message: str) -> bool:
         """Return whether to restart the workers at the step `place`, and log the restart.
 
         Args:
             batches: The batches of the workers.
             place: The position of the source. A restart does not change it.
-            told: The error message to log.
+            message: The error message to log.
         """
         if not (isinstance(batches, WorkerBatches) and batches.exited_workers()) or place == self._place:
             return False
         self._place = place
-        LOG.warning("%s. The workers are restarted, and read the same samples", told.partition("\n")[0].rstrip(" ."))
+        LOG.warning("%s. The workers are restarted, and read the same samples", message.partition("\n")[0].rstrip(" ."))
         return True
 
 
@@ -134,8 +134,8 @@ class WorkerBatches(Iterator[Item]):
 
     def __init__(self, loader: DataLoader[Item]) -> None:
         """Start the workers of `loader`."""
-        told, tell = multiprocessing.Pipe(duplex=False)
-        loader.worker_init_fn = partial(_begin, told)
+        requests, send = multiprocessing.Pipe(duplex=False)
+        loader.worker_init_fn = partial(_initialize, requests)
         # The workers inherit the mask, and unblock the signals when they have installed their handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
         try:
@@ -144,7 +144,7 @@ class WorkerBatches(Iterator[Item]):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Run before Python's own exit handlers, which would send the workers a signal that they ignore, and then wait
         # for them.
-        self.close = Finalize(self, _end, (self._batches, told, tell), exitpriority=0)
+        self.close = Finalize(self, _end, (self._batches, requests, send), exitpriority=0)
 
     def __next__(self) -> Item:
         """Return the next batch."""
@@ -162,40 +162,40 @@ class WorkerBatches(Iterator[Item]):
         return bool(found)
 
 
-def _end(batches: Any, told: Connection, tell: Connection) -> None:
-    tell.send_bytes(b"")
+def _end(batches: Any, requests: Connection, send: Connection) -> None:
+    send.send_bytes(b"")
     shutdown_workers(batches)  # torch's own shutdown, which takes 10 seconds for each stuck worker
     for process in worker_processes(batches):
         process.join(10 * END_SECONDS)
         process.kill()
         process.join()
-    told.close()
-    tell.close()
+    requests.close()
+    send.close()
 
 
-def _begin(told: Connection, _: int) -> None:
+def _initialize(requests: Connection, _: int) -> None:
     """Initialize a worker.
 
     Signals are caught and not ignored, because the child processes of the worker would inherit ignored signals.
     """
     np.random.seed(torch.initial_seed() % 2**32)  # the DataLoader seeds torch and Python's random
     for number in _NOT_FOR_WORKERS:
-        signal.signal(number, _leave_it_to_the_rank)
+        signal.signal(number, _ignore_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_WORKERS)
-    threading.Thread(target=_end_when_told, args=(told,), name="end when told", daemon=True).start()
+    threading.Thread(target=_exit_on_request, args=(requests,), name="exit on request", daemon=True).start()
 
 
-def _leave_it_to_the_rank(number: int, frame: object) -> None:
+def _ignore_signals(number: int, frame: object) -> None:
     pass
 
 
-def _end_when_told(told: Connection) -> None:
+def _exit_on_request(requests: Connection) -> None:
     """Terminate this worker when its rank requests it or has exited.
 
     torch's own watchdog checks only between two batches, and one batch may take forever.
     """
     rank = multiprocessing.parent_process()
-    signs: list[Any] = [told, rank.sentinel] if rank is not None else [told]
+    signs: list[Any] = [requests, rank.sentinel] if rank is not None else [requests]
     parent = os.getppid()  # the rank, or its fork server
     while not wait(signs, WATCH_SECONDS) and os.getppid() == parent:
         pass

@@ -36,13 +36,13 @@ def slurm_address(host: str, cluster: str, job: int, restarts: int, step: int) -
     return f"slurm://{host}/{cluster}-{job}.{restarts}.{step}"
 
 
-def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield the store of the step, the rank and the world size, as torch's rendezvous handlers do. Collective."""
     address, query = urlsplit(url), parse_qs(urlsplit(url).query)
     rank, size = int(query["rank"][0]), int(query["world_size"][0])
     host, path = address.hostname or "localhost", FOLDER / address.path.lstrip("/")
     if rank:
-        yield _joined(path, timeout), rank, size
+        yield _connect(path, timeout), rank, size
         return
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     store.set("nonce", nonce := secrets.token_hex(16))
@@ -62,7 +62,7 @@ def _published(path: Path, meeting: dict[str, Any]) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _joined(path: Path, timeout: timedelta) -> dist.Store:
+def _connect(path: Path, timeout: timedelta) -> dist.Store:
     """Connect to the store that rank 0 publishes in `path`. Raises `RuntimeError` after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
@@ -90,4 +90,4 @@ def _require_private(folder: Path) -> None:
         )
 
 
-register_rendezvous_handler("slurm", _meet)
+register_rendezvous_handler("slurm", _rendezvous)

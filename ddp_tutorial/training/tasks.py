@@ -117,7 +117,7 @@ def is_readable(config: TaskConfig) -> bool:
 def task_of(config: TaskConfig) -> Task:
     """Return the task that `config` names. Raise `ConfigError` if there is no such task."""
     if config.task not in TASKS:
-        raise ConfigError(f"unknown 'task' {config.task!r}. {did_you_mean(config.task, sorted(TASKS))}")
+        raise ConfigError(f"unknown 'task' {config.task!r}.{did_you_mean(config.task, sorted(TASKS))}")
     return TASKS[config.task]
 
 
