@@ -95,9 +95,7 @@ class World:
         numbers = torchrun or world_of_step(environ) or {}
         world = World(**numbers)
         own_gpu = not torchrun and has_gpu_per_task(environ, world.local_size)
-        chosen = choose_device(
-            device, world.local_rank, world.local_size, gpus, backend, one_gpu_per_task=one_gpu_per_task
-        )
+        chosen = choose_device(device, world.local_rank, world.local_size, gpus, backend, one_gpu_per_task=own_gpu)
         return replace(world, device=chosen, backend=backend, timeout=timeout)
 
     def __str__(self) -> str:
