@@ -102,7 +102,7 @@ def test_every_rank_gets_the_same_correct_result(heard: list[dict[str, Any]], np
 
 
 def run_together(world: World) -> dict[str, Any]:
-    """Call `run_on_all_ranks` with functions that succeed, and with functions that raise on one rank or on all ranks."""
+    """Call `run_on_all_ranks` with functions that succeed, raise on one rank, or raise on all ranks."""
 
     def fail(*ranks: int, error: Exception) -> Any:
         if world.rank in ranks:

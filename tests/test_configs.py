@@ -1,4 +1,4 @@
-"""Every config of the package loads, trains, works as a papermill parameter file, and does what its description states."""
+"""Every config of the package loads, trains, is a papermill parameter file, and matches its description."""
 
 import json
 from pathlib import Path

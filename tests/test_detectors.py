@@ -692,7 +692,7 @@ def test_a_delayed_report_has_its_own_step_and_no_weight_is_corrupted() -> None:
 
 
 def skips_an_update(world: World) -> list[str]:
-    """Return the errors of other ranks if a rank skips an update but counts the step, inside the block or at its end."""
+    """Return the other ranks' errors if a rank skips an update but counts the step, in the block or at its end."""
     told = []
     for steps in (10, 8):
         job, taken = Job(world), [0]

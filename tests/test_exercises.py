@@ -48,10 +48,7 @@ def unanswered(*args):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Return an answer without a time limit, because a machine may be busy.
-
-    The limit is for answers that never return.
-    """
+    """Give answers more time, because a machine may be busy. The limit is for answers that never return."""
 
     def launch_patiently(*args, timeout, **options):
         return launch(*args, timeout=max(timeout, 90), **options)
@@ -156,7 +153,7 @@ def test_a_solution_is_shown_without_types_and_with_comments(capsys):
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_a_solution_as_shown_can_be_pasted_into_its_notebook(name, capsys, monkeypatch):
-    """The solution needs nothing that the notebook has not imported, neither when it is defined nor when it is called."""
+    """Neither its definition nor a call needs anything that the notebook has not imported."""
     module = name.partition(".")[0]
     chapters = [path for path in find_notebooks() if path.parent.name != "experiments"]
     [path] = [path for path in chapters if re.fullmatch(rf"(\d\d_)?{module}", path.stem)]

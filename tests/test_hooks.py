@@ -159,7 +159,7 @@ def feed_errors_back(world: World) -> dict[str, Any]:
 
 
 class Backwards(nn.Module):
-    """A model that registers its layers in reverse order, so that the buckets of the first step have the wrong order."""
+    """A model that registers its layers in reverse, so that the first step's buckets have the wrong order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def test_an_invalid_option_is_rejected_in_one_line(values: dict[str, Any], said:
 
 
 class Toy(nn.Module):
-    """A model with tied, frozen and unused parameters, one that only rank 0 uses, and a buffer that each rank changes."""
+    """A model with tied, frozen and unused parameters, one that only rank 0 uses, and a local buffer."""
 
     def __init__(self) -> None:
         super().__init__()

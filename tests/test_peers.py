@@ -99,7 +99,7 @@ def both(ranks: list[dict[str, Runs]], situation: str, name: str) -> list[tuple[
 
 
 def rest_of_the_epoch(ranks: list[dict[str, Runs]], situation: str, name: str) -> Counter[int]:
-    """Return how often each of the 64 samples is used in the second epoch, half before and half after the checkpoint."""
+    """Return how often the second epoch uses each of the 64 samples, half of them before the checkpoint."""
     seen: Counter[int] = Counter()
     for whole, again in both(ranks, situation, name):
         for step in whole.seen[8:12] + again.seen[:4]:

@@ -58,7 +58,7 @@ def plan(config: TaskConfig, layers: Iterable[Layer], environ: Mapping[str, str]
     units = config.batch_size * task.units_per_sample(config)
     return {
         "settings": settings(given, layers, config),
-        "unit": task.unit,  # what the loss counts
+        "unit": task.unit,  # the unit of the loss's count
         "world": {
             "ranks": size,
             "device": device.type,
