@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Tied, frozen and nested parameters of 4 to 768 bytes, a buffer that changes in place, and one that is replaced."""
+    """Tied, frozen and nested parameters of 4 to 768 bytes; a buffer changes in place, and one is replaced."""
 
     def __init__(self) -> None:
         super().__init__()
