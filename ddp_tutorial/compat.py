@@ -153,7 +153,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return `module` with each wrapper that `torch.compile(...)` has put around a module replaced by that module.
+    """Return `module` with each `torch.compile(...)` wrapper replaced by the wrapped module.
 
     A module that was inside a wrapper compiles its own calls, as after `module.compile(...)`, with the options of the
     wrapper. The names of the parameters then do not contain `_orig_mod`. A wrapper publishes neither its module nor its

@@ -51,8 +51,7 @@ def steps_between(name: str, interval: Interval, steps_per_epoch: float | None) 
         return interval
     if steps_per_epoch is None:
         raise ConfigError(
-            f"'{name}' {interval!r} requires data of known length, but a stream's length is not known; set it to a "
-            "number of steps"
+            f"'{name}' {interval!r} requires data of known length, but a stream has none; set it to a number of steps"
         )
     return _epochs(interval) * steps_per_epoch
 

@@ -391,7 +391,7 @@ def test_a_loss_must_call_its_model_once() -> None:
         return batch.sum(), 1
 
     stages = dict(enumerate(split_into_stages(_plain(), ["4"])))
-    for loss, said in [(twice, "but it called it 2 times"), (never, "but the model was not called")]:
+    for loss, said in [(twice, "exactly once, got 2 calls"), (never, "but the model was not called")]:
         runner = StageRunner(interleaved(1, 1, 2), stages, loss)
         with pytest.raises(LossError, match=said):
             runner.run([torch.ones(2, 6)])

@@ -75,8 +75,8 @@ def call_loss(loss: Loss, model: Any, batch: Any) -> tuple[torch.Tensor, dict[st
         raise LossError(f"the second value that the loss returns must be the count, got {_describe(count)}")
     if not isinstance(metrics, Mapping) or LOSS in metrics:
         raise LossError(
-            f"the third value that the loss returns must be metrics, such as {{'accuracy': (correct, count)}}, without "
-            f"{LOSS!r}, got {_describe(metrics)}"
+            f"the third value that the loss returns must be metrics other than {LOSS!r}, such as "
+            f"{{'accuracy': (correct, count)}}, got {_describe(metrics)}"
         )
     for name, pair in metrics.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))):

@@ -204,7 +204,7 @@ class Runner:
         return [process for process in self._processes if process.code is None]
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Kill those of the processes that are still running."""
+        """Kill the processes that are still running."""
         if not self._box.is_open:
             return
         running = [process for process in processes if process.code is None]

@@ -31,8 +31,8 @@ def slurm_script(
     config = load(source, kind, [*of_run, *of_job])
     if config.resume not in {"never", "auto"}:
         raise ConfigError(
-            f"'resume' must be never or auto for a Slurm job, got {config.resume}; a requeued job would start from it "
-            "again. Train a first step by hand, with a name, or copy the checkpoint to the named run"
+            f"'resume' must be never or auto for a Slurm job, got {config.resume}: a requeued job would resume from "
+            "that path again. Start the named run by hand, or copy the checkpoint to the named run"
         )
     here = ranks_per_node(config.nprocs, config.slurm)
     micro_batches_per_rank(config, config.nprocs)

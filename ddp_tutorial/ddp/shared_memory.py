@@ -259,8 +259,8 @@ def _memfd_and_eventfd(nbytes: int) -> list[int]:
 def _exchange_files(world: World, mine: Sequence[int]) -> list[int]:
     """Return the other rank's files, opened in this process; empty if a rank has none or cannot send them. Collective.
 
-    Each rank receives on a socket in a folder that only its user can enter, so another user of the machine cannot send
-    files of their own.
+    Each rank receives on a socket in a folder that only its user can enter, so other users of the machine cannot send
+    their own files.
     """
     with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
         path = f"{folder}/mailbox"

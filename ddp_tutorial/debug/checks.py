@@ -210,7 +210,8 @@ class Checks:
             row += each.local_report(seen)
         if len(row) != self._length:
             raise ValueError(
-                f"the detectors must report `size` numbers each, {self._length - 1} in all, got {len(row) - 1}"
+                f"the detectors must report {self._length - 1} numbers in total, as their `size` declares, got "
+                f"{len(row) - 1}"
             )
         self._rows.append(row)
         is_first = step < self._first + _FIRST or self.every == 1

@@ -120,7 +120,7 @@ class Worker:
             raise KeyboardInterrupt
 
     def do_nothing(self) -> None:
-        """Do nothing. The call measures the overhead of calls."""
+        """Do nothing, to measure the overhead of calls."""
 
     def do_meet(self, port: int, pids: Sequence[int]) -> None:
         """Form a new process group with the other ranks, in place of the current group. Collective.

@@ -89,8 +89,8 @@ class LocalWeightsState:
             length, ranks = states[0]["length"], len(states)
             raise CheckpointError(
                 f"step {step} is {alone} steps into a round of {length} steps: each of {ranks} ranks has different "
-                f"weights, which cannot be loaded on {self.world.size}. Resume with {ranks} ranks, or from the end of "
-                "a round, or without 'local' from the mean of the weights"
+                f"weights, which cannot be loaded on {self.world.size} ranks. Resume with {ranks} ranks, "
+                "from the end of a round, or from the mean of the weights with resume_without=[local]"
             )
 
 

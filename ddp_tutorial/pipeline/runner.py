@@ -338,7 +338,7 @@ class _LastStageOutput(nn.Module):
             LossError: If the number of calls is not 1.
         """
         if self.calls != 1:
-            raise LossError(f"in a pipeline, the loss must call its model once, but it called it {self.calls} times")
+            raise LossError(f"in a pipeline, the loss must call its model exactly once, got {self.calls} calls")
 
 
 def _drawing(seed: int | None, step: int, action: Action, device: torch.device) -> Any:

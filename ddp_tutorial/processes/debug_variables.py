@@ -1,4 +1,4 @@
-"""The environment variables of `train --debug`. This module does not import torch, which reads some when imported."""
+"""The environment variables of `train --debug`. Does not import torch, which reads some of them at import."""
 
 import os
 

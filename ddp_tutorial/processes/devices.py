@@ -24,7 +24,7 @@ def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] 
     """
     names = [name.strip() for name in devices.split(",")]
     if not all(name.isdecimal() for name in names):
-        raise ConfigError(f"--devices must be numbers of GPUs with commas between them, such as 0,1,3; got {devices!r}")
+        raise ConfigError(f"--devices must be GPU numbers separated by commas, such as 0,1,3, got {devices!r}")
     numbers, there = [int(name) for name in names], torch.cuda.device_count()
     if not there:
         raise ConfigError("--devices selects GPUs, but torch found none on this machine. Omit it to train on CPUs")

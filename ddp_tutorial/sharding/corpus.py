@@ -255,5 +255,5 @@ def _reach_hub(argument: str) -> None:
         raise ConfigError(
             f"corpus 'hub:{argument}': {address.hostname} cannot be reached ({error}). To use a dataset that was "
             "downloaded before, set HF_HUB_OFFLINE=1. Without a download, use 'python', 'stories:100000', or json:PATH "
-            "or parquet:PATH for files of your own."
+            "or parquet:PATH for your own files."
         ) from None

@@ -158,7 +158,7 @@ def submit(script: str) -> int:
             ["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False, timeout=120
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError("sbatch got no answer from Slurm within 120 seconds") from None
+        raise ConfigError("Slurm did not respond to sbatch within 120 seconds") from None
     if done.returncode:
         why = [
             line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()

@@ -117,8 +117,8 @@ def sample(
     config = config_of(run)
     if config.has_tokens and config.tokenizer == BYTES:
         raise ConfigError(
-            f"{run} was trained on {config.corpus!r} without a tokenizer, so its tokens are not text; train with "
-            "tokenizer=PATH of the tokenizer.json that made the tokens"
+            f"{run} was trained on {config.corpus!r} without a tokenizer, so its tokens cannot be decoded; train "
+            "with tokenizer=PATH, the tokenizer.json that produced the tokens"
         )
     tokenizer = load_tokenizer(config.tokenizer)
     generated = model.generate(tokenizer.encode(prompt), length, temperature=temperature, seed=seed)

@@ -78,7 +78,7 @@ def make_train_step(
 def _on_device(model: nn.Module, world: World) -> nn.Module:
     """Return `model` on this rank's device. Raise `ConfigError` if a tensor is on a different one or all are frozen."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("the model must have a trainable parameter, but all are frozen or there are none")
+        raise ConfigError("the model must have a trainable parameter, but it has no parameters or all are frozen")
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
         return model.to(world.device)

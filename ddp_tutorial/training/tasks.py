@@ -194,7 +194,7 @@ def require_no_epochs(config: TaskConfig) -> None:
     counted = [name for name, interval in every.items() if isinstance(interval, str)]
     for name in ["num_epochs"] * (config.num_epochs is not None) + counted:
         raise ConfigError(
-            f"{name!r} cannot be converted to steps, because corpus {config.corpus!r} has not been converted to tokens "
+            f"{name!r} cannot be converted to steps, because corpus {config.corpus!r} has not been tokenized "
             "yet; set a number of steps, or train first"
         )
 

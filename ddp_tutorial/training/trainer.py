@@ -474,7 +474,7 @@ def with_steps(config: SomeTrainConfig, steps_per_epoch: float | None) -> SomeTr
     if config.num_epochs is None:
         return config
     if steps_per_epoch is None:
-        raise ConfigError("'num_epochs' requires data of known length, but a stream's length is not known; set 'steps'")
+        raise ConfigError("'num_epochs' requires data of known length, but a stream has none; set 'steps'")
     steps = max(1, math.ceil(round(config.num_epochs * steps_per_epoch, 6)))
     if "steps" in config.model_fields_set and config.steps != steps:
         raise ConfigError(

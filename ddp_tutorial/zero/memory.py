@@ -1,7 +1,8 @@
 """Calculate the memory and the communication of each strategy, without running it.
 
 With Adam in float32, a parameter takes 4 bytes, its gradient 4 bytes, and its two moments 8 bytes (Rajbhandari et al.,
-2020). Data parallelism stores all three on each of W ranks. Each stage of ZeRO divides one more of them by W.
+2020). Data parallelism stores all three on each of W ranks. Each stage of ZeRO divides one more of these three parts by
+W.
 """
 
 from collections.abc import Mapping
