@@ -78,17 +78,17 @@ def test_reshuffled_epochs_do_not_overlap_but_separate_permutations_do() -> None
 @given(
     steps=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40),
     every=st.integers(1, 12),
-    room=st.integers(0, 300),
+    capacity=st.integers(0, 300),
 )
 def test_values_of_two_ranks_arrive_in_order_for_any_capacity(
-    steps: list[tuple[int, int]], every: int, room: int
+    steps: list[tuple[int, int]], every: int, capacity: int
 ) -> None:
     """Steps have any number of samples, some steps have an exchange, and the first capacity is too small."""
     ranks = [DataOverlap(), DataOverlap()]
     heard: list[list[Any]] = [[], []]
     for rank, detector in enumerate(ranks):
         detector.attach(Program(World(rank, 2), nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)])))
-        detector._room = room
+        detector._capacity = capacity
         detector._seen.add = heard[rank].extend  # type: ignore[method-assign, assignment]
 
     def exchange() -> None:
@@ -105,7 +105,7 @@ def test_values_of_two_ranks_arrive_in_order_for_any_capacity(
             detector.local_report(StepObservation())
         if number % every == 0:
             exchange()
-    for _ in range(8):  # there is twice the room each time
+    for _ in range(8):  # there is twice the capacity each time
         exchange()
     wanted = [
         tuple([100 * number + place for place in range(length)] for length in lengths)

@@ -85,14 +85,14 @@ class PlannedFailure:
         point: The point of the failure. If empty, any point counts.
         nth: The failure happens when the rank reaches the point for the nth time.
         how: "kill" sends SIGKILL, and "fail" makes one disk operation fail. With "fill", the disk is full from then on,
-            except for `room` bytes. With "limit", no file can exceed `room` bytes from then on.
-        room: The number of bytes for "fill" and "limit".
+            except for `free_bytes` bytes. With "limit", no file can exceed `free_bytes` bytes from then on.
+        free_bytes: The number of bytes for "fill" and "limit".
     """
 
     point: str
     nth: int
     how: How = "kill"
-    room: int = 0
+    free_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def ranks_served() -> Iterator[None]:
 
 def run_attempt(
     config: TaskConfig,
-    accidents: Mapping[int, PlannedFailure] | None = None,
+    failures: Mapping[int, PlannedFailure] | None = None,
     where: Sequence[Path] = (),
     start: Literal["forkserver", "fork"] = "forkserver",
 ) -> Attempt:
@@ -189,7 +189,7 @@ def run_attempt(
 
     Args:
         config: The run.
-        accidents: The failure of each rank.
+        failures: The failure of each rank.
         where: The working directory of each rank, for nodes without a shared folder. Defaults to the current folder.
         start: The multiprocessing start method.
 
@@ -202,7 +202,7 @@ def run_attempt(
         notes = Path(name)
         ranks = [
             context.Process(
-                target=_rank, args=(rank, where or [here] * RANKS, notes, config, (accidents or {}).get(rank))
+                target=_rank, args=(rank, where or [here] * RANKS, notes, config, (failures or {}).get(rank))
             )
             for rank in range(RANKS)
         ]
@@ -284,7 +284,7 @@ def outcome(name: str) -> tuple[Any, ...] | None:
     return metrics["weights"], [[row.get(key) for key in keys] for row in rows]
 
 
-def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, accident: PlannedFailure | None) -> None:
+def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, failure: PlannedFailure | None) -> None:
     os.chdir(where[rank])
     log = open(notes / f"rank_{rank}.log", "w")  # noqa: SIM115, open until the process exits
     os.dup2(log.fileno(), 1)
@@ -292,26 +292,26 @@ def _rank(rank: int, where: Sequence[Path], notes: Path, config: TaskConfig, acc
     faulthandler.dump_traceback_later(0.9 * TIME_LIMIT)  # shows where a rank hangs
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for data loader workers; a fork server would import torch
-    fate = FailureInjector(rank, notes, accident)
+    injector = FailureInjector(rank, notes, failure)
     on_node = (rank, RANKS) if where[0] == where[1] else (0, 1)
     world = World(rank, RANKS, *on_node, init_method=f"file://{notes}/store")
     try:
-        with observe(fate.at_edge), observe_disk(fate.at_operation), process_group(world):
+        with observe(injector.at_edge), observe_disk(injector.at_operation), process_group(world):
             train(world, config)
     except ConfigError as error:
-        fate.note(f"refused.{rank}", str(error))
-        fate.end(REFUSED)  # while the error references DDP; freeing DDP without its group can hang
-    fate.end(0)
+        injector.note(f"refused.{rank}", str(error))
+        injector.end(REFUSED)  # while the error references DDP; freeing DDP without its group can hang
+    injector.end(0)
 
 
 class FailureInjector:
     """Count the points that a rank reaches, and inject its failure."""
 
-    def __init__(self, rank: int, notes: Path, accident: PlannedFailure | None) -> None:
-        """Inject `accident` into `rank`, and write notes to the folder `notes`."""
-        self.rank, self.notes, self.accident = rank, notes, accident
+    def __init__(self, rank: int, notes: Path, failure: PlannedFailure | None) -> None:
+        """Inject `failure` into `rank`, and write notes to the folder `notes`."""
+        self.rank, self.notes, self.failure = rank, notes, failure
         self.seen: Counter[str] = Counter()
-        self.left = accident.nth if accident is not None else 0
+        self.left = failure.nth if failure is not None else 0
         self.inside: Counter[str] = Counter()  # how often each phase has been entered and not yet left
         self.lock = threading.Lock()  # checkpoints are written and removed in threads
 
@@ -330,25 +330,25 @@ class FailureInjector:
     def _at(self, point: str) -> None:
         with self.lock:
             self.seen[point] += 1
-            self.left -= self.accident is not None and self.accident.point in ("", point)
-            hit = self.accident is not None and self.left == 0
+            self.left -= self.failure is not None and self.failure.point in ("", point)
+            hit = self.failure is not None and self.left == 0
             if hit:
                 self.left -= 1
         if hit:
             self._happen(point)
 
     def _happen(self, point: str) -> None:
-        assert self.accident is not None
+        assert self.failure is not None
         in_saving = any(count > 0 and name.startswith("save") for name, count in self.inside.items())
         self.note(f"hit.{self.rank}", json.dumps({"point": point, "in_saving": in_saving}))
-        if self.accident.how == "kill":
+        if self.failure.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self.accident.how == "fail":
+        elif self.failure.how == "fail":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        elif self.accident.how == "fill":
-            fill_up(Path.cwd(), self.accident.room)
+        elif self.failure.how == "fill":
+            fill_up(Path.cwd(), self.failure.free_bytes)
         else:
-            limit_files(self.accident.room)
+            limit_files(self.failure.free_bytes)
 
     def end(self, code: int) -> None:
         """Exit this rank without Python's shutdown; see `rank._exit_without_finalizing`."""

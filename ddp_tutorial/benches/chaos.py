@@ -267,8 +267,8 @@ class _Chaos:
         if how == "kill" and self.random.random() < 0.2:
             point, nth = "", self.random.randrange(1, PHASE_BOUNDARIES)
         both = how in {"kill", "fail"} and self.random.random() < 0.2
-        accident = PlannedFailure(point, nth, how, room=self.random.randrange(ROOM))
-        life = run_attempt(config, dict.fromkeys(range(RANKS) if both else [rank], accident), start=self.start)
+        failure = PlannedFailure(point, nth, how, free_bytes=self.random.randrange(ROOM))
+        life = run_attempt(config, dict.fromkeys(range(RANKS) if both else [rank], failure), start=self.start)
         self.tally.lives[how if life.point is not None else "undisturbed"] += 1
         if life.point is not None:
             self.tally.taken.add((life.point, how))

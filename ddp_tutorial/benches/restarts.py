@@ -60,10 +60,10 @@ def measure_restarts(kills: int, seed: int = 0, report: Callable[[str], None] = 
             torchrun("undisturbed", [])
             wanted = outcome("undisturbed")
             while counted["kills"] < kills or not runs:
-                doomed = [(rng.randrange(RANKS), rng.randrange(1, POINTS)) for _ in range(min(KILLS, kills))]
-                notes = torchrun(f"run{runs}", doomed)
+                planned_kills = [(rng.randrange(RANKS), rng.randrange(1, POINTS)) for _ in range(min(KILLS, kills))]
+                notes = torchrun(f"run{runs}", planned_kills)
                 hits = {int(note.parent.name): json.loads(note.read_text()) for note in notes.glob("*/hit.*")}
-                up = {life: _all_up(notes / str(life)) for life in range(len(doomed) + 1)}
+                up = {life: _all_up(notes / str(life)) for life in range(len(planned_kills) + 1)}
                 counted["kills"] += len(hits)
                 counted["in_saving"] += sum(hit["in_saving"] for hit in hits.values())
                 counted["lives"] += sum((notes / str(life)).is_dir() for life in up)
@@ -99,12 +99,12 @@ def describe(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} = {result[name]}" for name in names) + f", median restart {result['seconds']} s"
 
 
-def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
+def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:
     """Run one training run under torchrun, which restarts it after each kill.
 
     Args:
         name: The name of the run.
-        doomed: For each attempt, the rank to kill and the number of the point at which to kill it.
+        planned_kills: For each attempt, the rank to kill and the number of the point at which to kill it.
 
     Returns:
         The folder with the notes of the attempts.
@@ -114,7 +114,7 @@ def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
     """
     notes = Path(f"notes-{name}").resolve()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += [f"--max-restarts={len(doomed)}", "-m", __name__, name, str(notes), json.dumps(doomed)]
+    command += [f"--max-restarts={len(planned_kills)}", "-m", __name__, name, str(notes), json.dumps(planned_kills)]
     with open(f"{name}.log", "w+") as log:
         agent = subprocess.Popen(
             command,
@@ -124,7 +124,7 @@ def torchrun(name: str, doomed: Sequence[tuple[int, int]]) -> Path:
             start_new_session=True,
         )
         try:
-            agent.wait(TIME_LIMIT * (len(doomed) + 1))
+            agent.wait(TIME_LIMIT * (len(planned_kills) + 1))
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -145,23 +145,23 @@ def _time_of(notes: Path) -> float:
     return min(note.stat().st_mtime for note in notes.glob("hit.*"))
 
 
-def _live(world: World, name: str, notes: Path, accident: PlannedFailure | None) -> None:
-    fate = FailureInjector(world.rank, notes, accident)
-    fate.note(f"up.{world.rank}", str(time.time()))
-    with observe(fate.at_edge), observe_disk(fate.at_operation):
+def _live(world: World, name: str, notes: Path, failure: PlannedFailure | None) -> None:
+    injector = FailureInjector(world.rank, notes, failure)
+    injector.note(f"up.{world.rank}", str(time.time()))
+    with observe(injector.at_edge), observe_disk(injector.at_operation):
         train(world, config_of(name))
 
 
-def _main(name: str, notes: str, doomed: str) -> None:
+def _main(name: str, notes: str, planned_kills: str) -> None:
     """Run one rank; torchrun starts this function."""
     rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    fates = json.loads(doomed)
-    accident = None
-    if life < len(fates) and fates[life][0] == rank:
-        accident = PlannedFailure("", fates[life][1])
+    kills_by_attempt = json.loads(planned_kills)
+    failure = None
+    if life < len(kills_by_attempt) and kills_by_attempt[life][0] == rank:
+        failure = PlannedFailure("", kills_by_attempt[life][1])
     here = Path(notes) / str(life)
     here.mkdir(parents=True, exist_ok=True)
-    run(_live, name, here, accident, device="cpu")
+    run(_live, name, here, failure, device="cpu")
 
 
 if __name__ == "__main__":

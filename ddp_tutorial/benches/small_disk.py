@@ -40,8 +40,8 @@ def mount_small_disk(folder: Path, nbytes: int) -> str:
     return ""
 
 
-def fill_up(folder: Path, room: int) -> None:
-    """Fill the disk with a file in `folder`, the root of a small disk, except for `room` bytes."""
+def fill_up(folder: Path, free_bytes: int) -> None:
+    """Fill the disk with a file in `folder`, the root of a small disk, except for `free_bytes` bytes."""
     with (folder / _BALLAST).open("wb", buffering=0) as file:
         try:
             while True:
@@ -49,7 +49,7 @@ def fill_up(folder: Path, room: int) -> None:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-        file.truncate(max(0, file.tell() - room))
+        file.truncate(max(0, file.tell() - free_bytes))
 
 
 def empty(folder: Path) -> None:

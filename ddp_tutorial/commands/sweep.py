@@ -37,7 +37,7 @@ def sweep(notebook: Path, settings: tuple[str, ...], repeats: int, name: str, ti
     for number in (signal.SIGTERM, signal.SIGHUP):  # the end of a job or a closed terminal: as Ctrl-C
         signal.signal(number, signal.default_int_handler)
     try:
-        outcome = run_sweep(plan, timeout, tell=_print_line)
+        outcome = run_sweep(plan, timeout, report=_print_line)
     except SweepInterruptedError as interrupt:
         click.echo(f"error: {interrupt}", err=True)
         sys.exit(130)

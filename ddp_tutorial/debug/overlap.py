@@ -20,7 +20,7 @@ _NUMBERS = 1 << 14
 # Number of consecutive steps in which two ranks share half of their samples, and minimum number of shared samples.
 _STEPS, _SAMPLES = 3, 3
 
-_ROOM = 256  # initial capacity of an exchange on each rank, which grows to twice the largest demand
+_CAPACITY = 256  # initial capacity of an exchange on each rank, which grows to twice the largest demand
 
 Steps = Sequence[Sequence[int]]  # the sample hashes of one rank for each step
 
@@ -44,8 +44,8 @@ class DataOverlap(Detector):
         self._now: list[torch.Tensor] = []  # hashes of the current step
         self._mine: list[list[torch.Tensor]] = []  # hashes of each step since the last exchange
         self._left: list[int] = []  # values that exceeded the capacity
-        self._room = _ROOM  # capacity of the next exchange, the same on all ranks
-        self._heard: list[list[int]] = [[] for _ in range(program.world.size)]  # values of incomplete steps
+        self._capacity = _CAPACITY  # capacity of the next exchange, the same on all ranks
+        self._incomplete: list[list[int]] = [[] for _ in range(program.world.size)]  # values of incomplete steps
         self._seen = Epoch(program.world.size)
         self._is_done = program.world.size == 1
 
@@ -73,15 +73,17 @@ class DataOverlap(Detector):
             mine.append(sum(map(len, parts)))
             for part in parts:
                 mine += part.tolist()
-        self._mine, self._left = [], mine[self._room :]
-        return torch.tensor([len(mine), *mine[: self._room], *[0] * (self._room - len(mine))], dtype=torch.int64)
+        self._mine, self._left = [], mine[self._capacity :]
+        return torch.tensor(
+            [len(mine), *mine[: self._capacity], *[0] * (self._capacity - len(mine))], dtype=torch.int64
+        )
 
     def on_exchanged(self, step: int, of_ranks: torch.Tensor) -> list[Finding]:
         """Return a finding if the samples of the ranks overlap."""
-        room = self._room
-        for heard, (count, *numbers) in zip(self._heard, of_ranks.tolist(), strict=True):
-            heard.extend(numbers[: min(count, room)])
-            self._room = max(self._room, 2 * count)
+        capacity = self._capacity
+        for pending, (count, *numbers) in zip(self._incomplete, of_ranks.tolist(), strict=True):
+            pending.extend(numbers[: min(count, capacity)])
+            self._capacity = max(self._capacity, 2 * count)
         found = self._seen.add(self._steps())
         if found is None:
             return []
@@ -92,14 +94,14 @@ class DataOverlap(Detector):
     def _steps(self) -> list[Steps]:
         """Remove and return the samples of the steps that all ranks have sent completely, for each rank."""
         of_ranks = []
-        for heard in self._heard:
+        for pending in self._incomplete:
             steps, place = [], 0
-            while place < len(heard) and place + heard[place] < len(heard):
-                steps.append(heard[place + 1 : (place := place + 1 + heard[place])])
+            while place < len(pending) and place + pending[place] < len(pending):
+                steps.append(pending[place + 1 : (place := place + 1 + pending[place])])
             of_ranks.append(steps)
         complete = min(map(len, of_ranks))
-        for heard, steps in zip(self._heard, of_ranks, strict=True):
-            del heard[: sum(1 + len(each) for each in steps[:complete])]
+        for pending, steps in zip(self._incomplete, of_ranks, strict=True):
+            del pending[: sum(1 + len(each) for each in steps[:complete])]
         return [steps[:complete] for steps in of_ranks]
 
 

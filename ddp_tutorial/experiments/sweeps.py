@@ -306,7 +306,7 @@ class SweepInterruptedError(KeyboardInterrupt):
         super().__init__(f"interrupted; {done} of {points} points are done and saved. To resume, rerun the command.")
 
 
-def run_sweep(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outcome:
+def run_sweep(plan: Plan, timeout: float, report: Callable[[str], object]) -> Outcome:
     """Run the points that have not finished yet, then write the table and the comparison.
 
     A point that fails or times out does not stop the sweep.
@@ -314,7 +314,7 @@ def run_sweep(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outc
     Args:
         plan: The sweep.
         timeout: The timeout of each point in seconds.
-        tell: A function to call with a line of text about each failure and the comparison.
+        report: A function to call with a line of text about each failure and the comparison.
 
     Raises:
         ConfigError: A different sweep is running in the same folder.
@@ -324,8 +324,8 @@ def run_sweep(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outc
     plan.folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(plan.folder):
         try:
-            outcome = _run_points(plan, timeout, tell)
-            _write_outcome(outcome, tell)
+            outcome = _run_points(plan, timeout, report)
+            _write_outcome(outcome, report)
         except KeyboardInterrupt:
             finished = sum(record["status"] == FINISHED for point in plan.points if (record := point.read()))
             raise SweepInterruptedError(finished, len(plan.points)) from None
@@ -339,7 +339,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run_points(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Outcome:
+def _run_points(plan: Plan, timeout: float, report: Callable[[str], object]) -> Outcome:
     from tqdm import tqdm
 
     before = {point.key: record for point in plan.points if (record := point.read()) and record["status"] == FINISHED}
@@ -353,13 +353,13 @@ def _run_points(plan: Plan, timeout: float, tell: Callable[[str], object]) -> Ou
                 bar.set_description_str(point.label)
             record = before.get(point.key) or _run(plan.notebook, point, timeout, lambda: bar.update(0))
             if record["status"] != FINISHED:
-                tell(failure_of(point, record))
+                report(failure_of(point, record))
             records.append(record)
             bar.update()
     return Outcome(plan, records, len(before))
 
 
-def _write_outcome(outcome: Outcome, tell: Callable[[str], object]) -> None:
+def _write_outcome(outcome: Outcome, report: Callable[[str], object]) -> None:
     """Write the table, and execute the comparison unless it was already executed with the same table."""
     folder, finished = outcome.plan.folder, len(outcome.plan.points) - len(outcome.failures)
     table, page = folder / "results.csv", folder / "compare.html"
@@ -367,7 +367,7 @@ def _write_outcome(outcome: Outcome, tell: Callable[[str], object]) -> None:
     write_table(folder, outcome.rows)
     if finished and not (page.is_file() and table.read_bytes() == old):
         page.unlink(missing_ok=True)
-        tell(f"comparing {finished} points")
+        report(f"comparing {finished} points")
         run_notebook(COMPARE, folder, {"name": f"sweeps/{folder.name}", "table": str(folder / "results.parquet")})
 
 

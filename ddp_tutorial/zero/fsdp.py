@@ -42,7 +42,7 @@ class FSDPStrategy(ShardedStrategy):
                 raise ConfigError("the model is already sharded: build a new model")
             require_no_gradient(name, parameter)
         self.used, self._is_first_pass = ExecutionPath(), True
-        self.times = float(self.world.size)  # fully_shard averages gradients
+        self.loss_multiplier = float(self.world.size)  # fully_shard averages gradients
         if scalars := [name for name, parameter in self.module.named_parameters() if not parameter.dim()]:
             raise ConfigError(f"strategy fsdp shards rows, but {scalars[0]!r} is a scalar: use strategy=zero3")
         sync_initial_state(self.module, self.world)

@@ -67,7 +67,7 @@ class ShardedStrategy(ABC):
     """Base class of the strategies in which each rank updates only its piece of the parameters."""
 
     link: Link | None = None  # gradients use torch.distributed's collectives
-    times = 1.0  # factor of the loss; the world size if gradients are averaged over ranks instead of summed
+    loss_multiplier = 1.0  # factor of the loss; the world size if gradients are averaged over ranks instead of summed
     shards: Shards
 
     def __init__(
@@ -156,7 +156,7 @@ class ShardedStrategy(ABC):
         self.loss.begin(len(batches))
         for number, batch in enumerate(batches):
             with phase("forward"):
-                part = self.loss.forward(self.module, batch, self.times)
+                part = self.loss.forward(self.module, batch, self.loss_multiplier)
             if number == len(batches) - 1:
                 self.loss.reduce(stop_flags, self.execution_path)
             with phase("backward"):
