@@ -18,9 +18,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ADVICE = "chromium not installed (Debian: chromium)"
-SETTINGS = Path(__file__).parent.parent / "notebooks" / ".jupyter"  # as `make lab` says too
-NEWS = "@jupyterlab/apputils-extension/notification.jupyterlab-settings"  # a dialog about them would cover the page
-# In the page: the notebook that is shown, its cells and its kernel.
+SETTINGS = Path(__file__).parent.parent / "notebooks" / ".jupyter"  # as `make lab` does
+NEWS = "@jupyterlab/apputils-extension/notification.jupyterlab-settings"  # their dialog would cover the page
+# In the page: the visible notebook, its cells and its kernel.
 HERE = "const panel = window.jupyterapp.shell.currentWidget, nb = panel.content, kernel = panel.sessionContext;"
 READY = "kernel.session?.kernel?.status === 'idle' && nb.widgets.every(cell => !cell.isPlaceholder())"
 

@@ -12,7 +12,7 @@ from hypothesis import settings
 import forked
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  # hooks
 
-ROOT = Path(__file__).parent.parent  # of the repository
+ROOT = Path(__file__).parent.parent  # the root of the repository
 
 # The same examples on every machine and in every run; no time limit each, for the machine may be busy.
 settings.register_profile("project", deadline=None, derandomize=True, database=None)

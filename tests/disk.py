@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ddp_tutorial.files import DiskObserver, Operation, final_name
 
-Point = tuple[Operation, str]  # what is done, and to what: the name that a file has or will have
+Point = tuple[Operation, str]  # the operation, and the current or future name of the file
 
 
 def failing(at: Point, number: int, before: int = 0) -> DiskObserver:

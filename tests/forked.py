@@ -33,7 +33,7 @@ PRELOADED = [
     "tensorboardX",
     "pytest",
     "hypothesis",
-    "nbformat",  # a second and a half, for the grammars of addresses that it is never given
+    "nbformat",  # importing it would take 1.5 s for unused address grammars
 ]
 SERVERS = 2
 LENT = "FORKED_SERVERS"  # the environment variable
@@ -67,10 +67,10 @@ def _run(_: int, rank: int, environ: dict[str, str], fn: Callable[..., Any], arg
     """Set up the new process like a spawned process, then run its function."""
     assert set(PRELOADED) <= sys.modules.keys(), "the server goes on where it cannot import, and every rank is slow"
     _become(environ)
-    torch.distributed.set_debug_level_from_env()  # torch does this when it is imported
+    torch.distributed.set_debug_level_from_env()  # torch does this at import
     np.random.seed()  # Python does this for its own random numbers; torch begins with the same in any process
     for job in args:
-        if hasattr(job, "parent"):  # that of a spawned rank is the process that launches it
+        if hasattr(job, "parent"):  # the parent of a spawned rank is the launching process
             job.parent = os.getppid()
     fn(rank, *args)
 
@@ -98,15 +98,15 @@ class _Borrowed(forkserver.ForkServer):
         super().__init__()
         self._forkserver_address = address
         self._forkserver_authkey = bytes.fromhex(key)
-        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # sent along; what is behind it keeps nobody alive
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # passed on; the other end keeps no process alive
 
     def ensure_running(self) -> None: ...
 
 
 def lent() -> str:
     """Return the value of `LENT` with which a different process can use the servers of this process."""
-    _server(0)  # starts all
-    keys = [getattr(server, "_forkserver_authkey", b"") for server in _servers]  # Python has them from 3.14 on
+    _server(0)  # starts all servers
+    keys = [getattr(server, "_forkserver_authkey", b"") for server in _servers]  # exists since Python 3.14
     return json.dumps([(server._forkserver_address, key.hex()) for server, key in zip(_servers, keys, strict=True)])
 
 

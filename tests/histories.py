@@ -412,7 +412,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.02, eps=1e-3),
     "lbfgs": lambda parameters: torch.optim.LBFGS(list(parameters), lr=0.05, max_iter=1),
 }
-# An optimizer that sees all parameters as one vector. Its `step` needs a closure, and contiguous gradients.
+# An optimizer that treats all parameters as one vector. Its `step` requires a closure and contiguous gradients.
 WHOLE = {"lbfgs"}
 
 
@@ -426,7 +426,7 @@ class Plain:
         self.history, self.world = history, world
         torch.manual_seed(0)
         self.module = Model(history.blocks, history.returns)
-        self.made: list[Any] = []  # wrappers, kept alive
+        self.made: list[Any] = []  # wrappers to keep alive
 
     @property
     def ranks(self) -> Sequence[int]:

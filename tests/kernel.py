@@ -50,7 +50,7 @@ class Kernel:
 
         def interrupt() -> None:
             when()
-            os.killpg(group, signal.SIGINT)  # as the manager does it, but that is for one thread
+            os.killpg(group, signal.SIGINT)  # as the manager does, which supports only one thread
 
         thread = threading.Thread(target=interrupt)
         thread.start()

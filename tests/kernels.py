@@ -29,7 +29,7 @@ del _fork_ranks
 """
 
 
-FOLDER = pytest.StashKey[str]()  # of the IPython profile
+FOLDER = pytest.StashKey[str]()  # the folder of the IPython profile
 
 
 def forking_profile(folder: Path) -> dict[str, str]:

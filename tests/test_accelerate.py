@@ -78,7 +78,7 @@ def steps_of(world: World, kind: str, parts: int, dtype: str) -> tuple[list[Any]
         totals = strategy.backward(batches_of(step, world.rank, parts), stop_flags=world.rank)
         made = precision.update(optimizer, 0.5, totals.sums["loss"], strategy.norm).applied
         found.append((totals.sums, totals.counts, totals.stop_flags, made, digest(model.state_dict())))
-        if step == 2 and parts > 1:  # a step that fails on all ranks, before anybody talks, spoils none after it
+        if step == 2 and parts > 1:  # a step that fails on all ranks before communication does not affect later steps
             one = batches_of(step, world.rank, 1)
             broken = [*one, (torch.zeros(1, 7), torch.zeros(1, 7), False), *one]
             assert "one sample" in error_of(lambda broken=broken: strategy.backward(broken))
@@ -106,9 +106,9 @@ def test_weights_are_bitwise_identical_to_ddp_on_ragged_micro_batches(nprocs: in
             (ddp, _), (ours, talks) = rank["ddp", *case], rank["accelerate", *case]
             assert ours == ddp, case
             parts = case[0]
-            # BatchNorm's statistics are those of the rank between steps; at the end, they are rank 0's
+            # between steps, BatchNorm has the rank's own statistics; at the end, it has rank 0's
             assert ours[-1] == ranks[0]["accelerate", *case][0][-1]
-            if nprocs > 1:  # ranks talk in the last micro-batch of each step only
+            if nprocs > 1:  # ranks communicate only in the last micro-batch of each step
                 whole = [talk for talk in talks if talk is not None]
                 step = [False] * (parts - 1) + [True]
                 failed = [False] if parts > 1 else []

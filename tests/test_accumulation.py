@@ -31,7 +31,7 @@ from ranks import error_of
 
 CONTEXT = 8
 VARIANTS = ["naive", "flat", "bucket", "torch"]
-# float32, summed in another order
+# float32, summed in a different order
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
@@ -130,7 +130,7 @@ def step(world: World, variant: str, parts: int) -> dict[str, Any]:
     model.link.observer = lambda transfer: sent.append(transfer.nbytes)
     loss = StepLoss(next_token_loss, world)
     found = {"gradients": [], "losses": []}
-    for _ in range(2):  # the second expects the count of the first
+    for _ in range(2):  # the second step expects the count of the first
         model.module.zero_grad()
         sent.clear()
         totals = accumulate(model, loss, batches_of(world.rank, world.size, parts))

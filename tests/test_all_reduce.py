@@ -118,7 +118,7 @@ def sum_one(world: World, case: Case, all_reduce: Callable[[World, torch.Tensor]
     before = whole.clone()
     sent = all_reduce(world, mine)
     right = torch.equal(mine, expected)
-    mine.copy_(case.on(world.rank)[0])  # what is not in the view should be as it was
+    mine.copy_(case.on(world.rank)[0])  # elements outside the view must be unchanged
     return Seen(right, torch.equal(whole, before), mine.nbytes, sent)
 
 
@@ -238,7 +238,7 @@ ETHERNET = LinkModel(latency=1e-4, bandwidth=1e8)  # 100 microseconds, 100 MB/s
 def test_a_message_takes_the_latency_plus_its_bytes_over_the_bandwidth() -> None:
     assert ETHERNET.seconds(0) == 1e-4
     assert ETHERNET.seconds(1e6) == pytest.approx(0.0101)  # 100 us + 10 ms
-    assert ETHERNET.seconds(1e6, rounds=5) == pytest.approx(0.0105)  # the bytes are those of all rounds
+    assert ETHERNET.seconds(1e6, rounds=5) == pytest.approx(0.0105)  # the bytes of all rounds
 
 
 def test_a_ring_has_many_latencies_and_less_than_twice_the_bytes() -> None:
@@ -282,7 +282,7 @@ def test_a_fit_of_noisy_times_is_close_to_the_link(latency: float, bandwidth: fl
 def test_a_fit_weights_small_and_large_messages_equally() -> None:
     """Least squares of the absolute error would follow the largest message, and could give a negative latency."""
     sizes = [1e3, 1e4, 1e5, 1e6, 1e7, 1e8]
-    off = [1, 1, 1, 1, 1, 1.05]  # the largest took 5 % longer: 50 ms, 500 latencies
+    off = [1, 1, 1, 1, 1, 1.05]  # the largest message took 5 % longer: 50 ms, 500 latencies
     seconds = [ETHERNET.seconds(size) * factor for size, factor in zip(sizes, off, strict=True)]
     assert fit_link([1] * 6, sizes, seconds).latency == pytest.approx(1e-4, rel=0.01)
 
@@ -309,7 +309,7 @@ def test_measurements_of_a_single_size_do_not_determine_a_link(
     [
         ([], [], "0 measurements do not determine"),
         ([0, 0], [1, 1], "do not determine"),
-        ([10, 1000], [1.0, 0.5], "do not determine"),  # the larger message was quicker
+        ([10, 1000], [1.0, 0.5], "do not determine"),  # the larger message was faster
         ([10, 1000], [0.0, 1.0], "must be above zero"),
     ],
 )

@@ -590,7 +590,7 @@ def test_workers_that_pad_a_stream_differently_get_advice() -> None:
 # ------------------------------------------------------------------------------------------------- random numbers
 
 NOISY = ["sharded", "dispatched", "streamed"]
-WAYS = [(0, 0), (0, 3), (1, 3)]  # workers, and the step after which it begins
+WAYS = [(0, 0), (0, 3), (1, 3)]  # the number of workers, and the step after which to start
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_an_ordinary_model_trains_as_in_plain_torch(
         assert (result.losses, result.evaluations) == (ranks[0][0].losses, ranks[0][0].evaluations)
         assert sorted(result.evaluations) == [3, 6]
     start = nn.utils.parameters_to_vector(make_model().parameters()).detach()
-    assert float((weights - start).norm()) > 0.05  # it went somewhere, so that equality says something
+    assert float((weights - start).norm()) > 0.05  # the weights have changed, so equality is meaningful
 
 
 # ----------------------------------------------------------------------------------------------- kinds of models
@@ -266,7 +266,8 @@ def padded_invariantly(world: World) -> dict[str, str]:
 def test_invariant_weights_do_not_depend_on_the_ranks_that_pad_batches() -> None:
     weights = [rank for size in (1, 2, 4) for rank in launch(padded_invariantly, size, device="cpu", echo=False)]
     assert weights == weights[:1] * 7
-    assert weights[0]["sharded"] != weights[0]["dispatched"]  # rank 0 pads for all, so padding does reach the weights
+    # Rank 0 pads for all ranks, so padding does affect the weights.
+    assert weights[0]["sharded"] != weights[0]["dispatched"]
 
 
 def saved_by_fsdp(world: World) -> tuple[str, str]:

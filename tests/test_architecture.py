@@ -51,8 +51,8 @@ ROOT = {
     *("phases", "compat", "config", "files", "environment", "intervals", "rng", "slurm"),
     *("hosts", "world", "groups", "mesh", "collectives"),
 }
-NAMED_FOR = {"ddp", "sharding", "accumulation", "checkpoint"}  # what the project is named for
-FRONT_DOOR = "__init__"  # of the package; it hands names on, each imported when it is asked for
+NAMED_FOR = {"ddp", "sharding", "accumulation", "checkpoint"}  # the main concepts of the project
+FRONT_DOOR = "__init__"  # of the package, which exports names that are imported on first use
 
 
 def name_of(path: Path) -> str:

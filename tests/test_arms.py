@@ -66,7 +66,7 @@ def test_arms_alternate_take_the_trainers_steps_and_report_each_part() -> None:
     assert [step.arm for step in steps] == [step.arm for step in of_rank_1] == [name for name in order for _ in "12"]
     assert equal
     for name, each in turns.items():
-        assert len(each) == 2  # the first is not counted
+        assert len(each) == 2  # the first turn is not counted
         for turn in each:
             assert set(turn) == {"step", "data", "compute", "sync", "other"}
             assert turn["compute"] > 0
@@ -75,8 +75,9 @@ def test_arms_alternate_take_the_trainers_steps_and_report_each_part() -> None:
         ended = max(steps[last].ended, of_rank_1[last].ended)
         assert ended <= min(steps[following].began, of_rank_1[following].began), "a turn began before another was over"
     assert waited["alone"][0]["compute"] == 0  # rank 1 was idle
-    first = order.index("alone", len(names)) * 2  # of the first turn that is counted
-    until = steps[first + 1].ended - of_rank_1[first].began  # busy machines may wake rank 1 late, then it waits less
+    first = order.index("alone", len(names)) * 2  # of the first counted turn
+    # A busy machine may wake rank 1 late, so that it waits less.
+    until = steps[first + 1].ended - of_rank_1[first].began
     assert waited["alone"][0]["step"] >= until / 2 - 1e-6, "a turn lasts until rank 0 is done"
 
 
@@ -93,11 +94,11 @@ def test_a_repeat_is_the_median_of_its_turns() -> None:
 
 
 class Slow(NamedTuple):
-    step: float  # seconds, as `run_interleaved` has it
-    began: float  # the first step that is counted, on the monotonic clock
+    step: float  # seconds, as in `run_interleaved`
+    began: float  # the start of the first counted step, on the monotonic clock
     ended: float
-    all: float  # seconds that the turns took, the one that is not counted included
-    used: float  # seconds of a core
+    all: float  # the duration of all turns in seconds, including the uncounted one
+    used: float  # CPU seconds
 
 
 def _slow_rank(world: World) -> Slow:

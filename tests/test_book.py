@@ -177,7 +177,7 @@ def test_every_term_is_in_the_glossary_and_most_link_to_a_notebook(site: Path, t
         pages = [site / "notebooks" / path.with_suffix(".html") for path in term.notebooks]
         linked += any(f'glossary.html#{place}"' in text_of(page) for place in places for page in pages)
     assert len(terms) > 50
-    assert linked > 0.6 * len(terms)  # the others occur in code, in a heading, or as a part of other terms
+    assert linked > 0.6 * len(terms)  # the other terms occur in code, in headings, or within other terms
 
 
 def test_a_term_is_linked_to_its_definition_once_per_page(site: Path) -> None:

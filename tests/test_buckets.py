@@ -136,7 +136,7 @@ def test_a_collected_gradient_is_divided_once_and_becomes_the_view() -> None:
     bucket.collect(0, 4)
     assert parameter.grad is bucket.views[0]
     assert bucket.buffer.tolist() == [2.0] * 4
-    bucket.collect(0, 4)  # a gradient that lies in the bucket already, as in the second step
+    bucket.collect(0, 4)  # a gradient that is already in the bucket, as in the second step
     assert bucket.buffer.tolist() == [0.5] * 4
     assert parameter.grad.data_ptr() == bucket.buffer.data_ptr()
 
@@ -153,7 +153,7 @@ def test_dividing_before_summing_avoids_overflow(dtype: torch.dtype) -> None:
 def test_a_missing_gradient_contributes_zeros_and_stays_none() -> None:
     pairs = named((2,), (3,))
     bucket = Bucket.of("b", pairs)
-    bucket.buffer.fill_(7.0)  # of the step before
+    bucket.buffer.fill_(7.0)  # of the previous step
     bucket.collect(0, 2)
     assert bucket.buffer.tolist() == [0.0, 0.0, 7.0, 7.0, 7.0]
     assert pairs[0][1].grad is None

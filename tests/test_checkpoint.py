@@ -96,7 +96,7 @@ def test_loading_restores_the_saved_state_bitwise(background: bool, tmp_path: Pa
     checkpointer = Checkpointer(tmp_path, parts, World(), background=background)
     checkpointer.save(7, {"eval_loss": 0.5})
     saved = values_of(parts)
-    if background:  # training goes on meanwhile
+    if background:  # training continues in the meantime
         step(parts["model"].stateful, parts["optimizer"].stateful)  # type: ignore[arg-type]
     checkpointer.finish()
     assert not same(values_of(others), saved)
@@ -405,7 +405,7 @@ SETTINGS: dict[str, Any] = {
     ("changed", "allow", "refused"),
     [
         ({}, [], None),
-        ({"name": "two", "profile": {"steps": 3}}, [], None),  # these never change what is computed
+        ({"name": "two", "profile": {"steps": 3}}, [], None),  # these settings never affect the computation
         ({"learning_rate": 0.2}, [], "learning_rate was 0.1, is 0.2"),
         ({"learning_rate": 0.2}, ["learning_rate"], None),
         ({"learning_rate_rule": "linear"}, ["learning_rate"], "learning_rate_rule was 'fixed', is 'linear'"),
@@ -485,7 +485,7 @@ def one_fails(world: World, folder: Path, background: bool) -> list[dict[str, An
 
     def save_and_wait() -> None:
         checkpointer.save(2)
-        for _ in range(200):  # as many steps as it takes
+        for _ in range(200):  # until it succeeds
             checkpointer.poll()
             time.sleep(0.01)
 

@@ -43,11 +43,11 @@ FOUR = Network(4, LinkModel(0, 2))
 @pytest.mark.parametrize(
     ("choice", "network", "seconds"),
     [
-        (Choice("ddp"), Network(1, LinkModel(0, 2)), 12.0),  # four samples alone, and nobody to talk to
+        (Choice("ddp"), Network(1, LinkModel(0, 2)), 12.0),  # four samples on one rank, without communication
         (Choice("ddp"), FOUR, 3 + 6),  # an all-reduce of 8 bytes: 2 * 3/4 of them
         (Choice("zero1"), FOUR, 3 + 6 + 3),  # and an all-gather
         (Choice("zero2"), FOUR, 3 + 3 + 3),
-        (Choice("zero3"), FOUR, 3 + 3 + 3 + 3),  # in one unit, nothing is hidden
+        (Choice("zero3"), FOUR, 3 + 3 + 3 + 3),  # with one unit, nothing overlaps
         (Choice("zero3", copies=2), FOUR, 3 + 3 * 2 + 2),  # half of 8 bytes in a pass; over copies, 4 bytes: 2 * 1/2
         (Choice("zero3", copies=4), FOUR, 3 + 6),  # as ddp
         (Choice("local"), FOUR, 3 + 6),
@@ -72,21 +72,22 @@ def test_memory_and_traffic_equal_values_computed_by_hand() -> None:
         found = cost(Choice(kind, **options), work, FOUR, batch=16)
         return found.memory, found.sent
 
-    assert of("ddp") == (16_000 + 40, 6000)  # four samples on each rank
+    assert of("ddp") == (16_000 + 40, 6000)  # four samples per rank
     assert of("zero1") == (8_000 + 2_000 + 40, 9000)
     assert of("zero2") == (4_000 + 3_000 + 40, 6000)
-    assert of("zero3") == (4_000 + 2_000 + 40, 9000)  # two units of four are whole at a time
+    assert of("zero3") == (4_000 + 2_000 + 40, 9000)  # two of four units are gathered at a time
     assert of("zero3", copies=2) == (8_000 + 2_000 + 40, 3 * 2000 + 2000)
-    assert of("pipeline", micro_batches=4) == (4_000 + 4 * 10 * 4 / 4, 2 * 4 * 4 * 100)  # 4 samples in a micro-batch
+    assert of("pipeline", micro_batches=4) == (4_000 + 4 * 10 * 4 / 4, 2 * 4 * 4 * 100)  # 4 samples per micro-batch
     assert of("local", round=10) == (16_000 + 40, 600)
     assert of("diloco", round=10) == (24_000 + 40, 600)
 
 
 def test_overlapped_communication_adds_no_time() -> None:
     assert overlapped(1, 3, 0, 5) == 8
-    assert overlapped(2, 3, 0, 1) == 4  # the first unit's is hidden behind the second's backward of one second
-    assert overlapped(2, 3, 0, 9) == 2 + 18  # the link decides: it begins when the first gradient is there
-    assert overlapped(3, 9, 1, 0) == 9 + 2  # only the first of a pass is waited for
+    # The first unit's all-reduce overlaps with the second unit's backward pass of one second.
+    assert overlapped(2, 3, 0, 1) == 4
+    assert overlapped(2, 3, 0, 9) == 2 + 18  # the link is the bottleneck: it starts with the first gradient
+    assert overlapped(3, 9, 1, 0) == 9 + 2  # only the first gather of a pass is exposed
 
 
 @given(st.integers(1, 20), st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
@@ -118,7 +119,7 @@ def test_strategies_on_64_gpus_differ_by_memory_network_and_traffic() -> None:
     slow, fast = rows.values()
     assert {name for name, row in slow.items() if not row["fits"]} >= {"ddp", "local SGD, H=16", "DiLoCo, H=100"}
     assert slow["zero3"]["memory"] < slow["zero3 8 x 8"]["memory"] < slow["ddp"]["memory"]
-    assert slow["zero3 8 x 8"]["seconds"] < slow["zero3"]["seconds"]  # little leaves a machine
+    assert slow["zero3 8 x 8"]["seconds"] < slow["zero3"]["seconds"]  # little data leaves a machine
     assert slow["DiLoCo, H=100"]["efficiency"] > 0.9 > slow["ddp"]["efficiency"]
     assert all(fast[name]["seconds"] <= slow[name]["seconds"] for name in slow)
     assert all(0 < row["efficiency"] <= 1 for each in rows.values() for row in each.values())
@@ -146,7 +147,8 @@ def test_partial_overlap_is_between_full_and_no_overlap() -> None:
         return cost(Choice(kind), work, FOUR, batch=4).seconds
 
     assert seconds("ddp", 0) == 3 + 6
-    assert seconds("ddp", 1) == 2 + 6  # the first unit's all-reduce begins a second before the end of backward
+    # The first unit's all-reduce starts one second before the end of the backward pass.
+    assert seconds("ddp", 1) == 2 + 6
     assert seconds("ddp", 0.25) == 8.75
     for kind in ("ddp", "zero1", "zero2", "zero3"):
         assert seconds(kind, 0.25) == pytest.approx(0.75 * seconds(kind, 0) + 0.25 * seconds(kind, 1))
@@ -194,7 +196,7 @@ def test_a_pipeline_has_one_micro_batch_per_sample_and_one_per_stage() -> None:
 # --------------------------------------------------------------------------------------------------- and measured
 
 UNITS, WIDTH, SAMPLES, RATE = 4, 256, 4, "200mbit"
-FORWARD, BACKWARD = 0.02, 0.04  # seconds that a unit sleeps, whatever there is to compute
+FORWARD, BACKWARD = 0.02, 0.04  # seconds that a unit sleeps for any computation
 PARTS = 4  # micro-batches of a pipeline, and its stages sleep for a quarter as long
 
 
@@ -255,7 +257,7 @@ def measured(world: World) -> dict[str, float]:
             seconds = torch.tensor(time.monotonic() - start)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             taken[name].append(float(seconds))
-    return {name: min(each[1:]) for name, each in taken.items()}  # a busy machine can only make one longer
+    return {name: min(each[1:]) for name, each in taken.items()}  # a busy machine can only increase a time
 
 
 @pytest.fixture(scope="module")

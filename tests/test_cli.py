@@ -88,11 +88,11 @@ def test_train_prints_one_line_and_gives_the_same_weights_as_torchrun() -> None:
     launched = call(*arguments, "name=launched")
     assert launched.returncode == 0, launched.stderr
     [line] = launched.stdout.splitlines()
-    assert re.fullmatch(r"loss \d\.\d{3}, validation loss \d\.\d{3},  [\d,]+ tokens/s on 2 ranks: runs/launched", line)
-    threads = str(max(1, cores() // 2))  # as launch shares them out; the order of sums depends on it
+    assert re.fullmatch(r"loss \d\.\d{3}, validation loss \d\.\d{3}, [\d,]+ tokens/s on 2 ranks: runs/launched", line)
+    threads = str(max(1, cores() // 2))  # as `launch` divides the cores; the order of sums depends on it
     joined = run(*arguments, "name=joined", command=[*TORCHRUN, "-m", "ddp_tutorial"], OMP_NUM_THREADS=threads)
     assert joined.returncode == 0, joined.stderr
-    assert len(joined.stdout.splitlines()) == 1  # rank 0 speaks for all
+    assert len(joined.stdout.splitlines()) == 1  # rank 0 prints for all ranks
     assert sorted(path.name for path in Path("runs").iterdir()) == ["joined", "launched"]
     assert weights_of(Path("runs/joined")) == weights_of(Path("runs/launched"))
 
@@ -258,7 +258,7 @@ def test_an_error_on_a_rank_is_an_error_of_the_run() -> None:
     Path("runs").write_text("a file where the folder should be")
     done = call("train", "tiny", "device=cpu")
     assert done.returncode == 1
-    assert re.match("error: rank [01] raised FileExistsError: ", done.stderr)  # either may be the first to try
+    assert re.match("error: rank [01] raised FileExistsError: ", done.stderr)  # either process may be first
     assert done.stdout == ""
 
 

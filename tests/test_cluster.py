@@ -38,7 +38,7 @@ from ddp_tutorial.training.config import TaskConfig
 from ddp_tutorial.training.tasks import train
 from ddp_tutorial.world import World
 
-RATE = 200e6  # bits a second
+RATE = 200e6  # bits per second
 ROOT = Path(__file__).parent.parent
 
 
@@ -120,7 +120,7 @@ def test_other_operating_systems_get_a_message_that_linux_is_required(monkeypatc
 
 
 def test_a_system_without_namespaces_reports_this_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = psutil.Process().children()  # such as the servers from which other tests' ranks are forked
+    before = psutil.Process().children()  # such as the fork servers of other tests
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert clusters.unsupported_reason() == "no cluster: the command 'unshare' is missing (package util-linux)"
@@ -304,7 +304,7 @@ def test_an_interrupt_leaves_no_stale_answer_and_no_process(two: Cluster) -> Non
     with interrupted(two):
         two.set_rate("100mbit")
     assert two.rate == "100mbit", "the links have that rate, whether we have heard of it or not"
-    asleep = two.start("sleep", "4321.25", node=0)  # its number, and not what the question before has come to
+    asleep = two.start("sleep", "4321.25", node=0)  # the number of this request, not the answer to the previous one
     asleep.kill()
     assert asleep.wait(20).code == -signal.SIGKILL
     with interrupted(two):
@@ -385,7 +385,7 @@ def test_ranks_communicate_at_the_rate_of_the_link(cluster: Cluster) -> None:
     seconds = {nbytes: max(each["seconds"][nbytes] for each in told) for nbytes in told[0]["seconds"]}
     # a ring of three: 4 rounds, in each of which a third is sent; 1,514 bytes on the wire carry 1,448
     wire = {nbytes: 4 / 3 * nbytes * 1514 / 1448 * 8 / RATE for nbytes in seconds}
-    assert wire[2**22] * 0.9 < seconds[2**22] < wire[2**22] * 3, (seconds, wire)  # 3: on a busy machine
+    assert wire[2**22] * 0.9 < seconds[2**22] < wire[2**22] * 3, (seconds, wire)  # 3 allows for a busy machine
     assert seconds[2**10] < 0.1 * seconds[2**22], "a small message waits for a large one's time"
     cluster.set_rate("20mbit")
     try:
@@ -411,11 +411,11 @@ def test_a_delay_applies_in_each_direction_and_the_rate_is_unchanged(allowed: No
         assert "refused" in cluster.start(sys.executable, "-c", ping, "10", node=0).wait(20).output, (
             "it has no way back"
         )
-    assert 0.99 * 2 * late <= seconds[small] < 3.5 * late, seconds  # if it were added twice, it were 4 times
+    assert 0.99 * 2 * late <= seconds[small] < 3.5 * late, seconds  # adding the delay twice would give 4 delays
     wire = large / cluster.bytes_per_second
     assert 2 * late + 0.9 * wire < seconds[large] < 2 * (2 * late + wire), (seconds, wire)
     link = LinkModel(late, cluster.bytes_per_second)
-    for nbytes in sizes:  # never in less time than the link allows; on a busy machine, in more
+    for nbytes in sizes:  # never faster than the link; slower on a busy machine
         assert seconds[nbytes] > 0.9 * link.seconds(nbytes, delays_in(nbytes, 2)), (nbytes, seconds)
 
 
@@ -482,7 +482,7 @@ def who_delays() -> psutil.Process:
     """Return the process that has opened the TAP device."""
 
     def has_it(process: psutil.Process) -> bool:
-        with suppress(OSError):  # others open and close files meanwhile, or end
+        with suppress(OSError):  # other processes may open and close files, or exit
             return any(str(fd.readlink()) == "/dev/net/tun" for fd in Path(f"/proc/{process.pid}/fd").iterdir())
         return False
 
@@ -578,7 +578,7 @@ def seconds_at_the_end(folder: Path, ranks: int) -> Iterator[dict[str, float]]:
     seconds: dict[str, float] = {}
 
     def listen(pipe: Path) -> None:
-        began = pipe.read_text()  # waits until the rank has ended
+        began = pipe.read_text()  # waits until the rank has exited
         seconds[pipe.name] = time.monotonic() - float(began or 0)
 
     threads = []
@@ -705,7 +705,8 @@ def test_ranks_on_the_loopback_interface_stay_there(address: str) -> None:
 
 
 def test_hosts_that_respond_are_not_reported_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = [hosts.Peer(0, "a", "127.0.0.1"), hosts.Peer(1, "b", "127.0.0.1")]  # port 9 refuses: the host is there
+    # Port 9 refuses the connection, so the host is up.
+    peers = [hosts.Peer(0, "a", "127.0.0.1"), hosts.Peer(1, "b", "127.0.0.1")]
     told = str(hosts.describe_lost_host(RuntimeError("Connection closed by peer"), peers, 0))
     assert "the other hosts respond (b at 127.0.0.1 with rank 1), so a rank on one of them has exited" in told
 

@@ -88,7 +88,7 @@ def test_every_rank_gets_the_same_correct_result(heard: list[dict[str, Any]], np
     for rank in ranks:
         mine = said[rank]
         assert mine["total"].tolist() == [[nprocs, sum(ranks)]]
-        assert mine["total of integers"].item() == nprocs * 2**40 + sum(ranks)  # a float32 could not hold it
+        assert mine["total of integers"].item() == nprocs * 2**40 + sum(ranks)  # not representable in float32
         assert mine["total of integers"].dtype == torch.int64
         assert mine["mean"].tolist() == [[1.0, sum(ranks) / nprocs]]
         assert mine["mean of integers"].item() == sum(ranks) / nprocs
@@ -151,7 +151,7 @@ def take_turns(world: World) -> dict[str, Any]:
     said["rank 0 fails"] = error_of(lambda: fail_on(0))
     said["last rank fails"] = error_of(lambda: fail_on(world.size - 1))
     said["entered"] = entered
-    said["afterwards"] = all_reduce_sum(world, torch.tensor(1)).item()  # the ranks are still in step
+    said["afterwards"] = all_reduce_sum(world, torch.tensor(1)).item()  # the ranks are still synchronized
     return said
 
 
@@ -162,7 +162,7 @@ def test_rank_zero_runs_first_and_its_failure_reaches_the_other_ranks(heard: lis
         if rank == 0:
             assert said[0]["rank 0 fails"] == "ValueError: the disk is full"
         else:
-            assert said[rank]["block"][0] >= said[0]["block"][1]  # one clock for all processes
+            assert said[rank]["block"][0] >= said[0]["block"][1]  # all processes share one clock
             told = f"RankZeroFailedError: rank 0 failed, while rank {rank} waited for it: ValueError: the disk is full"
             assert said[rank]["rank 0 fails"] == told
         assert said[rank]["last rank fails"] == ("ValueError: the disk is full" if rank == last else "no error")
@@ -199,7 +199,7 @@ def compare(world: World) -> dict[str, str]:
 
 
 class UnpicklableError(Exception):
-    def __init__(self, path: str, number: int) -> None:  # pickle calls it with `args`, which is one text
+    def __init__(self, path: str, number: int) -> None:  # pickle calls the class with `args`, which is one string
         super().__init__(f"{path} has number {number}")
 
 
@@ -243,7 +243,7 @@ def test_tensors_that_differ_are_named_with_their_ranks_on_every_rank(heard: lis
         for case, name in [("element", "b"), ("missing", "b"), ("extra", "c"), ("shape", "b"), ("dtype", "b")]:
             told = f"RuntimeError: tensor '{name}' is not the same on all ranks: rank {last} differs from rank 0"
             assert mine[case] == told
-        assert "'a' is not the same" in mine["zero"]  # bit for bit: -0 is not 0
+        assert "'a' is not the same" in mine["zero"]  # bitwise: -0 is not 0
         assert mine["none"].startswith("ValueError: assert_same requires at least one tensor")
         others = ", ".join(str(rank) for rank in range(1, nprocs))
         assert (
@@ -367,7 +367,7 @@ def test_a_digest_depends_on_dtype_name_order_and_every_bit() -> None:
         digest({}),
         digest({"a": a}),
         digest({"b": a}),
-        digest({"a": a.int()}),  # the same bytes, of another dtype
+        digest({"a": a.int()}),  # the same bytes with a different dtype
         digest({"a": a, "b": b}),
         digest({"b": b, "a": a}),
         digest({"a": torch.cat([a, b])}),
@@ -464,7 +464,7 @@ def test_a_flush_writes_all_pending_steps(log: StepLog, tmp_path: Path) -> None:
     log.flush()
     assert (steps(), len(log.rates)) == ([1, 2], 1)
     assert set(log.latest) == {"loss", "tokens_per_second"}
-    log.flush()  # nothing new
+    log.flush()  # no new line
     assert (steps(), len(log.rates)) == ([1, 2], 1)
     log.write({"step": 2, "eval_loss": 1.0})
     assert records(path)[-1] == {"step": 2, "eval_loss": 1.0}

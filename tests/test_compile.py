@@ -71,7 +71,7 @@ def in_all_cases(world: World) -> dict[str, tuple[list[float], list[float], int]
 def test_a_compiled_model_trains_equally_and_compiles_once() -> None:
     for name, (plain, compiled, number) in launch(in_all_cases, 2, device="cpu", threads=1, echo=False)[0].items():
         assert compiled == pytest.approx(plain, abs=1e-5), name
-        assert number == 1, name  # neither the check of the loss nor an evaluation compiles the model again
+        assert number == 1, name  # neither the loss check nor an evaluation recompiles the model
 
 
 # ------------------------------------------------------------------------------------------- models compiled already

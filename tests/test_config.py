@@ -91,7 +91,7 @@ def test_in_a_chain_of_three_the_nearest_value_wins_and_mappings_merge() -> None
 def test_a_neighboring_file_takes_precedence_over_a_package_config() -> None:
     write("tiny.yaml", "steps: 3\n")
     assert load("tiny.yaml", TaskConfig).steps == 3
-    assert load("tiny", TaskConfig).steps == 20  # the package's: a bare name is no file here
+    assert load("tiny", TaskConfig).steps == 20  # the config of the package: there is no file of that name here
     assert find_config("tiny") == CONFIGS / "tiny.yaml"
 
 

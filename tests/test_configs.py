@@ -17,7 +17,7 @@ from ddp_tutorial.world import World
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
-# Little of everything, so that each of them takes a second.
+# Small settings, so that each config takes a second.
 LITTLE = [
     *("device=cpu", "corpus=stories", "model.layers=1", "model.heads=2", "model.width=16", "model.context=16"),
     *("batch_size=16", "steps=2", "warmup_steps=1", "eval_samples=4", "checkpoint.every=0", "resume=never"),

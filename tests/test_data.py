@@ -417,7 +417,7 @@ def test_two_concurrent_writers_of_the_same_shards_both_succeed(
 
 
 def test_parquet_files_are_converted_to_arrow_once(tmp_path: Path) -> None:
-    paths = [tmp_path / folder / "part.parquet" for folder in ("a", "b")]  # of the same name
+    paths = [tmp_path / folder / "part.parquet" for folder in ("a", "b")]  # with the same name
     for number, path in enumerate(paths):
         path.parent.mkdir()
         pa.parquet.write_table(pa.table({"x": [number, number + 10]}), path)

@@ -39,7 +39,7 @@ TIMEOUT = 120
 STEPS = 5
 WIDTH = 8
 
-# float32, summed in another order, over five steps with momentum
+# float32, summed in a different order, over five steps with momentum
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -137,8 +137,8 @@ class Case:
     variant: str
     model: str = "Toy"
     micros: int = 1
-    cap: int | None = None  # bytes a bucket
-    buckets: tuple[int, int] | None = None  # how many, in the first step and after it
+    cap: int | None = None  # bytes per bucket
+    buckets: tuple[int, int] | None = None  # the number of buckets in the first step and afterward
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ CASES = [
 
 
 def train(world: World, case: Case) -> dict[str, Any]:
-    torch.manual_seed(world.rank)  # ranks begin apart: it is for the wrapper to bring them together
+    torch.manual_seed(world.rank)  # ranks start with different weights; the wrapper must synchronize them
     module = MODELS[case.model]()
     model = data_parallel(module, world, case.config())
     optimizer = optimizer_of(module)
@@ -289,7 +289,7 @@ def test_all_ranks_have_rank_zeros_buffers_even_if_replaced(size: int, case: Cas
                 watch(samples_of(step, 0, micro)[0])
     for rank, each in enumerate(ranks):
         if case.variant == "torch" and rank > 0:
-            continue  # torch hands them out at the next forward
+            continue  # torch broadcasts them in the next forward pass
         torch.testing.assert_close(each["buffers"]["watch.running_mean"], watch.running_mean)
         torch.testing.assert_close(each["buffers"]["watch.running_var"], watch.running_var)
         assert each["buffers"]["watch.num_batches_tracked"] == watch.num_batches_tracked
@@ -394,7 +394,7 @@ def mean_by_hand(model: DataParallel, *passes: tuple[str, ...]) -> dict[str, tor
 def use_in_an_earlier_micro_batch_only(world: World) -> dict[str, Any]:
     heard = {}
     for variant in VARIANTS:
-        # torch's wants to be told, ours are content with a gradient from whenever it came
+        # torch's DDP must be told; ours accept a gradient from any micro-batch
         model = forked(world, variant, find_unused_parameters=variant == "torch")
         for step in range(2):
             passes = ("left", "right"), ("left",), ("right",)
@@ -428,7 +428,7 @@ def raise_inside_no_sync(world: World) -> dict[str, Any]:
         with model.no_sync():
             with model.no_sync():
                 pass
-            model(inputs_of(world.rank), "left", "right").sum().backward()  # still inside the outer one
+            model(inputs_of(world.rank), "left", "right").sum().backward()  # still inside the outer block
         inside = gradients_of(model.module)
         model.module.zero_grad()
         heard[variant] = after_raise, mean_by_hand(model, ("left", "right")), inside
@@ -520,12 +520,13 @@ def overlap(world: World) -> dict[str, Any]:
                 _Slow.arrived.set()
 
             model.link.observer = note
-            _Slow.seconds = 30 if variant == "bucket" else 0.1  # the others send nothing before backward is over
+            # The other variants send nothing during the backward pass.
+            _Slow.seconds = 30 if variant == "bucket" else 0.1
             for step in range(2):
                 transfers.clear()
                 _Slow.arrived.clear()
                 loss = model(inputs_of(world.rank)).sum()
-                all_reduce_mean(world, torch.zeros(1))  # all begin together
+                all_reduce_mean(world, torch.zeros(1))  # all start at the same time
                 began = time.monotonic()
                 loss.backward()
                 ended = time.monotonic()
@@ -545,7 +546,7 @@ def test_the_first_bucket_arrives_during_the_backward_pass(size: int, kind: str,
         assert [transfer.name for transfer in transfers] == ["bucket 0", "bucket 1", "who uses what"]
         first, second, _ = transfers
         assert began < first.issued <= first.start < first.end
-        assert first.end <= second.issued <= ended  # the layer below was not ready before
+        assert first.end <= second.issued <= ended  # the previous layer was not ready before
 
 
 @two_or_three
@@ -601,7 +602,7 @@ def test_all_ranks_reduce_buckets_in_the_same_order(size: int, step: int) -> Non
         assert each["transfers"] == ["bucket 0", "bucket 1", "bucket 2", "bucket 3", "who uses what"]
         assert each["buckets"] == ranks[0]["buckets"]
         torch.testing.assert_close(each["gradients"], each["wanted"])
-    if step > 0:  # cut anew, as rank 0 would have it
+    if step > 0:  # rebuilt in rank 0's order
         assert [name for names in ranks[0]["buckets"] for name in names] == ranks[0]["arrived"]
 
 
@@ -985,7 +986,7 @@ def test_copying_a_wrapper_raises_with_advice_to_copy_the_module(
 
 
 def test_by_default_only_the_first_bucket_is_small() -> None:
-    layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)])  # 1 MiB each
+    layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)])  # each has 1 MiB
     default: Any = data_parallel(layers, World(), DDPConfig(variant="bucket"))
     assert [bucket.names for bucket in default.buckets] == [["2.weight"], ["1.weight", "0.weight"]]
     given: Any = data_parallel(layers, World(), DDPConfig(variant="bucket", bucket_cap_mb=25))
@@ -1030,7 +1031,7 @@ def normed(width: int) -> nn.Module:
 
 
 P, FIRST = "parameter", "at place"
-# What the last rank has where all others have a plain one, and what is said about it.
+# The difference of the last rank's model, and the error message.
 MISMATCHES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
     "shape": (
         linear,
@@ -1109,7 +1110,7 @@ def test_different_models_abort_a_launch_within_seconds() -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks have different models: at place 0, rank 0 has parameter 'weight'"):
         launch(wrap, 2, device="cpu", threads=1, echo=False, timeout=60)
-    assert time.monotonic() - began < 50  # seconds, and not the half hour that gloo waits
+    assert time.monotonic() - began < 50  # seconds, instead of gloo's half hour
 
 
 # -------------------------------------------------------------------------------------------------------- the config
@@ -1181,7 +1182,7 @@ def test_an_invalid_option_in_yaml_is_reported_in_one_line_with_advice(tmp_path:
         load(path, DDPConfig)
 
 
-# What torch's DDP is asked for, and what it then says about itself.
+# The options for torch's DDP, and its reported settings.
 TORCHS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "defaults": (
         {},
@@ -1286,4 +1287,4 @@ def test_a_simulated_link_of_one_process_takes_no_time() -> None:
     began = time.monotonic()
     model(torch.ones(1, 2)).sum().backward()
     model.finish()
-    assert time.monotonic() - began < 20  # over that link these 24 bytes would take as many seconds
+    assert time.monotonic() - began < 20  # on that link, these 24 bytes would take 24 seconds

@@ -334,7 +334,7 @@ def test_a_fault_is_found_on_all_ranks_with_its_step_rank_and_name(kind: type[Jo
     everyone = tuple(range(nprocs))
     ranks = {"all": everyone, "first two": (0, 1), "last": (nprocs - 1,)}[at_fault]
     if is_drift and nprocs == 2:
-        ranks = everyone  # of two that differ, who is to say which is right?
+        ranks = everyone  # with two ranks, there is no majority
     assert (finding.detector, finding.ranks) == (WRONG[kind][0].name, ranks), finding
     assert step in {None, finding.step}, finding
     assert where in {"", finding.where}, finding
@@ -436,12 +436,12 @@ class UsedInTurn(Job):
 class Sharded(Job):
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        kind = type("ZeroRedundancyOptimizer", (torch.optim.AdamW,), {})  # torch's own warns when it is imported
+        kind = type("ZeroRedundancyOptimizer", (torch.optim.AdamW,), {})  # torch's own module warns at import
         self.optimizer = kind(self.net.parameters(), lr=0.0)
 
     def update(self, step: int) -> None:
         super().update(step)
-        self.optimizer.state[self.net.extra.bias]["exp_avg"] += self.rank  # its part is on another rank
+        self.optimizer.state[self.net.extra.bias]["exp_avg"] += self.rank  # its part is on a different rank
 
 
 class Replaced(Job):
@@ -464,7 +464,7 @@ class Resumed(Job):
         state, model = self.optimizer.state_dict(), self.net.state_dict()
         self.net.load_state_dict(model)
         self.optimizer.load_state_dict(state)
-        self.loss(1, self.batch(1)).backward()  # a warm-up, of which nothing is kept
+        self.loss(1, self.batch(1)).backward()  # a warm-up, which is discarded
         self.optimizer.zero_grad()
 
 
@@ -607,7 +607,7 @@ class UnusedOnce(Job):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.model = self.net  # DDP refuses the next step; one that averages gradients by itself need not
+        self.model = self.net  # DDP rejects the next step; a custom average may not
 
 
 class OnOneRankOnly(Job):

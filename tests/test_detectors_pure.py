@@ -66,7 +66,7 @@ def test_reshuffled_epochs_do_not_overlap_but_separate_permutations_do() -> None
         return torch.randperm(400, generator=torch.Generator().manual_seed(number)).tolist()
 
     seen = Epoch(2)
-    for number in range(50):  # each rank has every second sample of one order
+    for number in range(50):  # each rank has every second sample of a common order
         order = epoch(number)
         assert seen.add([[order[i + rank : i + 16 : 2] for i in range(0, 400, 16)] for rank in range(2)]) is None
     own = Epoch(2)
@@ -92,7 +92,7 @@ def test_values_of_two_ranks_arrive_in_order_for_any_capacity(
         detector._seen.add = heard[rank].extend  # type: ignore[method-assign, assignment]
 
     def exchange() -> None:
-        brought = torch.stack([detector.values_to_exchange() for detector in ranks])  # of the same length
+        brought = torch.stack([detector.values_to_exchange() for detector in ranks])  # with the same norm
         for rank, detector in enumerate(ranks):
             before = len(heard[rank])
             assert detector.on_exchanged(1, brought) == []
@@ -215,7 +215,7 @@ def test_different_gradients_trigger_a_full_comparison_in_the_same_step() -> Non
     assert one_step(detector, [1.5, 1.5]) == []
     assert one_step(detector, [math.nan, float("nan")]) == []
     with pytest.raises(AssertionError, match="a checksum of them all differs"):
-        one_step(detector, [1.5, 1.75])  # here no single one does: this is where the ranks would be told
+        one_step(detector, [1.5, 1.75])  # no single tensor differs here: the ranks would be reported
 
 
 def test_gradients_that_differed_earlier_trigger_a_full_comparison() -> None:

@@ -172,7 +172,7 @@ def test_a_run_killed_under_torchrun_resumes_bitwise_identically(two: TrainResul
 
 # ------------------------------------------------------------------------------------------------------------ plain
 
-PLAIN_STEPS = 40  # of 22 an epoch, so that all shuffle twice; a checkpoint is saved every 20 steps
+PLAIN_STEPS = 40  # an epoch has 22 steps, so all shuffle twice; a checkpoint is saved every 20 steps
 
 
 class TorchOrder(Permutation):
@@ -227,7 +227,7 @@ def test_plain_torch_and_the_package_give_bitwise_identical_weights(
     for results in launch(train_both_ways, nprocs, threads=1, echo=False, timeout=170):
         for accumulate, (losses, weights) in zip((1, 2), results, strict=True):
             plain_losses, plain_weights, *_ = torch.load(plain(nprocs, accumulate))
-            assert apart(losses, plain_losses, PLAIN_STEPS) < 1e-6  # added up in double precision there, not here
+            assert apart(losses, plain_losses, PLAIN_STEPS) < 1e-6  # summed in double precision there, but not here
             compared = [name for name in weights if not name.endswith("num_batches_tracked")]
             assert compared == [name for name in plain_weights if not name.endswith("num_batches_tracked")]
             assert [name for name in compared if not torch.equal(weights[name], plain_weights[name])] == []

@@ -29,7 +29,7 @@ EXERCISES = {
     for name, value in vars(importlib.import_module(f"ddp_tutorial.exercises.{module.name}")).items()
     if isinstance(value, Exercise)
 }
-# Those whose ranks wait for one another until the time is up. What else is wrong is told as such, and sooner.
+# Answers whose ranks wait for each other until the timeout. Other mistakes are reported earlier.
 STUCK = {
     ("ddp_from_scratch.bucket_ddp", "waits until every gradient has arrived"),
     ("what_is_not_synced.step_together", "asks the others only if it has overflowed"),
@@ -243,5 +243,5 @@ def test_every_teaching_notebook_has_exercises_and_checks_all_of_them():
             for name in own:
                 assert f"exercises.{name}.check(" in path.read_text(), f"{path.stem} does not check {name}"
                 task = EXERCISES[f"{match[1] or match[2]}.{name}"].task
-                begun = "Not yet. " if name == "repair" else f"Your turn. {task}"  # its skeleton is a buggy program
+                begun = "Not yet. " if name == "repair" else f"Your turn. {task}"  # the skeleton is a program with bugs
                 assert json.dumps(begun)[1:-1] in path.read_text(), f"{path.stem}: {name} is committed with an answer"

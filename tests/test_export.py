@@ -123,7 +123,7 @@ def test_an_empty_prompt_is_rejected(result: TrainResult) -> None:
 def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     save_model(model, tmp_path / "model")
-    left = tmp_path / ".model.7.part"  # by a run that was killed
+    left = tmp_path / ".model.7.part"  # left by a killed run
     left.mkdir()
     with pytest.raises(OSError, match="No space"), observe_disk(failing(("fsync", WEIGHTS), errno.ENOSPC)):
         save_model(other, tmp_path / "model")

@@ -73,7 +73,7 @@ def test_a_reader_never_sees_a_partial_file(tmp_path):
     reader.start()
     deadline = time.monotonic() + 60
     turn = 0
-    while turn < 20 or (len(seen) < 2 and time.monotonic() < deadline):  # a reader that has read nothing sees nothing
+    while turn < 20 or (len(seen) < 2 and time.monotonic() < deadline):  # a reader that has not read yet sees nothing
         turn += 1
         write_atomically(path, versions[turn % 2])
     stop.set()
@@ -185,7 +185,7 @@ def test_a_directory_that_fails_is_removed(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="No space left"):
                 fill()
         assert names(tmp_path) == []
-    fill()  # and the name is still free
+    fill()  # the name is still free
     assert names(path) == ["whole"]
 
 
@@ -206,7 +206,7 @@ def test_new_directories_are_numbered_if_the_name_exists(tmp_path):
     made[1].rmdir()
     assert new_directory(parent, "quick").name == "quick-2"
     (parent / "file").write_bytes(b"")
-    assert new_directory(parent, "file").name == "file-2"  # a file of that name is in the way as well
+    assert new_directory(parent, "file").name == "file-2"  # a file of that name also counts
     assert new_directory(parent, "sweep/lr").relative_to(parent) == Path("sweep/lr")
 
 
@@ -285,7 +285,7 @@ def test_several_processes_build_a_directory_once(tmp_path):
     def fill(aside):
         (aside / "data").write_bytes(b"first")
 
-    def lose(aside):  # another process finishes before this one
+    def lose(aside):  # a different process finishes first
         build_once(folder, fill)
         (aside / "data").write_bytes(b"second")
 

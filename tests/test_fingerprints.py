@@ -88,7 +88,7 @@ def correct(world: World) -> tuple[list[float], float, list[int]]:
             with model.no_sync():
                 model(torch.randn(world.rank + 1, 2)).sum().backward()
             model(torch.randn(world.rank + 1, 2)).sum().backward()
-        if world.rank:  # a group of some ranks: the others do not take part, and number theirs as before
+        if world.rank:  # a subgroup: the other ranks do not participate, and their numbering is unchanged
             dist.all_reduce(torch.ones(world.size), group=pair)
         dist.all_gather_object(said, "a word of another length" * world.rank)
         dist.barrier()
@@ -98,7 +98,7 @@ def correct(world: World) -> tuple[list[float], float, list[int]]:
             dist.send(numbers, 1)
         elif world.rank == 1:
             dist.recv(numbers, 0)
-        for step in range(120):  # longer than fingerprints are kept
+        for step in range(120):  # more collectives than fingerprints are kept
             dist.broadcast(numbers, step % world.size)
     return model.module.weight.grad.flatten().tolist(), float(numbers[0]), [len(each) for each in said]
 

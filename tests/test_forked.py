@@ -26,7 +26,7 @@ def test_the_fork_server_has_no_pyarrow_thread() -> None:
 def test_shared_servers_fork_the_ranks_of_a_different_process(monkeypatch: pytest.MonkeyPatch) -> None:
     lent, own = forked.lent(), set(forked.servers())
     assert len(json.loads(lent)) == len(own) == forked.SERVERS
-    monkeypatch.setattr(forked, "_servers", [])  # as in a process that has none
+    monkeypatch.setattr(forked, "_servers", [])  # as in a process without servers
     monkeypatch.setenv(forked.LENT, lent)
     parents = launch(parent, 3, device="cpu", echo=False)
     assert set(parents) == own

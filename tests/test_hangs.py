@@ -147,7 +147,7 @@ def test_an_error_is_not_explained_by_ranks_that_wait_for_its_rank() -> None:
 
 # ------------------------------------------------------------------------------------------------- with real ranks
 
-SECONDS = 1.5  # that a rank may wait
+SECONDS = 1.5  # seconds that a rank may wait
 
 
 def another_order(world: World) -> None:
@@ -255,7 +255,7 @@ def test_each_hang_of_the_benchmark_has_a_line_for_each_rank() -> None:
 # ------------------------------------------------------------------------------- the hangs of the notebook about hangs
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "11_debugging_hangs.ipynb"
-# The hang -> the lines of the notebook that the verdict names, for rank 0 and for rank 1.
+# The lines of the notebook that each verdict names for rank 0 and rank 1, by hang.
 LAB = {
     "evaluate": ("dist.all_reduce(loss)", "dist.barrier()"),
     "another_order": ("dist.all_reduce(torch.ones(3))", "dist.broadcast(torch.ones(3), 0)"),
@@ -352,11 +352,11 @@ def test_an_error_of_the_program_is_raised_unchanged() -> None:
 
 def in_order(world: World) -> list[str]:
     kinds = []
-    for _ in range(2):  # one block after another
+    for _ in range(2):  # consecutive blocks
         with watching(world, 0.5) as watch:
             model = DistributedDataParallel(nn.Linear(4, 1))
             model(torch.ones(2, 4)).sum().backward()
-            time.sleep(1.5)  # asleep, but nobody waits in a collective
+            time.sleep(1.5)  # asleep, but no rank waits in a collective
             dist.barrier()
             until = time.monotonic() + 4
             if world.is_main:
@@ -416,7 +416,7 @@ def test_one_rank_reports_a_hang_and_the_others_wait_for_it(
 def recorded(world: World) -> list[Call]:
     dist.all_reduce(torch.ones(3))
     dist.broadcast(torch.ones(2, 2, dtype=torch.float64), 0)
-    return [replace(call, done=True) for call in calls()]  # torch marks it a moment after it has returned
+    return [replace(call, done=True) for call in calls()]  # torch marks it shortly after it has returned
 
 
 def test_the_recorder_reports_the_same_calls_on_all_ranks() -> None:

@@ -255,7 +255,7 @@ def fail_inside(world: World) -> dict[str, str]:
             for link in (LinkConfig(latency_ms=0), None):
                 model: Any = data_parallel(net(), world, DDPConfig(variant=variant, hook=hook, simulated_link=link))
                 if model.link is None:
-                    continue  # torch's own, and nobody can watch
+                    continue  # torch's own hook has no observer
 
                 def step(model: Any = model) -> None:
                     model.link.observer = watch
@@ -353,7 +353,7 @@ def test_16_bits_are_within_their_precision_of_the_exact_mean(
         for name, exact in said["exact"].items():
             error = (said["found"][hook][name] - exact).abs()
             assert (error <= 1.01 * nprocs * 2.0**-bits * said["size"][name] + 1e-6).all()
-            assert error.max() > 0  # else nothing was cast
+            assert error.max() > 0  # otherwise, nothing was cast
             assert digest(said["found"][hook]) == digest(heard[0]["average_in_16_bits"]["found"][hook])
 
 
@@ -396,7 +396,7 @@ def test_vectors_and_small_matrices_are_sent_exactly(heard: list[dict[str, Any]]
         for name in ("bias", "small", "scalar"):
             if nprocs == 2:
                 assert torch.equal(found[name], exact[name])
-            else:  # added up in another order, for it lies elsewhere in the message
+            else:  # summed in a different order, because of its different position in the message
                 torch.testing.assert_close(found[name], exact[name])
 
 

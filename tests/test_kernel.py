@@ -82,7 +82,7 @@ def test_progress_is_an_html_bar_that_is_not_saved_with_a_notebook(kernel):
         "        progress(done, 2, loss=1 / done)\n"
         "launch(work, 2, device='cpu', echo=True)\n"
     )
-    assert said["shown"] == [{}]  # nbval compares what is shown, and not how it is updated
+    assert said["shown"] == [{}]  # nbval compares the displayed output, but not its updates
     assert [data["text/plain"] for data, _ in said["updates"]] == ["1/2  loss 1", "2/2  loss 0.5"]
     data, metadata = said["updates"][-1]
     assert data["text/html"] == '<progress value="2" max="2"></progress> 2/2  loss 0.5'

@@ -98,7 +98,7 @@ def test_every_rank_has_its_results_place_and_environment():
     assert second["environment"] == ["1", "2", "1", "PASSIVE", "127.0.0.1"]
     for result in (first, second):
         assert torch.equal(result["total"], torch.tensor([21.0]))  # 10 + 11
-        assert result["unsearched"] > 50_000  # objects of torch, at which no search for garbage looks again
+        assert result["unsearched"] > 50_000  # torch's objects, which garbage collection ignores
         assert result["threads"] == max(1, cores() // 2)
 
 
@@ -142,7 +142,7 @@ def test_in_process_calls_the_function_in_this_process(capsys):
     seen = []
 
     def here(world, thing):
-        seen.append(thing)  # not sent by value: the same object
+        seen.append(thing)  # not pickled by value: the same object
         return os.getpid(), world.size, dist.is_initialized()
 
     thing = LOCK
@@ -169,7 +169,7 @@ def test_launches_leave_no_file_descriptor_open():
         if fail:
             raise ValueError("on purpose")
 
-    launch(work, 1, False, device="cpu")  # starts what lives as long as this process, such as the resource tracker
+    launch(work, 1, False, device="cpu")  # starts processes that live as long as this one, such as the resource tracker
     gc.collect()
     before = psutil.Process().num_fds()
     launch(work, 2, False, device="cpu")
@@ -231,7 +231,7 @@ def test_functions_of_a_script_run_and_a_missing_guard_is_reported(tmp_path, sta
     assert unguarded.returncode == 1
     first, *others = out.splitlines()
     assert first == "top level of __main__"
-    assert others  # of the rank that was first; the other one may have been terminated before it got there
+    assert others  # from the first rank; the other rank may have been terminated earlier
     assert set(others) <= {f"[rank {rank}] top level of __mp_main__" for rank in "01"}
     assert f"MissingGuardError: {script} calls launch at its top level" in err
     assert err.endswith('if __name__ == "__main__":\n    launch(...)\n')
@@ -257,7 +257,7 @@ def test_the_process_group_listens_on_the_loopback_interface_only():
         return found
 
     for addresses in launch(listening, 2, device="cpu"):
-        assert addresses  # the parent's store at least
+        assert addresses  # at least the parent's store
         assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
@@ -272,7 +272,7 @@ def test_output_of_a_rank_and_its_children_is_ordered_and_prefixed(capsys, monke
         print("second", world.rank, file=sys.stderr)
         os.system(f"echo third {world.rank}; echo fourth {world.rank} >&2")
         os.write(1, b"fifth, as C++ code would\n")
-        print("sixth, häßlich ☃", end="")  # no newline at the end
+        print("sixth, häßlich ☃", end="")  # without a newline at the end
 
     launch(talk, 2, device="auto")
 
@@ -413,12 +413,12 @@ def test_an_error_keeps_its_type_even_if_the_parent_cannot_import_it():
 
 def test_a_rank_that_raises_is_named_with_its_source_line_and_output():
     def divide():
-        return 1 / 0  # the line at fault
+        return 1 / 0  # the failing line
 
     error = fail_on_rank_1(divide)
 
     assert error.reason == "raised ZeroDivisionError: division by zero"
-    assert "return 1 / 0  # the line at fault" in error.traceback
+    assert "return 1 / 0  # the failing line" in error.traceback
     assert "Traceback (most recent call last)" in error.traceback
     for part in (error.traceback.rstrip(), "Last lines that rank 1 printed:\n    hello from 1"):
         assert part in str(error)
@@ -474,7 +474,7 @@ def test_an_early_return_is_reported_with_advice_about_collectives():
 
     with pytest.raises(RankError) as caught:
         launch(leave_early, 2, device="cpu", echo=False)
-    assert caught.value.rank == 0  # rank 1 did as it was told: the error is rank 0's
+    assert caught.value.rank == 0  # rank 1 behaved correctly: the error is rank 0's
     assert "dist.all_reduce(torch.ones(1))" in caught.value.traceback
     assert "Meanwhile rank 1 had returned." in str(caught.value)
     assert "Every rank must enter every collective" in str(caught.value)
@@ -490,7 +490,7 @@ def test_the_timeout_starts_when_all_ranks_have_started(monkeypatch):
 
     monkeypatch.setattr(_Ranks, "_listen_until", noted)
     launch(lambda world: None, 2, device="cpu", timeout=60)
-    assert left[0] > START_SECONDS  # nobody has said yet that it is up
+    assert left[0] > START_SECONDS  # no rank has reported yet that it has started
     assert any(30 < each <= 60 for each in left)
 
 
@@ -506,12 +506,12 @@ def test_after_a_timeout_every_rank_reports_its_stack():
     def hang(world):
         dist.barrier()
         if world.rank == 1:
-            time.sleep(1000)  # where rank 1 stands
+            time.sleep(1000)  # the line that rank 1 is executing
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(5))
 
-    timeout = 12.0  # enough for three ranks to be up on a busy machine
+    timeout = 12.0  # enough to start three ranks on a busy machine
     start = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
         launch(hang, 3, device="cpu", timeout=timeout, echo=False)
@@ -521,7 +521,7 @@ def test_after_a_timeout_every_rank_reports_its_stack():
     first, second, third = re.split(r"^rank \d was still running\n", str(caught.value), flags=re.MULTILINE)[1:]
     assert re.search(r"collective \d+, gloo:all_reduce of \[\[5\]\]: waiting", first)
     assert "dist.all_reduce(torch.ones(5))" in first
-    assert "time.sleep(1000)  # where rank 1 stands" in second
+    assert "time.sleep(1000)  # the line that rank 1 is executing" in second
     assert "barrier" in second
     assert "finished" in second
     assert "no answer" in third
@@ -581,7 +581,7 @@ def test_processes_started_by_a_rank_are_killed_with_it(how, reason):
 
     def work(world, how, start):
         start(world)
-        dist.barrier()  # both have started theirs
+        dist.barrier()  # both ranks have started their processes
         if world.rank == 1 and how == "raises":
             raise ValueError("on purpose")
         if world.rank == 1 and how == "is killed":
@@ -680,7 +680,7 @@ def pids_of_ranks(process):
     """Return the process IDs of two ranks, once both have reached the function."""
     lines = [process.stdout.readline() for _ in range(2)]
     assert all(lines), process.communicate()
-    time.sleep(0.3)  # the parent may still be inside print, which, interrupted there, writes its line twice
+    time.sleep(0.3)  # an interrupted `print` of the parent may write its line twice
     return [int(line.split()[-1]) for line in lines]
 
 
@@ -688,7 +688,7 @@ def assert_interrupted_once(process, pids):
     out, err = process.communicate(timeout=20)
     assert out == ""
     assert err.count("KeyboardInterrupt") == 1, err
-    assert err.count("Traceback") == 1, err  # the parent's; the ranks are silent
+    assert err.count("Traceback") == 1, err  # the parent's traceback; the ranks are silent
     assert process.returncode == -signal.SIGINT
     assert wait_until(lambda: all(map(is_gone, pids)))
 
@@ -711,7 +711,7 @@ def test_an_interrupt_while_ranks_start_raises_once_and_terminates_them(start_py
 def test_a_second_interrupt_leaves_no_rank_behind(hanging):
     pids = pids_of_ranks(hanging)
     os.killpg(hanging.pid, signal.SIGINT)
-    time.sleep(0.3)  # the ranks ignore what they are asked at first
+    time.sleep(0.3)  # the ranks ignore the first signal
     os.killpg(hanging.pid, signal.SIGINT)
     _, err = hanging.communicate(timeout=20)
     assert "KeyboardInterrupt" in err
@@ -728,7 +728,7 @@ def test_ranks_do_not_outlive_a_killed_parent(hanging):
 
 def test_a_rank_exits_if_its_parent_died_before_it_could_ask():
     """The kernel kills a rank when its parent dies only if the rank has already requested it."""
-    origin = SimpleNamespace(parent=os.getppid(), dies_with_thread=False)  # not the parent of the child
+    origin = SimpleNamespace(parent=os.getppid(), dies_with_thread=False)  # not the actual parent of the child
     if (child := os.fork()) == 0:
         _exit_with_parent(origin)
         os._exit(0)

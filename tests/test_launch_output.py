@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_be_killed_is_named_and_not_waited_for(monkeypatch):
     pid = caught.value.message.split()[-1]
     [note] = caught.value.__notes__
     assert note.startswith(f"rank 0's process {pid} still exists after SIGKILL: ")
-    assert note in caught.value._render_traceback_()  # what a notebook shows
+    assert note in caught.value._render_traceback_()  # the output of a notebook
 
 
 def test_too_many_ranks_for_the_cores_cause_a_warning(capsys, monkeypatch):

@@ -24,8 +24,8 @@ from ddp_tutorial.sharding.sharded import ShardedSource
 from ddp_tutorial.world import World
 from ranks import error_of, watched
 
-SLACK = 2.0  # seconds that a busy machine may be late
-EARLY = 2e-3  # a sleep may end a little before its time
+SLACK = 2.0  # the delay in seconds of a busy machine
+EARLY = 2e-3  # a sleep may end slightly early
 
 
 def together(world: World) -> None:
@@ -105,7 +105,7 @@ def count_overruns(world: World) -> dict[str, int]:
 
 def fail_in_the_thread(world: World) -> dict[str, Any]:
     link = SimulatedLink(world, LinkModel(0.0, 1e9))
-    wrong = error_of(lambda: link.all_reduce(torch.ones(3, dtype=torch.int16)).wait())  # gloo cannot add these
+    wrong = error_of(lambda: link.all_reduce(torch.ones(3, dtype=torch.int16)).wait())  # gloo cannot sum these
     tensor = torch.ones(3)
     link.all_reduce(tensor).wait()
     return {"error": wrong, "afterwards": tensor.tolist()}
@@ -126,7 +126,7 @@ def sum_directly(world: World) -> dict[str, Any]:
     tensor = torch.full((2, 3), float(world.rank + 1))
     before = time.monotonic()
     value = link.all_reduce(tensor, "gradients").wait()
-    reported = list(transfers)  # at once: a transfer is told of before anybody hears that it is done
+    reported = list(transfers)  # immediately: a transfer is reported before its future completes
     after = time.monotonic()
     link.observer = None
     link.all_reduce(torch.ones(1)).wait()
@@ -172,7 +172,7 @@ def make_many(world: World) -> dict[str, int]:
         source.close()
 
     def held() -> int:
-        return len([*Path("/proc/self/fd").glob("*"), *Path("/proc/self/task").glob("*")])  # of a system with /proc
+        return len([*Path("/proc/self/fd").glob("*"), *Path("/proc/self/task").glob("*")])  # requires /proc
 
     left = {}
     for make in (make_link, make_mesh, make_source):
@@ -260,7 +260,7 @@ def test_transfers_are_queued(heard: list[dict[str, Any]], nprocs: int) -> None:
         first, second, third = transfers
         assert second.start >= first.start + TAKES[nprocs] - 1e-9
         assert third.start >= second.start + TAKES[nprocs] - 1e-9
-        assert third.issued < third.start  # it did wait in a queue
+        assert third.issued < third.start  # the transfer waited in the queue
         assert 3 * TAKES[nprocs] - EARLY <= third.end - first.start < 3 * TAKES[nprocs] + SLACK
 
 
@@ -343,7 +343,7 @@ def test_the_direct_link_sums_and_reports_each_transfer(heard: list[dict[str, An
         assert (transfer.name, transfer.nbytes) == ("gradients", 24)
         before, after = said["between"]
         assert before <= transfer.issued == transfer.start <= transfer.end <= after
-        assert said["later"] == 1  # nobody watched the second
+        assert said["later"] == 1  # the second transfer had no observer
 
 
 def test_links_do_not_interfere_with_each_other(heard: list[dict[str, Any]], nprocs: int) -> None:

@@ -28,7 +28,7 @@ from test_live_ranks import are_together, gone, interrupt_after
 
 IMPORTS = "import os, signal, socket, time, torch, torch.distributed as dist"
 MBIT = 100
-NUMBERS = 250_000  # of float32 in an all-reduce: a megabyte
+NUMBERS = 250_000  # float32 numbers in an all-reduce: one megabyte
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,8 @@ def test_magics_on_nodes_leave_no_process_or_network_after_the_kernel(allowed: N
         networks = {network_of(each.pid) for each in kernel.children(recursive=True)} - {network_of("self")}
         assert len(networks) == 3, "of two nodes, and of the bridge between them"
         kernel.kill()
-        assert nobody_is_in(networks), "ranks have outlived their kernel"  # and with the last of them a network is gone
+        # The network disappears with its last process.
+        assert nobody_is_in(networks), "ranks have outlived their kernel"
     finally:
         notebook.end()
 

@@ -164,7 +164,7 @@ def test_an_error_shows_the_ranks_lines_and_keeps_the_variables(ranks):
 def test_an_error_on_all_ranks_is_reported_once(ranks):
     with pytest.raises(RankError, match="raised NameError: name 'nobody' is not defined") as caught:
         ranks.execute("nobody")
-    assert str(caught.value).count("not defined") == 2  # in the first line, and at the end of the traceback
+    assert str(caught.value).count("not defined") == 2  # in the first line and at the end of the traceback
     assert re.search(r"Rank [01] too\.", str(caught.value))
     with pytest.raises(RankError, match="raised SyntaxError"):
         ranks.execute("x = = 1")
@@ -427,7 +427,7 @@ def test_cells_become_a_script_for_torchrun(tmp_path):
     script = tmp_path / "out.py"
     script.write_text(make_script(steps, "out.py", 2, 1, "cpu", "gloo"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    files = ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # ranks that print at a time would share lines
+    files = ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # ranks that print at the same time would share lines
     done = subprocess.run([*command, *files, script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     said = [path.read_text().splitlines() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]

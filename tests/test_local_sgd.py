@@ -209,7 +209,7 @@ def train(world: World, case: Case, alike: bool = False) -> dict[str, Any]:
     config = TrainConfig.model_validate({"strategy": kind, "local": local, "accumulation": parts})
     model, precision = make_toy(), Precision(world=world)
     with torch.no_grad():
-        model.shift.add_(world.rank)  # rank 0's weights are those of all
+        model.shift.add_(world.rank)  # all ranks have rank 0's weights
     strategy = make_strategy(config, model, world, loss_sum, precision)
     stepped = strategy.setup_optimizer(MAKE[optimizer](trained_of(model)))
     transfers = watched(strategy.link)
@@ -224,7 +224,7 @@ def train(world: World, case: Case, alike: bool = False) -> dict[str, Any]:
     with (
         strategy.evaluation_weights(),
         strategy.full_parameters() as whole,
-    ):  # one in the other: the mean is that of the ranks' own
+    ):  # nested: the mean is that of the ranks' own weights
         mean = weights_of(whole)
         seen = float(whole.get_buffer("seen"))
     after = all(torch.equal(own[name], tensor) for name, tensor in model.state_dict().items())
@@ -251,7 +251,7 @@ def torchs_own(world: World, optimizer: str, length: int, begin: int) -> list[We
     wrapped: nn.Module = model
     if begin:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its import does
+            warnings.simplefilter("ignore")  # its import warns
             from torch.distributed.optim import PostLocalSGDOptimizer
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         state = PostLocalSGDState(None, None, begin, post_local_gradient_allreduce=False)
@@ -380,8 +380,9 @@ def test_counted_bytes_equal_planned_bytes(size: int) -> None:
             expected = rounds.all_reduces(STEPS)
             is_within = bool(
                 rounds.local_steps(STEPS)
-            )  # then `full_parameters` has averaged once more, after it was counted
-            small = STEPS * 4 + begin * 4 * len(trained_of(make_toy()))  # is it finite, and who uses what
+            )  # then `full_parameters` has averaged once more, after the count
+            # Whether the gradient is finite, and the used parameters.
+            small = STEPS * 4 + begin * 4 * len(trained_of(make_toy()))
             assert rank[case]["large"] == ([nbytes] * expected if size > 1 else []), case
             assert rank[case]["sent"] == pytest.approx(
                 2 * (size - 1) / size * ((expected + is_within) * nbytes + small), abs=10 * STEPS
@@ -433,7 +434,7 @@ FLAVOURS: dict[str, dict[str, Any]] = {
         "checkpoint": {**BASE["checkpoint"], "background": True},
     },
 }
-OVERFLOWING = {  # some steps are left out, on all ranks
+OVERFLOWING = {  # all ranks skip some steps
     "diloco-float16": FLAVOURS["diloco"]
     | {"precision": {"dtype": "fp16", "initial_scale": 2.0**24, "growth_interval": 2}}
 }

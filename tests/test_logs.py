@@ -132,7 +132,7 @@ def test_a_run_is_running_while_its_folder_is_locked() -> None:
 
 
 def test_a_run_that_resumes_during_a_look_is_not_reported_as_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([False, True])  # it takes away what an earlier life has left, between the two
+    answers = iter([False, True])  # it removes the files of an earlier attempt in between
     monkeypatch.setattr("ddp_tutorial.runs.summaries.is_locked", lambda folder: next(answers))
     assert state_of(made("mine", result=None)) == "running"
 
@@ -185,7 +185,7 @@ def test_a_run_without_file_locks_continues_and_logs_one_line(
     def flock(*_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", flock)  # no such file system can be had here
+    monkeypatch.setattr(fcntl, "flock", flock)  # this machine has no such file system
     with locked(tmp_path):
         assert is_locked(tmp_path), "its owner is in the file"
     assert not is_locked(tmp_path)
@@ -251,7 +251,7 @@ def test_an_owner_on_a_different_machine_counts_while_it_touches_the_file(
                 pass
             left = (tmp_path / ".lock").read_bytes()
     monkeypatch.setattr(files, "_TOUCH_SECONDS", 0.05)
-    for content in (left, left[:20], b"[]"):  # of a machine that has crashed
+    for content in (left, left[:20], b"[]"):  # the owner's machine has crashed
         (tmp_path / ".lock").write_bytes(content)
         os.utime(tmp_path / ".lock", (1e9, 1e9))
         assert not is_locked(tmp_path)
@@ -472,10 +472,10 @@ def test_the_straggler_is_the_rank_that_costs_the_others_most() -> None:
 @pytest.mark.parametrize(
     "seconds",
     [
-        {"data": [0.1, 0.1], "forward": [1.0, 1.4], "grads": [4.0, 3.9]},  # less than half as long again
-        {"data": [0.001, 0.009], "grads": [4.0, 4.0]},  # nine times as long, of nothing
-        {"data": [0.1, 0.1], "grads": [4.0, 2.0]},  # rank 0 waits in grads: it is not the slow one
-        {"data": [0.1], "grads": [4.0]},  # nobody waits
+        {"data": [0.1, 0.1], "forward": [1.0, 1.4], "grads": [4.0, 3.9]},  # less than 1.5 times as long
+        {"data": [0.001, 0.009], "grads": [4.0, 4.0]},  # nine times as long, but negligible
+        {"data": [0.1, 0.1], "grads": [4.0, 2.0]},  # rank 0 waits in grads, so it is not the straggler
+        {"data": [0.1], "grads": [4.0]},  # no rank waits
         {},
     ],
 )
@@ -523,7 +523,7 @@ def test_settings_that_some_versions_lack_do_not_count_as_different() -> None:
     made("b", steps=20, ddp={"variant": "flat", "simulated_link": link}, resume="auto")
     old = {key: value for key, value in CONFIG.items() if key not in {"source", "precision"}}
     (made("c") / "config.json").write_text(json.dumps(old | {"steps": 10}))
-    made("d", steps=10, result=RESULT | {"world_size": 3})  # under torchrun: the config does not know
+    made("d", steps=10, result=RESULT | {"world_size": 3})  # under torchrun, the config does not contain the number
     found = differing_settings([summarize(Path("runs") / name) for name in "abcd"])
     assert found == {
         "nprocs": [2, 2, 2, 3],
@@ -896,7 +896,7 @@ def test_the_summary_of_a_real_run_agrees_with_its_result() -> None:
     assert found.rate == result["metrics"]["tokens_per_second"]
     assert [Path(path).name for path in found.checkpoints] == ["step_00000003", "step_00000006"]
     assert {"data", "grads", "update", "evaluate"} <= set(found.phases)
-    assert len(printed("list").splitlines()) == 2  # and not the model that it has saved
+    assert len(printed("list").splitlines()) == 2  # not the saved model
     printed("plot", "exp/real", "--loss-curves", "--x", "time", "-o", "real.png")
     assert Path("real.png").is_file()
 
@@ -915,7 +915,7 @@ def test_a_real_run_is_running_until_it_is_killed() -> None:
     finally:
         training.kill()
         training.wait()
-    while state_of(Path("runs/mine")) == "running":  # its ranks end with it, a moment later
+    while state_of(Path("runs/mine")) == "running":  # its ranks exit shortly after it
         assert time.monotonic() < deadline
         time.sleep(0.1)
     found = summarize(Path("runs/mine"))

@@ -83,7 +83,7 @@ def test_listing_does_not_import_torch() -> None:
         (sealed({**CONTENT, "step": "three"}), r"is damaged: step: "),
         ("[" * 200_000, "is damaged"),
         ('{"a":' * 200_000, "is damaged"),
-        ('{"a":' * 900 + "1" + "}" * 900, "is damaged"),  # deep enough to read, and too deep to write again
+        ('{"a":' * 900 + "1" + "}" * 900, "is damaged"),  # shallow enough to parse, but too deep to serialize
         ("1" * 5_000, "is damaged"),
         ('{"schema_version": 1e400}', "is damaged"),
         ('{"a": "\\ud800", "sha256": "0"}', "is damaged"),
@@ -174,7 +174,7 @@ def test_an_inaccessible_checkpoint_is_reported_and_not_skipped(
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return stat(path, **options)
 
-    monkeypatch.setattr(os, "stat", refuse)  # a root user may look into everything
+    monkeypatch.setattr(os, "stat", refuse)  # root may read everything
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert list_checkpoints(tmp_path) == [folder]
     assert verify(folder) == [f"{folder / MANIFEST} cannot be read: Permission denied"]

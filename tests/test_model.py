@@ -78,7 +78,7 @@ def test_generation_is_a_function_of_prompt_and_seed(model: GPT) -> None:
     prompt = some_tokens(4)
     torch.manual_seed(1)
     first = model.generate(prompt, 20, seed=5)
-    torch.manual_seed(2)  # whatever the state of the process
+    torch.manual_seed(2)  # regardless of the state of the process
     assert torch.equal(model.generate(prompt, 20, seed=5), first)
     assert not torch.equal(model.generate(prompt, 20, seed=6), first)
     assert first.shape == (24,)
@@ -141,7 +141,7 @@ def test_the_sum_of_losses_equals_the_mean_times_the_count(model: GPT) -> None:
 def test_the_initial_loss_is_that_of_a_uniform_guess(model: GPT) -> None:
     tokens = some_tokens(8, 17)
     loss = loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).item() / (8 * 16)
-    assert loss == pytest.approx(math.log(256), abs=0.1)  # 5.545: all 256 bytes alike
+    assert loss == pytest.approx(math.log(256), abs=0.1)  # 5.545: all 256 bytes are equally likely
 
 
 def test_a_width_that_heads_do_not_divide_is_rejected() -> None:

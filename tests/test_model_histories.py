@@ -37,7 +37,7 @@ from histories import (
 )
 
 HISTORIES = int(os.environ.get("HISTORIES", "30"))
-DRAWN = {2: HISTORIES, 3: HISTORIES // 3}  # how many, by the number of ranks
+DRAWN = {2: HISTORIES, 3: HISTORIES // 3}  # the number of histories, by the number of ranks
 DDP = ("naive", "flat", "bucket", "torch", "torch, shared memory")
 BUCKETS = ("bucket", "zero1")
 TORCH = ("torch", "torch, shared memory")

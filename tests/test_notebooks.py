@@ -41,7 +41,7 @@ SMALL = {
     "train": ["-f", "ddp_tutorial/configs/tiny.yaml", "-p", "name", "small"],
 }
 EXECUTED = [path for path in NOTEBOOKS if path.stem in SMALL]
-SPAWNED = {"live_ranks", "train"}  # as for users; the ranks of the others are forked, which is quicker
+SPAWNED = {"live_ranks", "train"}  # as for users; the other notebooks fork their ranks, which is faster
 ROOT = Path(__file__).parent.parent
 # A time of day, a date, a run's folder. Not four digits by themselves: images are text too, and hold any of them.
 STAMP = re.compile(r"\b\d\d:\d\d:\d\d\b|\b20\d\d-[01]\d-[0-3]\d\b|\b20\d\d[01]\d[0-3]\d-\d{6}\b")
@@ -92,7 +92,7 @@ def test_cells_are_plain_python(path):
     """
     for cell in code_cells(path):
         assert "%ranks" not in cell.source or path.stem in SMALL
-        tree = ast.parse(python_of(cell))  # another magic, `!command` and `name?` are no Python
+        tree = ast.parse(python_of(cell))  # other magics, `!command` and `name?` are not Python
         named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         assert not named & {"get_ipython", "exit", "quit"}
         assert "nbval-skip" not in cell.metadata.get("tags", [])
@@ -104,7 +104,7 @@ def test_every_parameter_is_used_in_a_later_cell(path):
     cells = [cell for cell in code_cells(path) if "parameters" not in cell.metadata.get("tags", [])]
     nodes = [node for cell in cells for node in ast.walk(ast.parse(python_of(cell)))]
     read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    if "globals" in read:  # given to `read_parameters`, which refuses a name that it does not know
+    if "globals" in read:  # passed to `read_parameters`, which rejects unknown names
         return
     assert set(parameter_names(path)) <= read
 

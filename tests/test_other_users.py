@@ -28,7 +28,7 @@ from ddp_tutorial.live.script import assignment_step
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as a second user")
 
 NOBODY = 65534
-SECONDS = 60.0  # for one attack
+SECONDS = 60.0  # for each attack
 
 # Two ranks train with shared memory. Each waits in the middle of the exchange of its memory files until it is told to
 # go on, so that an attacker has all the time it needs.

@@ -130,9 +130,10 @@ def test_half_of_the_trainers_repeat_samples_when_resuming_mid_epoch(ranks: list
         seen = rest_of_the_epoch(ranks, situation, name)
         assert set(seen.values()) == ({1} if name in exact(ranks, situation) else {2}), name
         assert len(seen) == (64 if name in exact(ranks, situation) else 32), name
-    for name in ("plain", "fabric"):  # they begin the epoch again, and come to the other half after it
+    for name in ("plain", "fabric"):  # they restart the epoch, and reach the other half later
         assert all(again.seen[4:8] == whole.seen[12:16] for whole, again in both(ranks, situation, name))
-    for _, again in both(ranks, situation, "lightning"):  # its epoch ends when it was to end: half was never seen
+    # The epoch ends as planned, so half of the samples are never used.
+    for _, again in both(ranks, situation, "lightning"):
         assert again.seen[4:8] == again.seen[:4]
 
 

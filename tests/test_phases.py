@@ -85,7 +85,7 @@ def test_an_observer_that_raises_on_entry_prevents_the_phase():
             ran.append("data")
         with pytest.raises(RuntimeError, match="injected"), phase("update"):
             ran.append("update")
-        with phase("data"):  # and phases still work
+        with phase("data"):  # phases still work
             ran.append("data")
     assert ran == ["data", "data"]
     assert before.story == ["+data", "-data", "+update", "+data", "-data"]
@@ -121,7 +121,7 @@ def edge(text, time):
 def test_a_stopwatch_sums_the_seconds_of_each_phase_and_restarts():
     watch = Stopwatch()
     for each in [
-        edge("-data", 1.0),  # began before we looked
+        edge("-data", 1.0),  # started before the observer was added
         edge("+step", 10.0),
         edge("+data", 10.0),
         edge("-data", 10.5),
@@ -172,7 +172,7 @@ def test_a_phase_appears_in_a_profiler_trace_only_while_recording(tmp_path):
             raise KeyError
         begun = phase("cut")
         begun.__enter__()
-    begun.__exit__(None, None, None)  # the recording ended inside: no error
+    begun.__exit__(None, None, None)  # the recording ended inside the phase, without an error
     trace = tmp_path / "trace.json"
     profiler.export_chrome_trace(str(trace))
     marks = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "dur" in event]

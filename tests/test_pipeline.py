@@ -173,7 +173,7 @@ def test_five_steps_of_every_schedule_equal_those_of_one_process(size: int) -> N
             for name, distance in distances.items():
                 close = 1e-6 if arm.startswith("gpt") or name.startswith("mean") else 0.0
                 assert distance <= close, (arm, name, distance)
-    for arm, names in seen.items():  # each is on some rank
+    for arm, names in seen.items():  # each parameter is on some rank
         model = gpt() if arm.startswith("gpt") else toy()
         assert names >= {name for name, _ in model.named_parameters()}, arm
 
@@ -306,7 +306,7 @@ def test_saved_activations_match_the_table_and_dropout_that_of_one_rank() -> Non
     of_ranks = launch(kept_and_drawn, 2, device="cpu", threads=1, echo=False, timeout=100)
     for rank, (measured, _) in enumerate(of_ranks):
         assert measured == [peaks(table(2, MICRO_BATCHES))[rank] for table in (gpipe, one_f_one_b)]
-    torch.manual_seed(0)  # as rank 0, whose weights count
+    torch.manual_seed(0)  # like rank 0, whose weights are used
     wet = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     stages = dict(enumerate(split_into_stages(wet, ["2"])))
     runner = StageRunner(interleaved(1, MICRO_BATCHES, 2), stages, squares, seed=3)
@@ -327,7 +327,7 @@ def test_stages_are_balanced_optimally(costs: list[int], data: st.DataObject) ->
     stages = data.draw(st.integers(1, len(costs)))
     begins = balance(costs, stages)
     assert len(begins) == stages - 1
-    assert [0, *begins] == sorted({0, *begins})  # none is empty
+    assert [0, *begins] == sorted({0, *begins})  # no stage is empty
 
     def dearest(cuts: Sequence[int]) -> int:
         ends = [*cuts, len(costs)]

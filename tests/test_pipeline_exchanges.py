@@ -51,7 +51,8 @@ def outcome_on_nccl(programs: list[Program], stages: int) -> str:
     start. A batch finishes when all its operations have matched.
     """
     ranks = [Rank(program, stages) for program in programs]
-    started: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)  # by source, target, and is it a send
+    # By source, target, and whether it is a send.
+    started: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
     moved = True
     while moved:
         moved = False
@@ -121,7 +122,7 @@ def test_batches_in_slots_never_deadlock_on_nccl(ranks: int, per_rank: int, coun
             assert [item for item in program if isinstance(item, Action)] == list(row)
         batches = [item for item in chain(*programs) if not isinstance(item, Action)]
         messages = [transfer for batch in batches for transfer in batch]
-        assert all(messages.count(transfer) == 2 for transfer in messages)  # the source and the target
+        assert all(messages.count(transfer) == 2 for transfer in messages)  # source and target
         cuts = ranks * per_rank - 1  # a forward and a backward message, and perhaps a shape, for each cut
         assert len(messages) == 2 * cuts * count * (3 if with_shapes else 2)
 

@@ -72,8 +72,8 @@ def test_a_resumed_pipeline_is_bitwise_identical() -> None:
     assert resumed.losses == whole.losses
     assert resumed.weights == whole.weights
     alone = config_of(name="alone", nprocs=1, resume=str(at), **values, resume_allow=["pipeline"])
-    assert launch_training(alone, echo=False).losses[:2] == whole.losses[:2]  # each part is read by who has it now
-    shutil.rmtree("runs/whole/model")  # as if it had not ended
+    assert launch_training(alone, echo=False).losses[:2] == whole.losses[:2]  # each part is read by its current owner
+    shutil.rmtree("runs/whole/model")  # as if the run had not finished
     assert digest(load("runs/whole").state_dict()) == whole.weights
 
 
@@ -115,11 +115,11 @@ def test_each_rank_keeps_weights_and_optimizer_state_of_its_stages_only() -> Non
         assert own < sum(sizes.values())
         assert rank["built"] == rank["ended"] == rank["memory"] == own
         assert rank["state"] == 2 * own
-        assert rank["evaluating"]  # a block at a time, beside what is in no block
+        assert rank["evaluating"]  # one block at a time, plus the parameters outside blocks
         assert max(rank["evaluating"]) <= own + root + block
     first, second = ranks[0]["own"], ranks[1]["own"]
     assert first | second == sizes
-    assert set(first) & set(second) == {"tokens.weight"}  # tied: one use on each
+    assert set(first) & set(second) == {"tokens.weight"}  # tied: one use on each rank
     assert [rank["own"] for rank in ranks[2:]] == [first, second]
     dry = plan(config_of(strategy="pipeline", nprocs=4, **values), [])
     told = [rank["parameters"] for rank in dry["ranks_of_a_pipeline"]]

@@ -35,7 +35,7 @@ def test_lanes_of_all_panels_share_one_axis() -> None:
     assert [round(box.get_width(), 6) for box in first.patches] == [20, 20]
     assert [box.get_y() for box in first.patches] == [-0.42, 1 - 0.42]
     assert [text.get_text() for text in first.texts] == ["0", "1"]
-    assert [text.get_text() for text in second.texts] == ["0"]  # the word would not fit into the other box
+    assert [text.get_text() for text in second.texts] == ["0"]  # the text would not fit into the other box
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "gather", "scatter"]
     plt.close(figure)
 
@@ -51,12 +51,12 @@ def test_one_point_of_a_sweep_is_marked_below_its_timeline() -> None:
     ]
     for figure, x, length in zip(figures, timelines, (80, 50), strict=True):
         above, below = figure.axes
-        assert above.get_xlim() == pytest.approx((0, 100))  # of the longest, and room for words
+        assert above.get_xlim() == pytest.approx((0, 100))  # of the longest, with space for text
         assert max(bar.get_width() for bar in above.patches) == pytest.approx(length)
         lines = [[list(line.get_xdata()), list(line.get_ydata())] for line in below.lines]
         assert lines[-1] == [[x], pytest.approx([length])]
         assert lines[0] == [[0.5, 1, 2], [78, 60, 49]]
-        assert [[0.5, 2.0], [80.0, 50.0]] in lines  # the quickest
+        assert [[0.5, 2.0], [80.0, 50.0]] in lines  # the fastest
         assert [label.get_text() for label in below.get_xticklabels()] == ["0.5", "2"]
         plt.close(figure)
 

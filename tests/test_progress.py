@@ -35,7 +35,7 @@ def test_only_a_right_answer_is_recorded(person: Path, capsys: pytest.CaptureFix
     assert not person.exists()
     exercise.check(exercise.solution)
     exercise.check(exercise.solution)
-    exercise.check(exercise.wrong["pads with copies"])  # once passed, it stays so
+    exercise.check(exercise.wrong["pads with copies"])  # a passed exercise stays passed
     assert person.read_text() == "quickstart.deal_samples\n"
     assert of("quickstart.deal_samples")
     assert not of("quickstart.mean_loss")
@@ -73,7 +73,7 @@ def test_an_exercise_outside_the_package_is_not_recorded(person: Path) -> None:
 @pytest.mark.usefixtures("person")
 def test_kernels_that_record_concurrently_lose_nothing() -> None:
     names = [f"module_{number % 7}.exercise_{number}" for number in range(200)]
-    with ThreadPoolExecutor(8) as pool:  # each opens the file anew, as another process would
+    with ThreadPoolExecutor(8) as pool:  # each opens the file again, as a different process would
         list(pool.map(passed.remember, names))
     # An empty line is harmless: somebody has taken a line, of which a part was there, for one that was cut short.
     assert sorted(filter(None, passed.FILE.read_text().split("\n"))) == sorted(names)
@@ -131,7 +131,7 @@ def test_links_of_the_table_are_relative_to_the_current_folder(
     for folder, link in (("notebooks", ""), ("notebooks/experiments", "../"), (".", "notebooks/")):
         monkeypatch.chdir(root / folder)
         assert f'<a href="{link}00_quickstart.ipynb">00_quickstart</a>' in progress()._repr_html_()
-    monkeypatch.chdir(tmp_path)  # a copy of a notebook, without the others
+    monkeypatch.chdir(tmp_path)  # a copy of one notebook without the others
     assert "00_quickstart" in progress()._repr_html_()
     assert "<a " not in progress()._repr_html_()
 

@@ -37,7 +37,7 @@ def pins(root: Path) -> dict[str, Version]:
     found = [re.fullmatch(r"([\w.-]+)==(\S+)", line) for line in lines if line and not line.startswith("#")]
     assert None not in found
     pinned = [(canonicalize_name(match[1]), Version(match[2])) for match in found if match]
-    assert len(dict(pinned)) == len(pinned)  # none twice
+    assert len(dict(pinned)) == len(pinned)  # no duplicates
     return dict(pinned)
 
 

@@ -107,7 +107,7 @@ def folder_of_ray() -> Iterator[Path]:
     """A short path, because the names of Ray's sockets start with it."""
     folder = Path(tempfile.mkdtemp(prefix="ray"))
     yield folder
-    for process in below(folder):  # where the test has failed
+    for process in below(folder):  # after a failed test
         process.kill()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -140,11 +140,11 @@ def test_a_ray_run_that_loses_a_worker_is_bitwise_identical(workdir: Path, folde
         "PYTHONPATH": f"{ROOT}{os.pathsep}{workdir}",
         "OMP_NUM_THREADS": "1",
         "RAY_TMPDIR": str(folder_of_ray),
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",  # a machine may be busy with other tests
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as the example sets them for itself
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240",  # the machine may be busy with other tests
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as the example does
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}),
         "RAY_raylet_start_wait_time_s": "60",
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process less
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less
         "RAY_TRAIN_METRICS_ENABLED": "0",
     }
     environment.pop("RAY_ADDRESS", None)
@@ -162,9 +162,7 @@ def test_a_ray_run_that_loses_a_worker_is_bitwise_identical(workdir: Path, folde
     assert told["checkpoint"] == str(last)
     assert verify(last) == []
     assert told["kept"] == [str(checkpoints / "step_00000012"), str(last)]
-    assert (
-        sorted(map(str, checkpoints.iterdir())) == told["kept"]
-    )  # the others are gone, whenever Ray has heard of them
+    assert sorted(map(str, checkpoints.iterdir())) == told["kept"]  # Ray removes the other checkpoints
     assert told["metrics"] == {"step": 14, **read_manifest(last).metrics}
     assert {"loss", "eval_loss", "eval_accuracy"} <= set(told["metrics"])
 

@@ -225,7 +225,7 @@ def test_an_elastic_run_grows_and_shrinks_by_a_node(workdir: Path) -> None:
             if number < 2:
                 agents.append(elastic_agent(workdir, store.port, f"{('first', 'second')[number]}.log"))
             else:
-                agents[1].kill()  # SIGTERM would be handed on to its rank, and stop the run
+                agents[1].kill()  # SIGTERM would be forwarded to its rank and stop the run
             before = 0
             until(lambda size=size, lives=lives: trains_with(size, lives), f"a world of {size}", 90)  # type: ignore[misc]
         request_stop(run, "save")

@@ -101,7 +101,7 @@ def outcome(config: TaskConfig, world: World) -> dict[str, Any]:
         "weights": result.weights,
         "losses": result.losses,
         "eval": result.eval_losses,
-        "state": digest(state),  # the optimizer's, and random numbers
+        "state": digest(state),  # the optimizer's state, and random numbers
         "rows": rows_of(result.run),
     }
 

@@ -87,7 +87,7 @@ def test_new_optimizer_options_apply_and_its_momentum_is_kept() -> None:
 
 def test_changes_during_a_run_persist_if_optimizer_settings_are_equal() -> None:
     trainer = trainer_of(config_of("first", steps=HALF, schedule_steps=STEPS))
-    trainer.train_step.optimizer.param_groups[0]["weight_decay"] = 0.7  # by the user's own code
+    trainer.train_step.optimizer.param_groups[0]["weight_decay"] = 0.7  # by user code
     trainer.train()
     again = resumed(steps=STEPS, schedule_steps=STEPS, clip=2.0)
     assert again.train_step.optimizer.param_groups[0]["weight_decay"] == 0.7

@@ -28,7 +28,7 @@ DRAWS: dict[str, Callable[[], float]] = {
     "torch": lambda: float(torch.rand(())),
     "torch, normal": lambda: float(torch.randn(())),
     "numpy": np.random.random,
-    "numpy, normal": lambda: float(np.random.normal()),  # two are made together, and one is kept
+    "numpy, normal": lambda: float(np.random.normal()),  # generators create two numbers at a time and keep one
     "numpy, whole": lambda: float(np.random.randint(10)),
     "python": random.random,
     "python, normal": lambda: random.gauss(0, 1),
@@ -141,7 +141,7 @@ def noisy_loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
 
 
 def train(world: World, name: str, strategy: str, eval_every: int, resume: str = "never") -> Any:
-    random.seed()  # as in a process that has just started
+    random.seed()  # as in a new process
     np.random.seed()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 1))

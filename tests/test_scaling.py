@@ -41,7 +41,7 @@ BY_HAND = StepModel(fixed=1, per_sample=1, nbytes=8, link=LinkModel(0, 2))
         (replace(BY_HAND, overlap=0.5), 8, 2, None, 5.0 + 4.0 - 5 / 3),
         (replace(BY_HAND, overlap=1.0), 16, 2, None, 9.0),  # 2/3 of 9 seconds hide all of 4
         (replace(BY_HAND, sharing=1.2), 8, 2, None, 6.0 + 4.0),
-        (replace(BY_HAND, sharing=1.2), 8, 1, None, 9.0),  # alone it shares nothing
+        (replace(BY_HAND, sharing=1.2), 8, 1, None, 9.0),  # a single rank shares nothing
         (replace(BY_HAND, link=LinkModel(0.5, 2)), 8, 4, None, 9.0 + 3.0),  # 2 * 3 rounds of half a second
         (replace(BY_HAND, link=LinkModel(0.5, 2), buckets=2), 8, 4, None, 9.0 + 6.0),  # and for each bucket
     ],
@@ -64,7 +64,7 @@ def test_a_cluster_has_one_machine_per_rank() -> None:
     assert model.seconds(8, 1) == pytest.approx(0.9)
     assert model.seconds(8, 2) == pytest.approx(0.5 + 1.0)
     larger = BY_HAND.on(LinkModel(0, 2), faster=10, larger=10)
-    assert larger.seconds(8, 2) == pytest.approx(5.0 + 40.0)  # as much computing, ten times the bytes
+    assert larger.seconds(8, 2) == pytest.approx(5.0 + 40.0)  # the same computation, ten times the bytes
     assert replace(BY_HAND, nbytes=1e6).on(LinkModel(0, 2), larger=105).buckets == 5  # of 25 MiB
 
 
@@ -184,7 +184,7 @@ def sent_in(arm: Arm, times: int) -> list[str]:
         entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
         return [entry["profiling_name"] for entry in entries]
 
-    arm()  # the first step agrees on what the loss returns
+    arm()  # in the first step, ranks agree on the result of the loss
     before = len(recorded())
     for _ in range(times):
         arm()

@@ -72,7 +72,7 @@ def test_the_times_of_a_plan_respect_all_dependencies(
         for (kind, stage, m), timed in when.items():
             assert timed.end - timed.start == pytest.approx(forward if kind == F else backward)
             if kind == F and stage:
-                late = send if size[0] > 1 else 0  # stages on one rank send nothing
+                late = send if size[0] > 1 else 0  # stages on the same rank send nothing
                 assert timed.start >= when[F, stage - 1, m].end + late
             if kind == B:
                 assert timed.start >= when[F, stage, m].end

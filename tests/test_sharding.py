@@ -33,7 +33,7 @@ def test_the_order_of_an_epoch_is_a_reproducible_permutation(
     placed = order(epoch, np.arange(samples))
     assert placed.dtype == np.int64
     assert sorted(placed.tolist()) == list(range(samples))
-    np.random.seed(epoch)  # whatever the state of the process
+    np.random.seed(epoch)  # regardless of the state of the process
     assert np.array_equal(Permutation(samples, seed, window)(epoch, np.arange(samples)), placed)
 
 

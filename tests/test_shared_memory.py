@@ -35,7 +35,7 @@ from ddp_tutorial.training.tasks import make_trainer
 from ddp_tutorial.world import World
 from ranks import watched
 
-SMALL = 300 / MIB  # a bucket for every layer or two
+SMALL = 300 / MIB  # a bucket for every one or two layers
 TIMEOUT = 120
 
 
@@ -148,7 +148,7 @@ def gradients_of(world: World, make: Callable[[], nn.Module], *, shared: bool) -
 
 
 def gradients_of_all(world: World) -> dict[str, tuple[Any, Any]]:
-    shared_memory.FALLBACK_SECONDS = 60  # as long as it takes: nothing goes through gloo
+    shared_memory.FALLBACK_SECONDS = 60  # without a limit: nothing is sent through gloo
     found = {}
     for make in (net, Checkpointed, OfTwoTypes):
         ring = gradients_of(world, make, shared=False)
@@ -244,7 +244,7 @@ def be_late(world: World, patience: float, steps: int) -> tuple[int, int, int]:
         output.register_hook(sleep)
 
     layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-    for layer in layers:  # of whole numbers, so that all sums are exact
+    for layer in layers:  # of integers, so that all sums are exact
         nn.init.eye_(layer.weight)
         nn.init.zeros_(layer.bias)
     of_one = torch.autograd.grad(layers(torch.ones(2, 8)).sum(), list(layers.parameters()))
@@ -333,7 +333,7 @@ def unusable_memory(world: World) -> list[tuple[str, set[str]]]:
     found = []
     for make in (short_memory, unsealed_memory, two_bells, None):
         if world.rank == 1 and make is None:
-            del os.memfd_create  # as in a Python that was built for an old libc
+            del os.memfd_create  # as in a Python built for an old libc
         with patch.object(shared_memory, "_memfd_and_eventfd", make if world.rank == 1 and make else memory_and_bell):
             model = data_parallel(net(), world, DDPConfig(shared_memory=True))
         model(torch.ones(2, 8)).sum().backward()
@@ -368,7 +368,7 @@ def connect_beside_another_user(world: World) -> tuple[list[bool], bool]:
 
     def gathered(world: World, thing: Any) -> list[Any]:
         things = all_gather(world, thing)
-        if not refused:  # the sockets exist, and no rank has sent yet
+        if not refused:  # the sockets exist, but no rank has sent yet
             refused.extend(refuses_nobody(path) for path in things)
             all_gather(world, None)
         return things
@@ -475,7 +475,7 @@ def test_only_torchs_ddp_supports_shared_memory() -> None:
 
 def test_shared_memory_requires_two_ranks_on_cpus() -> None:
     on_gpus = World(size=2, device=torch.device("cuda", 0), backend="gloo")
-    for world in (World(), World(size=3), on_gpus):  # without a group, so that asking each other would raise
+    for world in (World(), World(size=3), on_gpus):  # without a group, so that communication would raise
         assert SharedMemory.connect(world, net().parameters()) is None
 
 

@@ -207,7 +207,7 @@ def test_a_time_limit_without_units_or_an_ambiguous_one_is_rejected(time: str) -
     ("words", "advice"),
     [
         (["nprocs=3", "nodes=2"], r"'nprocs' must be a multiple of 'slurm\.nodes' 2, got 3: use nprocs=2 or 4$"),
-        (["time=30"], r"'slurm.time' .* found 30 \(a whole number\), for example slurm.time=90min"),
+        (["time=30"], r"'slurm.time' .* got 30 \(a whole number\), for example slurm.time=90min"),
         (["time=90:00"], r"'slurm.time' must be a time with units .*, got '90:00'"),
         (["time=1min"], r"'slurm.warning' must be shorter than 'slurm.time' '1min', got 120 seconds"),
         (["nodes=2", "nodelist=n[1-3]"], r"'slurm.nodes' must be 3, as in 'slurm.nodelist' n\[1-3\], got 2"),
@@ -263,7 +263,7 @@ def test_ranks_of_a_step_rendezvous_at_a_private_random_port(workdir: Path) -> N
     for restart in ("0", "1"):
         start = STEP | {"SLURM_RESTART_COUNT": restart}
         with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(next, meet(start, rank=1))  # before rank 0 has published anything
+            waiting = pool.submit(next, meet(start, rank=1))  # before rank 0 has published its address
             hosting = meet(start, rank=0)
             store, *_ = next(hosting)
             [file] = rendezvous.FOLDER.iterdir()
@@ -287,7 +287,7 @@ def test_a_rank_never_uses_the_store_of_an_earlier_job(workdir: Path) -> None:
     left.write_text(json.dumps({"host": "localhost", "port": stale.port, "nonce": "of a dead job"}))
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(next, meet(STEP, rank=1))
-        time.sleep(0.5)  # it reads the stale file in that time
+        time.sleep(0.5)  # it reads the stale file in the meantime
         assert not waiting.done()
         hosting = meet(STEP, rank=0)
         assert next(hosting)[0].port == waiting.result(timeout=20)[0].port != stale.port
@@ -367,13 +367,13 @@ def test_a_preempted_job_on_two_nodes_resumes_bitwise_identically(cluster: slurm
     whole = launch_training(load("job.yaml", TaskConfig, ["name=whole", "steps=400"]), echo=False, threads=1)
     number = submitted(
         cluster, "steps=400", "faults=[delay rank=0 step=20 seconds=4]"
-    )  # of each life: there Slurm catches up
+    )  # of each attempt, so that Slurm catches up
     run = workdir / "runs" / f"slurm-{number}"
     output = workdir / "runs" / f"slurm-{number}.out"
 
     taken = 0
     for life, end in enumerate([preempt, signal_it], 1):
-        until_trained(cluster, number, run, taken + 10)  # in this life, so that its ranks listen to signals
+        until_trained(cluster, number, run, taken + 10)  # in this attempt, so that its ranks handle signals
         end(cluster, number)
         cluster.until_state(number, "PENDING")
         taken = json.loads((run / "result.json").read_text())["step"]

@@ -82,7 +82,7 @@ def data_of(kind: str, samples: int, files: int, folder: Path) -> Data:
         return Rows([{"tokens": blocks.fetch(np.array([i]))["tokens"][0]} for i in range(samples)])
     ends = sorted(np.random.default_rng(samples).integers(0, samples, files - 1, endpoint=True).tolist())
     paths = [folder / f"{i}.arrow" for i in range(files)]
-    for path, part in zip(paths, np.split(np.arange(samples), ends), strict=True):  # some may be empty
+    for path, part in zip(paths, np.split(np.arange(samples), ends), strict=True):  # some shards may be empty
         write_arrow(path, {"tokens": blocks.fetch(part)["tokens"].numpy()}, rows_a_batch=7)
     return ArrowShards(paths)
 
@@ -453,7 +453,7 @@ def test_a_batch_that_cannot_be_sharded_is_reported(transform: Callable[[Tree], 
 
 # ------------------------------------------------------------------------------------------------------ real ranks
 
-SAMPLES, BATCH = 104, 8  # 13 steps an epoch
+SAMPLES, BATCH = 104, 8  # 13 steps per epoch
 STEPS = SAMPLES // BATCH
 
 
@@ -624,13 +624,13 @@ def test_4_ranks_then_2_then_3_see_the_samples_of_one_process(tmp_path: Path, mo
             for rank in ranks:
                 assert rank[kind].states == alone[kind].states[6 * turn : 6 * turn + 7]
         states = {kind: ranks[-1][kind].states[-1] for kind in KINDS}
-    assert max(state["epoch"] for state in alone["streamed"].states) == 1  # so there was a change of epoch among them
+    assert max(state["epoch"] for state in alone["streamed"].states) == 1  # so the steps span two epochs
 
 
 # -------------------------------------------------------------------------------------------------------- workers
 
 
-# of Python 3.12 and later, and of torch where there are few cores
+# from Python 3.12 and later, and from torch on few cores
 forking = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
 )
@@ -873,7 +873,8 @@ def test_a_killed_worker_is_named_while_a_different_worker_is_awaited() -> None:
 @forking
 @pytest.mark.timeout(60)
 def test_a_worker_that_hangs_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # how long torch waits for its end
+    # The time that torch waits for its exit.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
     before = left_behind()
     kind, told, seconds, state = error_of(second_rank(transform=in_worker(1, hang), worker_timeout=1.5))
     assert kind == "SourceError"
@@ -900,20 +901,20 @@ def read_while_a_worker_is_stuck(ending: str, told: Any) -> None:
     for worker in workers:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             worker.send_signal(number)
-    second = next(source)  # they read on
+    second = next(source)  # they continue reading
     told.send(([numbers(each.samples)[0] for each in (first, second)], [worker.pid for worker in workers]))
     if ending == "killed":
         time.sleep(100)
     elif ending == "closed":
         source.close()
-    kept.append(source)  # no reference is the last one, for what is global
+    kept.append(source)  # a global object always has another reference
 
 
 kept: list[Source] = []
 
 
 def stuck(tree: Tree) -> Tree:
-    if tree["tokens"][0, 0] > CONTEXT * BATCH:  # the third batch, and later ones
+    if tree["tokens"][0, 0] > CONTEXT * BATCH:  # the third batch and later ones
         time.sleep(1000)
     time.sleep(0.3)
     return tree
@@ -941,7 +942,7 @@ def test_a_slow_worker_within_the_timeout_is_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setattr("ddp_tutorial.sharding.workers.POLL_SECONDS", 0.2)
 
     def slow(tree: Tree) -> Tree:
-        time.sleep(0.7)  # longer than between two looks whether it is alive
+        time.sleep(0.7)  # longer than the interval of the liveness check
         return tree
 
     source = second_rank(transform=slow, worker_timeout=30)

@@ -16,7 +16,7 @@ import torch
 from ddp_tutorial import ConfigError, RankError, World, rank_zero_first, run
 from ranks import TORCHRUN
 
-pytestmark = pytest.mark.spawned  # how ranks start and exit
+pytestmark = pytest.mark.spawned  # tests how ranks start and exit
 
 SCRIPT = """
 import os
@@ -84,7 +84,7 @@ def test_a_script_behaves_the_same_under_python_and_torchrun(script: Path) -> No
     for done in started:
         assert (done.returncode, done.stderr) == (0, "")
         first, *others, last = done.stdout.splitlines()
-        assert first == "top level"  # of the process that starts the ranks
+        assert first == "top level"  # the process that starts the ranks
         assert {"[rank 0] top level", "[rank 1] top level"} < set(others)
         assert last == "result 21 of 2, group True, True, 0"  # 10 + 11
     assert joined.returncode == 0, joined.stderr

@@ -341,9 +341,9 @@ def test_failures_are_reported_with_their_cell_and_other_points_run(
     assert tables.read_table("runs/sweeps/tiny/results.parquet") == [
         {"value": None, "kind": None} | row for row in outcome.rows
     ]
-    assert left_behind(Path.cwd()) == []  # each has started a sleep
+    assert left_behind(Path.cwd()) == []  # each process has started a sleep
     before = visitors()
-    again, _ = run(notebook, "how=well,badly")  # the one has finished, the other is tried anew
+    again, _ = run(notebook, "how=well,badly")  # one point has finished, the other is rerun
     assert again.skipped == 1
     assert visitors() == [*before, before[0]]
 
@@ -452,13 +452,13 @@ def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> N
     told = json.loads(done.stdout)
     assert (told["points"], told["skipped"], told["failed"]) == (2, 1, [])
     came = visitors()
-    assert came[1] == came[2] != came[0]  # the interrupted one again, and none but it
+    assert came[1] == came[2] != came[0]  # only the interrupted point again
     assert len(came) == 3
     rows = tables.read_table("runs/sweeps/tiny/results.parquet")
     assert rows == told["rows"]
     assert list(rows[0]) == ["how", "number", "repeat", "status", "seconds", "value", "kind", "key"]
     assert [(row["how"], row["number"], row["value"]) for row in rows] == [("well", 2, 20.0), ("late", 2, 20.0)]
-    assert {row["kind"] for row in rows} == {"int"}  # as it was typed, not text
+    assert {row["kind"] for row in rows} == {"int"}  # the typed value, not a string
     assert Path("runs/sweeps/tiny/results.csv").read_text().startswith('"how","number","repeat"')
     for written in ("compare.ipynb", "compare.html", "result.json"):
         assert (Path("runs/sweeps/tiny") / written).is_file()
@@ -468,4 +468,4 @@ def test_an_interrupted_sweep_resumes_without_losing_points(notebook: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 points: 2 finished (2 of them before)\n")
     assert visitors() == came
-    assert Path("runs/sweeps/tiny/compare.ipynb").stat().st_mtime_ns == executed  # of the very same table
+    assert Path("runs/sweeps/tiny/compare.ipynb").stat().st_mtime_ns == executed  # of the same table

@@ -18,7 +18,7 @@ from ddp_tutorial.processes.launcher import launch
 from ddp_tutorial.world import World
 from ranks import error_of
 
-SAMPLES = {1: [7], 2: [3, 4], 3: [2, 0, 5], 4: [1, 1, 4, 1]}  # of each rank: ragged, and one has none
+SAMPLES = {1: [7], 2: [3, 4], 3: [2, 0, 5], 4: [1, 1, 4, 1]}  # samples of each rank: ragged, and one rank has none
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 
 

@@ -73,7 +73,7 @@ def test_a_metric_named_like_a_parameter_is_renamed() -> None:
 
 def test_columns_are_identified_by_their_position() -> None:
     assert parameters_of([*ROWS, FAILED]) == ["source", "steps"]
-    assert metrics_of([*ROWS, FAILED]) == ["rate", "seconds"]  # a note is no number
+    assert metrics_of([*ROWS, FAILED]) == ["rate", "seconds"]  # text is not a number
 
 
 def test_groups_are_repeats_of_equal_parameters_without_failures() -> None:

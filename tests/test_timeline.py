@@ -53,9 +53,9 @@ def spans(*link: tuple[float, float], backward: tuple[float, float] = (0.0, 10.0
         ([(2.0, 6.0)], 4.0, 4.0, 4.0, 1.0),  # inside it
         ([(8.0, 12.0)], 4.0, 2.0, 4.0, 0.5),
         ([(2.0, 5.0), (5.0, 8.0)], 6.0, 6.0, 6.0, 1.0),
-        ([(2.0, 6.0), (4.0, 8.0)], 6.0, 6.0, 6.0, 1.0),  # two at once count once
-        ([(5.0, 35.0)], 30.0, 5.0, 10.0, 0.5),  # no more than backward can be hidden
-        ([(-4.0, -1.0)], 3.0, 0.0, 3.0, 0.0),  # forward hides nothing here
+        ([(2.0, 6.0), (4.0, 8.0)], 6.0, 6.0, 6.0, 1.0),  # overlapping transfers count once
+        ([(5.0, 35.0)], 30.0, 5.0, 10.0, 0.5),  # at most the backward pass can be overlapped
+        ([(-4.0, -1.0)], 3.0, 0.0, 3.0, 0.0),  # the forward pass does not count here
         ([], 0.0, 0.0, 0.0, 0.0),
     ],
 )
@@ -77,11 +77,11 @@ def test_hidden_is_never_more_than_hideable(link: list[tuple[float, float]]) -> 
 @pytest.mark.parametrize(
     ("ready", "seconds", "expected"),
     [
-        ([10.0], [4.0], 14.0),  # one bucket, when backward is over: nothing is hidden
-        ([2.0, 10.0], [4.0, 4.0], 14.0),  # the first is hidden
+        ([10.0], [4.0], 14.0),  # one bucket after the backward pass: no overlap
+        ([2.0, 10.0], [4.0, 4.0], 14.0),  # the first bucket overlaps
         ([2.0, 3.0, 10.0], [4.0, 4.0, 4.0], 14.0),  # 2 to 6, 6 to 10, 10 to 14
         ([2.0, 3.0, 10.0], [8.0, 8.0, 8.0], 26.0),  # the link is never idle after 2
-        ([2.0, 3.0], [1.0, 1.0], 10.0),  # all hidden: backward decides
+        ([2.0, 3.0], [1.0, 1.0], 10.0),  # full overlap: the backward pass is the bottleneck
     ],
 )
 def test_a_step_ends_after_backward_and_the_last_bucket(
@@ -240,7 +240,7 @@ def test_an_outer_phase_is_not_drawn_over_its_inner_phases() -> None:
 
 
 def test_a_sweep_marks_the_best_measured_and_the_best_modeled_size() -> None:
-    measured = {"slow": ([0.5, 1.0, 2.0], [[9.0, 8.0], [7.0, 20.0], [7.5, 7.6]])}  # 1 has the quickest, 2 the median
+    measured = {"slow": ([0.5, 1.0, 2.0], [[9.0, 8.0], [7.0, 20.0], [7.5, 7.6]])}  # 1 has the fastest, 2 the median
     model = {"slow": ([0.5, 1.0, 1.5, 2.0], [9.0, 8.0, 6.0, 7.0])}
     figure = plots.sweeps(measured, model, "title", "MiB", "ms")
     [axes] = figure.axes

@@ -196,9 +196,9 @@ def test_wrong_words_are_identified_by_their_letters(order, share, drop, report)
     letters = words._letters(words._read(order, share, drop), 30, slice(1 if report else 2))
     said = words.wrong_from_the_start([Line(step, 3.0, many) for step, many in enumerate(letters, start=1)])
     parts = (words._ORDERS[order], words._SHARES[share], words._DROPS[drop], words._REPORTS[report])
-    if drop and share == "half":  # 200 words are 25 times 8: there is no smaller step
+    if drop and share == "half":  # 200 words are 25 times 8, so no step is smaller
         parts = (words._ORDERS[order], words._SHARES[share], words._REPORTS[report])
-    if share == "same" and report:  # 16 words, as if they were those of all
+    if share == "same" and report:  # 16 words, as if they were the words of all ranks
         parts = (words._ORDERS[order], words._DROPS[drop]) if order or drop else ("The loss of step 1 must be",)
     assert all(part in said for part in parts), said
 
@@ -348,7 +348,7 @@ def test_an_error_is_shown_with_its_line_and_an_endless_run_is_aborted(tmp_path,
     with Torchrun(tmp_path / "sleeps.py", 2, "raise", folder=tmp_path) as run:
         assert run.wait() == 1
         assert run.error() == "ValueError: on purpose (line 6 of your script)"
-    assert marked(run.mark) == []  # what the rank had started, too
+    assert marked(run.mark) == []  # including the processes of the rank
     monkeypatch.setattr(torchrun, "LIMIT_SECONDS", 0.1)
     run = Torchrun(tmp_path / "sleeps.py", 1, "on", folder=tmp_path)
     with run, pytest.raises(WrongAnswerError, match="printed nothing, and did not exit within"):

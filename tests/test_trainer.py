@@ -110,13 +110,13 @@ def test_one_two_and_three_ranks_agree_on_the_first_20_losses() -> None:
     model = ModelConfig(layers=2, heads=4, width=64, context=64)
     config = TaskConfig(model=model, device="cpu", steps=20, batch_size=16, learning_rate=1e-3, eval_samples=37)
     wanted = losses_by_hand(config)
-    assert wanted[0] == pytest.approx(math.log(256), abs=0.3)  # 5.545: a guess
-    assert wanted[-1] < wanted[0] - 0.5  # it learns, so that equality says something
+    assert wanted[0] == pytest.approx(math.log(256), abs=0.3)  # 5.545: a uniform guess
+    assert wanted[-1] < wanted[0] - 0.5  # the loss falls, so equality is meaningful
     for size in (1, 2, 3):  # 16 samples on three ranks are 6, 5 and 5
         results = run_on(size, config)
         for result in results:
             assert result.losses == pytest.approx(wanted, rel=0, abs=1e-5)
-            assert result.losses == results[0].losses  # on every rank the same, bit for bit
+            assert result.losses == results[0].losses  # bitwise identical on every rank
             assert result.eval_losses == results[0].eval_losses
             assert (result.run, result.weights) == (results[0].run, results[0].weights)
         assert results[0].eval_losses.keys() == {20}
@@ -164,7 +164,7 @@ def test_all_sources_train_reproducibly_and_dispatched_equals_sharded() -> None:
             assert first.losses[-1] < first.losses[0]
         weights = {kind: first.weights for kind, [first, _] in results.items()}
         assert weights["dispatched"] == weights["sharded"]
-        assert len(set(weights.values())) == 3  # the streams come in another order
+        assert len(set(weights.values())) == 3  # streams have a different order
 
 
 def test_epochs_are_converted_to_steps_and_logged() -> None:
@@ -303,7 +303,7 @@ def test_a_run_writes_its_config_every_step_the_model_and_its_result() -> None:
         assert set(line) == {"step", "tokens", "epoch", "learning_rate", "loss_scale"} | measured
         assert set(line["seconds"]) >= {"data", "grads", "update"}
         assert all(value >= 0 for value in line["seconds"].values())
-        assert line["tokens"] == line["step"] * 6 * 32  # 6 samples of 32 tokens a step
+        assert line["tokens"] == line["step"] * 6 * 32  # 6 samples of 32 tokens per step
         assert line["tokens_per_second"] > 0
         assert line["grad_norm"] > 0
         assert line["learning_rate"] == pytest.approx(1e-3 * learning_rate_factor(config)(line["step"] - 1))
@@ -448,7 +448,7 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
     assert [factor(step) for step in (0, 1, 2, 3, 4, 6, 8)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.55, 0.1])
     rates = [factor(step) for step in range(4, 9)]
     assert rates == sorted(rates, reverse=True)
-    assert factor(100) == pytest.approx(0.1)  # and stays there
+    assert factor(100) == pytest.approx(0.1)  # the rate stays there
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_the_schedule_is_selected_by_name(schedule: str, middle: float, last: fl
     config = TaskConfig(steps=9, warmup_steps=4, final_lr_fraction=0.1, schedule=schedule)
     factor = learning_rate_factor(config)
     assert [factor(step) for step in (3, 6, 8, 100)] == pytest.approx([1.0, middle, last, last])
-    # half a run with the schedule of the whole is the first half of that
+    # half a run with the full schedule equals the first half of a run
     half = learning_rate_factor(changed(config, steps=5, schedule_steps=9))
     assert [half(step) for step in range(5)] == [factor(step) for step in range(5)]
     if schedule == "linear":
@@ -563,7 +563,7 @@ def test_evaluation_uses_eval_mode_and_counts_each_sample_once() -> None:
     ],
 )
 def test_an_impossible_start_is_reported_and_leaves_nothing(values: dict[str, Any], told: str) -> None:
-    Path("short.txt").write_text("a" * 200)  # of which 10 are held out
+    Path("short.txt").write_text("a" * 200)  # of which 10 are validation samples
     Path("empty.txt").touch()
     with pytest.raises(ConfigError, match=told):
         make_trainer(changed(QUICK, **values), World())

@@ -137,7 +137,7 @@ def fed(pieces):
     for piece in pieces:
         log.feed(piece)
     log.feed(b"", final=True)
-    assert shown == [(3, line) for line in log.lines]  # what is kept is what was shown
+    assert shown == [(3, line) for line in log.lines]  # the kept lines are the displayed lines
     return list(log.lines)
 
 
@@ -148,7 +148,7 @@ def test_text_split_anywhere_gives_the_same_lines(text, cuts):
     expected = text.split("\n")
     if expected[-1] == "":
         expected.pop()  # the end of the last line, not an empty one after it
-    # a line redrawn in place shows its last state
+    # a redrawn line shows its last state
     expected = [line.removesuffix("\r").split("\r")[-1] for line in expected]
     assert fed(split(data, cuts)) == fed([data]) == expected
 
@@ -204,7 +204,7 @@ def test_endless_output_keeps_the_last_lines_and_counts_the_rest():
 # Were all its states since the last newline kept, and copied at each update, this would take ten seconds.
 def test_redrawing_a_bar_for_a_long_time_is_cheap():
     log = RankLog(0, lambda rank, line: None)
-    start = time.process_time()  # not of the machine, which may be busy
+    start = time.process_time()  # CPU time of the process, because the machine may be busy
     for step in range(20_000):
         log.feed(f"\r{step:6} {'=' * 80}".encode())
     log.feed(b"", final=True)
@@ -326,7 +326,7 @@ def test_outside_a_kernel_the_console_is_the_terminal_console():
 def test_numbers_are_formatted_beside_the_bar(numbers, text):
     before = dict(numbers)
     assert describe(numbers) == text
-    assert list(numbers) == list(before)  # the caller's own is left alone
+    assert list(numbers) == list(before)  # the caller's object is unchanged
 
 
 def test_only_the_elements_of_a_view_are_sent() -> None:

@@ -86,7 +86,7 @@ def on_nodes(world: World) -> dict[str, Any]:
 
 def tensors(world: World) -> TensorDataset:
     rows = torch.arange(1000.0)[:, None].clone()
-    rows[500] += world.rank  # one number of a thousand
+    rows[500] += world.rank  # one of a thousand numbers
     return TensorDataset(rows)
 
 
@@ -100,9 +100,7 @@ SOURCES = {
     "tokens": lambda world: make_source(TokenBlocks(torch.arange(64) + world.rank, 8), 4, world),
     "tensors": lambda world: make_source(tensors(world), 4, world),
     "arrow": lambda world: make_source(arrow_files(world), 4, world),
-    "a list": lambda world: make_source(
-        [world.rank] * 10, 4, world
-    ),  # rows may be drawn at random: their number counts
+    "a list": lambda world: make_source([world.rank] * 10, 4, world),  # rows may be random, so only their number counts
 }
 
 
@@ -208,7 +206,7 @@ KEPT = TASK.model_copy(
 BEHIND = CheckpointConfig(every=1, shared=False, background=True)
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    # in the middle of whose rounds each rank has a model and an optimizer of its own
+    # within its rounds, each rank has its own model and optimizer
     "local_sgd": {"strategy": "local_sgd", "local": LocalConfig(round=2), "checkpoint": BEHIND},
 }
 

@@ -78,7 +78,7 @@ def test_the_count_is_the_distance_to_the_first_best(values: list[float]) -> Non
 
 
 def test_all_ranks_stop_at_the_same_step_when_the_loss_stops_falling() -> None:
-    # nothing is as much as 100 lower: the first evaluation is the best, and two others come after it
+    # no evaluation is 100 lower: the first is the best, followed by two others
     stopping = EarlyStoppingConfig(patience=2, minimum_delta=100.0).model_dump()
     config = config_of(early_stopping=stopping, steps=50, name="early", best_model=True)
     results = launch(train, 2, config, device="cpu", echo=False)
@@ -112,7 +112,7 @@ def test_a_resumed_run_stalls_at_the_step_where_the_uninterrupted_one_does() -> 
 
 
 def test_the_best_model_has_the_lowest_validation_loss() -> None:
-    # a learning rate that soon does harm
+    # a learning rate that soon diverges
     result = train(World(), config_of(name="best", best_model=True, steps=12, learning_rate=0.3, warmup_steps=6))
     best = best_step(result.eval_losses)
     assert best is not None
@@ -136,7 +136,7 @@ def test_a_run_that_rewinds_forgets_a_later_best_model() -> None:
 
 def test_a_best_model_left_by_a_killed_run_is_replaced() -> None:
     run, model = RunFolder(Path("runs/left")), nn.Linear(2, 1)
-    (run.best / "step_00000002").mkdir(parents=True)  # of a life that ended before its first checkpoint
+    (run.best / "step_00000002").mkdir(parents=True)  # from an attempt that ended before its first checkpoint
     (run.best / "step_00000001").mkdir()
     best = EvaluationTracker(World(), run, TrainConfig(best_model=True))
     best.add(2, {"loss": 1.0}, model)
@@ -152,7 +152,7 @@ def test_a_best_model_left_by_a_killed_run_is_replaced() -> None:
 def test_the_straggler_is_the_rank_with_the_longest_own_work() -> None:
     even = {"data": [0.1, 0.1], "forward": [1.0, 1.1], "backward": [2.0, 2.0], "grads": [3.0, 3.1]}
     assert straggler(even) is None
-    slow = even | {"forward": [1.0, 3.0], "backward": [4.0, 2.0]}  # backward is where the quick one waits
+    slow = even | {"forward": [1.0, 3.0], "backward": [4.0, 2.0]}  # the fast rank waits in backward
     assert straggler(slow) == {"rank": 1, "phase": "forward", "times": 3.0, "seconds": 2.0}
 
 
@@ -230,12 +230,12 @@ def test_every_rank_has_a_log_and_the_console_shows_important_messages(capfd: py
     logs = [Path(f"runs/mine/rank_{rank}.log").read_text() for rank in range(2)]
     for rank, log in enumerate(logs):
         assert f"rank {rank} of 2 on cpu, gloo" in log
-        assert "step 6: held out" in log
+        assert "step 6: validation loss" in log
         assert log.count(f"rank {rank} uses ") == 1, "warned once, not at every look"
         assert f"[rank {rank}] rank {rank} uses " in shown
     assert "more than memory_limit_mb=1" in logs[1]
     assert shown.count("learning rate 0.00212132: 0.003, scaled from batch_size 16 to 8") == 1
-    assert "held out" not in shown, "details are for the file"
+    assert "validation loss" not in shown, "details are for the file"
 
 
 def test_the_logger_is_restored() -> None:

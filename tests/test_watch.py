@@ -53,7 +53,8 @@ def test_losses_rate_memory_and_phases_are_those_of_the_log(tmp_path: Path) -> N
         [100.0 * i for i in range(1, 7)],
     )
     assert [list(line.get_ydata()) for line in memory.lines] == [[100.0], [300.0]]
-    assert [bar.get_width() for bar in phases.patches] == [1.0, 2.0, 2.0, 2.0]  # not grads, which holds the others
+    # Without grads, which contains the other phases.
+    assert [bar.get_width() for bar in phases.patches] == [1.0, 2.0, 2.0, 2.0]
     assert figure.get_suptitle() == "mine: killed, step 6 of 10, 2 ranks"
     plt.close(figure)
 

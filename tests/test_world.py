@@ -36,7 +36,7 @@ TORCHRUN = {
     "MASTER_ADDR": "node1",
     "MASTER_PORT": "29500",
 }
-# what srun sets for task 4 of 7, the first one on the third node
+# the variables that srun sets for task 4 of 7, the first task on the third node
 SLURM = {
     "SLURM_JOB_ID": "1234567",
     "SLURM_STEP_ID": "0",
@@ -288,7 +288,7 @@ def test_only_rank_0_is_main():
 
 
 def test_ranks_without_a_group_are_rejected():
-    require_group(World())  # one process needs none
+    require_group(World())  # one process requires no group
     with pytest.raises(RuntimeError, match=r"2 ranks but no process group.*'with process_group\(world\):'"):
         require_group(World(1, 2, 1, 2))
 
@@ -442,7 +442,7 @@ def test_a_group_exists_only_inside_the_block(tmp_path):
     slow = ranks[-1]
     try:
         said = [slow.stdout.readline(), slow.stdout.readline()]
-        while slow.poll() is None:  # a rank on a very busy machine: the others are ahead wherever it is
+        while slow.poll() is None:  # a rank on a very busy machine, which all other ranks precede
             slow.send_signal(signal.SIGSTOP)
             time.sleep(0.03)
             slow.send_signal(signal.SIGCONT)

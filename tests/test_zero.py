@@ -146,7 +146,7 @@ def batches_of(step: int, rank: int, size: int, parts: int) -> list[Any]:
 MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True),
-    # The fused one computes what fills no vector of the processor in another way, and pieces end elsewhere.
+    # The fused kernel computes remainders of vectors differently, and pieces end at different elements.
     "adamw, not fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=False),
 }
 OPTIMIZERS = ("adamw", "sgd")
@@ -234,13 +234,13 @@ BF16 = [(kind, "sgd", 1, 1.0, "bf16") for kind in KINDS]
 UNCLIPPED = [(kind, optimizer, 1, 1e9) for kind in ("ddp", *KINDS) for optimizer in ("adamw, not fused", "sgd")]
 
 
-# On four ranks, two copies of the model, each shared out to two ranks.
+# Four ranks: two copies of the model, each sharded over two ranks.
 HYBRID = [
     (kind, optimizer, parts, 1.0, "fp32", 2, plain)
     for kind, plain in [("zero1", False), ("zero2", False), ("zero3", False), ("zero3", True), ("fsdp", True)]
     for optimizer, parts in [("adamw", 1), ("sgd", 1), ("sgd", 2)]
 ]
-COPIES = [(kind, "sgd", 1, 1.0, "fp32", 2, False) for kind in KINDS]  # on two ranks, each with a copy of its own
+COPIES = [(kind, "sgd", 1, 1.0, "fp32", 2, False) for kind in KINDS]  # on two ranks, each with its own copy
 
 
 @cache
@@ -279,7 +279,7 @@ def test_bfloat16_with_float32_masters_follows_one_process(size: int) -> None:
             found = rank[case]["weights"]
             assert all(tensor.dtype == torch.float32 for tensor in found.values())
             assert distance(found, expected) < 0.05, case
-            assert distance(found, alone("sgd", size, 1, 1.0)) > 1e-4  # it has been computed in bfloat16
+            assert distance(found, alone("sgd", size, 1, 1.0)) > 1e-4  # computed in bfloat16
 
 
 def test_on_two_ranks_each_stage_is_bitwise_identical_to_ddp() -> None:
@@ -306,7 +306,7 @@ def test_with_model_copies_every_stage_equals_one_process(size: int, cases: list
             for name, tensor in expected.items():
                 assert torch.allclose(rank[case]["weights"][name], tensor, rtol=1e-4, atol=2e-5), (case, name)
                 assert torch.equal(rank[case]["weights"][name], first[case]["weights"][name]), (case, name)
-            if not plain and parts == 1:  # clipped by the norm that it has with one copy
+            if not plain and parts == 1:  # clipped by the norm with one copy
                 assert rank[case]["norms"] == pytest.approx(rank[kind, optimizer, parts]["norms"], rel=1e-4), case
 
 
@@ -327,7 +327,7 @@ def test_in_a_hybrid_each_copy_is_split_once_between_its_ranks() -> None:
         of_all = [p.numel() for p in model.parameters()]
         of_trained = [p.numel() for p in model.parameters() if p.requires_grad and p is not model.spare]
         held = [rank[case]["held"] for rank in ranks]
-        padding = len(of_all) * WIDTH  # torch cuts rows, of at most so many elements
+        padding = len(of_all) * WIDTH  # torch shards rows of at most this number of elements
         for row in (held[:2], held[2:]):
             assert sum(each["state"] for each in row) == slots * sum(of_trained), case
             if kind in {"zero3", "fsdp"}:
@@ -365,7 +365,7 @@ def test_no_rank_stores_more_than_its_part(size: int) -> None:
     for kind, optimizer, parts in (case for case in FP32 if case in trained(size)[0]):
         held = [rank[kind, optimizer, parts]["held"] for rank in trained(size)]
         slots = 2 if optimizer == "adamw" else 1
-        assert sum(each["state"] for each in held) == slots * sum(of_trained)  # nothing is kept twice
+        assert sum(each["state"] for each in held) == slots * sum(of_trained)  # nothing is stored twice
         if kind == "zero3":
             assert sum(each["parameters"] for each in held) == sum(of_all)
 
@@ -461,12 +461,12 @@ ELEMENTWISE = {
 
 def test_a_trial_detects_which_optimizers_are_elementwise() -> None:
     every = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name, None), type)}
-    assert every - {"Optimizer"} == set(" ".join(ELEMENTWISE).split())  # of a new one, somebody has to decide
+    assert every - {"Optimizer"} == set(" ".join(ELEMENTWISE).split())  # a new group must be assigned
     weight, state = nn.Parameter(torch.ones(8, 8)), torch.get_rng_state()
     for names, expected in ELEMENTWISE.items():
         for name in names.split():
             optimizer = getattr(torch.optim, name)([weight])
-            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # a warm-up, attached already
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # a warm-up that is already attached
             assert is_elementwise(optimizer) == expected, name
             assert all(key != "step" or value == 0 for key, value in optimizer.state[weight].items()), name
     assert not is_elementwise(Sized([weight]))
@@ -582,7 +582,8 @@ def broken_before(model: nn.Module, rank: int) -> None:
 
 
 Loop = Callable[[nn.Module, int], None]
-LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop, Loop]] = {  # what a rank does, and what one process does for it
+# The steps of a rank, and the equivalent steps of one process.
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop, Loop]] = {
     "a shared layer, recomputed": (Recomputed, once, once),
     "two backward passes": (Answers, twice, twice),
     "a backward pass that raised": (Breaking, broken_before, once),
@@ -613,7 +614,7 @@ def wrong_by(world: World, make: Callable[[], nn.Module], loop: Loop, expected_o
             errors.append(0.0 if found is None else float((found - cut).abs().max() / expected.abs().max()))
         for piece in pieces.values():
             if piece.grad is not None:
-                piece.grad.zero_()  # as zero_grad(set_to_none=False) does
+                piece.grad.zero_()  # as with zero_grad(set_to_none=False)
     return max(errors)
 
 
@@ -796,7 +797,7 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     options: dict[str, Any] = {"device": "cpu", "threads": 1, "echo": False, "timeout": 200}
     with chdir(tmp_path_factory.mktemp("hybrids")):
         of_four = launch(lives_of_hybrids, 4, **options)
-        shutil.rmtree("runs/zero3-2x2/model")  # as if it had not ended
+        shutil.rmtree("runs/zero3-2x2/model")  # as if the run had not finished
         unfinished = digest(load("runs/zero3-2x2").state_dict())
         of_one = run(
             World(), "zero3-2x2", name="alone", resume=f"runs/zero3-2x2/checkpoints/{checkpoint_name(2)}", mesh={}
@@ -816,7 +817,7 @@ def all_lives(folder: Path, flavours: list[str], over: list[str]) -> dict[Any, A
         of_two = launch(uninterrupted_and_resumed, 2, flavours, **options)
         of_four = launch(resharded, 4, 2, "", over, **options)
         of_one = launch(resharded, 1, 4, "-on-4", over, **options)
-        shutil.rmtree(f"runs/{over[-1]}-on-4/model")  # as if it had not ended
+        shutil.rmtree(f"runs/{over[-1]}-on-4/model")  # as if the run had not finished
         unfinished = load(f"runs/{over[-1]}-on-4").state_dict()
     return {2: of_two, 4: of_four, 1: of_one, "unfinished": digest(unfinished)}
 
@@ -848,7 +849,7 @@ def test_checkpoints_of_2_and_4_ranks_resume_on_4_and_1(lives: dict[Any, Any], f
 def test_an_exported_or_loaded_model_has_full_tensors(lives: dict[Any, Any]) -> None:
     shapes = [of_run["shapes"] for runs in lives[2][0].values() for of_run in runs]
     assert shapes[0]["head.weight"] == (256, 16)
-    assert "tokens.weight" not in shapes[0]  # it is tied, and written once
+    assert "tokens.weight" not in shapes[0]  # tied, so it is written once
     assert all(other == shapes[0] for other in shapes)
     assert lives["unfinished"] == lives[4][0]["zero3"]["weights"]
 
@@ -863,7 +864,7 @@ def test_a_hybrid_resumes_bitwise_identically_and_on_a_different_mesh(
             for each in runs:
                 assert each["losses"] == pytest.approx(expected["losses"], rel=1e-4), flavour
                 assert each["eval"] == pytest.approx(expected["eval"], rel=1e-4), flavour
-                assert each["weights"] == hybrids[4][0][flavour][0]["weights"], flavour  # resumed; and on all ranks
+                assert each["weights"] == hybrids[4][0][flavour][0]["weights"], flavour  # resumed, and on all ranks
     assert hybrids[4][0]["fsdp-2x2"][0]["shapes"] == expected["shapes"]
     assert hybrids[1]["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert hybrids["unfinished"] == hybrids[4][0]["zero3-2x2"][0]["weights"]
@@ -1017,7 +1018,7 @@ def recorded_in_a_step(world: World) -> dict[str, tuple[int, float, float]]:
     for kind in ("ddp", *KINDS):
         step = random_step(world, 1, ModelConfig(layers=3, heads=2, width=48, context=64), strategy=kind)
         whole = random_step(world, 1, ModelConfig(layers=3, heads=2, width=48, context=64)).model
-        step()  # DDP cuts its buckets anew after it
+        step()  # DDP rebuilds its buckets after this step
         before = len(calls(10_000))
         step()
         times = {"all_reduce": 2 / world.size, "all_to_all": 1 / world.size, "all_gather": 1.0}
@@ -1034,7 +1035,8 @@ def test_a_step_sends_the_bytes_of_the_formula(size: int) -> None:
     for rank in launch(recorded_in_a_step, size, device="cpu", threads=1, echo=False):
         for kind, (parameters, rest, sent) in rank.items():
             expected = bytes_sent(kind, parameters, size)
-            if kind == "zero3":  # what is in no block stays whole from forward to backward, and is gathered once
+            # Parameters outside blocks stay gathered from forward to backward, so they are gathered once.
+            if kind == "zero3":
                 expected -= bytes_sent("zero1", rest, size) // 3
             assert sent == pytest.approx(expected, rel=0.03), kind
 

@@ -122,9 +122,9 @@ def _in_statement(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         case ast.If(test=test):
             yield from ((test, constant) for constant in ("True", "False"))
         case ast.While(test=test) if not isinstance(test, ast.Constant):
-            yield test, "False"  # with True it would not end
+            yield test, "False"  # with True, it would never end
         case ast.Try(handlers=handlers):
-            yield from ((handler.type, "()") for handler in handlers if handler.type)  # catches nothing
+            yield from ((handler.type, "()") for handler in handlers if handler.type)  # catches no exception
         case ast.Expr(value=ast.Call()) | ast.Delete() | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
             yield node, "pass"
 
@@ -148,7 +148,7 @@ def _with(node: ast.AST, **fields: object) -> str:
 
 
 def _replace(source: str, node: ast.AST, text: str) -> str:
-    lines = source.encode().splitlines(keepends=True)  # columns of the tree count bytes
+    lines = source.encode().splitlines(keepends=True)  # column numbers of the tree count bytes
     before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
     after = lines[node.end_lineno - 1][node.end_col_offset :] + b"".join(lines[node.end_lineno :])
     return (before + text.encode() + after).decode()

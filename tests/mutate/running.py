@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import psutil
 
-# What tests import, except what is mutated.
+# The imports of tests, except the mutated package.
 _PRELOADED = """torch.multiprocessing torch.distributed torch.distributed.checkpoint torch._dynamo pydantic.main
     cloudpickle datasets tensorboardX matplotlib.pyplot pytest hypothesis nbformat"""
 # Plugins have been imported already, so pytest cannot rewrite their assertions; nbval takes a second to import.
@@ -130,7 +130,7 @@ class Copy:
         first = [str(self.folder), str(self.folder / "tests")]
         sys.path[:] = first + [path for path in sys.path if Path(path).resolve() != self.root.resolve()]
         os.environ |= {"PYTHONPATH": os.pathsep.join(first), "TMPDIR": str(self.temporary)}
-        tempfile.tempdir = None  # read TMPDIR again
+        tempfile.tempdir = None  # reread TMPDIR
         sys.modules["__main__"] = ModuleType("__main__")  # spawned processes import the module they come from
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", self.package)]:
             del sys.modules[name]
@@ -150,7 +150,7 @@ def _start_server() -> str:
             for descriptor in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
                 os.closerange(begin, descriptor)
                 begin = descriptor + 1
-            exec(arguments[-1], {})  # what `python -c` would execute
+            exec(arguments[-1], {})  # the code that `python -c` would execute
         finally:
             os._exit(0)
 
@@ -159,7 +159,7 @@ def _start_server() -> str:
     server.set_forkserver_preload(PRELOADED)
     with patch("multiprocessing.util.spawnv_passfds", fork):
         server.ensure_running()
-    key = getattr(server, "_forkserver_authkey", b"")  # Python has it from 3.14 on
+    key = getattr(server, "_forkserver_authkey", b"")  # exists since Python 3.14
     return json.dumps([(server._forkserver_address, key.hex())] * SERVERS)
 
 
