@@ -321,7 +321,7 @@ BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
     "unequal leaves": (
         range(SAMPLES),
         lose_a_row,
-        "every tensor of a batch of {n} samples must have {n} rows, got 'x' has {n} rows, 'y.0' has {less} rows, "
+        "every tensor of a batch of {n} samples must have {n} rows; this batch: 'x' has {n} rows, 'y.0' has {less} rows, "
         "'y.1' has {n} rows",
     ),
     "one for all": (range(SAMPLES), lambda rows: {"n": torch.tensor(1)}, "'n' is a single number"),

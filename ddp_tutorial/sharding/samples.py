@@ -56,7 +56,7 @@ def as_batch(tree: Tree, count: int) -> Tree:
     if any(isinstance(leaf, Mapping) for leaf in leaves):
         return as_batch(tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree), count)
     raise ValueError(
-        f"every tensor of a batch of {count} samples must have {count} rows, got {_contents(tree)}. {_HINT}"
+        f"every tensor of a batch of {count} samples must have {count} rows; this batch: {_contents(tree)}. {_HINT}"
     )
 
 
