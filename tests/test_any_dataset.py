@@ -321,8 +321,8 @@ BAD_ROWS: dict[str, tuple[Any, Any, str]] = {
     "unequal leaves": (
         range(SAMPLES),
         lose_a_row,
-        "every tensor of a batch of {n} samples must have {n} rows; this batch: 'x' has {n} rows, 'y.0' has {less} rows, "
-        "'y.1' has {n} rows",
+        "every tensor of a batch of {n} samples must have {n} rows; this batch: 'x' has {n} rows, 'y.0' has {less} "
+        "rows, 'y.1' has {n} rows",
     ),
     "one for all": (range(SAMPLES), lambda rows: {"n": torch.tensor(1)}, "'n' is a single number"),
     "text": ([{"x": i, "name": "a"} for i in range(SAMPLES)], None, "'x' has {n} rows, 'name' is a str, not a tensor"),

@@ -158,14 +158,14 @@ def test_any_nested_mapping_becomes_a_dict() -> None:
 def test_a_tree_that_is_not_a_batch_is_reported_with_its_leaves(tree: Any, told: str) -> None:
     with pytest.raises(
         ValueError,
-        match=f"^every tensor of a batch .* must have 2 rows, got .*{told}.*one row for each sample",
+        match=f"^every tensor of a batch .* must have 2 rows; this batch: .*{told}.*one row for each sample",
     ):
         as_batch(tree, 2)
 
 
 @pytest.mark.parametrize("tree", [{"a": torch.zeros(2), "b": "text"}, {"a": torch.zeros(2), "b": torch.tensor(1)}])
 def test_a_batch_that_cannot_be_split_is_reported_with_the_leaf(tree: Any) -> None:
-    with pytest.raises(ValueError, match="must have the same number of rows, got 'a' has 2 rows, 'b' is a s"):
+    with pytest.raises(ValueError, match="must have the same number of rows; this batch: 'a' has 2 rows, 'b' is a s"):
         select_rows(tree, slice(0, 1))
 
 
