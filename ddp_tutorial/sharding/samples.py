@@ -35,7 +35,9 @@ def select_rows(tree: Tree, which: torch.Tensor | slice) -> Tree:
     """
     leaves, form = tree_flatten(tree)
     if not all(torch.is_tensor(leaf) and leaf.dim() for leaf in leaves):
-        raise ValueError(f"every tensor of a batch must have the same number of rows; this batch: {_contents(tree)}. {_HINT}")
+        raise ValueError(
+            f"every tensor of a batch must have the same number of rows; this batch: {_contents(tree)}. {_HINT}"
+        )
     return tree_unflatten([leaf[which].contiguous() for leaf in leaves], form)
 
 
