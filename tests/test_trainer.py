@@ -384,9 +384,7 @@ def test_evaluation_uses_no_larger_forward_passes_than_training() -> None:
 @pytest.mark.parametrize(
     ("umask", "private", "mode"), [(0o022, True, 0o700), (0o077, False, 0o700), (0o027, False, 0o750)]
 )
-def test_only_its_owner_can_read_a_run_by_default(
-    umask: int, private: bool, mode: int, resume: str
-) -> None:
+def test_only_its_owner_can_read_a_run_by_default(umask: int, private: bool, mode: int, resume: str) -> None:
     before = os.umask(umask)
     try:
         trainer = make_trainer(changed(QUICK, name="group/mine", resume=resume, private=private), World())
