@@ -1,15 +1,23 @@
-"""Exercises of 01_processes: which rank prints, which rank builds a cache, and how ranks find one another."""
+"""Exercises of 01_processes: print once, build a cache once per node, and write a small torchrun."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from ddp_tutorial.collectives import rank_zero_first
-from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, on_ranks
+from ddp_tutorial.exercises import Answer, Exercise, expect, on_ranks
 from ddp_tutorial.world import World
 
 # -------------------------------------------------------------------------------------------------------- 1. print once
@@ -80,12 +88,16 @@ announce = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------ 2. build a cache once
+# --------------------------------------------------------------------------------------- 2. build a cache once per node
 
 
 def _run_build_once(world: World, answer: Answer, folder: str) -> tuple[str, bool]:
-    """Return the answer's result and whether this rank built the cache. While `build` runs, the cache is incomplete."""
-    path, built = Path(folder) / "cache.txt", False
+    """Return the answer's result and whether this rank built the cache. While `build` runs, the cache is incomplete.
+
+    Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1. Node 1 has the cache already.
+    """
+    node, local_rank = divmod(world.rank, 2)
+    path, built = Path(folder) / f"node{node}.txt", False
 
     def build() -> None:
         nonlocal built
@@ -94,30 +106,33 @@ def _run_build_once(world: World, answer: Answer, folder: str) -> tuple[str, boo
         time.sleep(1.0)
         path.write_text("all of it")
 
+    if world.rank == 2:
+        path.write_text("all of it")
     dist.barrier()  # otherwise a late rank would find the complete cache without having waited for it
-    return answer(world, path, build), built
+    return answer(replace(world, local_rank=local_rank, local_size=2), path, build), built
 
 
 def _test_build_once(answer: Answer) -> str:
     with tempfile.TemporaryDirectory() as folder:
         stuck = "A rank waits forever. A barrier returns only when every rank has entered it."
-        results = on_ranks(_run_build_once, 2, answer, folder, stuck=stuck, timeout=12)
+        results = on_ranks(_run_build_once, 4, answer, folder, stuck=stuck, timeout=20)
     builders = [rank for rank, (_, built) in enumerate(results) if built]
-    expect(builders == [0], f"Only rank 0 must call build(), got calls on ranks {builders}.")
+    expect(2 not in builders, "Rank 2 called build(), although the cache of its node existed.")
+    expect(builders == [0], f"On node 0, only its local rank 0 must call build(), got calls on ranks {builders}.")
     for rank, (text, _) in enumerate(results):
         expect(text == "all of it", f"Rank {rank} read {text!r}: it did not wait until the cache was complete.")
-    return "Rank 0 built the cache, the other ranks waited for it, and all ranks read the same text."
+    return "Node 0 built its cache once, node 1 used the existing one, and all ranks read a complete cache."
 
 
 def _build_once(world: World, path: Path, build: Callable[[], None]) -> str:
-    with rank_zero_first(world):
-        if not path.exists():  # true on rank 0 only: the other ranks enter later
-            build()
+    if world.local_rank == 0 and not path.exists():
+        build()
+    dist.barrier()  # outside the `if`: every rank of every node enters it
     return path.read_text()
 
 
 def _no_barrier(world: World, path: Path, build: Callable[[], None]) -> str:
-    if world.rank == 0:
+    if world.local_rank == 0 and not path.exists():
         build()
     while not path.exists():
         time.sleep(0.01)
@@ -125,97 +140,262 @@ def _no_barrier(world: World, path: Path, build: Callable[[], None]) -> str:
 
 
 def _everyone_builds(world: World, path: Path, build: Callable[[], None]) -> str:
-    build()
+    missing = not path.exists()
+    dist.barrier()  # so that every rank of the node has looked before one of them builds
+    if missing:
+        build()
     dist.barrier()
     return path.read_text()
 
 
-def _barrier_on_one_side(world: World, path: Path, build: Callable[[], None]) -> str:
-    if world.rank == 0:
+def _always_builds(world: World, path: Path, build: Callable[[], None]) -> str:
+    if world.local_rank == 0:
         build()
-        return path.read_text()
     dist.barrier()
+    return path.read_text()
+
+
+def _barrier_on_one_node(world: World, path: Path, build: Callable[[], None]) -> str:
+    if not path.exists():
+        if world.local_rank == 0:
+            build()
+        dist.barrier()
     return path.read_text()
 
 
 build_once = Exercise(
-    task="build_once(world, path, build): rank 0 calls build(), the others wait; all return path.read_text().",
+    task=(
+        "build_once(world, path, build): if path does not exist, local rank 0 of the node calls build(), and the other "
+        "ranks wait. All return path.read_text()."
+    ),
     test=_test_build_once,
     solution=_build_once,
     wrong={
         "does not wait until it is complete": _no_barrier,
         "builds on every rank": _everyone_builds,
-        "calls a barrier that rank 0 never enters": _barrier_on_one_side,
+        "builds although the cache exists": _always_builds,
+        "enters the barrier on one node only": _barrier_on_one_node,
     },
     hints=(
-        "A file that exists may still be incomplete.",
-        "dist.barrier() blocks each rank until all ranks have entered it. What must rank 0 do before it enters?",
+        "world.local_rank is 0 on one rank of each node. A file that exists may still be incomplete.",
+        "dist.barrier() blocks each rank until all ranks of all nodes have entered it.",
+        "Some nodes have the file and others do not. Which lines must run on all of them?",
     ),
 )
 
-# ---------------------------------------------------------------------------------------- 3. how ranks find one another
+# ------------------------------------------------------------------------------------------------- 3. a small torchrun
+
+# A worker records its environment, waits for the other workers of its attempt, and follows the plan: `plan[attempt]`
+# is the rank that exits with code 3, or null. If a rank fails, the other ranks keep running; rank 0 ignores SIGTERM.
+_WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+folder, plan, wait, busy = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"]
+found = {name: os.environ.get(name) for name in names}
+attempt, rank = int(found["TORCHELASTIC_RESTART_COUNT"] or 0), found["RANK"]
+fails = plan[attempt] if attempt < len(plan) else None
+if fails is not None and rank == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+part = folder / f"{os.getpid()}.part"
+part.write_text(json.dumps(found | {"pid": os.getpid()}))
+part.rename(folder / f"{attempt}-{rank}-{os.getpid()}.json")
+deadline = time.monotonic() + wait
+while len(list(folder.glob(f"{attempt}-*.json"))) < int(found["WORLD_SIZE"] or 1):
+    if time.monotonic() > deadline:
+        sys.exit(4)
+    time.sleep(0.02)
+if fails is not None:
+    if rank == str(fails):
+        sys.exit(3)
+    time.sleep(busy)
+    (folder / f"survivor {rank}").touch()
+"""
+_TORCH_WORKER = """
+import os, sys, torch, torch.distributed as dist
+os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+dist.init_process_group("gloo")
+number = torch.ones(1)
+dist.all_reduce(number)
+assert number.item() == 2
+dist.destroy_process_group()
+"""
+_WAIT, _BUSY = 5, 5  # seconds: for the other workers, and of a worker whose peer has failed
 
 
-def _test_rendezvous(answer: Answer) -> str:
-    for size in (2, 4):
-        worlds: list[Mapping[str, str]] = [answer(rank, size, 29511) for rank in range(size)]
-        for rank, environ in enumerate(worlds):
-            odd = {key: value for key, value in environ.items() if not isinstance(value, str)}
-            expect(not odd, f"Environment variables must be strings, got {odd} on rank {rank}.")
-            lacking = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(environ)
-            expect(not lacking, f"Rank {rank} lacks {', '.join(sorted(lacking))}.")
-            try:
-                world = World.detect(environ, device="cpu")
-            except ValueError as error:
-                raise WrongAnswerError(f"Rank {rank} of {size} cannot start: {error}.") from None
-            expect(
-                (world.rank, world.size) == (rank, size), f"Rank {rank} of {size} detects a different world: {world}."
-            )
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            values = {environ[name] for environ in worlds}
-            expect(len(values) == 1, f"{name} must be the same on all ranks, got {sorted(values)}.")
-        port = worlds[0]["MASTER_PORT"]
-        expect(port == "29511", f"MASTER_PORT must be the given port, 29511, got {port}.")
-    return "Every rank knows its rank, the world size, and the address and port of the rendezvous."
+def _test_mini_torchrun(answer: Answer) -> str:
+    codes, found = _workers(answer, 3, [None])
+    _check_environments(found, 3)
+    expect(codes == [0, 0, 0], f"All three workers exited with code 0, so return [0, 0, 0], got {codes}.")
+
+    codes, found = _workers(answer, 2, [1, 1, 1])
+    expect(len(found) == 2, f"With max_restarts=0, two workers must be started once, got {len(found)} starts.")
+    expect(
+        codes[1] == 3 and codes[0] != 0, f"Rank 1 exited with code 3 and rank 0 was stopped, but you return {codes}."
+    )
+
+    codes, found = _workers(answer, 2, [1, None], max_restarts=1)
+    attempts = sorted(int(each["TORCHELASTIC_RESTART_COUNT"]) for each in found)
+    expect(
+        attempts == [0, 0, 1, 1],
+        "After a failure, all ranks must be restarted with TORCHELASTIC_RESTART_COUNT=1, because the surviving ranks "
+        f"still wait for the old one. The workers were started with the counts {attempts}.",
+    )
+    expect(codes == [0, 0], f"The second attempt succeeded on both ranks, so return [0, 0], got {codes}.")
+
+    codes = answer([sys.executable, "-c", _TORCH_WORKER], 2)
+    expect(codes == [0, 0], f"Two workers called init_process_group and all_reduce, and exited with codes {codes}.")
+    return "The ranks find each other, a failure stops all of them, and a restart starts all of them."
 
 
-def _rendezvous(rank: int, size: int, port: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _workers(answer: Answer, nprocs: int, plan: list[int | None], **options: int) -> tuple[list[int], list[Any]]:
+    """Run the answer on workers. Returns its result and the environment of each worker that was started."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        with suppress(OSError):  # a different program may use the port already
+            stack.enter_context(socket.create_server(("127.0.0.1", 29500)))
+        settings = [json.dumps(each) for each in (plan, _WAIT, _BUSY)]
+        codes = answer([sys.executable, "-c", _WORKER, folder, *settings], nprocs, **options)
+        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+        survivors = sorted(path.name for path in Path(folder).glob("survivor*"))
+    lacking = sorted({name for each in found for name, value in each.items() if value is None})
+    expect(bool(found), "No worker was started.")
+    expect(not lacking, f"The workers lack the environment variables {', '.join(lacking)}.")
+    expect(
+        4 not in list(codes),
+        f"A worker waited {_WAIT} seconds for the other workers, and then exited with code 4. Start all of them before "
+        f"you wait for one. Only these ranks were started: {sorted({int(each['RANK']) for each in found})}.",
+    )
+    expect(
+        not survivors,
+        "Rank 1 exited with code 3, but rank 0 kept running until it finished by itself. Stop it with SIGTERM, and "
+        "with SIGKILL if it has not exited a second later.",
+    )
+    alive = [each["RANK"] for each in found if _is_running(each["pid"])]
+    expect(not alive, f"When you return, no worker must be running, but ranks {alive} are.")
+    return list(codes), found
 
 
-def _numbers_not_text(rank: int, size: int, port: int) -> dict[str, object]:
-    return {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def _check_environments(found: list[dict[str, str]], size: int) -> None:
+    ranks = sorted(int(each["RANK"]) for each in found)
+    expect(ranks == list(range(size)), f"The ranks must be {list(range(size))}, got {ranks}.")
+    for each in found:
+        rank = each["RANK"]
+        expect(each["LOCAL_RANK"] == rank, f"On one node, LOCAL_RANK must equal RANK, got {each}.")
+        expect(each["WORLD_SIZE"] == str(size), f"WORLD_SIZE must be {size}, got {each['WORLD_SIZE']} on rank {rank}.")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        values = sorted({each[name] for each in found})
+        expect(len(values) == 1, f"{name} must be the same on all ranks, got {values}.")
+    port = found[0]["MASTER_PORT"]
+    expect(port != "29500", "Port 29500 is in use. Let the operating system choose a free port, as this notebook does.")
 
 
-def _a_port_each(rank: int, size: int, port: int) -> dict[str, str]:
-    return _rendezvous(rank, size, port + rank)
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
-def _ranks_from_one(rank: int, size: int, port: int) -> dict[str, str]:
-    return _rendezvous(rank + 1, size, port)
+def _mini_torchrun(command: list[str], nprocs: int, max_restarts: int = 0) -> list[int]:
+    codes: list[int] = []
+    for attempt in range(max_restarts + 1):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(nprocs):
+                own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nprocs, "MASTER_PORT": port}
+                own |= {"TORCHELASTIC_RESTART_COUNT": attempt}
+                environ = {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
+                ranks.append(subprocess.Popen(command, env=os.environ | environ))
+            while not any(process.poll() for process in ranks) and None in [process.poll() for process in ranks]:
+                time.sleep(0.05)
+        finally:  # also if the user interrupts the cell
+            for process in ranks:
+                process.terminate()  # has no effect on a process that has exited
+            deadline = time.monotonic() + 1
+            while None in [process.poll() for process in ranks] and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for process in ranks:
+                process.kill()
+            codes = [process.wait() for process in ranks]
+        if not any(codes):
+            break
+    return codes
 
 
-def _fixed_port(rank: int, size: int, port: int) -> dict[str, str]:
-    return _rendezvous(rank, size, 29500)
+def _wrong_torchrun(
+    sequential: bool = False, port: int = 0, stop: str = "all", restart: str = "all", world_size: int = 0
+) -> Answer:
+    """Return a copy of the solution with one mistake."""
+
+    def start(command: list[str], rank: int, nprocs: int, attempt: int, chosen: int) -> "subprocess.Popen[bytes]":
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size or nprocs, "MASTER_PORT": port or chosen}
+        own |= {"TORCHELASTIC_RESTART_COUNT": attempt}
+        environ = {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        return subprocess.Popen(command, env=os.environ | environ)
+
+    def attempt_all(command: list[str], nprocs: int, attempt: int, chosen: int) -> list["subprocess.Popen[bytes]"]:
+        ranks = []
+        for rank in range(nprocs):
+            ranks.append(start(command, rank, nprocs, attempt, chosen))
+            if sequential and ranks[-1].wait():
+                break
+        while not any(process.poll() for process in ranks) and None in [process.poll() for process in ranks]:
+            time.sleep(0.05)
+        return ranks
+
+    def stop_all(ranks: list["subprocess.Popen[bytes]"]) -> list[int]:
+        for process in ranks:
+            if stop != "nothing":
+                process.terminate()
+        if stop == "all":
+            time.sleep(1.0)
+            for process in ranks:
+                process.kill()
+        return [process.wait() for process in ranks]
+
+    def mini_torchrun(command: list[str], nprocs: int, max_restarts: int = 0) -> list[int]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            chosen = probe.getsockname()[1]
+        ranks = attempt_all(command, nprocs, 0, chosen)
+        if max_restarts and restart == "failed":
+            ranks = [
+                start(command, rank, nprocs, 1, chosen) if process.poll() else process
+                for rank, process in enumerate(ranks)
+            ]
+            return [process.wait() for process in ranks]
+        codes = stop_all(ranks)
+        if any(codes) and max_restarts and restart == "all":
+            codes = stop_all(attempt_all(command, nprocs, 1, chosen))
+        return codes
+
+    return mini_torchrun
 
 
-def _no_address(rank: int, size: int, port: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
-
-
-rendezvous = Exercise(
-    task="rendezvous(rank, size, port): return the environment variables that this rank needs to find the others.",
-    test=_test_rendezvous,
-    solution=_rendezvous,
+mini_torchrun = Exercise(
+    task=(
+        "mini_torchrun(command, nprocs, max_restarts=0): start nprocs processes of command (a list for "
+        "subprocess.Popen), each with the environment variables of its rank. If one fails, stop the others and restart "
+        "all, at most max_restarts times. Return the exit codes of the last attempt, in rank order."
+    ),
+    test=_test_mini_torchrun,
+    solution=_mini_torchrun,
     wrong={
-        "returns numbers instead of strings": _numbers_not_text,
-        "gives each rank its own port": _a_port_each,
-        "counts ranks from one": _ranks_from_one,
-        "leaves out the address": _no_address,
-        "always uses the same port": _fixed_port,
+        "starts a rank after the previous one has exited": _wrong_torchrun(sequential=True),
+        "always uses the same port": _wrong_torchrun(port=29500),
+        "passes a wrong WORLD_SIZE": _wrong_torchrun(world_size=2),
+        "lets the other ranks run after a failure": _wrong_torchrun(stop="nothing"),
+        "relies on SIGTERM": _wrong_torchrun(stop="SIGTERM"),
+        "does not restart": _wrong_torchrun(restart="nothing"),
+        "restarts the failed rank only": _wrong_torchrun(restart="failed"),
     },
     hints=(
-        "There are four variables, and only one of them differs between the ranks.",
-        "The variables are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
+        "Each rank needs six variables: the four of this notebook, LOCAL_RANK, and TORCHELASTIC_RESTART_COUNT, which"
+        "the number of the attempt, from 0. Their values are strings.",
+        "Start all ranks, then look at all of them every 0.05 s: Popen.poll() returns None while a process runs, and "
+        "its exit code afterward.",
+        "Stop ranks with terminate() (SIGTERM). A rank may ignore it, so call kill() (SIGKILL) a second later.",
+        "Put the stopping into a `finally` block. Then an interrupt of the cell leaves no rank behind, either.",
     ),
 )
