@@ -25,6 +25,7 @@ from torch.utils.data import get_worker_info
 from ddp_tutorial.compat import tree_flatten
 from ddp_tutorial.config import ConfigError
 from ddp_tutorial.processes.launcher import RankError, launch
+from ddp_tutorial.sharding import sources
 from ddp_tutorial.sharding.config import Remainder, SourceConfig
 from ddp_tutorial.sharding.dispatched import DispatchedSource, pack, unpack
 from ddp_tutorial.sharding.permutation import GlobalBatchSampler, Permutation
@@ -33,7 +34,7 @@ from ddp_tutorial.sharding.sharded import ShardedSource, to_device
 from ddp_tutorial.sharding.source import Source, SourceState, Tree
 from ddp_tutorial.sharding.sources import SINGLE_PROCESS, make_source
 from ddp_tutorial.sharding.streamed import StreamedSource
-from ddp_tutorial.sharding.workers import SourceError
+from ddp_tutorial.sharding.workers import SourceError, too_many_workers
 from ddp_tutorial.world import World
 from ranks import is_gone, wait_until
 
@@ -55,6 +56,21 @@ def numbers(tree: Tree) -> list[int]:
 
 def world_of(rank: int, size: int) -> World:
     return World(rank, size, rank, size)
+
+
+def test_workers_that_outnumber_the_cores_are_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert too_many_workers(0, 8, 2) is None
+    assert too_many_workers(3, 4, 16) is None
+    warning = too_many_workers(8, 4, 16)
+    assert warning is not None
+    assert "starts 32 worker processes on this machine, beside 4 ranks on 16 cores. Use source.workers=3" in warning
+    assert "Use source.workers=0" in str(too_many_workers(2, 4, 2))
+    monkeypatch.setattr(sources, "cores", lambda: 1)
+    for workers, warned in ((1, False), (2, True)):
+        make_source(range(8), 4, World(), config=SourceConfig(workers=workers)).close()
+        assert ("source.workers=2" in caplog.text) == warned
 
 
 # ------------------------------------------------------------------------ arithmetic and reading, all in one process

@@ -15,6 +15,7 @@ every world size.
 Token blocks and Arrow files can be read in all four ways.
 """
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 
 from ddp_tutorial.collectives import all_gather, digest, rank_zero_first
 from ddp_tutorial.config import ConfigError
+from ddp_tutorial.environment import cores
 from ddp_tutorial.sharding.config import SourceConfig
 from ddp_tutorial.sharding.corpus import CACHE
 from ddp_tutorial.sharding.dispatched import DispatchedSource
@@ -42,8 +44,10 @@ from ddp_tutorial.sharding.samples import (
 )
 from ddp_tutorial.sharding.sharded import ShardedSource, Transform, require_samples_for_all, require_streams_for_all
 from ddp_tutorial.sharding.source import Source
+from ddp_tutorial.sharding.workers import too_many_workers
 from ddp_tutorial.world import World
 
+LOG = logging.getLogger(__name__)
 SINGLE_PROCESS = World(0, 1, 0, 1)  # rank 0 of a dispatched source reads the whole batch
 
 
@@ -78,6 +82,9 @@ def make_source(
     _require_kind(config, data)
     ahead: dict[str, Any] = {"transform": transform}
     ahead |= {name: getattr(config, name) for name in ("workers", "worker_timeout", "prefetch")}
+    reading = 1 if config.kind == "dispatched" else world.local_size
+    if world.is_main and (warning := too_many_workers(config.workers, reading, cores())):
+        LOG.warning(warning)
     if config.kind == "streamed" and not isinstance(data, TokenBlocks | ArrowShards):
         return _streamed(data, batch_size, world, seed, config, collate_fn, ahead)
     if config.kind == "dispatched" and _is_stream(data):

@@ -58,6 +58,17 @@ def worker_options(workers: int, prefetch: int, worker_timeout: float) -> dict[s
     return {"num_workers": workers, "prefetch_factor": prefetch, "timeout": look}
 
 
+def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
+    """Return a warning if the workers of all ranks of a machine outnumber its cores, and otherwise None."""
+    if not workers or workers * ranks <= cores:
+        return None
+    advised = max(0, cores // ranks - 1)  # a rank needs a core for itself
+    return (
+        f"source.workers={workers} starts {workers * ranks} worker processes on this machine, beside {ranks} ranks on "
+        f"{cores} cores. Use source.workers={advised}, unless the workers mostly wait for a disk or a network"
+    )
+
+
 def next_from(batches: Iterator[Item], worker_timeout: float) -> Item:
     """Return the next batch of a `DataLoader`.
 
