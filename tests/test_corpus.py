@@ -7,6 +7,7 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,18 @@ def test_a_tokenizer_encodes_documents_and_separates_them(workdir: Path) -> None
     assert [tokenizer.decode(each).encode() for each in tokens] == documents(text.train)
     assert len(corpus.train) < len(text.train)
     assert tokenize(text, "bytes") is text
+
+
+def test_the_tokens_of_a_cached_corpus_are_found_without_reading_the_corpus(workdir: Path) -> None:
+    write_tokenizer(workdir / "tokenizer.json")
+    rows = [json.dumps({"text": story(number)}) for number in range(30)]
+    (workdir / "a.jsonl").write_text("\n".join(rows))
+    corpus = load_corpus("json:a.jsonl")
+    first = tokenize(corpus, "tokenizer.json")
+    nothing = torch.zeros(0, dtype=torch.uint8)
+    assert torch.equal(tokenize(replace(corpus, train=nothing, valid=nothing), "tokenizer.json").train, first.train)
+    (workdir / "a.jsonl").write_text("\n".join(rows[:20]))
+    assert len(tokenize(load_corpus("json:a.jsonl"), "tokenizer.json").train) < len(first.train)
 
 
 def test_a_run_with_a_tokenizer_trains_on_its_tokens_and_generates_text(workdir: Path) -> None:

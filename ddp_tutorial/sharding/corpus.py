@@ -47,11 +47,14 @@ class Corpus:
         name: The name of the corpus.
         train: The training tokens.
         valid: The validation tokens.
+        identity: The sizes and modification times of the files of a cached corpus, which stand for its content.
+            Otherwise "".
     """
 
     name: str
     train: torch.Tensor
     valid: torch.Tensor
+    identity: str = ""
 
 
 def load_corpus(name: str) -> Corpus:
@@ -65,7 +68,7 @@ def load_corpus(name: str) -> Corpus:
     """
     kind, _, argument = name.partition(":")
     if kind == "bin":
-        return Corpus(name, *(map_tokens(Path(argument) / f"{part}.bin") for part in ("train", "val")))
+        return Corpus(name, map_tokens(Path(argument, "train.bin")), map_tokens(Path(argument, "val.bin")))
     if kind in _READERS:
         return Corpus(name, *_split(name, _READERS[kind](argument)))
     if kind not in _DATASETS:
@@ -81,8 +84,10 @@ def cached(name: str, folder: Path, make: Callable[[], Iterable[torch.Tensor]]) 
             np.save(unfinished / f"{part}.npy", tokens.numpy())
 
     build_once(folder, fill)
-    parts = (np.load(folder / f"{part}.npy", mmap_mode="c", allow_pickle=False) for part in ("train", "valid"))
-    return Corpus(name, *map(torch.from_numpy, parts))
+    files = [folder / f"{part}.npy" for part in ("train", "valid")]
+    stats = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    train, valid = (torch.from_numpy(np.load(file, mmap_mode="c", allow_pickle=False)) for file in files)
+    return Corpus(name, train, valid, f"{folder.name} {stats}")
 
 
 def is_cached(name: str) -> bool:

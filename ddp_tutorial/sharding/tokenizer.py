@@ -71,7 +71,8 @@ def tokenize(corpus: Corpus, name: str) -> Corpus:
         return corpus
     tokenizer = load_tokenizer(name)
     key = hashlib.blake2b(Path(name).read_bytes(), digest_size=8)
-    for part in (corpus.train, corpus.valid):
+    key.update(corpus.identity.encode())  # so that a cached corpus, which may be large, is not read
+    for part in () if corpus.identity else (corpus.train, corpus.valid):
         key.update(part.numpy().data)
     folder = CACHE / f"tokens-{key.hexdigest()}"
     return cached(corpus.name, folder, lambda: (_tokenized(part, tokenizer) for part in (corpus.train, corpus.valid)))
