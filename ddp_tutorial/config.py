@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 CONFIGS = Path(__file__).parent / "configs"
+BASE = CONFIGS / "base.yaml"  # contains all settings with their defaults
 
 
 class ConfigError(ValueError):
@@ -101,7 +102,17 @@ def load_with(source: str | Path, cls: type[SomeConfig], values: Mapping[str, An
 
 def layers(source: str | Path, overrides: Iterable[str] = ()) -> list[Layer]:
     """Return the settings of each file, from the base to the named file, followed by the overrides."""
-    return [*_read(find_config(source), seen=()), *((COMMAND_LINE, _override(override)) for override in overrides)]
+    files = [(path.name, values) for path, values in _read(find_config(source), seen=())]
+    return [*files, *((COMMAND_LINE, _override(override)) for override in overrides)]
+
+
+def is_chosen(name: str, source: str | Path, overrides: Iterable[str] = ()) -> bool:
+    """Return whether a file or an override sets `name`. The package's base config does not count.
+
+    The base config contains the default of every setting, so it expresses no choice.
+    """
+    files = [values for path, values in _read(find_config(source), seen=()) if path.resolve() != BASE.resolve()]
+    return any(name in values for values in (*files, *map(_override, overrides)))
 
 
 def merged(layers: Iterable[Layer], alternatives: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
@@ -248,8 +259,8 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
-    """Return the layers of the files that a file extends, the base first, and then its own."""
+def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the settings of the files that a file extends, the base first, and then its own."""
     if path.resolve() in seen:
         circle = " -> ".join(each.name for each in (*seen, path.resolve()))
         raise ConfigError(f"'extends' is circular: {circle}. Remove it from one of these files.")
@@ -264,11 +275,11 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
         raise ConfigError(f"{path.name}: the file must contain lines like 'steps: 100', got {_got(values)}")
     base = values.pop("extends", None)
     if base is None:
-        return [(path.name, values)]
+        return [(path, values)]
     if not isinstance(base, str):
         raise ConfigError(f"{path.name}: 'extends' must be one file or config name, got {_got(base)}")
     beside = path.parent / base
-    return [*_read(beside if beside.is_file() else find_config(base), (*seen, path.resolve())), (path.name, values)]
+    return [*_read(beside if beside.is_file() else find_config(base), (*seen, path.resolve())), (path, values)]
 
 
 def _override(text: str) -> dict[str, Any]:

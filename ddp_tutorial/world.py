@@ -159,7 +159,8 @@ def choose_backend(backend: str, device: torch.device) -> str:
         ConfigError: If `backend` is unknown, or if it is "nccl" and the device is a CPU.
     """
     if backend not in {"auto", "gloo", "nccl"}:
-        raise ConfigError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}")
+        reason = ": PyTorch's published packages contain no MPI" if backend == "mpi" else ""
+        raise ConfigError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}{reason}")
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError("backend='nccl' requires GPUs, but these ranks are on CPUs. Use backend='gloo' or 'auto'.")
     if backend == "auto":

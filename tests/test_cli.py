@@ -201,6 +201,11 @@ def test_devices_select_the_gpus_of_the_ranks_and_their_default_number(
     call("train", "2proc")
     call("train", "tiny", "device=cpu")
     assert launched == [(4, ""), (3, ""), (2, ""), (2, "")]
+    Path("mine").mkdir()
+    Path("mine/base.yaml").write_text("extends: tiny\nnprocs: 2\n")
+    call("train", "mine/base.yaml")
+    call("train", "base")
+    assert [launched.pop()[0], launched.pop()[0]] == [4, 2]
     call("train", "tiny", "--devices", "0,3,1")
     assert launched.pop() == (3, "0,3,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6, 7")
@@ -227,6 +232,11 @@ def test_invalid_devices_are_rejected_in_one_line(
 ) -> None:
     assert_refused_in_one_line(call("train", "tiny", *arguments), told)
     assert not launched
+
+
+def test_mpi_is_rejected_with_its_reason() -> None:
+    assert_refused_in_one_line(call("train", "tiny", "backend=mpi"), "built from source with an MPI library")
+    assert_refused_in_one_line(call("train", "tiny", "backend=ucc"), "'backend' should be 'auto', 'gloo' or 'nccl'")
 
 
 def test_devices_on_a_machine_without_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ def test_device_and_backend_are_independent_and_gloo_shares_gpus():
     for device, gpus in (("cpu", 4), ("auto", 1)):
         with pytest.raises(ConfigError, match=r"backend='nccl' requires GPUs, but these ranks are on CPUs"):
             found(device, "nccl", gpus)
-    with pytest.raises(ConfigError, match=r"backend must be 'auto', 'gloo' or 'nccl', got 'mpi'"):
+    with pytest.raises(ConfigError, match=r"backend must be 'auto', 'gloo' or 'nccl', got 'mpi': PyTorch's published"):
         found("cpu", "mpi", 0)
 
 

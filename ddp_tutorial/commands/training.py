@@ -126,7 +126,8 @@ def _train(
 
     settings, layers = configs.load(config, FaultyConfig, overrides), configs.layers(config, overrides)
     joins = is_launched_rank()
-    placement = _placement(settings, layers, devices, joins=joins)
+    is_chosen = joins or configs.is_chosen("nprocs", config, overrides)
+    placement = _placement(settings, devices, is_chosen=is_chosen, joins=joins)
     if placement:
         layers.append(("GPUs", placement))
         settings = settings.model_copy(update=placement)
@@ -162,14 +163,18 @@ def _train(
         sys.exit(exit_code(by_signal=result.by_signal))
 
 
-def _placement(
-    settings: "FaultyConfig", layers: list[configs.Layer], devices: str | None, *, joins: bool
-) -> dict[str, Any]:
-    """Make the selected GPUs visible to the ranks, and return the settings that follow from the number of GPUs."""
+def _placement(settings: "FaultyConfig", devices: str | None, *, is_chosen: bool, joins: bool) -> dict[str, Any]:
+    """Make the selected GPUs visible to the ranks, and return the settings that follow from the number of GPUs.
+
+    Args:
+        settings: The config of the run.
+        devices: The value of --devices.
+        is_chosen: Whether the number of ranks has been chosen, by a setting or because torchrun started them.
+        joins: Whether this process joins an existing world.
+    """
     from ddp_tutorial.processes.devices import VISIBLE, default_nprocs, visible_devices
     from ddp_tutorial.world import World
 
-    is_chosen = joins or any("nprocs" in values for origin, values in layers if origin != "base.yaml")
     if devices is not None:
         if settings.device == "cpu":
             raise configs.ConfigError("--devices selects GPUs, but 'device' is cpu. Use device=cuda, or omit --devices")

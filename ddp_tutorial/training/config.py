@@ -502,6 +502,16 @@ class TaskConfig(TrainConfig):
             f"{self.learning_rate_batch} to {self.batch_size} by the rule {self.learning_rate_rule!r}"
         ]
 
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _backend_is_in_pytorchs_packages(cls, value: Any) -> Any:
+        if value == "mpi":
+            raise ValueError(
+                "'backend' mpi requires a PyTorch that was built from source with an MPI library, which the published "
+                "packages are not. Use backend=auto: nccl between GPUs, otherwise gloo"
+            )
+        return value
+
     @field_validator("loss", mode="before")
     @classmethod
     def _loss_is_a_function_or_a_class(cls, value: Any) -> Any:
