@@ -201,6 +201,7 @@ def mine(workdir: Path) -> Iterator[None]:
     Path("mine.py").write_text(MINE)
     yield
     sys.modules.pop("mine", None)
+    sys.modules.pop("sums", None)
 
 
 def trained(*options: str) -> dict[str, Any]:
@@ -220,6 +221,51 @@ def test_a_model_and_a_loss_in_the_current_directory_are_trained_by_their_import
     assert (refused.returncode, "imports no code that a run names" in refused.stderr) == (2, True)
     planned = call("train", "tiny", *BIGRAM, "loss=mine.plain", "device=cpu", "--dry-run")
     assert (planned.returncode, "4,352 parameters" in planned.stdout) == (0, True), planned
+
+
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Subset, TensorDataset
+
+from ddp_tutorial.sharding import as_samples
+from ddp_tutorial.training.tasks import Task
+
+def samples(config):
+    x = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    return as_samples(data), as_samples(Subset(data, range(50)))
+
+def loss(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+SUMS = Task(
+    model=lambda config: nn.Linear(3, 1),
+    samples=samples,
+    loss=loss,
+    unit="samples",
+    units_per_sample=lambda config: 1,
+    batch_like=lambda config, count: [torch.zeros(count, 3), torch.zeros(count, 1)],
+)
+"""
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_task_with_its_own_data_is_trained_by_its_import_path() -> None:
+    Path("sums.py").write_text(TASK)
+    options = ("train", "tiny", "task=sums.SUMS", "num_epochs=1", "learning_rate=0.1", "device=cpu", "name=sums")
+    planned = call(*options, "--dry-run")
+    assert (planned.returncode, "63 steps, 504 samples" in planned.stdout) == (0, True), planned
+    done = call(*options, "nprocs=2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["step"], result["metrics"]["eval_loss"] < 0.1) == (63, True)
+    refused = call("evaluate", "sums")
+    assert (refused.returncode, "imports no code that a run names" in refused.stderr) == (2, True)
+    for task, message in (("sums.SUM", "Did you mean 'SUMS'?"), ("sums.loss", "must be the import path of a Task")):
+        wrong = call("train", "tiny", f"task={task}", "device=cpu")
+        assert (wrong.returncode, message in wrong.stderr) == (2, True), wrong
 
 
 WRONG_CLASSES: list[tuple[tuple[str, ...], str]] = [

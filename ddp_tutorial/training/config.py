@@ -417,7 +417,10 @@ class TaskConfig(TrainConfig):
         ("batch_size", "per_device_train_batch_size"),
     )
 
-    task: str = Field("gpt", description="Task in `TASKS`: it builds the model, the data and the loss.")
+    task: str = Field(
+        "gpt",
+        description="`gpt`, or the import path of a `Task`, which builds the model, the data and the loss.",
+    )
     corpus: str = Field(
         "python",
         description="Data to train on: python, stories, text:, json:, parquet: or bin:PATH, or hub:OWNER/NAME.",
@@ -474,7 +477,9 @@ class TaskConfig(TrainConfig):
 
     @property
     def names_classes(self) -> bool:
-        """Whether the optimizer, the scheduler, the model or the loss is specified by its import path."""
+        """Whether the optimizer, the scheduler, the task, the model or the loss is specified by its import path."""
+        if is_import_path(self.task):
+            return True
         return super().names_classes or self.model.imported is not None or self.loss is not None
 
     @property

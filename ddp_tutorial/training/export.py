@@ -15,7 +15,7 @@ from ddp_tutorial.config import ConfigError, check
 from ddp_tutorial.files import directory_written_atomically, write_json
 from ddp_tutorial.runs.folder import folder_of
 from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer
-from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.config import TaskConfig, is_import_path
 from ddp_tutorial.training.evaluation import evaluate as evaluate_here
 from ddp_tutorial.training.gpt import GPT
 from ddp_tutorial.training.tasks import samples_of, task_of
@@ -36,11 +36,12 @@ def config_of(run: str | Path) -> TaskConfig:
 
 
 def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
-    """Return `config`. Raise `ConfigError` if it names a class, because a file must not decide what is executed."""
-    if config.model.imported is not None:
+    """Return `config`. Raise `ConfigError` if it imports its model: a file must not decide what is executed."""
+    imported = config.model.imported["class"] if config.model.imported else config.task
+    if config.model.imported or is_import_path(config.task):
         raise ConfigError(
-            f"{run} was trained with model.class={config.model.imported['class']}, and loading imports no code that a "
-            "run names; construct the model, and pass it to ddp_tutorial.load"
+            f"{run} was trained with the model of {imported}, and loading imports no code that a run names; construct "
+            "the model, and pass it to ddp_tutorial.load"
         )
     return config
 
@@ -65,7 +66,8 @@ def load(run: str | Path, model: nn.Module | None = None, *, best: bool = False)
         if model is None:
             # huggingface_hub prints a message, which would corrupt JSON on stdout
             with redirect_stdout(io.StringIO()):
-                return task_of(_without_imports(config_of(run), run)).load(where)
+                _without_imports(config_of(run), run)
+                return GPT.from_pretrained(where)
         load_weights(model, where)
         return model.eval()
     found, _ = latest_valid(World(), folder.checkpoints)

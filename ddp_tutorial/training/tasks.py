@@ -4,7 +4,8 @@
     results = launch(train, 2, config)      # two processes; launch(train, 1, config) does the same work in one
 
 `batch_size` is the number of samples in a step over all ranks, so one process and N ranks do the same work. To train
-your own model from config files and the command line, add it to `TASKS`.
+your own model and data from config files and the command line, define a `Task` in a module, and set `task` to its
+import path, such as `mymodule.DIGITS`.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,9 @@ from ddp_tutorial.sharding.sources import check_source, make_source
 from ddp_tutorial.sharding.token_files import largest_token
 from ddp_tutorial.sharding.tokenizer import BYTES, load_tokenizer, tokenize
 from ddp_tutorial.training.compilation import require_backend, require_compiler
-from ddp_tutorial.training.config import TaskConfig
+from ddp_tutorial.training.config import TaskConfig, is_import_path
 from ddp_tutorial.training.gpt import GPT, next_token_loss
-from ddp_tutorial.training.imported import check_arguments, construct, import_function
+from ddp_tutorial.training.imported import check_arguments, construct, import_function, import_object
 from ddp_tutorial.training.optimization import check_update
 from ddp_tutorial.training.strategies import mesh_of, micro_batches_per_rank, pipeline_of
 from ddp_tutorial.training.trainer import Trainer, TrainResult, with_steps
@@ -51,7 +52,6 @@ class Task:
     unit: str  # the unit of the loss's count
     units_per_sample: Callable[[TaskConfig], int]
     batch_like: Callable[[TaskConfig, int], Any]  # a batch with that number of samples, to estimate memory
-    load: Callable[[Any], nn.Module]  # loads the model from the folder where it was saved
 
 
 def _gpt(config: TaskConfig) -> nn.Module:
@@ -85,7 +85,6 @@ TASKS: dict[str, Task] = {
         batch_like=lambda config, samples: {
             "tokens": torch.zeros(samples, config.model.context + 1, dtype=torch.int64)
         },
-        load=GPT.from_pretrained,
     ),
 }
 
@@ -115,10 +114,15 @@ def is_readable(config: TaskConfig) -> bool:
 
 
 def task_of(config: TaskConfig) -> Task:
-    """Return the task that `config` names. Raise `ConfigError` if there is no such task."""
-    if config.task not in TASKS:
+    """Return the task that `config` names, or imports by its path. Raise `ConfigError` if there is no such task."""
+    if config.task in TASKS:
+        return TASKS[config.task]
+    if not is_import_path(config.task):
         raise ConfigError(f"unknown 'task' {config.task!r}.{did_you_mean(config.task, sorted(TASKS))}")
-    return TASKS[config.task]
+    found = import_object("task", config.task, lambda value: isinstance(value, Task))
+    if not isinstance(found, Task):
+        raise ConfigError(f"'task' must be the import path of a Task, got {config.task!r}, {type(found).__name__}")
+    return found
 
 
 def loss_of(config: TaskConfig) -> Loss:
@@ -209,6 +213,7 @@ def check_world(config: TaskConfig, ranks: int) -> None:
         require_compiler(config.compile, choose_device(config.device, local_size=ranks, backend=config.backend))
     if config.strategy == "accelerate":
         require_accelerate()
+    task_of(config)
     if config.names_classes:
         check_update(config)
         loss_of(config)
