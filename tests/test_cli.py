@@ -223,7 +223,7 @@ def test_devices_select_the_gpus_of_the_ranks_and_their_default_number(
         (("--devices", "0,1", "nprocs=3"), "--devices 0,1 selects 2 GPUs for 3 ranks on this machine"),
         (("--devices", "0,4"), "--devices 0,4: there is no GPU 4, torch found GPUs 0 to 3"),
         (("--devices", "1,1"), "--devices 1,1: a GPU is repeated"),
-        (("--devices", "0;1"), "such as 0,1,3; got '0;1'"),
+        (("--devices", "0;1"), "such as 0,1,3, got '0;1'"),
         (("--devices", "0", "device=cpu"), "--devices selects GPUs, but 'device' is cpu"),
     ],
 )
@@ -236,7 +236,7 @@ def test_invalid_devices_are_rejected_in_one_line(
 
 def test_mpi_is_rejected_with_its_reason() -> None:
     assert_refused_in_one_line(call("train", "tiny", "backend=mpi"), "built from source with an MPI library")
-    assert_refused_in_one_line(call("train", "tiny", "backend=ucc"), "'backend' should be 'auto', 'gloo' or 'nccl'")
+    assert_refused_in_one_line(call("train", "tiny", "backend=ucc"), "'backend' must be 'auto', 'gloo' or 'nccl'")
 
 
 def test_devices_on_a_machine_without_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

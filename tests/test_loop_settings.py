@@ -174,7 +174,7 @@ def test_a_wrong_interval_is_refused_in_one_line() -> None:
     for wrong in WRONG_INTERVALS:
         done = call("train", "tiny", wrong)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), wrong
-        assert "should be a number of steps, at least" in done.stderr, wrong
+        assert "must be a number of steps, at least" in done.stderr, wrong
     stream = call("train", "tiny", "source.kind=streamed", "eval_every=epoch", "--dry-run")
     assert "'eval_every' 'epoch' requires data of known length" in stream.stderr
     assert stream.returncode == 2
