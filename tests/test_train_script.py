@@ -4,11 +4,16 @@ Most runs are simulated: a fake run prints the lines and writes the checkpoint o
 and of the wrong answers are in `test_exercises`.
 """
 
+import ast
+import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from itertools import count, product
 from pathlib import Path
 from unittest import mock
@@ -25,6 +30,7 @@ from ddp_tutorial.exercises.plain_torch import train_script
 from ddp_tutorial.exercises.torchrun import Torchrun
 from ddp_tutorial.exercises.words import Line
 from ddp_tutorial.experiments.notebooks import NOTEBOOKS
+from ddp_tutorial.lessons import train_script as course
 
 SAVED, STOP = 17, 37  # steps, of the checkpoint that the kill leaves and of the end
 
@@ -251,17 +257,112 @@ def test_an_invalid_script_is_rejected_before_anything_starts(text, said, tmp_pa
     assert said in told
 
 
-# ------------------------------------------------------------------------------------------- the notebook's own script
+# ------------------------------------------------------------------------------------- the script of the notebooks
+
+DATA = NOTEBOOKS.parent / "data" / "digits"
+STAGES = [name[:2] for name in course.stages()]
+LAST = STAGES[-1]
+BASE_FOLDER = course.FOLDER
 
 
-def write_train_script(folder):
-    """Write the `train.py` of the cells of 06_plain_torch. Return the notebook's other code cells."""
-    notebook = nbformat.read(NOTEBOOKS / "06_plain_torch.ipynb", as_version=4)
-    code = [cell.source.partition("\n") for cell in notebook.cells if cell.cell_type == "code"]
-    parts = [body for first, _, body in code if first.startswith("%%writefile") and first.endswith("06/train.py")]
-    text = "\n".join(parts).replace("../data", str(NOTEBOOKS.parent / "data"))
-    (folder / "train.py").write_text(text)
-    return ["".join(cell) for cell in code if not cell[0].startswith("%%writefile")]
+def code_of(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def train(folder, nprocs, name, *options, script="train.py"):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}", script]
+    command += [f"{name}.pt", f"--data={DATA}", "--steps=32", "--every=8", "--dropout=0.2", "--cpu", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_notebook_06_writes_the_base_script_cell_by_cell():
+    cells = [cell.source.partition("\n") for cell in code_of(NOTEBOOKS / "06_plain_torch.ipynb")]
+    parts = [body for first, _, body in cells if first.startswith("%%writefile") and first.endswith("06/train.py")]
+    assert "\n".join(parts) + "\n" == course.script("06")
+
+
+def test_each_stage_is_named_after_a_notebook_and_changes_the_script():
+    assert len(set(map(course.script, STAGES))) == len(STAGES)
+    for name in course.stages():
+        assert (NOTEBOOKS / f"{name}.ipynb").is_file()
+    for number in STAGES:
+        tree = ast.parse(course.script(number))
+        imported = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not [each for each in imported if "ddp_tutorial" in each]
+
+
+def test_the_lines_that_a_notebook_shows_are_those_of_the_stage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        for cell in code_of(path):
+            if found := re.search(r"^write_stage\(\"(\d\d)\"\)$", cell.source, re.MULTILINE):
+                diff = course.write_stage(found[1])
+                assert Path("runs", found[1], "train.py").read_text() == course.script(found[1])
+                [data] = [output.data for output in cell.outputs if "data" in output]
+                assert (data["text/plain"], data["text/html"]) == (repr(diff), diff._repr_html_())
+                calls.append(found[1])
+    assert "07" in calls
+
+
+def test_a_stored_stage_is_the_edited_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(course, "FOLDER", shutil.copytree(BASE_FOLDER, tmp_path / "stages"))
+    edited = course.script(LAST).replace("F.cross_entropy", "F.nll_loss", 1) + "# <end>\n"
+    (tmp_path / "train.py").write_text(edited)
+    course.store_stage("99_test", tmp_path / "train.py")
+    assert course.script("99") == edited
+    diff = course.Diff(course.script(LAST), edited)
+    assert "+# &lt;end&gt;" in diff._repr_html_()
+    assert "-        loss = F.cross_entropy" in repr(diff)
+
+
+def test_a_patch_that_does_not_fit_names_the_stage_and_the_lines():
+    patch = "@@\n a\n-b\n+c\n"
+    assert course.apply("a\nb\n", patch, "07") == "a\nc\n"
+    for text, times in ("a\nc\n", 0), ("a\nb\na\nb\n", 2), ("aa\nb\n", 0):
+        with pytest.raises(ValueError, match=f"07: expected these lines exactly once, found them {times} times:\na\nb"):
+            course.apply(text, patch, "07")
+    with pytest.raises(ValueError, match="unknown stage '05': must be one of 06, 07"):
+        course.script("05")
+
+
+KILLED = """
+import os, signal, train
+save, saved = train.save, []
+def save_once(*arguments):
+    if saved and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved.append(save(*arguments))
+train.save = save_once
+train.main(train.parse_args())
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_last_stage_resumes_after_a_kill_and_equals_the_first_stage(tmp_path):
+    for number, name in ("06", "first"), (LAST, "train"):
+        (tmp_path / f"{name}.py").write_text(course.script(number))
+    (tmp_path / "killed.py").write_text(KILLED)
+    first, whole = train(tmp_path, 2, "first", script="first.py"), train(tmp_path, 2, "whole", "--workers=0")
+    killed = train(tmp_path, 2, "killed", script="killed.py")
+    assert killed.returncode == 1, killed.stderr
+    assert len(torch.load(tmp_path / "killed.pt")["losses"]) == 8
+    again = train(tmp_path, 2, "killed")
+    kinds = {"first": first, "whole": whole, "killed": again}
+    lines = {name: re.sub(r", [\d,]+ samples/s", "", run.stdout).splitlines() for name, run in kinds.items()}
+    assert first.returncode == whole.returncode == again.returncode == 0, [run.stderr for run in kinds.values()]
+    assert [line[:7] for line in lines["whole"]] == ["step 8:", "step 16", "step 24", "step 32", "validat"]
+    assert lines["whole"][-1].endswith("over 360 samples")
+    assert lines["whole"][1:] == lines["killed"]
+    assert lines["whole"] == lines["first"]
+    states = {name: torch.load(tmp_path / f"{name}.pt") for name in kinds}
+    for name in ("first", "killed"):
+        assert states[name]["losses"] == states["whole"]["losses"]
+        for key, weight in states["whole"]["model"].items():
+            assert torch.equal(states[name]["model"][key], weight)
 
 
 def train_in_parts(world, folder):
@@ -269,33 +370,87 @@ def train_in_parts(world, folder):
     sys.path.insert(0, str(folder))
     import train
 
-    with pytest.raises(ValueError, match="a multiple of the number of ranks, got 5 on 2 ranks"):
-        train.loader_of(train.digits("train"), 5, world.rank, world.size)
-    group_of_launch = {name: lambda *_: None for name in ("init_process_group", "destroy_process_group")}
-    with mock.patch.multiple(dist, **group_of_launch):
-        train.main(folder / "whole.pt", 6, 6)
-        train.main(folder / "resumed.pt", 3, 3)
+    def options(name, every):
+        args = [str(folder / name), f"--data={DATA}", "--steps=6", f"--every={every}", "--workers=0", "--cpu"]
+        return train.parse_args([*args, "--dropout=0.2", "--bf16"])
+
+    with mock.patch.object(dist, "init_process_group"):  # launch has initialized it
+        train.main(options("whole.pt", 6))
+        with mock.patch.object(train, "evaluate", side_effect=[(0, 0, 0)]):
+            save = train.save
+            stop = mock.Mock(side_effect=lambda *arguments: save(*arguments) or (_ for _ in ()).throw(KeyError))
+            with mock.patch.object(train, "save", stop), pytest.raises(KeyError):  # stopped after its first checkpoint
+                train.main(options("resumed.pt", 3))
         dist.barrier()
-        train.main(folder / "resumed.pt" if world.is_main else folder / "not there.pt", 6, 3)
-    return sorted(path.name for path in folder.glob("*.pt"))
+        train.main(options("resumed.pt" if world.is_main else "not there.pt", 3))
+    model, data = train.make_parts(options("", 1), torch.device("cpu"))["model"], train.Digits(DATA / "train.parquet")
+    evaluated = train.evaluate(model, data, options("", 1), torch.device("cpu"))
+    logits = model.eval()(data.pixels)
+    right = torch.nn.functional.cross_entropy(logits, data.digits).item(), int((logits.argmax(1) == data.digits).sum())
+    return sorted(path.name for path in folder.glob("*.pt")), evaluated, right
 
 
 def test_all_ranks_resume_when_only_rank_0_sees_the_checkpoint(tmp_path):
-    write_train_script(tmp_path)
-    for files in launch(train_in_parts, 2, tmp_path, device="cpu", threads=1, echo=False, timeout=100):
+    (tmp_path / "train.py").write_text(course.script(LAST))
+    for files, (loss, accuracy, samples), right in launch(
+        train_in_parts, 2, tmp_path, device="cpu", threads=1, echo=False, timeout=100
+    ):
         assert files == ["resumed.pt", "whole.pt"]
+        assert (loss, accuracy, samples) == (pytest.approx(right[0], abs=1e-5), right[1] / 1437, 1437)  # 719 and 718
     whole, resumed = torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "resumed.pt")
     assert len(whole["losses"]) == 6
     assert resumed["losses"] == whole["losses"]
     assert all(torch.equal(resumed["model"][name], weight) for name, weight in whole["model"].items())
 
 
-def test_rerunning_notebook_06_keeps_the_readers_script(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", ["06", LAST])
+def test_on_gpus_a_rank_uses_the_gpu_of_its_local_rank_and_nccl(number, monkeypatch):
+    script = types.ModuleType("train")
+    exec(compile(course.script(number), "train.py", "exec"), vars(script))
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    accelerator = mock.Mock(**{"current_accelerator.return_value": torch.device("cuda")})
+    with mock.patch.object(torch, "accelerator", accelerator), mock.patch.object(dist, "init_process_group") as joined:
+        assert script.setup(cpu=False) == torch.device("cuda", 1)
+        joined.assert_called_once_with("nccl", device_id=torch.device("cuda", 1))
+        accelerator.set_device_index.assert_called_once_with(torch.device("cuda", 1))
+        assert script.setup(cpu=True) == torch.device("cpu")
+        joined.assert_called_with("gloo", device_id=None)
+
+
+def test_the_batch_must_be_a_multiple_of_the_world_size():
+    script = types.ModuleType("train")
+    exec(compile(course.script(LAST), "train.py", "exec"), vars(script))
+    data, args = script.Digits(DATA / "held_out.parquet"), script.parse_args(["model.pt", "--workers=0"])
+    with pytest.raises(ValueError, match="--batch must be a multiple of the world size, got 48 on 5 ranks"):
+        script.make_loader(data, args, 0, 5)
+    loaders = [script.make_loader(data, args, rank, 3) for rank in range(3)]
+    whole = script.make_loader(data, args, 0, 1)
+    for parts, (pixels, digits) in zip(zip(*loaders, strict=True), whole, strict=True):
+        assert torch.equal(torch.stack([each[0] for each in parts], 1).flatten(0, 1), pixels)
+        assert torch.equal(torch.stack([each[1] for each in parts], 1).flatten(0, 1), digits)
+
+
+def test_the_slurm_job_of_notebook_06_is_valid_bash(tmp_path):
+    prose = [cell.source for cell in nbformat.read(NOTEBOOKS / "06_plain_torch.ipynb", as_version=4).cells]
+    [job] = re.findall(r"^```bash\n(.*?)^```$", "\n".join(prose), re.MULTILINE | re.DOTALL)
+    assert job.startswith("#!/bin/bash\n#SBATCH")
+    subprocess.run(["bash", "-n"], input=job, text=True, check=True)
+    assert vars(argparse_of(job))["batch"] == 512
+
+
+def argparse_of(job):
+    script = types.ModuleType("train")
+    exec(compile(course.script(LAST), "train.py", "exec"), vars(script))
+    return script.parse_args(shlex.split(job.partition("train.py")[2]))
+
+
+def test_running_notebook_06_again_keeps_the_readers_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cells = write_train_script(tmp_path)
+    cells = [cell.source for cell in code_of(NOTEBOOKS / "06_plain_torch.ipynb")]
     [clears] = [cell for cell in cells if "rmtree" in cell]
     [writes_stub] = [cell for cell in cells if "NotImplementedError" in cell and "MINE" in cell]
-    names = {"Path": Path, "shutil": shutil}
+    names = {"Path": Path, "shutil": shutil, "NOTEBOOKS": NOTEBOOKS}
     exec(clears, names)
     exec(writes_stub, names)
     stub = names["MINE"].read_text()

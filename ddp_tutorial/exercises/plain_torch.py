@@ -1,10 +1,8 @@
-"""Exercises of 06_plain_torch: where a run resumes, one step with torch's own DDP, and a complete script."""
+"""Exercises of 06_plain_torch: the step to resume from, one step with torch's own DDP, and a complete script."""
 
 import ast
 import os
-from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -15,84 +13,81 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_tutorial.exercises import Answer, Exercise, WrongAnswerError, expect, numbers, on_ranks
 from ddp_tutorial.exercises.torchrun import Torchrun
 from ddp_tutorial.exercises.words import course, lines_of, make_words, wrong_after_resuming, wrong_from_the_start
 from ddp_tutorial.world import World
 
-# --------------------------------------------------------------------------------------------------- 1. where to resume
+# ------------------------------------------------------------------------------------------- 1. the step to resume from
+
+_ON_DISK = (  # the steps of the checkpoints that each of three ranks has
+    ((20, 40), (20, 40), (20, 40)),
+    ((20, 40, 60), (20, 60), (40, 20)),
+    ((60, 20, 40), (40, 60), (20, 60, 40)),
+    ((20,), (40,), (60,)),
+    ((), (20,), (20, 40)),
+)
 
 
-def _loader() -> Any:
-    """Return the loader of rank 1 of 2 over 24 samples, with 4 batches per epoch."""
-    samples = range(24)
-    return DataLoader(samples, 3, sampler=DistributedSampler(samples, 2, 1, seed=3))  # type: ignore[arg-type]
+def _find_steps(world: World, answer: Answer) -> list[Any]:
+    return [answer(list(steps[world.rank])) for steps in _ON_DISK]
 
 
-def _all_batches(epochs: int) -> list[list[list[int]]]:
-    loader, found = _loader(), []
-    for epoch in range(epochs):
-        loader.sampler.set_epoch(epoch)
-        found.append([batch.tolist() for batch in loader])
-    return found
+def _test_common_step(answer: Answer) -> str:
+    stuck = (
+        "A rank waits forever for the others. Every rank must enter the same collectives, even without a checkpoint."
+    )
+    results = on_ranks(_find_steps, 3, answer, stuck=stuck, timeout=30)
+    for number, steps in enumerate(_ON_DISK):
+        got = [result[number] for result in results]
+        right = max(set(steps[0]).intersection(*steps[1:]), default=0)
+        case = f"Three ranks have the checkpoints {', '.join(map(str, map(list, steps)))}."
+        expect(all(each == got[0] for each in got), f"{case} All ranks must return the same step, got {got}.")
+        expect(got[0] == right, f"{case} The latest step that all of them have is {right}, got {got[0]}.")
+    return "All ranks resume from the latest checkpoint that each of them has."
 
 
-def _test_position(answer: Answer) -> str:
-    epochs = _all_batches(3)
-    for step in (0, 1, 3, 4, 6, 8, 11):
-        epoch, taken = divmod(step, 4)
-        got = [batch.tolist() for batch in islice(answer(_loader(), step), 13)]
-        left = epochs[epoch][taken:]
-        case = f"After {step} steps with 4 batches per epoch, the remaining batches must be {left}, got {got}."
-        found = [number for number, batches in enumerate(epochs) if got and got[-1] in batches]
-        expect(not found or epoch in found, f"{case} Your batches are from epoch {max(found, default=0)}, not {epoch}.")
-        expect(got == left or len(got) == len(left), f"{case} {taken} batches of this epoch are already done.")
-        expect(got == left, case)
-    return "A run that resumes after any step reads the same batches as an uninterrupted run."
+def _common_step(steps: list[int]) -> int:
+    lists: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, steps)
+    return max(set(lists[0]).intersection(*lists[1:]), default=0)
 
 
-def _position(loader: Any, step: int) -> Iterator[Any]:
-    epoch, taken = divmod(step, len(loader))
-    loader.sampler.set_epoch(epoch)
-    return islice(loader, taken, None)
+def _own_latest(steps: list[int]) -> int:
+    return max(steps, default=0)
 
 
-def _position_without_epoch(loader: Any, step: int) -> Iterator[Any]:
-    return islice(loader, step % len(loader), None)
+def _latest_of_rank_0(steps: list[int]) -> int:
+    latest = torch.tensor([max(steps, default=0)])
+    dist.broadcast(latest, src=0)
+    return int(latest)
 
 
-def _position_from_the_start(loader: Any, step: int) -> Iterator[Any]:
-    loader.sampler.set_epoch(step // len(loader))
-    return iter(loader)
+def _smallest_latest(steps: list[int]) -> int:
+    latest = torch.tensor([max(steps, default=0)])
+    dist.all_reduce(latest, op=dist.ReduceOp.MIN)
+    return int(latest)
 
 
-def _position_by_step(loader: Any, step: int) -> Iterator[Any]:
-    loader.sampler.set_epoch(step)
-    return islice(loader, step % len(loader), None)
+def _common_unless_empty(steps: list[int]) -> int:
+    return _common_step(steps) if steps else 0
 
 
-def _position_one_too_far(loader: Any, step: int) -> Iterator[Any]:
-    epoch, taken = divmod(step, len(loader))
-    loader.sampler.set_epoch(epoch)
-    return islice(loader, taken + 1, None)
-
-
-position = Exercise(
-    task="position(loader, step): return an iterator over the remaining batches of the epoch after `step` steps.",
-    test=_test_position,
-    solution=_position,
+common_step = Exercise(
+    task="common_step(steps): return the latest step whose checkpoint every rank has, or 0 if there is none.",
+    test=_test_common_step,
+    solution=_common_step,
     wrong={
-        "forgets set_epoch": _position_without_epoch,
-        "starts the epoch over": _position_from_the_start,
-        "uses the step as the epoch": _position_by_step,
-        "skips one batch": _position_one_too_far,
+        "returns the latest step of each rank": _own_latest,
+        "lets rank 0 decide": _latest_of_rank_0,
+        "returns the smallest of the latest steps": _smallest_latest,
+        "enters no collective without a checkpoint": _common_unless_empty,
     },
     hints=(
-        "len(loader) is the number of batches per epoch.",
-        "loader.sampler is the DistributedSampler. Set its epoch before you iterate over the loader.",
-        "itertools.islice(loader, n, None) skips the first n batches.",
+        "The smallest of the ranks' latest steps is not always a step that all ranks have.",
+        "dist.all_gather_object sends the list of each rank to all ranks. The lists may have different lengths.",
+        "The intersection of sets contains the common steps. max(..., default=0) covers the empty intersection.",
     ),
 )
 

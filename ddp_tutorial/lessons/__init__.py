@@ -1,5 +1,5 @@
 """Algorithms written out to be read, not to be used: the notebooks explain and measure them.
 
 `all_reduce` sums tensors over ranks around a ring and along a tree, with nothing but send and receive. Training uses
-`torch.distributed`.
+`torch.distributed`. `train_script` contains the training script in plain PyTorch that grows from notebook to notebook.
 """

@@ -1,0 +1,193 @@
+"""Train a classifier of handwritten digits: `torchrun --nproc-per-node=2 train.py model.pt`. Rerun it to resume."""
+
+import os
+import time
+from argparse import ArgumentParser, Namespace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+def setup(cpu: bool) -> torch.device:
+    """Join the process group, and return the device of this rank. Collective."""
+    device = torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator and not cpu:
+        device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))  # not RANK: it counts over all machines
+        torch.accelerator.set_device_index(device)
+    backend = dist.get_default_backend_for_device(device)  # "gloo" for CPUs, "nccl" for NVIDIA and AMD GPUs
+    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    return device
+
+
+class Digits(Dataset):
+    """Images of 8 x 8 pixels and their digits, with noise of size `noise` that differs between epochs."""
+
+    def __init__(self, path: Path, noise: float = 0.0) -> None:
+        table = pyarrow.parquet.read_table(path)
+        self.pixels = torch.tensor(table["pixels"].to_pylist()) / 16
+        self.digits = torch.tensor(table["digit"].to_pylist())
+        self.noise, self.epoch = noise, 0
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # The seed depends on the epoch and the sample only, not on the rank or worker that reads the sample.
+        generator = torch.Generator().manual_seed(self.epoch * len(self) + index)
+        return self.pixels[index] + self.noise * torch.randn(64, generator=generator), self.digits[index]
+
+
+def make_loader(data: Digits, args: Namespace, rank: int, size: int) -> DataLoader:
+    """Return the loader of this rank's part of each batch."""
+    if args.batch % size:
+        raise ValueError(f"--batch must be a multiple of the world size, got {args.batch} on {size} ranks")
+    # Rank r of N reads positions r, r + N, r + 2N, ... of a permutation that is the same on all ranks.
+    sampler = DistributedSampler(data, size, rank, drop_last=True)
+    return DataLoader(
+        data,
+        args.batch // size,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=args.workers,
+        pin_memory=torch.accelerator.is_available(),
+        generator=torch.Generator().manual_seed(rank),  # without it, each epoch would advance the rank's own RNG
+    )
+
+
+def make_parts(args: Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the parts of the training state that have a state dict."""
+    torch.manual_seed(0)  # the same weights in every run; DDP sends those of rank 0 to the other ranks
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(64, 10)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=args.steps)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train_step(ddp: nn.Module, parts: dict[str, Any], batch: Any, args: Namespace, device: torch.device) -> Tensor:
+    """Take one optimizer step, and return the loss of this rank's part of the batch. Collective."""
+    pixels, digits = (tensor.to(device, non_blocking=True) for tensor in batch)
+    with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):  # not around backward
+        loss = F.cross_entropy(ddp(pixels), digits)
+    loss.backward()  # DDP averages the gradients over the ranks
+    parts["optimizer"].step()
+    parts["scheduler"].step()
+    parts["optimizer"].zero_grad()
+    return loss.detach()
+
+
+def mean_over_ranks(losses: list[Tensor]) -> list[float]:
+    """Return the mean of each loss over the ranks, whose parts of a batch are equal. Collective."""
+    dist.all_reduce(stacked := torch.stack(losses), op=dist.ReduceOp.AVG)
+    return stacked.tolist()  # waits for the device
+
+
+def log(message: str) -> None:
+    """Print a message once, on rank 0."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def generators(device: torch.device) -> list[Any]:
+    """Return the modules with the default random number generators: of the CPU, and of the accelerator if in use."""
+    return [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+
+
+def save(path: Path, parts: dict[str, Any], losses: list[float], device: torch.device) -> None:
+    """Save the training state. Collective."""
+    rng: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rng, [module.get_rng_state() for module in generators(device)])
+    if dist.get_rank() == 0:
+        aside = path.with_suffix(".part")
+        with aside.open("wb") as file:
+            torch.save({name: part.state_dict() for name, part in parts.items()} | {"losses": losses, "rng": rng}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)  # atomic: a crash at any moment leaves the old checkpoint or the new one
+
+
+def resume(path: Path, parts: dict[str, Any], device: torch.device) -> list[float]:
+    """Load the training state if rank 0 has a checkpoint, and return the losses of the steps so far. Collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1 + rank)  # a different dropout mask on each rank
+    saved = [torch.load(path, map_location="cpu") if rank == 0 and path.exists() else None]
+    dist.broadcast_object_list(saved, device=device)  # rank 0 decides: another rank may not see the file
+    if saved[0] is None:
+        return []
+    for name, part in parts.items():
+        part.load_state_dict(saved[0][name])
+    if len(saved[0]["rng"]) == size:  # on a different number of ranks, the saved states fit no rank
+        for module, state in zip(generators(device), saved[0]["rng"][rank], strict=False):
+            module.set_rng_state(state)
+    return saved[0]["losses"]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Digits, args: Namespace, device: torch.device) -> tuple[float, float, int]:
+    """Return the mean loss, the accuracy and the number of samples, over all ranks. Collective."""
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    model.eval()  # without DDP: its forward pass may communicate, and the ranks may have different numbers of batches
+    for part in torch.arange(dist.get_rank(), len(data), dist.get_world_size()).split(args.batch):
+        logits, digits = model(data.pixels[part].to(device)), data.digits[part].to(device)
+        total[0] += F.cross_entropy(logits, digits, reduction="sum")
+        total[1] += (logits.argmax(1) == digits).sum()
+        total[2] += len(digits)
+    model.train()
+    dist.all_reduce(total)  # sums and counts, so that every sample has the same weight
+    loss, correct, count = total.tolist()
+    return loss / count, correct / count, int(count)
+
+
+def main(args: Namespace) -> None:
+    """Train up to step `args.steps`, and evaluate."""
+    device = setup(args.cpu)
+    data = Digits(args.data / "train.parquet", noise=0.1)
+    loader = make_loader(data, args, dist.get_rank(), dist.get_world_size())
+    parts = make_parts(args, device)
+    losses = resume(args.checkpoint, parts, device)
+    ddp = DistributedDataParallel(parts["model"], device_ids=None if device.type == "cpu" else [device])
+    step, new, begin = len(losses), [], time.perf_counter()
+    while step < args.steps:
+        data.epoch, done = divmod(step, len(loader))
+        loader.sampler.set_epoch(data.epoch)  # otherwise, every epoch uses the same order
+        for batch in islice(loader, done, done + args.steps - step):
+            new.append(train_step(ddp, parts, batch, args, device))
+            step += 1
+            if step % args.every == 0 or step == args.steps:
+                means = mean_over_ranks(new)
+                speed = args.batch * len(means) / (time.perf_counter() - begin)
+                log(f"step {step}: mean loss {sum(means) / len(means):.4f}, {speed:,.0f} samples/s")
+                losses += means
+                save(args.checkpoint, parts, losses, device)
+                new, begin = [], time.perf_counter()
+    loss, accuracy, count = evaluate(parts["model"], Digits(args.data / "held_out.parquet"), args, device)
+    log(f"validation: loss {loss:.4f}, accuracy {accuracy:.4f} over {count} samples")
+
+
+def parse_args(arguments: list[str] | None = None) -> Namespace:
+    """Return the options of the command line."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--data", type=Path, default="../data/digits", help="folder with the two files of samples")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=20, help="steps from one checkpoint to the next")
+    parser.add_argument("--batch", type=int, default=48, help="samples per step, over all ranks")
+    parser.add_argument("--workers", type=int, default=1, help="processes per rank that load samples")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument("--cpu", action="store_true", help="do not use an accelerator")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    dist.destroy_process_group()
+    os._exit(0)  # DDP's gloo threads may outlive the group, and abort or block Python's shutdown (torch 2.13)
