@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import slurm
 from ddp_tutorial import launch
 from ddp_tutorial.exercises import WrongAnswerError, plain_torch, torchrun, words
 from ddp_tutorial.exercises.plain_torch import train_script
@@ -431,18 +432,35 @@ def test_the_batch_must_be_a_multiple_of_the_world_size():
         assert torch.equal(torch.stack([each[1] for each in parts], 1).flatten(0, 1), digits)
 
 
-def test_the_slurm_job_of_notebook_06_is_valid_bash(tmp_path):
-    prose = [cell.source for cell in nbformat.read(NOTEBOOKS / "06_plain_torch.ipynb", as_version=4).cells]
-    [job] = re.findall(r"^```bash\n(.*?)^```$", "\n".join(prose), re.MULTILINE | re.DOTALL)
-    assert job.startswith("#!/bin/bash\n#SBATCH")
-    subprocess.run(["bash", "-n"], input=job, text=True, check=True)
-    assert vars(argparse_of(job))["batch"] == 512
+def slurm_job():
+    """The sbatch file in the text of notebook 06."""
+    cells = nbformat.read(NOTEBOOKS / "06_plain_torch.ipynb", as_version=4).cells
+    [job] = re.findall(r"^```bash\n(.*?)^```$", "\n".join(cell.source for cell in cells), re.MULTILINE | re.DOTALL)
+    return job
 
 
-def argparse_of(job):
+def test_the_slurm_job_of_notebook_06_passes_valid_options():
     script = types.ModuleType("train")
-    exec(compile(course.script(LAST), "train.py", "exec"), vars(script))
-    return script.parse_args(shlex.split(job.partition("train.py")[2]))
+    exec(compile(course.script("06"), "train.py", "exec"), vars(script))
+    args = script.parse_args(shlex.split(slurm_job().partition("train.py")[2]))
+    assert (args.batch, args.cpu) == (512, False)
+
+
+@pytest.mark.slurm
+def test_the_slurm_job_of_notebook_06_trains_on_two_nodes(workdir):
+    if why := slurm.missing():
+        pytest.skip(why)
+    job = re.sub(r"#SBATCH --(gpus-per-node|cpus-per-task)=.*\n", "", slurm_job())  # a node here has one core
+    job = job.replace("srun torchrun", f"srun {sys.executable} -m torch.distributed.run")
+    job = job.replace("--nproc-per-node=8", "--nproc-per-node=1")
+    job = re.sub("--data=digits --batch=512", f"--data={DATA} --steps=20 --cpu", job)
+    Path("train.py").write_text(course.script("06"))
+    Path("job.sh").write_text(job)
+    with slurm.Slurm() as cluster:
+        submitted = cluster("sbatch", "--parsable", "--output=printed.txt", "job.sh")
+        cluster.until_state(int(submitted.stdout), "COMPLETED")
+    assert re.search("step 20: mean loss .*\nvalidation: .* over 360 samples", Path("printed.txt").read_text())
+    assert len(torch.load("model.pt")["rng"]) == 2
 
 
 def test_running_notebook_06_again_keeps_the_readers_script(tmp_path, monkeypatch):
