@@ -59,9 +59,9 @@ class World:
     def __post_init__(self) -> None:
         """Validate the ranks, and choose the backend."""
         if not 0 <= self.rank < self.size:
-            raise ConfigError(f"rank must be from 0 to {self.size - 1}, got {self.rank} (world size {self.size})")
+            raise ConfigError(f"rank must be between 0 and {self.size - 1}, got {self.rank} (world size {self.size})")
         if not 0 <= self.local_rank < self.local_size:
-            raise ConfigError(f"local rank must be from 0 to {self.local_size - 1}, got {self.local_rank}")
+            raise ConfigError(f"local rank must be between 0 and {self.local_size - 1}, got {self.local_rank}")
         object.__setattr__(self, "backend", choose_backend(self.backend, self.device))
 
     @property

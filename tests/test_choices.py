@@ -152,7 +152,7 @@ def test_partial_overlap_is_between_full_and_no_overlap() -> None:
     assert seconds("ddp", 0.25) == 8.75
     for kind in ("ddp", "zero1", "zero2", "zero3"):
         assert seconds(kind, 0.25) == pytest.approx(0.75 * seconds(kind, 0) + 0.25 * seconds(kind, 1))
-    with pytest.raises(ValueError, match="overlap must be from 0 to 1"):
+    with pytest.raises(ValueError, match="overlap must be between 0 and 1"):
         Work(parameters=2, per_sample=3, overlap=1.5)
 
 

@@ -221,7 +221,7 @@ def test_devices_select_the_gpus_of_the_ranks_and_their_default_number(
     ("arguments", "told"),
     [
         (("--devices", "0,1", "nprocs=3"), "--devices 0,1 selects 2 GPUs for 3 ranks on this machine"),
-        (("--devices", "0,4"), "--devices 0,4: there is no GPU 4, torch found GPUs 0 to 3"),
+        (("--devices", "0,4"), "--devices 0,4: there is no GPU 4; torch found GPUs 0 to 3"),
         (("--devices", "1,1"), "--devices 1,1: a GPU is repeated"),
         (("--devices", "0;1"), "such as 0,1,3, got '0;1'"),
         (("--devices", "0", "device=cpu"), "--devices selects GPUs, but 'device' is cpu"),

@@ -218,7 +218,7 @@ def test_a_model_and_a_loss_in_the_current_directory_are_trained_by_their_import
     assert function["eval_loss"] == pytest.approx(default["eval_loss"], abs=1e-5)
     assert abs(smoothed["eval_loss"] - default["eval_loss"]) > 1e-4
     refused = call("evaluate", "default")
-    assert (refused.returncode, "imports no code that a run names" in refused.stderr) == (2, True)
+    assert (refused.returncode, "never imports its code" in refused.stderr) == (2, True)
     planned = call("train", "tiny", *BIGRAM, "loss=mine.plain", "device=cpu", "--dry-run")
     assert (planned.returncode, "4,352 parameters" in planned.stdout) == (0, True), planned
 

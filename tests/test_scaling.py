@@ -135,7 +135,7 @@ def test_noise_does_not_make_a_fit_impossible() -> None:
 def test_invalid_values_are_rejected() -> None:
     with pytest.raises(ValueError, match="must grow with the number of samples"):
         fit_step({8: 2.0, 32: 1.0}, (32, 1.0), {1000: 0.1, 10**6: 0.2}, (32, 1.0), nbytes=10**6)
-    with pytest.raises(ValueError, match="overlap must be from 0 to 1"):
+    with pytest.raises(ValueError, match="overlap must be between 0 and 1"):
         replace(BY_HAND, overlap=1.1)
     with pytest.raises(ValueError, match="per_sample must be above 0"):
         replace(BY_HAND, per_sample=0)

@@ -37,7 +37,7 @@ def run_bench(name: str, repeats: int) -> dict[str, Any]:
     """Run one benchmark and return its report.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: If the name is unknown.
     """
     from ddp_tutorial.config import ConfigError, did_you_mean
 

@@ -194,7 +194,7 @@ def run_attempt(
         start: The multiprocessing start method.
 
     Raises:
-        RuntimeError: The ranks hang, or fail without an injected failure.
+        RuntimeError: If the ranks hang, or fail without an injected failure.
     """
     context: Any = multiprocessing.get_context(start)
     here = Path.cwd()

@@ -86,7 +86,7 @@ def measure_chaos(
         changed file. `left` counts the processes left behind.
 
     Raises:
-        RuntimeError: A run does not finish.
+        RuntimeError: If a run does not finish.
     """
     fills, apart = kills // 4 if fills is None else fills, kills // 8 if apart is None else apart
     before = Path.cwd()

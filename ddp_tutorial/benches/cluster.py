@@ -70,7 +70,7 @@ def measure(repeats: int) -> dict[str, Any]:
     The report contains measured and predicted values.
 
     Raises:
-        ConfigError: A cluster cannot be created.
+        ConfigError: If a cluster cannot be created.
     """
     samples: Samples = {}
     ratios: dict[str, tuple[str, str]] = {}

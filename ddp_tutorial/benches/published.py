@@ -80,7 +80,7 @@ def reproduce(name: str, repeats: int) -> dict[str, Any]:
     """Run the benchmark of a table, and return the benchmark's report with the rows of the table as `rows`.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: If the name is unknown.
     """
     from ddp_tutorial.config import ConfigError, did_you_mean
 

@@ -110,7 +110,7 @@ def torchrun(name: str, planned_kills: Sequence[tuple[int, int]]) -> Path:
         The folder with the notes of the attempts.
 
     Raises:
-        RuntimeError: The run does not finish.
+        RuntimeError: If the run does not finish.
     """
     notes = Path(f"notes-{name}").resolve()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]

@@ -141,8 +141,8 @@ def _require_seen(world: World, folder: Path) -> None:
     others = [str(rank) for rank, each in enumerate(seen) if each != seen[0]]
     if others:
         raise ConfigError(
-            f"rank {', '.join(others)} does not find {folder}, from which rank 0 would resume: the ranks do not share "
-            f"the folder. {SHARE}"
+            f"{folder}, from which rank 0 would resume, does not exist on rank {', '.join(others)}: the ranks do not "
+            f"share the folder. {SHARE}"
         )
 
 

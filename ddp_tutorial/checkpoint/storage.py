@@ -1,8 +1,8 @@
 """Write the state of a component to files, and read it back.
 
 A flat dict of tensors becomes a safetensors file. Any other state becomes a `.pt` file of plain values, which torch
-loads without executing code. Sharded tensors are written and read by torch's distributed checkpoint, also in the
-safetensors format.
+loads without executing code. Sharded tensors are written and read by torch's distributed checkpoint, in its own format
+or as safetensors.
 """
 
 import warnings
@@ -40,8 +40,8 @@ def check_plain(states: Mapping[str, State]) -> None:
     for where, value in (leaf for name, state in states.items() for leaf in named_leaves(name, state)):
         if not isinstance(value, _PLAIN):
             raise CheckpointError(
-                f"{where} is of type {type(value).__name__}, which cannot be loaded without executing code. State is "
-                "tensors, numbers, text, None, and dicts, lists and tuples of them."
+                f"{where} is of type {type(value).__name__}, which cannot be loaded without executing code. State can "
+                "contain tensors, numbers, text, None, and dicts, lists and tuples of them."
             )
 
 

@@ -45,7 +45,7 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
     """Return the next packet and its files.
 
     Raises:
-        EOFError: The other side has exited.
+        EOFError: If the other side has exited.
     """
     try:
         data, fds, _, _ = socket.recv_fds(channel, LARGEST, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)

@@ -58,8 +58,8 @@ class BoxClient:
         """Start the box.
 
         Raises:
-            ConfigError: This system does not support a cluster.
-            FailedError: The box failed to start.
+            ConfigError: If this system does not support a cluster.
+            FailedError: If the box failed to start.
         """
         _check_system()
         refused = ""
@@ -130,9 +130,9 @@ class BoxClient:
             fds: Open files to pass with the request.
 
         Raises:
-            ConfigError: The box rejects the request.
-            FailedError: The request failed, or the box has exited.
-            RuntimeError: The box has not been started.
+            ConfigError: If the box rejects the request.
+            FailedError: If the request failed, or the box has exited.
+            RuntimeError: If the box has not been started.
         """
         answer = self._ask(name, *args, fds=fds)
         with suppress(IndexError):

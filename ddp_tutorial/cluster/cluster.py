@@ -67,7 +67,7 @@ class Cluster:
             folder: Working directory of the nodes.
 
         Raises:
-            ConfigError: A setting is invalid. The `with` statement raises it if the system does not support a cluster;
+            ConfigError: If a setting is invalid. The `with` statement raises it if the system cannot run a cluster;
                 `unsupported_reason()` returns the reason instead.
         """
         if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= network.MOST_NODES:
@@ -173,7 +173,7 @@ class Cluster:
             line: Called as `line(node, text)` for each output line.
 
         Raises:
-            TimeoutError: A command is still running after `timeout` seconds. All commands are killed.
+            TimeoutError: If a command is still running after `timeout` seconds. All commands are killed.
         """
 
         def begin(node: int) -> Process:
@@ -255,8 +255,8 @@ class Cluster:
                 cable.
 
         Raises:
-            RankError: A rank failed. The other ranks are killed after a short grace period.
-            RankTimeoutError: The ranks did not return within `timeout`.
+            RankError: If a rank failed. The other ranks are killed after a short grace period.
+            RankTimeoutError: If the ranks did not return within `timeout`.
         """
         if nodes is not None:
             self._check(nodes - 1)
@@ -314,7 +314,7 @@ class Cluster:
         """Wait for all processes, and return their results.
 
         Raises:
-            TimeoutError: A process is still running after `timeout` seconds. The remaining processes are killed.
+            TimeoutError: If a process is still running after `timeout` seconds. The remaining processes are killed.
         """
         try:
             wait(processes, timeout)
@@ -374,7 +374,7 @@ class Cluster:
 
     def _check(self, node: int) -> None:
         if not isinstance(node, int) or not 0 <= node < len(self):
-            raise ConfigError(f"node must be from 0 to {len(self) - 1}, got {node!r}")
+            raise ConfigError(f"node must be between 0 and {len(self) - 1}, got {node!r}")
 
 
 def unsupported_reason(delay: str | None = None) -> str:
@@ -383,7 +383,7 @@ def unsupported_reason(delay: str | None = None) -> str:
     The function starts a cluster with one node to find out.
 
     Raises:
-        FailedError: The cluster fails for a reason other than a missing feature, which indicates a defect.
+        FailedError: If the cluster fails for a reason other than a missing feature, which indicates a defect.
     """
     try:
         with Cluster(1, "1gbit", delay):

@@ -55,7 +55,7 @@ def parse_delay(delay: str) -> float:
     """Convert a delay such as `"0.5ms"` to seconds.
 
     Raises:
-        ConfigError: The unit is missing, or the delay is out of range.
+        ConfigError: If the unit is missing, or the delay is out of range.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", str(delay).strip().lower())
     if found is None:

@@ -63,14 +63,16 @@ def bits_per_second(rate: str) -> float:
     """Convert a rate such as `"100mbit"` to bits per second.
 
     Raises:
-        ConfigError: The unit is missing, or the rate is out of range.
+        ConfigError: If the unit is missing, or the rate is out of range.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", str(rate).strip().lower())
     if found is None:
         raise ConfigError(f"rate must be a number with a unit (kbit, mbit or gbit), such as '1gbit', got {rate!r}")
     bits = float(found[1]) * _UNITS[found[2]]
     if not 8e3 <= bits <= _FASTEST:
-        raise ConfigError(f"rate must be from 8kbit to {_FASTEST / 1e9:.0f}gbit, got {rate!r}. For no limit, omit it")
+        raise ConfigError(
+            f"rate must be between 8kbit and {_FASTEST / 1e9:.0f}gbit, got {rate!r}. Omit it for no limit"
+        )
     return bits
 
 
@@ -124,7 +126,7 @@ class Network:
             delayed: Whether `divert` will be called.
 
         Raises:
-            ConfigError: The kernel does not support a required feature.
+            ConfigError: If the kernel does not support a required feature.
         """
         self.bits = bits_per_second(rate) if rate else None
         self.frame_seconds = _DELAYED_FRAME_SECONDS if delayed else _FRAME_SECONDS

@@ -52,7 +52,7 @@ class Process:
         """Wait until the process exits, and return its result.
 
         Raises:
-            TimeoutError: The process is still running after `timeout` seconds. It is not killed.
+            TimeoutError: If the process is still running after `timeout` seconds. It is not killed.
         """
         wait([self], timeout)
         return self.poll_result()
@@ -101,7 +101,7 @@ def wait(processes: Sequence[Process], timeout: float | None = None, until: Call
     """Read the output of processes until all have exited or `until()` returns true.
 
     Raises:
-        TimeoutError: A process is still running after `timeout` seconds.
+        TimeoutError: If a process is still running after `timeout` seconds.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     with selectors.DefaultSelector() as selector:

@@ -22,7 +22,7 @@ def assign_buckets(nbytes: Sequence[int], kinds: Sequence[object], cap: float, f
         first_cap: The same for the first bucket of each kind.
 
     Returns:
-        The indices of the gradients of each bucket. Buckets are in the order in which they are complete.
+        The indices of the gradients of each bucket. Buckets are in the order in which they become complete.
     """
     buckets: list[list[int]] = []
     open_bucket: dict[object, list[int]] = {}

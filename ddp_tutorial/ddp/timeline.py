@@ -138,7 +138,7 @@ class Recorder:
         """Split the backward pass of PyTorch's DDP, which returns only after the last all-reduce.
 
         The time until the last bucket was issued stays backward. The remaining time is spent waiting, and is recorded
-        as `finish`, where the other variants wait.
+        as `finish`, the phase in which the other variants wait.
         """
         for place, span in enumerate(self.spans):
             within = [each for each in self._issued if span.start <= each.issued <= span.end]

@@ -353,7 +353,7 @@ class BucketDDP(DataParallel):
         broadcast_tensors(self.world, self.buffers)
 
     def _rebuild(self) -> None:
-        """Rebuild the buckets in the order in which rank 0's gradients arrived, followed by those that did not."""
+        """Rebuild the buckets in the order in which rank 0's gradients arrived, then add the gradients that did not."""
         self._rebuilt = True
         never = [index for index in range(len(self.trainable))[::-1] if index not in self._arrived]
         self._build(from_rank_zero(self.world, [*self._arrived, *never]))

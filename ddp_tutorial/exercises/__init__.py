@@ -237,7 +237,7 @@ def on_ranks(run: Callable[..., Any], nprocs: int, *args: Any, stuck: str, timeo
     """Run a check on real ranks, and return the result of each rank.
 
     Raises:
-        WrongAnswerError: A rank has not returned after `timeout` seconds. The message starts with `stuck`.
+        WrongAnswerError: If a rank has not returned after `timeout` seconds. The message starts with `stuck`.
     """
     try:
         return launch(run, nprocs, *args, device="cpu", timeout=timeout)  # the output of the answer is shown

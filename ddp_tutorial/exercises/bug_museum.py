@@ -23,8 +23,8 @@ def _judge(programs: dict[str, Program]) -> None:
     """Check `programs` against all laws.
 
     Raises:
-        WrongAnswerError: A program breaks a law.
-        NotImplementedError: The answer raises it.
+        WrongAnswerError: If a program breaks a law.
+        NotImplementedError: If the answer raises it.
     """
     try:
         found = examine(programs, timeout=_SECONDS)

@@ -385,7 +385,7 @@ def _steps_left(sampler: Any, where: str) -> list[list[int]]:
     """Return the steps that a sampler yields.
 
     Raises:
-        WrongAnswerError: A step is not a list of numbers, or the sampler never stops.
+        WrongAnswerError: If a step is not a list of numbers, or the sampler never stops.
     """
     try:
         steps = list(islice(iter(sampler), _MANY))

@@ -89,7 +89,7 @@ class Torchrun:
             The exit code of torchrun, or None if `enough` was true first.
 
         Raises:
-            WrongAnswerError: The ranks wait for each other, or the run exceeds its time limit.
+            WrongAnswerError: If the ranks wait for each other, or the run exceeds its time limit.
         """
         alive, printed, computed, look = time.monotonic(), "", 0.0, 0.0
         while (code := self.agent.poll()) is None:

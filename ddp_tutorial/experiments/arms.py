@@ -62,7 +62,7 @@ def make_step(config: TaskConfig, world: World) -> TrainStep:
     """Return a step of the task that `config` specifies. Collective.
 
     Raises:
-        ConfigError: The dataset contains fewer samples than there are ranks.
+        ConfigError: If the dataset contains fewer samples than there are ranks.
     """
     return make_train_step(model_of(config), source_of(config, world), loss_of(config), world, config)
 

@@ -66,7 +66,7 @@ class Work:
         if self.parameters <= 0 or self.per_sample < 0 or self.units < 1:
             raise ValueError(f"parameters must be above 0, per_sample at least 0 and units at least 1, got {self}")
         if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap must be from 0 to 1, got {self}")
+            raise ValueError(f"overlap must be between 0 and 1, got {self}")
 
     @staticmethod
     def of(step: StepModel, **others: Any) -> "Work":
@@ -166,7 +166,7 @@ def cost(choice: Choice, work: Work, network: Network, batch: int) -> Cost:
     """Return the cost of a step with a global batch of `batch` samples.
 
     Raises:
-        ValueError: The number of ranks is not a multiple of `copies`, or a number is less than 1.
+        ValueError: If the number of ranks is not a multiple of `copies`, or a number is less than 1.
     """
     if network.ranks % choice.copies or min(batch, choice.copies, choice.micro_batches, choice.round) < 1:
         raise ValueError(f"{choice} cannot run on {network.ranks} ranks with {batch} samples")
@@ -288,7 +288,7 @@ def simulated(kind: Kind, step: StepModel, ranks: int, batch: int, handed_on: fl
         handed_on: Bytes per sample that pass from one pipeline stage to the next.
 
     Raises:
-        ValueError: The strategy cannot run on this number of ranks.
+        ValueError: If the strategy cannot run on this number of ranks.
     """
     network, work = Network(ranks, step.link), Work.of(step, units=step.buckets, handed_on=handed_on)
     candidates = [

@@ -50,7 +50,7 @@ def read_parameters(cls: type[SomeConfig], names: Mapping[str, Any], also: tuple
         also: The notebook's own parameters, which are not part of the config.
 
     Raises:
-        ConfigError: A value is invalid, or a name is unknown. Papermill only warns about unknown names.
+        ConfigError: If a value is invalid, or a name is unknown. Papermill only warns about unknown names.
     """
     given = {
         name: value
@@ -103,7 +103,7 @@ def run_main_job(steps: int = 600) -> None:
     """Execute `experiments/train.ipynb` with progress bars; this is `make run`.
 
     Raises:
-        NotebookError: The notebook failed.
+        NotebookError: If the notebook failed.
     """
     folder = new_directory(RUNS, time.strftime("train-%Y%m%d-%H%M%S"))
     nprocs = _sensible_ranks()
@@ -153,7 +153,7 @@ def run_notebook(notebook: Path, folder: Path, parameters: Mapping[str, Any]) ->
         parameters: The notebook's parameters. Its parameter `name` must make the notebook write to `folder`.
 
     Raises:
-        NotebookError: The notebook failed or did not write `result.json`.
+        NotebookError: If the notebook failed or did not write `result.json`.
     """
     with _Follower(folder) as follower:
         code = execute(notebook, folder, parameters, follower.look)

@@ -27,7 +27,7 @@ def resolve(notebook: str, cells: Sequence[str], points: Sequence[Mapping[str, A
         points: The parameters of each point, as papermill would pass them.
 
     Raises:
-        ConfigError: A cell rejects the parameters of a point, raises a different exception, exits or times out.
+        ConfigError: If a cell rejects the parameters of a point, raises a different exception, exits or times out.
     """
     request = json.dumps({"notebook": notebook, "cells": list(cells), "points": list(points)})
     command = [sys.executable, "-m", "ddp_tutorial.experiments.parameter_check"]

@@ -59,7 +59,7 @@ class StepModel:
                 f"per_sample must be above 0, fixed and nbytes at least 0 and buckets at least 1, got {self}"
             )
         if not 0 <= self.overlap <= 1 or self.sharing < 1:
-            raise ValueError(f"overlap must be from 0 to 1 and sharing at least 1, got {self}")
+            raise ValueError(f"overlap must be between 0 and 1 and sharing at least 1, got {self}")
 
     def compute(self, samples: float, ranks: int = 1) -> float:
         """Return the seconds of computation for `samples` samples on one of `ranks` ranks on this machine."""
@@ -154,7 +154,7 @@ def fit_step(
             best.
 
     Raises:
-        ValueError: No model fits the measurements.
+        ValueError: If no model fits the measurements.
     """
     try:  # like a link, a step is fitted by a straight line with positive coefficients
         line = fit_link([1] * len(alone), list(alone), list(alone.values()))

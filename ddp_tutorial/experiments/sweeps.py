@@ -54,7 +54,7 @@ def read_grid(settings: Sequence[str]) -> Grid:
     `sizes=[1,2],[3]` or `text='a,b',c`.
 
     Raises:
-        ConfigError: A setting is malformed, or a parameter or value is repeated.
+        ConfigError: If a setting is malformed, or a parameter or value is repeated.
     """
     grid: Grid = {}
     for setting in settings:
@@ -172,7 +172,7 @@ class Parameters:
         first point runs.
 
         Raises:
-            ConfigError: The notebook rejects the parameters of a point.
+            ConfigError: If the notebook rejects the parameters of a point.
         """
         if self.check:
             return resolve(self.notebook, [self.source, self.check], points)
@@ -187,7 +187,7 @@ def parameters_in(notebook: Any, name: str) -> Parameters:
     """Return the parameters of a notebook.
 
     Raises:
-        ConfigError: The notebook cannot be swept.
+        ConfigError: If the notebook cannot be swept.
     """
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     places = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
@@ -240,7 +240,7 @@ def plan_sweep(notebook: Path, settings: Sequence[str], repeats: int = 1, name: 
     """Return the points of a sweep, without writing anything.
 
     Raises:
-        ConfigError: The settings are invalid, or the notebook would reject a point.
+        ConfigError: If the settings are invalid, or the notebook would reject a point.
     """
     grid = read_grid(settings)
     source = _read(notebook)
@@ -317,9 +317,9 @@ def run_sweep(plan: Plan, timeout: float, report: Callable[[str], object]) -> Ou
         report: A function to call with a line of text about each failure and the comparison.
 
     Raises:
-        ConfigError: A different sweep is running in the same folder.
-        SweepInterruptedError: The sweep was interrupted.
-        NotebookError: The comparison failed.
+        ConfigError: If a different sweep is running in the same folder.
+        SweepInterruptedError: If the sweep was interrupted.
+        NotebookError: If the comparison failed.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(plan.folder):

@@ -51,7 +51,7 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a `results.parquet` file.
 
     Raises:
-        ConfigError: The file is not the table of a sweep.
+        ConfigError: If the file is not the table of a sweep.
     """
     from pyarrow import ArrowException, parquet
 
@@ -60,7 +60,7 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
     except (OSError, ArrowException) as error:
         raise ConfigError(f"{str(path)!r} is not the table of a sweep: {str(error).partition(chr(10))[0]}") from None
     if not rows or not rows[0].keys() >= FIXED:
-        raise ConfigError(f"{str(path)!r} is not the table of a sweep: it must have rows with {sorted(FIXED)}")
+        raise ConfigError(f"{str(path)!r} is not the table of a sweep: its rows must have the keys {sorted(FIXED)}")
     return rows
 
 
@@ -105,7 +105,7 @@ def groups_of(rows: Sequence[Row], metric: str) -> list[Group]:
     """Group the values of `metric` in the finished rows by the parameters that vary.
 
     Raises:
-        ConfigError: No row has this metric.
+        ConfigError: If no row has this metric.
     """
     known = metrics_of(rows)
     if metric not in known:

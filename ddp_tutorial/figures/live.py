@@ -34,7 +34,7 @@ def explore(
         choices: The values of each slider.
 
     Raises:
-        ValueError: A value in `start` is not on a slider.
+        ValueError: If a value in `start` is not on a slider.
     """
     begin = {name: values[0] for name, values in choices.items()} | dict(start or {})
     for name, value in begin.items():

@@ -58,7 +58,7 @@ def draw_runs(folders: Sequence[Path], panels: Sequence[str], axis: Axis, window
         compare: Whether to draw all runs in a single column.
 
     Raises:
-        ConfigError: The logs are empty, no run has one of the metrics, or `axis` is "time" and a log contains no times.
+        ConfigError: If the logs are empty, no run has one of the metrics, or a log contains no times for `axis` "time".
     """
     read = [read_run(folder) for folder in folders]
     logs, summaries = [rows for rows, _ in read], [summary for _, summary in read]

@@ -32,7 +32,7 @@ def watch(run: str | Path, *, seconds: float = float("inf"), every: float = 1.0)
         every: Seconds between two refreshes.
 
     Raises:
-        ConfigError: `run` is not the folder of a run.
+        ConfigError: If `run` is not the folder of a run.
     """
     from IPython.display import Image, display  # only in a notebook
 
@@ -56,7 +56,7 @@ def dashboard(run: str | Path) -> Figure:
     phase between the last two evaluations.
 
     Raises:
-        ConfigError: `run` is not the folder of a run.
+        ConfigError: If `run` is not the folder of a run.
     """
     return _drawn(Path(run), *read_run(Path(run)))
 

@@ -133,7 +133,7 @@ class ClusterBackend:
         """Create a backend for `n` ranks on `cluster`.
 
         Raises:
-            ConfigError: `n` is not a multiple of the number of nodes, or `cluster` is not a `Cluster`.
+            ConfigError: If `n` is not a multiple of the number of nodes, or `cluster` is not a `Cluster`.
         """
         if not isinstance(cluster, Cluster):
             raise ConfigError(f"cluster must be a Cluster, such as Cluster(2, '1gbit'), got {cluster!r}")
@@ -165,7 +165,7 @@ class ClusterBackend:
         """Check that these ranks can be restarted. Restart the pool's own cluster if it has stopped.
 
         Raises:
-            ConfigError: A node has been killed, or a cluster that the pool did not start has stopped.
+            ConfigError: If a node has been killed, or a cluster that the pool did not start has stopped.
         """
         if not self.cluster.is_up:
             if not self.is_ours:

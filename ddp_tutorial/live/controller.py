@@ -90,7 +90,7 @@ class Controller:
         """Wait until all processes have started, then form a process group.
 
         Raises:
-            RankError: A rank exited before it was ready.
+            RankError: If a rank exited before it was ready.
         """
         console = make_console(self.echo)
         for each in self._workers:
@@ -109,7 +109,7 @@ class Controller:
         """Form a new process group of all ranks, in place of the current group.
 
         Raises:
-            RankError: A rank failed, or did not join within `MEET_SECONDS`. Ranks that are still trying are killed.
+            RankError: If a rank failed, or did not join within `MEET_SECONDS`. Ranks that are still trying are killed.
         """
         self._has_group = False
         pids = self._place.pids(self._workers)
@@ -135,9 +135,9 @@ class Controller:
             on: Ranks that run it, by default all.
 
         Raises:
-            RuntimeError: A different thread is using the ranks.
-            RankError: The request failed on a rank.
-            CollectiveError: A rank waited in a collective that a different rank did not enter.
+            RuntimeError: If a different thread is using the ranks.
+            RankError: If the request failed on a rank.
+            CollectiveError: If a rank waited in a collective that a different rank did not enter.
         """
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the ranks are busy with a call from a different thread")
@@ -172,7 +172,7 @@ class Controller:
         ranks = list(range(self.n)) if on is None else list(on)
         for rank in ranks:
             if rank not in range(self.n):
-                raise ConfigError(f"rank must be from 0 to {self.n - 1}, got {rank}")
+                raise ConfigError(f"rank must be between 0 and {self.n - 1}, got {rank}")
             if death := self._workers[rank].death:
                 raise RankError(rank, f"is dead: the process {death}", others=self._advice())
         if not self._has_group and self.n > 1 and on is None:

@@ -168,7 +168,7 @@ class RankMagics(Magics):
     def script(self, arguments: Sequence[str]) -> None:
         """Write the cells so far as one script for torchrun. Only the current user can read the file.
 
-        The script omits cells that failed. Of the values sent by `put`, it contains only numbers.
+        The script omits cells that failed. It contains numbers that `put` sent to the ranks, but no other values.
         """
         [name] = self._names("script", arguments)
         pool = self._alive()
@@ -242,7 +242,7 @@ def _ranks_of(text: str, n: int) -> list[int] | None:
             raise MagicError(f"%%ranks {text}: select ranks as in %%ranks 0, %%ranks 1-3 or %%ranks 0,2")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     if wrong := [rank for rank in found if rank >= n]:
-        raise MagicError(f"%%ranks {text}: ranks must be from 0 to {n - 1}, got {wrong[0]}")
+        raise MagicError(f"%%ranks {text}: ranks must be between 0 and {n - 1}, got {wrong[0]}")
     return sorted(set(found))
 
 

@@ -83,8 +83,8 @@ class Ranks(Controller):
             echo: Show the ranks' output, figures and displayed values.
 
         Raises:
-            ConfigError: An argument is invalid.
-            RankError: A rank failed to start.
+            ConfigError: If an argument is invalid.
+            RankError: If a rank failed to start.
         """
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise ConfigError(f"n must be a positive integer such as 2, got {n!r}")
@@ -184,7 +184,7 @@ class Ranks(Controller):
         """Assign variables on all ranks, or on the ranks in `on`, for example `ranks.put(rate=0.1)`.
 
         Raises:
-            TypeError: A value cannot be pickled.
+            TypeError: If a value cannot be pickled.
         """
         try:
             sent = cloudpickle.dumps(values)
@@ -231,7 +231,7 @@ class Ranks(Controller):
             The ranks that were restarted.
 
         Raises:
-            RuntimeError: The pool has been stopped.
+            RuntimeError: If the pool has been stopped.
         """
         if not self._workers:
             raise RuntimeError("the ranks have been stopped: create a new Ranks")

@@ -62,7 +62,7 @@ def examine(
         For each program, a dict from each law to the violation, or "" if the program keeps the law.
 
     Raises:
-        RankTimeoutError: A launch takes longer than `timeout` seconds, for example because a program never returns.
+        RankTimeoutError: If a launch takes longer than `timeout` seconds, for example because a program never returns.
     """
     found: dict[str, dict[str, str]] = {name: {} for name in programs}
     left = dict(programs)

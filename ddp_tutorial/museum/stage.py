@@ -75,7 +75,7 @@ class Stage:
         """Create the harness. Collective.
 
         Raises:
-            ValueError: The world has a single rank.
+            ValueError: If the world has a single rank.
         """
         if world.size < 2:
             raise ValueError(f"the world size must be at least 2, got {world.size}")

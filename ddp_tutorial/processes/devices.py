@@ -29,7 +29,7 @@ def visible_devices(devices: str, ranks: int | None, environ: Mapping[str, str] 
     if not there:
         raise ConfigError("--devices selects GPUs, but torch found none on this machine. Omit it to train on CPUs")
     if unknown := [number for number in numbers if number >= there]:
-        raise ConfigError(f"--devices {devices}: there is no GPU {unknown[0]}, torch found GPUs 0 to {there - 1}")
+        raise ConfigError(f"--devices {devices}: there is no GPU {unknown[0]}; torch found GPUs 0 to {there - 1}")
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"--devices {devices}: a GPU is repeated, but each rank needs its own GPU")
     if ranks is not None and ranks > len(numbers):

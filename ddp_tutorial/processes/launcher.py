@@ -135,12 +135,12 @@ def launch(
         The results of `fn`, rank 0's first. Their tensors are moved to the CPU, except with `in_process`.
 
     Raises:
-        RankError: A rank failed. All ranks have been terminated.
-        RankTimeoutError: The ranks did not return within `timeout`.
-        StoppedError: A forwarded signal terminated ranks that did not handle it, or did not handle it yet.
-        ValueError: An argument is invalid. No process has been started.
-        TypeError: `fn` cannot be called with these arguments, or they cannot be pickled. No process has been started.
-        MissingGuardError: A script calls `launch` at its top level.
+        RankError: If a rank failed. All ranks have been terminated.
+        RankTimeoutError: If the ranks did not return within `timeout`.
+        StoppedError: If a forwarded signal terminated ranks that did not handle it, or did not handle it yet.
+        ValueError: If an argument is invalid. No process has started.
+        TypeError: If `fn` cannot be called with these arguments, or they cannot be pickled. No process has started.
+        MissingGuardError: If a script calls `launch` at its top level.
     """
     require_guard("launch")
     _check(fn, nprocs, timeout, collective_timeout, threads, in_process)

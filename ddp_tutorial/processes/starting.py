@@ -60,10 +60,10 @@ def run(
             torchrun and Slurm.
 
     Raises:
-        ConfigError: A setting or the environment is invalid. The error may originate on any rank.
-        RankError: A rank that was launched here failed. Under torchrun and Slurm, this rank's exception is raised
+        ConfigError: If a setting or the environment is invalid. The error may originate on any rank.
+        RankError: If a rank that was launched here failed. Under torchrun and Slurm, this rank's exception is raised
             unchanged.
-        StoppedError: A signal stopped ranks that were launched here and did not handle it.
+        StoppedError: If a signal stopped ranks that were launched here and did not handle it.
     """
     require_guard("run")
     if is_launched_rank():

@@ -32,7 +32,7 @@ def dump_call(fn: Callable[..., object], args: tuple[object, ...], script: Scrip
     Functions and classes that `script` defines are pickled by name, because the rank imports the script.
 
     Raises:
-        TypeError: An argument or variable cannot be pickled. The message names it.
+        TypeError: If an argument or variable cannot be pickled. The message names it.
     """
     buffer = io.BytesIO()
     try:
@@ -49,7 +49,7 @@ def dump_result(result: object) -> bytes:
     """Pickle a result by value, with its tensors moved to the CPU.
 
     Raises:
-        TypeError: A part of the result cannot be pickled. The message names it.
+        TypeError: If a part of the result cannot be pickled. The message names it.
     """
     buffer = io.BytesIO()
     try:

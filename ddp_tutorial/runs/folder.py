@@ -125,7 +125,7 @@ def folder_of(path: str | Path) -> RunFolder:
     """Return the folder of a run.
 
     Raises:
-        ConfigError: The path is not the folder of a run.
+        ConfigError: If the path is not the folder of a run.
     """
     folder = RunFolder(Path(path))
     if not folder.exists():
@@ -137,7 +137,7 @@ def request_stop(path: str | Path, request: StopRequest) -> None:
     """Ask a run to stop after its current step, with or without a checkpoint.
 
     Raises:
-        ConfigError: The path is not the folder of a run.
+        ConfigError: If the path is not the folder of a run.
     """
     write_atomically(folder_of(path).stop_request, request.encode())
 
@@ -146,7 +146,7 @@ def load_run(path: str | Path) -> Run:
     """Read a run's folder.
 
     Raises:
-        ConfigError: The path is not the folder of a run.
+        ConfigError: If the path is not the folder of a run.
     """
     folder = folder_of(path)
     config = read_object(folder.config)

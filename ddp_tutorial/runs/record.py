@@ -47,7 +47,7 @@ def open_folder(
             umask also determines the permissions of new parent folders, such as runs/.
 
     Raises:
-        ConfigError: The folder must be shared, but a rank does not see it or sees a different folder with the same
+        ConfigError: If the folder must be shared, but a rank does not see it or sees a different folder with the same
             name. Raised on all ranks. A new folder is removed.
     """
     label = f"{label}-{world.size}x"
@@ -69,7 +69,7 @@ def require_rank_zeros(world: World, name: str) -> None:
     """Check that the named folder on rank 0's disk did not belong to a different rank of an earlier run. Collective.
 
     Raises:
-        ConfigError: The folder contains logs of other ranks but no config, so the run and its checkpoints are on a
+        ConfigError: If the folder contains logs of other ranks but no config, so the run and its checkpoints are on a
             different host. Raised on all ranks.
     """
 
@@ -159,7 +159,7 @@ class RunRecord:
         folder is locked first, so a reader that sees the config or the log also sees that the run is running.
 
         Raises:
-            FolderInUseError: A different run uses the folder. Raised on all ranks.
+            FolderInUseError: If a different run uses the folder. Raised on all ranks.
         """
         with ExitStack() as stack:
             stack.callback(self.log.close_file)  # also if a step fails

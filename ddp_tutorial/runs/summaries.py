@@ -72,7 +72,7 @@ def find_run(name: str) -> Path:
     """Return the folder of a run, given as a path or as a name under runs/.
 
     Raises:
-        ConfigError: There is no such run.
+        ConfigError: If there is no such run.
     """
     for folder in (Path(name), RUNS / name):
         if _is_run(folder):
@@ -256,7 +256,7 @@ def summarize(folder: Path) -> Summary:
     """Read a run's folder, and return its summary.
 
     Raises:
-        ConfigError: `folder` is not the folder of a run.
+        ConfigError: If `folder` is not the folder of a run.
     """
     return read_run(folder)[1]
 
@@ -265,7 +265,7 @@ def read_run(folder: Path) -> tuple[list[Row], Summary]:
     """Return the log rows of a run and its summary.
 
     Raises:
-        ConfigError: `folder` is not the folder of a run.
+        ConfigError: If `folder` is not the folder of a run.
     """
     state = state_of(folder)  # read before the files, so a run that ends meanwhile is shown as running
     run = load_run(folder)

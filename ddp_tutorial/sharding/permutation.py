@@ -4,7 +4,7 @@ Every epoch has a different order, which depends only on the seed and the epoch.
 endless sequence. A step takes the next `batch_size` samples of the sequence as the global batch, and distributes them
 to the ranks. The position in the sequence is one number, the cursor, which does not depend on the world size.
 
-    sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 a step
+    sequence   7 2 5 0 3 | 6 1 4 ...          8 samples, 5 per step
     step 0     7 2 5 0 3                      rank 0 of 2: 7 5 3    rank 1 of 2: 2 0
     step 1     6 1 4 + samples according to the remainder policy
 """

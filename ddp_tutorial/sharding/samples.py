@@ -259,9 +259,9 @@ def _range(numbers: Sequence[int]) -> str:
 def collate_rows(rows: Sequence[Any], numbers: Sequence[int], collate_fn: CollateFn) -> Tree:
     """Combine rows into one batch.
 
-    A custom `collate_fn` receives any rows. `default_collate` would silently drop a column that is missing in the first
-    row, and return a mixed list of strings and numbers unchanged. Therefore, it only receives rows with the same
-    columns and types.
+    A custom `collate_fn` receives rows of any type. `default_collate` would silently drop a column that is missing in
+    the first row, and return a mixed list of strings and numbers unchanged. Therefore, it only receives rows with the
+    same columns and types.
 
     Args:
         rows: The rows.

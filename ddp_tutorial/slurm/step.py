@@ -24,7 +24,7 @@ def world_of_step(environ: Mapping[str, str]) -> dict[str, int | str] | None:
     per_node, node = tasks_per_node(tasks), integer_variable(environ, "SLURM_NODEID", 0)
     if not 0 <= node < len(per_node):
         raise ConfigError(
-            f"SLURM_NODEID must be from 0 to {len(per_node) - 1}, for the tasks per node {tasks!r}, got {node}"
+            f"SLURM_NODEID must be between 0 and {len(per_node) - 1}, for the tasks per node {tasks!r}, got {node}"
         )
     if "SLURM_STEP_TASKS_PER_NODE" in environ and sum(per_node) != size:
         raise ConfigError(

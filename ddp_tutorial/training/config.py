@@ -275,7 +275,7 @@ class TrainConfig(Config):
         if self.strategy == "invariant" and self.accumulation != 1:
             raise ValueError(
                 f"'accumulation' must be 1 for strategy invariant, got {self.accumulation}; set 'micro_batches', which "
-                "counts those of all ranks"
+                "counts the micro-batches of all ranks"
             )
         default = StagesConfig()
         of_pipeline = [

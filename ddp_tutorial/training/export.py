@@ -40,8 +40,8 @@ def _without_imports(config: TaskConfig, run: str | Path) -> TaskConfig:
     imported = config.model.imported["class"] if config.model.imported else config.task
     if config.model.imported or is_import_path(config.task):
         raise ConfigError(
-            f"{run} was trained with the model of {imported}, and loading imports no code that a run names; construct "
-            "the model, and pass it to ddp_tutorial.load"
+            f"{run} was trained with the model of {imported}, and loading a run never imports its code; construct the "
+            "model, and pass it to ddp_tutorial.load"
         )
     return config
 
@@ -88,8 +88,8 @@ def evaluate(run: str | Path, *, samples: int | None = None, best: bool = False)
     world, task = World(device=choose_device(config.device if config.device == "cpu" else "auto")), task_of(config)
     if config.loss is not None:
         raise ConfigError(
-            f"{run} was trained with loss={config.loss}, and a command imports no code that a run names; evaluate the "
-            "model in a script"
+            f"{run} was trained with loss={config.loss}, and this command never imports the code of a run; evaluate "
+            "the model in a script"
         )
     _, held_out = samples_of(config, world)
     count = min(samples or config.eval_samples or len(held_out), len(held_out))

@@ -141,7 +141,7 @@ class GPT(nn.Module, PyTorchModelHubMixin):
 
     @torch.no_grad()
     def generate(self, prompt: torch.Tensor, length: int, temperature: float = 0.8, seed: int = 0) -> torch.Tensor:
-        """Return `prompt` [time] followed by `length` sampled tokens; the same seed samples the same tokens."""
+        """Return `prompt` [time] followed by `length` sampled tokens; the same seed gives the same tokens."""
         was_training, tokens = self.training, prompt
         generator = torch.Generator(prompt.device).manual_seed(seed)
         self.eval()

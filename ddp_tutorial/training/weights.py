@@ -19,7 +19,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
     """Write `model` to `folder`. An earlier model there is replaced once the new one is on the disk.
 
     A model with `save_pretrained`, such as Hugging Face's models and our GPT, is written by that method, which also
-    stores its config. Of any other model, the weights and buffers are written as safetensors, and tied ones once.
+    stores its config. The weights and buffers of any other model are written as safetensors, tied tensors only once.
     """
     remove_temporary(folder.parent, folder.name)
     with directory_replaced_atomically(folder) as aside:
