@@ -497,7 +497,7 @@ def dispatched_stream(world: World) -> tuple[list[list[int]], list[int], int]:
     return [step.samples.tolist() for step in steps], resumed, data.times
 
 
-def test_a_stream_without_shards_is_read_by_rank_zero_only_and_dispatched() -> None:
+def test_a_stream_without_shards_is_read_by_rank_0_and_dispatched() -> None:
     ranks = launch(dispatched_stream, 2, device="cpu", threads=1, echo=False, timeout=120)
     of_rank = [[sample for step in steps for sample in step] for steps, _, _ in ranks]
     assert sorted(of_rank[0] + of_rank[1]) == list(range(SAMPLES))
@@ -506,7 +506,7 @@ def test_a_stream_without_shards_is_read_by_rank_zero_only_and_dispatched() -> N
     assert [times for _, _, times in ranks] == [1, 0]
 
 
-def test_ranks_that_outnumber_the_shards_are_warned_that_each_reads_everything(
+def test_a_warning_appears_if_there_are_more_ranks_than_shards(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streamed, "require_group", lambda world: None)

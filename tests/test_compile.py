@@ -262,7 +262,7 @@ OPTIONS = (
 )
 
 
-def test_a_compiled_run_of_two_epochs_is_killed_and_resumed_from_the_command_line() -> None:
+def test_a_compiled_run_resumes_exactly_after_a_kill_on_the_command_line() -> None:
     whole = call("train", "2proc", *OPTIONS, "name=whole", "target_loss=0.1", "--json")
     assert whole.returncode == 0, whole.stderr
     result = json.loads(whole.stdout)

@@ -406,7 +406,7 @@ def test_a_tokenizer_encodes_documents_and_separates_them(workdir: Path) -> None
     assert tokenize(text, "bytes") is text
 
 
-def test_the_tokens_of_a_cached_corpus_are_found_without_reading_the_corpus(workdir: Path) -> None:
+def test_cached_tokens_are_found_without_reading_the_corpus(workdir: Path) -> None:
     write_tokenizer(workdir / "tokenizer.json")
     rows = [json.dumps({"text": story(number)}) for number in range(30)]
     (workdir / "a.jsonl").write_text("\n".join(rows))

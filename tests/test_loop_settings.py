@@ -152,7 +152,7 @@ def test_evaluations_and_checkpoints_end_epochs() -> None:
 
 
 @pytest.mark.parametrize(("every", "due"), [(2, [2, 4, 6]), (4.5, [5, 9]), (20 / 3, [7]), (0.5, list(range(1, 11)))])
-def test_an_interval_of_a_fraction_of_a_step_ends_in_the_step_that_contains_it(every: float, due: list[int]) -> None:
+def test_a_fractional_interval_ends_in_the_step_that_contains_it(every: float, due: list[int]) -> None:
     steps = 6 if every == 2 else 10
     assert [step for step in range(1, steps + 1) if is_due(step, every)] == due
     assert times_due(steps, every) == len({*due, steps})
@@ -170,7 +170,7 @@ def test_the_end_of_each_epoch_is_found_however_the_fractions_are_rounded() -> N
 WRONG_INTERVALS = ["eval_every=0", "eval_every=epochs", "eval_every=0 epochs", "checkpoint.every=-1", "eval_every=true"]
 
 
-def test_a_wrong_interval_is_refused_in_one_line() -> None:
+def test_an_invalid_interval_is_rejected_in_one_line() -> None:
     for wrong in WRONG_INTERVALS:
         done = call("train", "tiny", wrong)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), wrong

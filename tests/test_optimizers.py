@@ -211,7 +211,7 @@ def trained(*options: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_model_and_a_loss_in_the_current_directory_are_trained_by_their_import_path() -> None:
+def test_a_local_model_and_loss_are_selected_by_import_path() -> None:
     default = trained("name=default", "nprocs=1")
     function = trained("loss=mine.plain", "name=function", "nprocs=2")
     smoothed = trained("loss.class=mine.Smoothed", "loss.args.smoothing=0.5", "nprocs=1")
@@ -282,7 +282,7 @@ WRONG_CLASSES: list[tuple[tuple[str, ...], str]] = [
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_wrong_model_or_loss_is_rejected_in_one_line_before_anything_starts() -> None:
+def test_an_invalid_model_or_loss_is_rejected_before_ranks_start() -> None:
     for arguments, message in WRONG_CLASSES:
         done = call("train", "tiny", *arguments, "device=cpu")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done

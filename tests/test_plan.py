@@ -66,7 +66,7 @@ def test_the_plan_agrees_with_the_run() -> None:
     assert found["memory_per_rank"]["parameters"] == sum(p.numel() for p in GPT(1, 2, 32, 32).parameters())
 
 
-def test_the_plan_opens_the_samples_once_and_names_the_setting_that_each_number_follows_from(
+def test_the_plan_opens_the_samples_once_and_names_the_decisive_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened: list[int] = []

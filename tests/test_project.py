@@ -54,9 +54,7 @@ def test_the_conda_environment_matches_pyproject(conda: dict[str, Any], requirem
     assert len(from_pip) == len(set(from_pip)) == len(requirements)
 
 
-def test_the_conda_environment_gets_python_from_conda_and_packages_from_pip(
-    conda: dict[str, Any], project: dict[str, Any]
-) -> None:
+def test_conda_provides_python_and_pip_provides_the_packages(conda: dict[str, Any], project: dict[str, Any]) -> None:
     assert conda["name"] == "ddp-tutorial"
     assert conda["channels"] == ["conda-forge"]
     assert set(conda) == {"name", "channels", "dependencies"}

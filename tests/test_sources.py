@@ -58,7 +58,7 @@ def world_of(rank: int, size: int) -> World:
     return World(rank, size, rank, size)
 
 
-def test_workers_that_outnumber_the_cores_are_warned_about(
+def test_a_warning_appears_if_workers_outnumber_cores(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert too_many_workers(0, 8, 2) is None

@@ -183,7 +183,7 @@ def test_a_run_records_its_straggler_and_the_memory_of_each_rank() -> None:
     assert "the other ranks waited for rank 1, in forward" in Path("runs/slow/rank_0.log").read_text()
 
 
-def test_a_rank_that_needs_much_more_memory_than_the_others_is_reported() -> None:
+def test_a_rank_with_much_higher_memory_use_is_reported() -> None:
     assert imbalance({"rss_mb": [500.0, 510.0, 700.0]}) == {
         "rank": 2,
         "kind": "rss_mb",
@@ -201,7 +201,7 @@ def test_a_rank_that_needs_much_more_memory_than_the_others_is_reported() -> Non
     assert imbalance({"rss_mb": [500.0]}) is None
 
 
-def test_the_memory_of_gpus_is_recorded_and_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_is_recorded_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "gpu_memory", lambda device: {"cuda_mb": 700.0, "cuda_reserved_mb": 900.0})
     result = train(World(), config_of(name="gpu", gpu_memory_limit_mb=800.0, memory_limit_mb=1e6, empty_cache_every=2))
     used = json.loads((result.run / "result.json").read_text())["ranks"]
